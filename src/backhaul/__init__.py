@@ -1,3 +1,29 @@
 """Differentiable RPC for PyTorch."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# At once, unlike the rest: a submodule that is imported later would take the function's name.
+from backhaul.cluster import cluster
+
+if TYPE_CHECKING:
+    from backhaul import errors, functions, options, rpc, worker
+    from backhaul.options import RpcOptions
+    from backhaul.worker import Worker
+
 __version__ = "0.1.0.dev0"
+
+__all__ = ["RpcOptions", "Worker", "cluster", "errors", "functions", "options", "rpc", "worker"]
+
+_CLASSES = {"RpcOptions": "backhaul.options", "Worker": "backhaul.worker"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the rest when it is first used: most of it needs torch, the launcher does not."""
+    if name in _CLASSES:
+        return getattr(importlib.import_module(_CLASSES[name]), name)
+    if name in __all__:
+        return importlib.import_module(f"backhaul.{name}")
+    raise AttributeError(f"module 'backhaul' has no attribute {name!r}")

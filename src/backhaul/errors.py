@@ -97,7 +97,7 @@ class RemoteError(BackhaulError):
         return type(self), (str(self), self.worker, self.type_name, self.remote_traceback)
 
 
-class RemoteTraceback(Exception):  # noqa: N818
+class RemoteTraceback(Exception):
     """The text of a traceback on another worker: the ``__cause__`` of what is raised here."""
 
     def __init__(self, worker: str, text: str) -> None:

@@ -1,0 +1,25 @@
+"""The ``backhaul`` command; ``python -m backhaul`` is the same."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import backhaul
+from backhaul.launch import command as run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="backhaul", description="Differentiable RPC for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"backhaul {backhaul.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    run_command.add_parser(commands)
+    options = parser.parse_args(argv)
+    code: int = options.handle(options)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Calls and futures: who reads, who runs, who waits."""

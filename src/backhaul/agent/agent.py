@@ -1,0 +1,373 @@
+"""Agent: makes calls to other workers and serves theirs.
+
+It ties the parts of this package together and holds what they share: the outbound connection
+to each peer, made when it is first needed; the inbound ones; the table of message handlers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from backhaul.agent.execution import Execution
+from backhaul.agent.farewell import Counts, Farewell
+from backhaul.agent.future import Future
+from backhaul.agent.membership import Member, Membership
+from backhaul.agent.outbound import Outbound
+from backhaul.agent.pending import Slot
+from backhaul.agent.pool import Pool
+from backhaul.agent.serving import Handler, Inbound, Serving
+from backhaul.agent.watch import Watch
+from backhaul.errors import (
+    AuthenticationError,
+    ForkedError,
+    NotInitializedError,
+    OptionError,
+    ProtocolError,
+    RpcTimeoutError,
+    WorkerLostError,
+)
+from backhaul.ids import WorkerInfo
+from backhaul.options import RpcOptions
+from backhaul.security.handshake import Hello, Welcome
+from backhaul.transport.base import ChannelClosed, Listener, Transport, Visitor
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame, encode
+from backhaul.wire.messages import Call, Goodbye, Ping, Result
+from backhaul.wire.values import Codec
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 5.0
+_MAX_VISITORS = 64
+
+To = str | int | WorkerInfo
+
+
+class Agent:
+    """One worker's calls, both ways. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        name: str | None,
+        rank: int | None,
+        *,
+        options: RpcOptions,
+        transport: Transport,
+        membership: Membership,
+        codec: Codec,
+        enter: Callable[[], None],
+        deadline: float,
+    ) -> None:
+        """Listen, and join the group. ``enter`` runs first on every thread that this agent makes."""
+        self.options = options
+        self.membership = membership
+        self._codec = codec
+        self._transport = transport
+        self.closed = threading.Event()
+        self.forked = False
+        self._routes: dict[To, Outbound] = {}
+        self._connecting: dict[int, threading.Lock] = {}
+        self._lock = threading.Lock()
+        self._visitors = 0
+        self.on_peer_lost: list[Callable[[WorkerInfo, WorkerLostError], None]] = []
+        """Called, on any thread, when a peer dies or leaves. For upper layers."""
+
+        self._listeners: Sequence[Listener] = transport.listen()
+        try:
+            self.me = membership.join(name, rank, transport.addresses, deadline)
+        except BaseException:
+            transport.close()
+            raise
+        label = f"backhaul-{self.me.name}"
+        self.pool = Pool(label, options.num_worker_threads, enter)
+        self.watch = Watch(label + "-watch", options.unresponsive_after, enter)
+        self.execution = Execution(self.me, codec, enter)
+        self.serving = Serving(self.pool, self.watch, self._handle, options.num_worker_threads)
+        self.serving.on_end = self._inbound_ended
+        self.watch.tick = self.serving.tick
+        self.farewell = Farewell(self, self.closed)
+        self._handlers: dict[type[Any], Handler] = {
+            Call: self._on_call,
+            Ping: lambda inbound, envelope: encode(Result(envelope.message.id, None)),
+            Goodbye: self._on_goodbye,
+        }
+        for message, handler in self.farewell.handlers():
+            self.register(message, handler)
+        _abandon_in_children(self)
+
+    def start(self) -> None:
+        """Let peers in."""
+        self.watch.start()
+        for listener in self._listeners:
+            self.watch.add_listener(listener, self._visit)
+
+    def register(self, message: type[Any], handler: Handler) -> None:
+        """Let ``handler`` have the messages of this type. It must not raise, nor wait for peers."""
+        self._handlers[message] = handler
+
+    # -- calling -------------------------------------------------------------------------------
+
+    def call(self, to: To, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float) -> Any:
+        """The value of ``function(*args, **kwargs)`` on worker ``to``. ``timeout`` in seconds, or infinity."""
+        deadline = time.monotonic() + timeout
+        outbound = self._route(to, deadline)
+        make = self._request(function, args, kwargs)
+        return outbound.ask(make, name_for_people(function), deadline, is_call=True)
+
+    def call_async(
+        self, to: To, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
+    ) -> Future[Any]:
+        """A future of that value."""
+        deadline = time.monotonic() + timeout
+        outbound = self._route(to, deadline)
+        make = self._request(function, args, kwargs)
+        return outbound.ask_async(make, name_for_people(function), deadline, is_call=True)
+
+    def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]:
+        """A future of the answer to a question of our own: ``make(id)`` is the message."""
+        outbound = self._route(to, deadline)
+        return outbound.ask_async(lambda id: encode(make(id)), what, deadline, is_call=False)
+
+    def _request(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[int], Frame]:
+        tree, packing = self._codec.pack((function, tuple(args), dict(kwargs)))
+        return lambda id: encode(Call(id, tree), packing.tensors)
+
+    def _route(self, to: To, deadline: float) -> Outbound:
+        outbound = self._routes.get(to)
+        if outbound is not None and outbound.lost is None and not self.forked:
+            return outbound
+        self.require_usable()
+        if isinstance(to, bool) or not isinstance(to, str | int | WorkerInfo):
+            raise OptionError(f"a worker is given by name, rank or WorkerInfo, not by {to!r}")
+        member = self.membership.find(to)
+        outbound = self._connect(member, deadline)
+        self._routes[to] = outbound
+        return outbound
+
+    def require_usable(self) -> None:
+        """Raise unless calls can be made with this agent."""
+        if self.forked:
+            raise ForkedError(
+                f"this process was forked from worker {self.me.name!r} and cannot use its connections; call init_rpc "
+                "in the child with a name of its own, or start processes with the 'spawn' method"
+            )
+        if self.closed.is_set():
+            raise NotInitializedError(f"worker {self.me.name!r} has been shut down; call init_rpc again")
+
+    def _connect(self, member: Member, deadline: float) -> Outbound:
+        with self._lock:
+            connecting = self._connecting.setdefault(member.id, threading.Lock())
+        handling = self.serving.about_to_wait()
+        try:
+            with connecting:
+                outbound = self._routes.get(member.id)
+                if outbound is None or outbound.lost is not None:
+                    outbound = self._routes[member.id] = self._open(member, deadline)
+                return outbound
+        finally:
+            if handling:
+                self.serving.resumed()
+
+    def _open(self, member: Member, deadline: float) -> Outbound:
+        hello = Hello(self.membership.group, self.me.id, self.me.name, member.id)
+        deadline = min(deadline, time.monotonic() + self.options.connect_timeout)
+        try:
+            channel, welcome = self._transport.connect(member.addresses, hello, deadline)
+        except TimeoutError as error:
+            raise RpcTimeoutError(
+                f"worker {member.name!r} did not answer the greeting in time: RPC ran for more than set timeout"
+            ) from error
+        except ChannelClosed as error:
+            self.membership.forget(member.id)
+            raise WorkerLostError(f"worker {member.name!r} cannot be reached: {error}", member.name) from error
+        if (welcome.id, welcome.name) != (member.id, member.name):
+            channel.close()
+            raise AuthenticationError(
+                f"at the address of worker {member.name!r} (rank {member.id}) answers {welcome.name!r} "
+                f"(rank {welcome.id})"
+            )
+        return Outbound(
+            member.info,
+            channel,
+            open_reply=self._open_reply,
+            serving=self.serving,
+            pool=self.pool,
+            watch=self.watch,
+            unresponsive_after=self.options.unresponsive_after,
+            on_lost=self._outbound_lost,
+        )
+
+    def _open_reply(self, slot: Slot) -> Any:
+        if slot.error is not None:
+            raise slot.error
+        assert slot.envelope is not None  # for the type checker: a slot without an error has a reply
+        return self.execution.open(slot.envelope)
+
+    def _outbound_lost(self, outbound: Outbound, error: WorkerLostError) -> None:
+        if self.closed.is_set():
+            return
+        _log.debug("= lost %s: %s", outbound.peer.name, error)
+        self.membership.forget(outbound.peer.id)
+        for callback in list(self.on_peer_lost):
+            callback(outbound.peer, error)
+
+    # -- serving ----------------------------------------------------------------------------
+
+    def _handle(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+        handler = self._handlers.get(type(envelope.message))
+        if handler is None:
+            raise ProtocolError(f"a {type(envelope.message).__name__} where requests are expected")
+        return handler(inbound, envelope)
+
+    def _on_call(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+        def send_late(frame: Frame) -> None:
+            inbound.reply(frame)
+            inbound.count_finished()
+
+        inbound.calls_started += 1
+        frame = self.execution.run(envelope, send_late)
+        if frame is not None:
+            inbound.count_finished()
+        return frame
+
+    def _on_goodbye(self, inbound: Inbound, envelope: Envelope) -> None:
+        inbound.said_goodbye = True
+        outbound = self._routes.get(inbound.peer.id)
+        self.membership.forget(inbound.peer.id)
+        if outbound is not None:
+            name = inbound.peer.name
+            left = WorkerLostError(f"worker {name!r} has left the group", name)
+            self.pool.run(lambda: outbound.lose(left))
+
+    def _inbound_ended(self, inbound: Inbound, error: Exception) -> None:
+        if self.closed.is_set() or inbound.said_goodbye:
+            return
+        lost = WorkerLostError(f"worker {inbound.peer.name!r} is lost: {error}", inbound.peer.name)
+        for callback in list(self.on_peer_lost):
+            callback(inbound.peer, lost)
+
+    def _visit(self, listener: Listener) -> None:
+        visitor = listener.accept()
+        if visitor is None:
+            return
+        if self._visitors >= _MAX_VISITORS:
+            visitor.turn_away()
+            return
+        with self._lock:
+            self._visitors += 1
+        self.pool.run(lambda: self._admit(visitor))
+
+    def _admit(self, visitor: Visitor) -> None:
+        try:
+            channel, hello = visitor.admit(self._judge, time.monotonic() + self.options.connect_timeout / 2)
+        except (AuthenticationError, ProtocolError, ChannelClosed, TimeoutError) as error:
+            _log.warning("a connection was not let in: %s", error)
+            return
+        finally:
+            with self._lock:
+                self._visitors -= 1
+        inbound = Inbound(WorkerInfo(hello.id, hello.name), channel, self.serving)
+        self.serving.add(inbound)
+        if self.closed.is_set():
+            inbound.shutdown()
+
+    def _judge(self, hello: Hello) -> Welcome:
+        me = self.me
+        if hello.group != self.membership.group:
+            refused = "it belongs to another group, or to an earlier one of this name"
+        elif hello.to_id != me.id:
+            refused = f"it looks for rank {hello.to_id}; this is rank {me.id}"
+        elif not self._is_member(hello):
+            refused = f"no worker {hello.name!r} of rank {hello.id} is in this group"
+        elif self.closed.is_set():
+            refused = "it is shutting down"
+        else:
+            refused = ""
+        return Welcome(me.id, me.name, refused)
+
+    def _is_member(self, hello: Hello) -> bool:
+        # A newcomer to a dynamic group may be ahead of what this worker has read of the store.
+        if self.membership.dynamic:
+            return True
+        return WorkerInfo(hello.id, hello.name) in self.membership.members()
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def members(self) -> list[WorkerInfo]:
+        return self.membership.members()
+
+    def answer(self, id: int, value: Any) -> Frame:
+        """The frame that answers request ``id`` with a value."""
+        return self.execution.result(id, value)
+
+    def counts(self) -> Counts:
+        """Whether all calls of this worker are settled; calls sent to, and finished for, each peer."""
+        sent: dict[int, int] = {}
+        settled = 0
+        for outbound in self._outbounds():
+            sent[outbound.peer.id] = outbound.calls_sent
+            settled += outbound.calls_settled
+        finished: dict[int, int] = {}
+        for inbound in list(self.serving.inbounds):
+            finished[inbound.peer.id] = finished.get(inbound.peer.id, 0) + inbound.calls_finished
+        return sum(sent.values()) == settled, sent, finished
+
+    def idle(self) -> bool:
+        """Nothing that this worker sent, or serves, is under way."""
+        inbounds = list(self.serving.inbounds)
+        return self.counts()[0] and all(inb.calls_started == inb.calls_finished for inb in inbounds)
+
+    def _outbounds(self) -> list[Outbound]:
+        return [out for out in set(self._routes.values()) if out.lost is None]
+
+    def close(self, wait: float = _CLOSE_SECONDS) -> None:
+        """Close everything, now. Waits at most ``wait`` seconds for functions that still run here."""
+        with self._lock:
+            if self.closed.is_set():
+                return
+            self.closed.set()
+        deadline = time.monotonic() + wait
+        for listener in self._listeners:
+            self.watch.remove_listener(listener)
+        gone = WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
+        for outbound in self._outbounds():
+            outbound.say_goodbye()
+            outbound.lose(gone)
+        for inbound in list(self.serving.inbounds):
+            inbound.shutdown()
+        self.execution.close(deadline - time.monotonic())
+        self.watch.close()
+        self.pool.close(deadline)
+        self._transport.close()
+
+    def abandon(self) -> None:
+        """In a forked child: give up the descriptors, so that peers notice when the parent dies."""
+        self.forked = True
+        for outbound in set(self._routes.values()):
+            outbound.abandon()
+        for inbound in list(self.serving.inbounds):
+            inbound.abandon()
+        self.watch.abandon()
+        self._transport.abandon()
+
+
+def _abandon_in_children(agent: Agent) -> None:
+    reference = weakref.ref(agent)
+
+    def abandon() -> None:
+        living = reference()
+        if living is not None and not living.closed.is_set():
+            living.abandon()
+
+    os.register_at_fork(after_in_child=abandon)
+
+
+def name_for_people(function: Any) -> str:
+    """What error messages call it."""
+    return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)

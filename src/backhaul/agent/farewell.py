@@ -1,0 +1,158 @@
+"""Farewell: when a fixed group may end. Every worker has asked for it, and no work is left.
+
+Theory of operation
+-------------------
+The living member of the lowest rank leads. Everybody else asks it `AwaitEnd`, a request that it
+answers at the very end; so a leader that dies is noticed, and the next one takes over.
+
+The leader asks every member `AwaitReady`, which is answered once that member has asked for
+the shutdown; so a member that dies first is noticed too. Then it takes tallies: how many
+calls each member has sent to each other one and how many it has finished for each. When two tallies
+in a row are the same, every member is idle, and what one sent the other finished, there was a
+moment between the two at which nothing ran and nothing was under way, and so nothing can start
+any more. (One tally is not enough: its parts are taken at different times.)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from backhaul.agent.future import Future
+from backhaul.agent.serving import Inbound
+from backhaul.errors import RpcTimeoutError, WorkerLostError
+from backhaul.ids import WorkerInfo
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import AwaitEnd, AwaitReady, Tally
+
+_FIRST_PAUSE = 0.001
+_LONGEST_PAUSE = 0.05
+
+PeerCounts = dict[int, int]
+"""Rank of a peer -> number of calls."""
+
+Counts = tuple[bool, PeerCounts, PeerCounts]
+"""What a member tells: idle; calls sent to each peer; calls finished for each peer."""
+
+
+class Asker(Protocol):
+    """The part of the agent that this protocol needs."""
+
+    me: WorkerInfo
+
+    def members(self) -> list[WorkerInfo]: ...
+    def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]: ...
+    def counts(self) -> Counts: ...
+    def answer(self, id: int, value: Any) -> Frame: ...
+
+
+def settled(tallies: dict[int, Counts]) -> bool:
+    """All are idle, and what one sent to another that one has finished."""
+    for rank, (idle, sent, _) in tallies.items():
+        if not idle:
+            return False
+        for peer, count in sent.items():
+            if peer in tallies and tallies[peer][2].get(rank, 0) != count:
+                return False
+    return True
+
+
+class _Promise:
+    """Answers requests once something has happened, or at once if it has."""
+
+    def __init__(self, answer: Callable[[int, Any], Frame]) -> None:
+        self._answer = answer
+        self._lock = threading.Lock()
+        self._kept = False
+        self._value: Any = None
+        self._waiting: list[tuple[Inbound, int]] = []
+
+    def handle(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+        id = envelope.message.id
+        with self._lock:
+            if not self._kept:
+                self._waiting.append((inbound, id))
+                return None
+        return self._answer(id, self._value)
+
+    def keep(self, value: Any) -> None:
+        with self._lock:
+            self._kept, self._value = True, value
+            waiting, self._waiting = self._waiting, []
+        for inbound, id in waiting:
+            inbound.reply(self._answer(id, value))
+
+
+class Farewell:
+    """One worker's part in the end of its group."""
+
+    def __init__(self, agent: Asker, closed: threading.Event) -> None:
+        self._agent = agent
+        self._closed = closed
+        self._ready = _Promise(agent.answer)
+        self._end = _Promise(agent.answer)
+
+    def handlers(self) -> Iterable[tuple[type[Any], Callable[[Inbound, Envelope], Frame | None]]]:
+        return (AwaitReady, self._ready.handle), (AwaitEnd, self._end.handle), (Tally, self._on_tally)
+
+    def run(self, deadline: float) -> list[str]:
+        """Wait for the end of the group; return the names of the members that died first.
+
+        Raises `RpcTimeoutError` if it does not come before the deadline.
+        """
+        agent = self._agent
+        self._ready.keep(None)
+        lost: dict[int, str] = {}
+        for leader in agent.members():
+            if leader == agent.me:
+                break
+            try:
+                dead: list[str] = agent.ask_later(leader, AwaitEnd, "the end of the group", deadline).wait()
+            except WorkerLostError:
+                lost[leader.id] = leader.name
+            else:
+                return sorted({*dead, *lost.values()})
+        self._lead(lost, deadline)
+        names = sorted(lost.values())
+        self._end.keep(names)
+        return names
+
+    def _lead(self, lost: dict[int, str], deadline: float) -> None:
+        """Return when all work of the living is over; add the dead to ``lost``."""
+        self._ask_all(AwaitReady, "its readiness to shut down", lost, deadline)
+        before: dict[int, Counts] = {}
+        pause = _FIRST_PAUSE
+        while True:
+            tallies = self._ask_all(Tally, "its tally", lost, deadline)
+            tallies[self._agent.me.id] = self._agent.counts()
+            if tallies == before and settled(tallies):
+                return
+            before = tallies
+            if time.monotonic() + pause > deadline:
+                raise RpcTimeoutError("graceful shutdown: work was still going on at the deadline")
+            self._closed.wait(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _ask_all(self, make: Callable[[int], Any], what: str, lost: dict[int, str], deadline: float) -> dict[int, Any]:
+        """The answers of the living members other than this one, by rank."""
+        agent = self._agent
+        others = [info for info in agent.members() if info != agent.me and info.id not in lost]
+        answers: dict[int, Any] = {}
+        futures = []
+        for info in others:
+            try:
+                futures.append((info, agent.ask_later(info, make, what, deadline)))
+            except WorkerLostError:
+                lost[info.id] = info.name
+        for info, future in futures:
+            try:
+                answers[info.id] = future.wait()
+            except WorkerLostError:
+                lost[info.id] = info.name
+        return answers
+
+    def _on_tally(self, inbound: Inbound, envelope: Envelope) -> Frame:
+        return self._agent.answer(envelope.message.id, self._agent.counts())

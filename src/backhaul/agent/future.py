@@ -1,0 +1,102 @@
+"""Future: a `torch.futures.Future` that can also be awaited, and whose wait reads the reply itself.
+
+Torch's class does the storing and the waking. What we add is *help*: a thread that waits
+for a call takes part in reading the peer's replies (see `outbound`), so that no other
+thread has to be woken first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Future(torch.futures.Future[T]):
+    """The value of a call, when it comes.
+
+    `wait()` returns it or raises; ``await future`` does so in asyncio; `then` and
+    `add_done_callback` chain, in the context variables of the thread that called them.
+    All methods may be called from any thread.
+    """
+
+    def __init__(self, *, help: Callable[[], None] | None = None, attend: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._help = help
+        self._attend = attend
+        self.has_callbacks = False
+        """User code hangs on this future: whoever completes it must hold nothing."""
+
+    def wait(self) -> T:
+        """Return the value when it is there; raise what the call raised."""
+        self.help()
+        return super().wait()
+
+    def help(self) -> None:
+        """Do what this thread can towards completion; return when no more can be done."""
+        if self._help is not None and not self.done():
+            self._help()
+
+    def attend(self) -> None:
+        """See to it that completion is noticed although no thread waits."""
+        if self._attend is not None and not self.done():
+            self._attend()
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
+        """A future of ``callback(self)``, which runs once this one is done."""
+        child: Future[S] = Future(help=self.help, attend=self.attend)
+        context = contextvars.copy_context()
+
+        def run(_: torch.futures.Future[T]) -> None:
+            try:
+                value = context.run(callback, self)
+            except BaseException as error:  # the child's waiter gets it
+                child.settle(None, error)
+            else:
+                child.set_result(value)
+
+        self.has_callbacks = True
+        super().add_done_callback(run)
+        self.attend()
+        return child
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Run ``callback(self)`` once this future is done."""
+        context = contextvars.copy_context()
+        self.has_callbacks = True
+        super().add_done_callback(lambda _: context.run(callback, self))
+        self.attend()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            loop = asyncio.get_running_loop()
+            woken = loop.create_future()
+
+            def wake(_: Any) -> None:
+                # A loop that closed meanwhile has nobody left to wake.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(_resolve, woken)
+
+            super().add_done_callback(wake)
+            self.attend()
+            yield from woken.__await__()
+        return super().wait()
+
+    def settle(self, value: T | None, error: BaseException | None = None) -> None:
+        """Complete it, with a value or an error."""
+        if error is None:
+            self.set_result(value)  # type: ignore[arg-type]
+        else:
+            self.set_exception(error)  # type: ignore[arg-type]
+
+
+def _resolve(woken: asyncio.Future[None]) -> None:
+    if not woken.done():  # its task may have been cancelled
+        woken.set_result(None)

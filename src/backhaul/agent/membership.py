@@ -1,0 +1,197 @@
+"""Who is in the group, and where: names <-> addresses through a c10d store.
+
+Under a prefix, the store holds::
+
+    group               a random name of the group; the first to come sets it
+    count               dynamic groups: how many ids were given out
+    member/<id>         the member's record; empty once it has left
+
+A fixed group (``world_size`` given) is complete when `join` returns. A dynamic group is looked
+up when a name or rank is not known yet.
+
+What the store says is not trusted: records are decoded by type, and a peer is believed
+only after the greeting on its own connection.
+"""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
+from backhaul.ids import WorkerInfo
+from backhaul.transport.base import Addresses
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_POLL = datetime.timedelta(milliseconds=500)
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A worker as the store knows it."""
+
+    id: int
+    name: str
+    addresses: Addresses
+
+    @property
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(self.id, self.name)
+
+
+class Membership:
+    """The members of one group, as seen by one of them. Thread-safe."""
+
+    def __init__(self, store: Store, world_size: int | None) -> None:
+        self._store = store
+        self.world_size = world_size
+        self.group = ""
+        self._lock = threading.Lock()
+        self._by_id: dict[int, Member] = {}
+        self._by_name: dict[str, Member] = {}
+        self._me: Member | None = None
+
+    @property
+    def dynamic(self) -> bool:
+        return self.world_size is None
+
+    def join(self, name: str | None, rank: int | None, addresses: Addresses, deadline: float) -> WorkerInfo:
+        """Enter the group, and wait until it is complete if it is a fixed one.
+
+        Raises `OptionError` if the name or the rank is taken, `RpcTimeoutError` naming the ranks
+        that did not come.
+        """
+        mine = secrets.token_hex(16)
+        self.group = self._store.compare_set("group", "", mine).decode()
+        if self.world_size is None:
+            rank = self._take_id(rank)
+            name = f"worker{rank}" if name is None else name
+            self.refresh()
+            self._refuse_taken(name, rank)
+        elif rank is None or not 0 <= rank < self.world_size:
+            raise OptionError(f"rank {rank} is not in 0..{self.world_size - 1} (world_size {self.world_size})")
+        me = Member(rank, f"worker{rank}" if name is None else name, addresses)
+        key = f"member/{rank}"
+        before = self._store.compare_set(key, "", msgspec.json.encode(me).decode())
+        if before != msgspec.json.encode(me):
+            taken = self._decode(before)
+            raise OptionError(
+                f"rank {rank} is taken by worker {taken.name if taken else '?'!r}; every worker needs its own"
+            )
+        self._me = me
+        self._learn(me)
+        if self.world_size is not None:
+            self._gather(self.world_size, deadline)
+        return me.info
+
+    def leave(self) -> None:
+        """Take this worker off a dynamic group's list."""
+        if self._me is not None and self.dynamic:
+            self._store.set(f"member/{self._me.id}", "")
+
+    def members(self) -> list[WorkerInfo]:
+        """All known members, by rank."""
+        with self._lock:
+            return sorted(member.info for member in self._by_id.values())
+
+    def find(self, to: str | int | WorkerInfo) -> Member:
+        """The member that ``to`` names. Raises `UnknownWorkerError` listing those that exist."""
+        member = self._look_up(to)
+        if member is None and self.dynamic:
+            self.refresh()
+            member = self._look_up(to)
+        if member is None:
+            what = f"of rank {to}" if isinstance(to, int) else f"named {to!r}" if isinstance(to, str) else f"{to}"
+            names = ", ".join(f"{info.name!r} (rank {info.id})" for info in self.members())
+            raise UnknownWorkerError(f"there is no worker {what}; the workers of this group are {names or 'none'}")
+        return member
+
+    def forget(self, id: int) -> None:
+        """A member of a dynamic group has gone; it may come back elsewhere."""
+        if self.dynamic and (self._me is None or id != self._me.id):
+            with self._lock:
+                member = self._by_id.pop(id, None)
+                if member is not None and self._by_name.get(member.name) is member:
+                    del self._by_name[member.name]
+
+    def refresh(self) -> None:
+        """Read a dynamic group's list from the store."""
+        count = self._store.add("count", 0)
+        present = set()
+        for id in range(count):
+            key = f"member/{id}"
+            if self._store.check([key]):
+                member = self._decode(self._store.get(key))
+                if member is not None and member.id == id:
+                    present.add(id)
+                    self._learn(member)
+        for id in [id for id in list(self._by_id) if id not in present]:
+            self.forget(id)
+
+    def _take_id(self, rank: int | None) -> int:
+        """An id in a dynamic group: the given rank, or the next free one."""
+        if rank is None:
+            return self._store.add("count", 1) - 1
+        if rank < 0:
+            raise OptionError(f"rank {rank} is negative")
+        # Ids given out automatically must not meet this one later.
+        while (count := self._store.add("count", 0)) <= rank:
+            self._store.add("count", rank + 1 - count)
+        return rank
+
+    def _refuse_taken(self, name: str, rank: int) -> None:
+        for info in self.members():
+            if info.name == name or info.id == rank:
+                raise OptionError(
+                    f"worker {info.name!r} of rank {info.id} is in the group already; "
+                    f"{name!r} of rank {rank} needs a name and a rank of its own"
+                )
+
+    def _gather(self, world_size: int, deadline: float) -> None:
+        missing = [id for id in range(world_size) if id not in self._by_id]
+        while missing:
+            try:
+                self._store.wait([f"member/{missing[0]}"], _POLL)
+            except Exception as error:  # stores raise several types for a wait that ran out
+                if time.monotonic() > deadline:
+                    raise RpcTimeoutError(
+                        f"{len(missing)} of {world_size} workers did not join in time: ranks "
+                        f"{', '.join(map(str, missing))}; start them, or check that all use the same init_method"
+                    ) from error
+                continue
+            id = missing.pop(0)
+            member = self._decode(self._store.get(f"member/{id}"))
+            if member is None or member.id != id:
+                raise MisuseError(f"the store's record of rank {id} is not one; does another program use the store?")
+            other = self._by_name.get(member.name)
+            if other is not None and other.id != id:
+                raise OptionError(
+                    f"ranks {other.id} and {id} both call themselves {member.name!r}; every worker needs its own name"
+                )
+            self._learn(member)
+
+    def _learn(self, member: Member) -> None:
+        with self._lock:
+            self._by_id[member.id] = member
+            self._by_name[member.name] = member
+
+    def _look_up(self, to: str | int | WorkerInfo) -> Member | None:
+        if isinstance(to, str):
+            return self._by_name.get(to)
+        if isinstance(to, int):
+            return self._by_id.get(to)
+        member = self._by_id.get(to.id)
+        return member if member is not None and member.name == to.name else None
+
+    @staticmethod
+    def _decode(raw: bytes) -> Member | None:
+        try:
+            return msgspec.json.decode(raw, type=Member)
+        except msgspec.MsgspecError:
+            return None

@@ -1,0 +1,396 @@
+"""Outbound: requests to one peer, and their replies. The thread that waits reads.
+
+Theory of operation
+-------------------
+Requests leave, and replies come, on one channel. There is no thread that only reads:
+
+- A thread that waits for a reply takes the **reader role** (the lock ``_reading``) if it is
+  free, reads, and hands out whatever arrives, also what others wait for. When its own
+  reply has come it wakes one of the others, which takes the role over.
+- A thread that finds the role taken sleeps until its reply or the role comes to it.
+- Futures that nobody waits for are read by the watch thread (`watch`), which looks after
+  an outbound once it has had outstanding futures and no reader for a moment.
+- A thread whose request does not fit into the socket reads replies while it waits for room.
+  Otherwise two workers that send to each other could both wait for ever.
+
+Nothing of the user's runs while a lock or a role is held: futures with callbacks are
+completed on a thread of the pool.
+
+A role is never lost: who gives it up looks for sleepers *after* releasing it, and a sleeper
+looks whether it is free *after* putting itself on the list.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from backhaul.agent.future import Future
+from backhaul.agent.pending import Pending, Slot, wake
+from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError, WorkerUnresponsiveError
+from backhaul.ids import WorkerInfo
+from backhaul.transport.base import Channel, ChannelClosed
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame, encode
+from backhaul.wire.messages import Goodbye, Ping
+
+if TYPE_CHECKING:
+    from backhaul.agent.pool import Pool
+    from backhaul.agent.serving import Serving
+    from backhaul.agent.watch import Watch
+
+_SEND_POLL = 0.1
+
+
+class Outbound:
+    """The calling side of a connection to ``peer``. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        peer: WorkerInfo,
+        channel: Channel,
+        *,
+        open_reply: Callable[[Slot], Any],
+        serving: Serving,
+        pool: Pool,
+        watch: Watch,
+        unresponsive_after: float | None,
+        on_lost: Callable[[Outbound, WorkerLostError], None],
+    ) -> None:
+        self.peer = peer
+        self._channel = channel
+        self._open_reply = open_reply
+        self._serving = serving
+        self._pool = pool
+        self._watch = watch
+        self._patience = math.inf if unresponsive_after is None else unresponsive_after
+        self._on_lost = on_lost
+        self._ids = itertools.count(1)
+        self._pending = Pending()
+        self._reading = threading.Lock()
+        self._sending = threading.Lock()
+        self._guard = threading.Lock()  # of _pending's deadlines and of _lost
+        self._unflushed = False  # guarded by _sending
+        self._sleepers: deque[tuple[Slot, threading.Lock]] = deque()
+        self._pinged: float | None = None  # when a ping left that nothing has answered
+        self._lost: WorkerLostError | None = None
+        self.calls_sent = 0  # guarded by _sending; user calls only
+        self.calls_settled = 0  # guarded by _guard; counted after the callbacks of a future
+        watch.add(self)
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    @property
+    def lost(self) -> WorkerLostError | None:
+        return self._lost
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._pending)
+
+    # -- asking ------------------------------------------------------------------------
+
+    def ask(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Any:
+        """Send a request and return its reply's value, or raise."""
+        slot = Slot(next(self._ids), what, deadline, is_call)
+        self._pending.open(slot, watched=False)
+        self._send_request(slot, make(slot.id))
+        if not slot.done:
+            self.wait(slot)
+        return self._open_reply(slot)
+
+    def ask_async(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Future[Any]:
+        """Send a request; return a future of its reply's value."""
+        slot = Slot(next(self._ids), what, deadline, is_call)
+        future: Future[Any] = Future(help=lambda: self.wait(slot), attend=lambda: self._watch.attend(self))
+        slot.future = future
+        with self._guard:
+            self._pending.open(slot, watched=True)
+        self._send_request(slot, make(slot.id))
+        self._watch.look_after(self, deadline)
+        return future
+
+    def _send_request(self, slot: Slot, frame: Frame) -> None:
+        try:
+            self._send(frame, slot.deadline, is_call=slot.is_call)
+        except (ChannelClosed, ProtocolError) as error:
+            self.lose(error)
+            if self._pending.take(slot.id) is not None:  # not among those that lose() failed
+                slot.error = self._loss()
+                self._complete(slot, inline=True)
+        except BaseException:
+            self._pending.take(slot.id)
+            raise
+
+    def post(self, message: Any, deadline: float = math.inf) -> None:
+        """Send a one-way message. Raises `ChannelClosed`."""
+        self._send(encode(message), deadline, is_call=False)
+
+    def _send(self, frame: Frame, deadline: float, *, is_call: bool) -> None:
+        with self._sending:
+            if is_call:
+                self.calls_sent += 1
+            if not self._unflushed and self._channel.write(frame):
+                return
+            handling = self._serving.about_to_wait()
+            try:
+                if self._unflushed:
+                    self._push(deadline)
+                    if self._channel.write(frame):
+                        return
+                self._unflushed = True
+                self._push(deadline)
+            finally:
+                if handling:
+                    self._serving.resumed()
+
+    def _push(self, deadline: float) -> None:
+        """Finish the frame that did not fit, reading replies meanwhile. Holds ``_sending``."""
+        while not self._channel.flush():
+            now = time.monotonic()
+            if now >= deadline:
+                raise RpcTimeoutError(
+                    f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than "
+                    "set timeout"
+                )
+            reads = self._reading.acquire(blocking=False)
+            try:
+                arrived = self._receive(0) if reads else []
+            finally:
+                if reads:
+                    self._reading.release()
+            self._hand_out(arrived, inline=False)
+            if reads:
+                self._pass_on()
+            self._channel.wait(read=reads, write=True, timeout=min(_SEND_POLL, deadline - now))
+        self._unflushed = False
+
+    # -- waiting -----------------------------------------------------------------------
+
+    def wait(self, slot: Slot) -> None:
+        """Return when the slot is done, reading replies as long as it is not."""
+        handling = self._serving.about_to_wait()
+        try:
+            while not slot.done:
+                timeout = min(slot.deadline - time.monotonic(), self._patience / 4)
+                if timeout <= 0:
+                    self._time_out(slot)
+                elif self._reading.acquire(blocking=False):
+                    self._read(slot, timeout)
+                else:
+                    self._sleep(slot, timeout)
+        finally:
+            if self._sleepers and not self._reading.locked():
+                self._pass_on()
+            if handling:
+                self._serving.resumed()
+
+    def _read(self, slot: Slot, timeout: float) -> None:
+        """Read once, and hand out what came. Holds the reader role, and gives it up."""
+        problem: Exception | None = None
+        arrived: list[Envelope] = []
+        try:
+            if not slot.done:
+                arrived = self._receive(None if timeout == math.inf else timeout)
+        except (ChannelClosed, ProtocolError) as error:
+            problem = error
+        finally:
+            self._reading.release()
+        if problem is not None:
+            self.lose(problem)
+        elif arrived:
+            self._hand_out(arrived, inline=True)
+        elif not slot.done:
+            self.check_alive()
+
+    def _sleep(self, slot: Slot, timeout: float) -> None:
+        """Sleep until the reply or the reader role comes to this thread."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        slot.waiters.append(waiter)
+        self._sleepers.append((slot, waiter))
+        if not slot.done and self._reading.locked():
+            waiter.acquire(timeout=-1 if timeout == math.inf else min(timeout, threading.TIMEOUT_MAX))
+        slot.waiters.remove(waiter)
+        wake(waiter)  # released, so that `_pass_on` skips what is left of it on the list
+
+    def _pass_on(self) -> None:
+        """Wake one thread that can take the reader role."""
+        while True:
+            try:
+                slot, waiter = self._sleepers.popleft()
+            except IndexError:
+                return
+            if not slot.done and waiter.locked():
+                wake(waiter)
+                return
+
+    def _receive(self, timeout: float | None) -> list[Envelope]:
+        """Read once; return the messages that are complete. Holds the reader role."""
+        channel = self._channel
+        arrived: list[Envelope] = []
+        if channel.read(timeout):
+            self._pinged = None
+            while (envelope := channel.next()) is not None:
+                arrived.append(envelope)
+        return arrived
+
+    def _hand_out(self, arrived: list[Envelope], *, inline: bool) -> None:
+        for envelope in arrived:
+            slot = self._pending.take(envelope.message.id)
+            if slot is not None:  # else it came too late, or answers a ping
+                slot.envelope = envelope
+                self._complete(slot, inline=inline)
+
+    def _complete(self, slot: Slot, *, inline: bool) -> None:
+        """Give the slot's waiters, or its future, what has come."""
+        future = slot.future
+        slot.finish()
+        if future is None:
+            self._count_settled(slot)
+            return
+        if inline and not future.has_callbacks:
+            self._settle(slot, future)
+        else:
+            self._pool.run(lambda: self._settle(slot, future))
+
+    def _settle(self, slot: Slot, future: Future[Any]) -> None:
+        try:
+            value = self._open_reply(slot)
+        except BaseException as error:  # belongs to who waits for the future
+            future.settle(None, error)
+        else:
+            future.settle(value)
+        self._count_settled(slot)
+
+    def _count_settled(self, slot: Slot) -> None:
+        if slot.is_call:
+            with self._guard:
+                self.calls_settled += 1
+
+    # -- looked after by the watch thread -------------------------------------------------
+
+    def drain(self) -> bool:
+        """Read what is there without waiting. False if another thread is reading."""
+        if not self._reading.acquire(blocking=False):
+            return False
+        problem: Exception | None = None
+        arrived: list[Envelope] = []
+        try:
+            while found := self._receive(0):
+                arrived += found
+        except (ChannelClosed, ProtocolError) as error:
+            problem = error
+        finally:
+            self._reading.release()
+        self._hand_out(arrived, inline=True)
+        self._pass_on()
+        if problem is not None:
+            self.lose(problem)
+        return True
+
+    def being_read(self) -> bool:
+        return self._reading.locked()
+
+    def next_deadline(self) -> float:
+        with self._guard:
+            return self._pending.next_deadline()
+
+    def expire(self, now: float) -> None:
+        """Fail the futures whose deadline has passed."""
+        with self._guard:
+            overdue = self._pending.expire(now)
+        for slot in overdue:
+            slot.error = self._timeout_of(slot)
+            self._complete(slot, inline=True)
+
+    def _time_out(self, slot: Slot) -> None:
+        if self._pending.take(slot.id) is not None:
+            slot.error = self._timeout_of(slot)
+            self._complete(slot, inline=True)
+        else:
+            # Its reply has just been taken out; whoever did that is about to finish it.
+            waiter = threading.Lock()
+            waiter.acquire()
+            slot.waiters.append(waiter)
+            if not slot.done:
+                waiter.acquire()
+
+    def _timeout_of(self, slot: Slot) -> RpcTimeoutError:
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout: {slot.what} on worker {self.peer.name!r} has not answered; "
+            "a longer one can be given as timeout=, 0 meaning none"
+        )
+
+    def check_alive(self) -> None:
+        """Ping a silent peer; lose it if a ping has gone unanswered for too long."""
+        if self._patience == math.inf:
+            return
+        now = time.monotonic()
+        if self._pinged is None:
+            self._pinged = now
+            if self._sending.acquire(blocking=False):
+                try:
+                    if not self._unflushed:
+                        self._unflushed = not self._channel.write(encode(Ping(0)))
+                except ChannelClosed:
+                    pass  # the next read says so too
+                finally:
+                    self._sending.release()
+        elif now - self._pinged >= self._patience * 0.75:
+            self.lose(
+                WorkerUnresponsiveError(
+                    f"worker {self.peer.name!r} has not answered for {self._patience:g} s: it is stopped, hangs "
+                    "in code that holds the interpreter, or the network is gone (option unresponsive_after)",
+                    self.peer.name,
+                )
+            )
+
+    # -- the end --------------------------------------------------------------------------
+
+    def lose(self, reason: Exception) -> None:
+        """Close the connection and fail everything that waits for it."""
+        with self._guard:
+            if self._lost is not None:
+                return
+            if isinstance(reason, WorkerLostError):
+                self._lost = reason
+            else:
+                self._lost = WorkerLostError(f"worker {self.peer.name!r} is lost: {reason}", self.peer.name)
+            slots = self._pending.drain()
+        self._channel.shutdown()
+        self._watch.remove(self)
+        # Both locks are free soon: the channel is shut, so nobody waits on it.
+        with self._reading, self._sending:
+            self._channel.close()
+        for slot in slots:
+            slot.error = self._loss()
+            self._complete(slot, inline=True)
+        self._pass_on()
+        self._on_lost(self, self._lost)
+
+    def say_goodbye(self) -> None:
+        """Tell the peer that this worker leaves, if that can be done without waiting."""
+        if self._sending.acquire(blocking=False):
+            try:
+                if not self._unflushed:
+                    self._unflushed = not self._channel.write(encode(Goodbye()))
+            except ChannelClosed:
+                pass  # it is gone already
+            finally:
+                self._sending.release()
+
+    def abandon(self) -> None:
+        """In a forked child: close the descriptor, and leave the connection to the parent."""
+        self._channel.close()
+
+    def _loss(self) -> WorkerLostError | None:
+        """The loss as an exception of its own: one that several threads raise collects all their frames."""
+        lost = self._lost
+        return None if lost is None else type(lost)(str(lost), lost.worker)

@@ -1,0 +1,115 @@
+"""Kills the workers when their launcher is killed too hard to do it itself.
+
+The guardian is a small process of its own (this file, run as a script). The
+launcher tells it through a pipe which process groups there are. When the launcher
+is gone, however it went, the guardian kills the groups that are left, removes the
+launch's directory, and ends.
+
+Two signs tell that the launcher is gone: the pipe's end of file, and the launcher's
+pidfd. The pipe alone would not do, since a process that the launcher forked holds the
+pipe open; the pidfd alone is missing on old kernels. `prctl(PR_SET_PDEATHSIG)` in
+the workers was the alternative: it fires when the *thread* that started them ends,
+spares their children, and needs code to run in the worker before the user's.
+
+Protocol, one line each: ``+pgid`` watch this group, ``-pgid`` forget it. A group is
+forgotten before its leader is reaped, so its number cannot have been reused.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+
+
+class Guardian:
+    """The launcher's end. `close` only after every group was forgotten."""
+
+    def __init__(self, directory: str) -> None:
+        # Isolated, without site-packages and in a session of its own: it starts in
+        # milliseconds and a terminal's Ctrl-C does not reach it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(os.getpid()), directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            bufsize=0,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def watch(self, group: int) -> None:
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        self._tell(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the guardian and wait for it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _tell(self, line: str) -> None:
+        if self._process.stdin is None:
+            return
+        try:
+            self._process.stdin.write(line.encode())
+        except BrokenPipeError:
+            pass  # somebody killed the guardian; the launch itself is not harmed
+
+
+class Register:
+    """The groups to kill, read from the launcher's lines. Pure."""
+
+    def __init__(self) -> None:
+        self.groups: set[int] = set()
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"+"):
+                self.groups.add(int(line[1:]))
+            else:
+                self.groups.discard(int(line[1:]))
+
+
+def guard(launcher: int, directory: str) -> None:
+    """Wait until process ``launcher`` is gone, then clean up behind it."""
+    register = Register()
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    try:
+        launcher_fd = os.pidfd_open(launcher)
+    except (AttributeError, OSError):
+        launcher_fd = -1
+    else:
+        poll.register(launcher_fd, select.POLLIN)
+    gone = False
+    while not gone:
+        ready = [fd for fd, _ in poll.poll()]
+        # The pipe first and to its end: its last lines may still be unread.
+        if 0 in ready:
+            data = os.read(0, 1 << 16)
+            register.feed(data)
+            gone = not data
+        else:
+            gone = True
+    for group in register.groups:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    guard(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,91 @@
+"""Gives a worker the driver's ``__main__``, so that functions of a script are callable there.
+
+As multiprocessing's spawn does, the worker runs the driver's script again, under the
+name ``__mp_main__``: what stands below ``if __name__ == "__main__"`` does not run. Where
+a script has no such guard, running it again would start a cluster again; so
+`stop_if_loading` ends the run right there, and what was defined above stays.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from types import CodeType, ModuleType
+
+LOADED_NAME = "__mp_main__"
+
+
+@dataclass(frozen=True)
+class MainModule:
+    """Where ``__main__`` can be had from: a module's ``name``, a ``path``, or neither."""
+
+    name: str | None = None
+    path: str | None = None
+
+
+class LoadingStopped(BaseException):
+    """The script has come to where it starts the cluster. Not an Exception: no handler should catch it."""
+
+
+# True while this process, a worker, runs the driver's script. It is a fact about the
+# process, whatever thread asks: a cluster in there would start clusters without end.
+_loading = False
+
+
+def describe(main: ModuleType) -> MainModule:
+    """How to make ``main`` again in another process.
+
+    Neither name nor path for a notebook or an interpreter, whose ``__main__`` is no file,
+    and for ``python -m package``: a ``__main__.py`` rarely has a guard, and running
+    unittest's again would run the tests again.
+    """
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return MainModule() if spec.name.rpartition(".")[2] == "__main__" else MainModule(name=spec.name)
+    return MainModule(path=getattr(main, "__file__", None))
+
+
+def load(main: MainModule) -> ModuleType:
+    """Run the driver's ``__main__`` and install it as this process's.
+
+    Raises whatever the script raises. Without name or path, ``__main__`` will be empty.
+    """
+    global _loading
+    module = ModuleType(LOADED_NAME if main.name or main.path else "__main__")
+    code = _code(main, module)
+    # Installed first: the script may look itself up, as dataclasses and pickle do.
+    sys.modules["__main__"] = sys.modules[LOADED_NAME] = module
+    if code is not None:
+        _loading = True
+        try:
+            exec(code, module.__dict__)
+        except LoadingStopped:
+            pass
+        finally:
+            _loading = False
+    return module
+
+
+def stop_if_loading() -> None:
+    """Called where a cluster starts: ends the script if a worker is running it."""
+    if _loading:
+        raise LoadingStopped
+
+
+def _code(main: MainModule, module: ModuleType) -> CodeType | None:
+    if main.name is not None:
+        spec = importlib.util.find_spec(main.name)
+        if spec is None or spec.loader is None:
+            raise ModuleNotFoundError(f"No module named {main.name!r}", name=main.name)
+        module.__spec__ = spec
+        module.__loader__ = spec.loader
+        module.__package__ = spec.parent
+        module.__file__ = spec.origin
+        code: CodeType | None = spec.loader.get_code(main.name)  # type: ignore[attr-defined]
+        return code
+    if main.path is not None:
+        module.__file__ = main.path
+        with open(main.path, "rb") as file:
+            return compile(file.read(), main.path, "exec", dont_inherit=True)
+    return None

@@ -1,0 +1,67 @@
+"""What the workers of one launch share, and the environment that tells them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from types import TracebackType
+
+LOOPBACK = "127.0.0.1"
+
+# A unix socket's path holds 107 bytes, and workers add a file name to the directory's.
+_LONGEST_PARENT = 60
+
+
+class Session:
+    """A private directory, a secret and a free port; `close` removes the directory."""
+
+    def __init__(self) -> None:
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) > _LONGEST_PARENT:
+            parent = "/tmp"
+        self.directory = tempfile.mkdtemp(prefix="backhaul-", dir=parent)  # mode 0700
+        self.secret = secrets.token_hex(32)
+        self.master_port = free_port()
+
+    @property
+    def init_method(self) -> str:
+        return f"file://{self.directory}/store"
+
+    def environment(self, rank: int, world_size: int) -> dict[str, str]:
+        """The variables of worker ``rank``: torchrun's, and ours."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self.master_port),
+            "BACKHAUL_INIT_METHOD": self.init_method,
+            "BACKHAUL_SECRET": self.secret,
+            "BACKHAUL_RUNTIME_DIR": self.directory,
+        }
+
+    def close(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now.
+
+    Another program may take it before a worker binds it. Backhaul itself meets
+    through a file and does not depend on the port; it is there for scripts that
+    also use ``torch.distributed``.
+    """
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,278 @@
+"""Starts processes, carries their output, notices their end and stops them.
+
+One thread drives a supervisor by calling `Supervisor.poll` in a loop; everything
+happens on that thread. Other threads and signal handlers may only call `stop`.
+
+The life of a process::
+
+    running ──(its leader exits)──> leaving ──(output at its end, or a second)──> over
+
+Each process leads a session, and so a group, of its own: a signal reaches its
+children too, and a terminal's Ctrl-C reaches none of them behind our back. While
+*leaving*, the leader stays a zombie, so that the group's number cannot be reused
+before the last of the group was killed; then it is reaped.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import TracebackType
+
+from backhaul.launch.guardian import Guardian
+from backhaul.launch.prefix import ERR, OUT
+
+GRACE = 5.0
+"""Seconds between asking a process to end and killing it."""
+
+_LINGER = 1.0  # seconds that children of an ended process have, to end and finish their output
+_CHUNK = 1 << 16
+_TAIL = 4096
+
+Sink = Callable[[str, int, int, bytes], None]
+"""Takes a process's name, index, stream (1 or 2) and output; empty output is the end."""
+
+
+@dataclass(frozen=True)
+class Command:
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    pass_fds: Sequence[int] = ()
+    cwd: str | None = None
+
+
+@dataclass(eq=False)
+class Process:
+    """A started command. ``sentinel`` is readable once it has ended."""
+
+    name: str
+    index: int
+    pid: int
+    sentinel: int
+    popen: subprocess.Popen[bytes]
+    over: threading.Event = field(default_factory=threading.Event)
+    returncode: int | None = None
+    _tail: bytearray = field(default_factory=bytearray)
+    _open: set[int] = field(default_factory=set)
+    _leaving_until: float = 0.0
+
+    @property
+    def stderr_tail(self) -> str:
+        """The last lines that it wrote to its standard error."""
+        return self._tail.decode(errors="backslashreplace").strip("\n")
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if self.returncode is None:
+            return "is running"
+        if self.returncode >= 0:
+            return f"exited with code {self.returncode}"
+        try:
+            name = signal.Signals(-self.returncode).name
+        except ValueError:
+            name = "a signal"
+        return f"was killed by {name} (signal {-self.returncode})"
+
+
+class Supervisor:
+    """Runs commands until they are over. A context manager: leaving it kills what is left."""
+
+    def __init__(self, sink: Sink, guardian: Guardian) -> None:
+        self._sink = sink
+        self._guardian = guardian
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
+        # SimpleQueue.put may be interrupted by a signal handler that calls it again.
+        self._stops: SimpleQueue[tuple[int, float]] = SimpleQueue()
+        self._kill_at: float | None = None
+        self._exited: list[Process] = []
+        self._active: dict[int, Process] = {}
+        self._count = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether some process is not over yet."""
+        return bool(self._active)
+
+    def start(self, command: Command) -> Process:
+        """Start ``command``; its standard input is empty. Only before or between polls."""
+        popen = subprocess.Popen(
+            list(command.argv),
+            env=dict(command.env),
+            cwd=command.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            pass_fds=tuple(command.pass_fds),
+        )
+        self._guardian.watch(popen.pid)
+        process = Process(command.name, self._count, popen.pid, _sentinel(popen.pid), popen)
+        self._count += 1
+        self._active[process.pid] = process
+        self._selector.register(process.sentinel, selectors.EVENT_READ, partial(self._on_exit, process))
+        for stream, pipe in ((OUT, popen.stdout), (ERR, popen.stderr)):
+            if pipe is not None:
+                process._open.add(stream)
+                self._selector.register(pipe, selectors.EVENT_READ, partial(self._on_output, process, stream))
+        return process
+
+    def stop(self, signum: int = signal.SIGTERM, grace: float = GRACE) -> None:
+        """Send ``signum`` to every process, and SIGKILL to those still there after ``grace`` seconds.
+
+        Safe from any thread and from a signal handler; returns at once, `poll` does it.
+        """
+        self._stops.put((signum, time.monotonic() + grace))
+        try:
+            os.write(self._wake_write, b"!")
+        except BlockingIOError:
+            pass  # full: it wakes anyway
+
+    def poll(self) -> list[Process]:
+        """Wait for something to happen; return the processes that ended, in their order."""
+        for key, _ in self._selector.select(self._patience()):
+            key.data()
+        self._send_stops()
+        self._act_on_time()
+        exited, self._exited = self._exited, []
+        return exited
+
+    def close(self) -> None:
+        """Kill what is left, wait for it, and give everything back. Its last output is dropped."""
+        self._sink = _drop  # the sink may be what failed
+        if self.active:
+            self.stop(signal.SIGKILL, grace=0.0)
+        while self.active:
+            self.poll()
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _patience(self) -> float | None:
+        times = [process._leaving_until for process in self._active.values() if process.returncode is not None]
+        if self._kill_at is not None:
+            times.append(self._kill_at)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _drain_wake(self) -> None:
+        os.read(self._wake_read, _CHUNK)
+
+    def _send_stops(self) -> None:
+        while True:
+            try:
+                signum, kill_at = self._stops.get_nowait()
+            except Empty:
+                return
+            for process in self._active.values():
+                _signal_group(process, signum)
+            self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
+
+    def _act_on_time(self) -> None:
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            for process in self._active.values():
+                _signal_group(process, signal.SIGKILL)
+        for process in list(self._active.values()):
+            if process.returncode is not None and (not process._open or now >= process._leaving_until):
+                self._finish(process)
+
+    def _on_output(self, process: Process, stream: int) -> None:
+        pipe = process.popen.stdout if stream == OUT else process.popen.stderr
+        if pipe is None or pipe.closed:
+            return
+        data = os.read(pipe.fileno(), _CHUNK)
+        if not data:
+            self._end_output(process, stream)
+            return
+        if stream == ERR:
+            process._tail += data
+            del process._tail[:-_TAIL]
+        self._sink(process.name, process.index, stream, data)
+
+    def _end_output(self, process: Process, stream: int) -> None:
+        pipe = process.popen.stdout if stream == OUT else process.popen.stderr
+        process._open.discard(stream)
+        if pipe is not None:
+            self._selector.unregister(pipe)
+            pipe.close()
+        self._sink(process.name, process.index, stream, b"")
+
+    def _on_exit(self, process: Process) -> None:
+        self._selector.unregister(process.sentinel)
+        process.returncode = _peek_returncode(process.pid)
+        # What the leader left behind may clean up for a moment, then it is killed.
+        _signal_group(process, signal.SIGTERM)
+        process._leaving_until = time.monotonic() + _LINGER
+        self._exited.append(process)
+
+    def _finish(self, process: Process) -> None:
+        _signal_group(process, signal.SIGKILL)
+        for stream in list(process._open):
+            self._end_output(process, stream)
+        self._guardian.forget(process.pid)
+        process.popen.wait()
+        os.close(process.sentinel)
+        del self._active[process.pid]
+        process.over.set()
+
+
+def _drop(name: str, index: int, stream: int, data: bytes) -> None:
+    pass
+
+
+def _sentinel(pid: int) -> int:
+    """A descriptor that becomes readable when child ``pid`` has exited; it is not reaped.
+
+    A thread and a pipe, since pidfd_open is newer than kernels that are still about.
+    """
+    read_end, write_end = os.pipe()
+
+    def wait() -> None:
+        try:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            pass  # reaped by somebody else: it has exited all the same
+        finally:
+            os.close(write_end)
+
+    threading.Thread(target=wait, name=f"backhaul-wait-{pid}", daemon=True).start()
+    return read_end
+
+
+def _peek_returncode(pid: int) -> int:
+    """The exit code of a zombie; minus the signal's number if one killed it."""
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        result = None
+    if result is None:
+        return 255  # somebody else reaped it and knows the code; not a success that we can claim
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+
+def _signal_group(process: Process, signum: int) -> None:
+    try:
+        os.killpg(process.pid, signum)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,125 @@
+"""Where workers meet: an init method -> a store and this worker's place in the group.
+
+Launchers (torchrun, ours) say the place in environment variables; `place_from` reads them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
+
+INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
+"""What ``env://`` stands for when our launcher has set it."""
+NAME_VARIABLE = "BACKHAUL_NAME"
+
+
+class Place(NamedTuple):
+    """A worker's place in its group. ``world_size`` None means a dynamic group."""
+
+    name: str | None
+    rank: int | None
+    world_size: int | None
+
+
+def place_from(name: str | None, rank: int, world_size: int | None) -> Place:
+    """Complete what the user gave from what the launcher says.
+
+    A rank without a world size means a dynamic group, as in torch. Neither means what the
+    launcher says, or a dynamic group if there is none.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < -1:
+        raise OptionError(f"rank {rank!r} must be a whole number; -1 or nothing takes it from the launcher")
+    if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
+        raise OptionError(f"world_size {world_size!r} must be at least 1; None means a dynamic group")
+    if name is not None and (not isinstance(name, str) or not name or len(name) > 128):
+        raise OptionError(f"name {name!r} must be a string of 1 to 128 characters")
+    given_rank = None if rank == -1 else rank
+    if given_rank is None:
+        if world_size is None and "RANK" in os.environ:
+            world_size = _integer("WORLD_SIZE")
+        if world_size is not None:
+            given_rank = _integer("RANK")
+            if given_rank is None:
+                raise OptionError(
+                    "init_rpc needs a rank: give one, or start the script with `backhaul run` or torchrun"
+                )
+    if name is None:
+        name = os.environ.get(NAME_VARIABLE) or (None if given_rank is None else f"worker{given_rank}")
+    if world_size is not None and given_rank is not None and given_rank >= world_size:
+        raise OptionError(f"rank {given_rank} is not in 0..{world_size - 1} (world_size {world_size})")
+    return Place(name, given_rank, world_size)
+
+
+def meet(init_method: str, place: Place, timeout: float) -> dist.Store:
+    """The store in which this group meets; its keys are this group's alone.
+
+    A fixed group that is made again in the same store gets a fresh part of it, since
+    every rank counts how often it has come.
+    """
+    store = _open(init_method, place, datetime.timedelta(seconds=timeout))
+    if place.world_size is None:
+        return dist.PrefixStore("backhaul/dynamic", store)
+    times = store.add(f"backhaul/times/{place.rank}", 1)
+    return dist.PrefixStore(f"backhaul/{times}", store)
+
+
+def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.Store:
+    if init_method.startswith("env://"):
+        inherited = os.environ.get(INIT_METHOD_VARIABLE)
+        if inherited and inherited != init_method:
+            return _open(inherited, place, timeout)
+        address, port = os.environ.get("MASTER_ADDR"), _integer("MASTER_PORT")
+        if not address or port is None:
+            raise OptionError(
+                "init_method env:// needs MASTER_ADDR and MASTER_PORT in the environment: start the script with "
+                "`backhaul run` or torchrun, set them, or give RpcOptions(init_method='tcp://127.0.0.1:29500')"
+            )
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return _tcp(address, port, place, timeout, hosted=hosted)
+    url = urlsplit(init_method)
+    if url.scheme == "file":
+        if not url.path:
+            raise OptionError(f"init_method {init_method!r} needs a path: file:///tmp/meeting-point")
+        return dist.FileStore(url.path, -1)
+    try:
+        port = url.port
+    except ValueError:
+        port = None
+    if not url.hostname or port is None:
+        raise OptionError(f"init_method {init_method!r} needs a host and a port: tcp://127.0.0.1:29500")
+    return _tcp(url.hostname, port, place, timeout, hosted=False)
+
+
+def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hosted: bool) -> dist.Store:
+    """A TCPStore; rank 0 hosts it unless the launcher does."""
+    if place.rank is None and not hosted:
+        raise OptionError("a dynamic group that meets over TCP needs a rank for each worker; rank 0 hosts the store")
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=place.rank == 0 and not hosted,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistNetworkError as error:
+        raise MisuseError(f"cannot host or reach the store at {host}:{port}: {error}") from error
+    except dist.DistStoreError as error:
+        raise RpcTimeoutError(f"no store at {host}:{port}; is rank 0 up? {error}") from error
+
+
+def _integer(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionError(f"the environment variable {variable}={text!r} must be a whole number") from None

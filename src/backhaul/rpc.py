@@ -1,0 +1,166 @@
+"""Remote procedure calls: run a function on another worker and get its value.
+
+The names and meanings are those of ``torch.distributed.rpc``. The functions forward to the
+current `Worker` (see `backhaul.worker`); all of them may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from backhaul import functions
+from backhaul.agent.agent import To
+from backhaul.agent.future import Future
+from backhaul.errors import (
+    AuthenticationError,
+    BackhaulError,
+    ForkedError,
+    MisuseError,
+    NotInitializedError,
+    OptionError,
+    ProtocolError,
+    RemoteError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+    UnsendableError,
+    WorkerLostError,
+    WorkerUnresponsiveError,
+)
+from backhaul.ids import WorkerInfo
+from backhaul.options import BackendType, RpcOptions
+from backhaul.rendezvous import meet, place_from
+from backhaul.worker import UNSET_TIMEOUT, Worker, current, current_or_none, set_process_worker
+
+T = TypeVar("T")
+
+_MEET_SECONDS = 60.0
+_initializing = threading.Lock()
+
+
+def is_available() -> bool:
+    """True: there is nothing to be built in."""
+    return True
+
+
+def init_rpc(
+    name: str | None = None,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcOptions | None = None,
+) -> None:
+    """Make this process a worker: meet the others, and start to serve.
+
+    Returns when every worker of the group has come. Name, rank and world size are
+    taken from the launcher (``backhaul run``, ``torchrun``) when they are not given; the name is then
+    ``worker<rank>``. A rank without a world size makes a dynamic group, which workers join
+    and leave at any time. Call `shutdown` at the end.
+
+    Raises `OptionError` for a name or a rank that is taken or out of range, and `RpcTimeoutError`
+    naming the ranks that did not come.
+    """
+    options = RpcOptions() if rpc_backend_options is None else rpc_backend_options
+    if backend is not None and not isinstance(backend, BackendType):
+        raise OptionError(f"backend {backend!r} must be a BackendType; leave it out for the only one")
+    if not isinstance(options, RpcOptions):
+        raise OptionError(f"rpc_backend_options must be RpcOptions, not {type(options).__name__}")
+    with _initializing:
+        existing = current_or_none()
+        if existing is not None and not existing.forked:
+            raise MisuseError(
+                f"RPC is already initialized here, as worker {existing.info.name!r}; call shutdown() first"
+            )
+        place = place_from(name, rank, world_size)
+        store = meet(options.init_method, place, max(_MEET_SECONDS, options.rpc_timeout))
+        worker = Worker(place.name, place.rank, place.world_size, store=store, options=options)
+        set_process_worker(worker)
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Leave the group; `init_rpc` works again afterwards.
+
+    With ``graceful`` it returns when every worker has called it and all work is over, nested
+    work included; in a dynamic group, when this worker's own work is. Without, it is local
+    and at once: calls under way fail, here and at the peers. ``timeout`` is in seconds, 0 meaning
+    no limit. A dead peer holds nobody up.
+
+    Raises `WorkerLostError` if a worker died first, and `RpcTimeoutError` at the timeout; this
+    worker is down in any case.
+    """
+    worker = current()
+    try:
+        worker.shutdown(graceful, timeout)
+    finally:
+        if worker.closed:
+            set_process_worker(None)
+
+
+def rpc_sync(
+    to: To,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> T:
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and return its value.
+
+    ``to`` is a name, a rank or a `WorkerInfo`, this worker included. ``func`` is anything that can be
+    found by its module and name there: a function, a class, a method, a torch operator, a
+    TorchScript function; an ``async def`` function is awaited. ``timeout`` is in seconds; 0 means no
+    limit and a negative value the option ``rpc_timeout``.
+
+    Raises what ``func`` raised there, with the traceback there as its cause; `RpcTimeoutError`;
+    `WorkerLostError` if the worker dies; `UnsendableError` if something cannot travel.
+    """
+    return current().rpc_sync(to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+
+
+def rpc_async(
+    to: To,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Future[T]:
+    """Start ``func(*args, **kwargs)`` on worker ``to`` and return a future of its value.
+
+    The arguments are as in `rpc_sync`. The tensors among them have been sent, and may be
+    changed, when this returns. What `rpc_sync` raises from there, the future raises; what is wrong
+    here (an unknown worker, an unsendable value, a worker that cannot be reached) is raised at once.
+    """
+    return current().rpc_async(to, func, args, kwargs, timeout)
+
+
+def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
+    """The `WorkerInfo` of the worker of that name or rank, or of this one."""
+    return current().get_worker_info(worker_name)
+
+
+__all__ = [
+    "AuthenticationError",
+    "BackendType",
+    "BackhaulError",
+    "ForkedError",
+    "Future",
+    "MisuseError",
+    "NotInitializedError",
+    "OptionError",
+    "ProtocolError",
+    "RemoteError",
+    "RpcOptions",
+    "RpcTimeoutError",
+    "UnknownWorkerError",
+    "UnsendableError",
+    "WorkerInfo",
+    "WorkerLostError",
+    "WorkerUnresponsiveError",
+    "functions",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

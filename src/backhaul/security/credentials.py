@@ -1,0 +1,32 @@
+"""Whose process is at the other end of a unix socket, as the kernel tells it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import NamedTuple
+
+from backhaul.errors import AuthenticationError
+
+_UCRED = struct.Struct("iII")
+
+
+class PeerCredentials(NamedTuple):
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_credentials(sock: socket.socket) -> PeerCredentials:
+    """The process that connected, or listens, at the other end."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return PeerCredentials(*_UCRED.unpack(raw))
+
+
+def require_same_user(sock: socket.socket) -> None:
+    """Raise `AuthenticationError` unless the peer's process is of our own user."""
+    peer = peer_credentials(sock)
+    mine = os.geteuid()
+    if peer.uid != mine:
+        raise AuthenticationError(f"the peer's process (pid {peer.pid}) is of user {peer.uid}, not {mine}")

@@ -1,0 +1,113 @@
+"""InProcessCluster: several workers in this process, over the memory transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from backhaul.options import RpcOptions
+from backhaul.testing.faults import Faults, FaultyTransport
+from backhaul.testing.scheduler import Scheduler
+from backhaul.transport.base import Transport
+from backhaul.transport.memory import MemoryTransport, Network
+from backhaul.worker import Worker
+
+
+class InProcessCluster(Sequence[Worker]):
+    """N workers named worker0, worker1, … that live in this process.
+
+    - ``seed``: a `Scheduler` of this seed decides the order of messages; else they arrive at once.
+    - ``faults``: what goes wrong on the way.
+    - ``sockets``: use unix sockets instead of the memory transport.
+
+    Leaving the block shuts all of them down at once. Inside ``with worker.as_current():`` the functions
+    of `backhaul.rpc` act for that worker; remote functions run with theirs as the current one.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        seed: int | None = None,
+        faults: Faults | None = None,
+        options: RpcOptions | None = None,
+        sockets: bool = False,
+    ) -> None:
+        self.network = Network() if seed is None else Scheduler(seed)
+        self._faults = faults
+        self._options = options
+        self._sockets = sockets
+        self._store = dist.HashStore()
+        self._workers = self._join(size)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._workers[index]
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler of a cluster that was given a seed."""
+        if not isinstance(self.network, Scheduler):
+            raise TypeError("this cluster has no scheduler; give it a seed")
+        return self.network
+
+    def __enter__(self) -> InProcessCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if isinstance(self.network, Scheduler):
+            self.network.release()
+        if self._faults is not None:
+            self._faults.release()
+        for worker in self._workers:
+            if not worker.closed:
+                worker.shutdown(graceful=False)
+
+    def _transport(self) -> Transport | None:
+        transport: Transport | None = None if self._sockets else MemoryTransport(self.network)
+        if transport is not None and self._faults is not None:
+            return FaultyTransport(transport, self._faults)
+        return transport
+
+    def _join(self, size: int) -> list[Worker]:
+        """Make the workers side by side: each returns only when all have come."""
+        made: dict[int, Worker] = {}
+        errors: list[BaseException] = []
+
+        def make(rank: int) -> None:
+            try:
+                worker = Worker(
+                    f"worker{rank}",
+                    rank,
+                    size,
+                    store=self._store,
+                    options=self._options,
+                    transport=self._transport(),
+                )
+                if isinstance(self.network, Scheduler):
+                    self.network.attach(worker.agent)
+                made[rank] = worker
+            except BaseException as error:  # raised below, on the caller's thread
+                errors.append(error)
+
+        threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            for worker in made.values():
+                worker.shutdown(graceful=False)
+            raise errors[0]
+        return [made[rank] for rank in range(size)]

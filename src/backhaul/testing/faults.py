@@ -1,0 +1,223 @@
+"""Faults: a transport that loses, delays, repeats messages, or cuts connections, on purpose.
+
+`Faults` decides, `FaultyTransport` carries it out over any other transport::
+
+    faults = Faults(seed=3, drop=0.1, kinds=(Result,))
+    with InProcessCluster(2, faults=faults) as workers: ...
+
+    faults = Faults()
+    faults.next("cut", Call)          # the next call's connection is cut instead
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from backhaul.security.handshake import Hello, Welcome
+from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import KINDS, Call, Failure, Result
+
+Action = Literal["pass", "drop", "delay", "duplicate", "cut"]
+
+
+class Faults:
+    """Decides what happens to each message that is sent. Thread-safe.
+
+    ``drop``, ``delay``, ``duplicate`` and ``cut`` are probabilities; ``kinds`` are the messages they
+    apply to. A delayed message leaves after ``delay_seconds``, or when `release` is called; later
+    messages overtake it. ``counts`` says what has happened so far.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        drop: float = 0.0,
+        delay: float = 0.0,
+        duplicate: float = 0.0,
+        cut: float = 0.0,
+        kinds: Sequence[type[Any]] = (Call, Result, Failure),
+        delay_seconds: float | None = 0.01,
+    ) -> None:
+        self.delay_seconds = delay_seconds
+        self.counts: Counter[str] = Counter()
+        self._random = random.Random(seed)
+        self._chances: list[tuple[Action, float]] = [
+            ("drop", drop),
+            ("delay", delay),
+            ("duplicate", duplicate),
+            ("cut", cut),
+        ]
+        self._kinds = frozenset(kinds)
+        self._next: deque[tuple[Action, type[Any]]] = deque()
+        self._lock = threading.Lock()
+        self._held: list[Callable[[], None]] = []
+
+    def next(self, action: Action, kind: type[Any]) -> None:
+        """Do this to the next message of that kind, whatever the chances are."""
+        with self._lock:
+            self._next.append((action, kind))
+
+    def decide(self, kind: type[Any]) -> Action:
+        with self._lock:
+            action = self._choose(kind)
+            self.counts[action] += 1
+            return action
+
+    def hold(self, send: Callable[[], None]) -> None:
+        """Send it later."""
+        with self._lock:
+            self._held.append(send)
+        if self.delay_seconds is not None:
+            timer = threading.Timer(self.delay_seconds, self._send_held, (send,))
+            timer.daemon = True
+            timer.start()
+
+    def release(self) -> None:
+        """Send all that is delayed, now."""
+        for send in list(self._held):
+            self._send_held(send)
+
+    def _send_held(self, send: Callable[[], None]) -> None:
+        with self._lock:
+            if send not in self._held:
+                return
+            self._held.remove(send)
+        send()
+
+    def _choose(self, kind: type[Any]) -> Action:
+        for entry in self._next:
+            if entry[1] is kind:
+                self._next.remove(entry)
+                return entry[0]
+        if kind in self._kinds:
+            draw = self._random.random()
+            for action, chance in self._chances:
+                if draw < chance:
+                    return action
+                draw -= chance
+        return "pass"
+
+
+class FaultyChannel(Channel):
+    """Writes frames as `Faults` decides; reads as the channel inside does."""
+
+    def __init__(self, inside: Channel, faults: Faults) -> None:
+        self._inside = inside
+        self._faults = faults
+        # The agent's writer and the sender of delayed frames take turns by whole frames.
+        self._turn = threading.Condition()
+        self._unfinished = False
+
+    def fileno(self) -> int:
+        return self._inside.fileno()
+
+    def write(self, frame: Frame) -> bool:
+        action = self._faults.decide(KINDS[frame.pieces[0][3]])
+        if action == "drop":
+            return True
+        if action == "cut":
+            self._inside.shutdown()
+            raise ChannelClosed("cut by a fault")
+        if action == "delay":
+            copy = Frame([bytes(frame)], frame.size)
+            self._faults.hold(lambda: self._write_late(copy))
+            return True
+        if action == "duplicate":
+            frame = Frame(frame.pieces * 2, frame.size * 2, frame.keep)
+        with self._turn:
+            self._unfinished = not self._inside.write(frame)
+            return not self._unfinished
+
+    def flush(self) -> bool:
+        with self._turn:
+            if self._unfinished and self._inside.flush():
+                self._unfinished = False
+                self._turn.notify_all()
+            return not self._unfinished
+
+    def _write_late(self, frame: Frame) -> None:
+        try:
+            with self._turn:
+                self._turn.wait_for(lambda: not self._unfinished, timeout=5.0)
+                done = self._inside.write(frame)
+                while not done:
+                    self._inside.wait(read=False, write=True, timeout=1.0)
+                    done = self._inside.flush()
+        except ChannelClosed:
+            pass  # delayed beyond the end of its channel
+
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> None:
+        self._inside.wait(read=read, write=write, timeout=timeout)
+
+    def read(self, timeout: float | None) -> bool:
+        return self._inside.read(timeout)
+
+    def next(self) -> Envelope | None:
+        return self._inside.next()
+
+    def shutdown(self) -> None:
+        self._inside.shutdown()
+
+    def close(self) -> None:
+        self._inside.close()
+
+
+class _FaultyVisitor(Visitor):
+    def __init__(self, inside: Visitor, faults: Faults) -> None:
+        self._inside = inside
+        self._faults = faults
+
+    def admit(self, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
+        channel, hello = self._inside.admit(judge, deadline)
+        return FaultyChannel(channel, self._faults), hello
+
+    def turn_away(self) -> None:
+        self._inside.turn_away()
+
+
+class _FaultyListener(Listener):
+    def __init__(self, inside: Listener, faults: Faults) -> None:
+        self._inside = inside
+        self._faults = faults
+
+    def fileno(self) -> int:
+        return self._inside.fileno()
+
+    def accept(self) -> Visitor | None:
+        visitor = self._inside.accept()
+        return None if visitor is None else _FaultyVisitor(visitor, self._faults)
+
+    def close(self) -> None:
+        self._inside.close()
+
+
+class FaultyTransport(Transport):
+    """Another transport, with faults in what it sends, requests and replies alike."""
+
+    def __init__(self, inside: Transport, faults: Faults) -> None:
+        self._inside = inside
+        self._faults = faults
+
+    def listen(self) -> Sequence[Listener]:
+        return [_FaultyListener(listener, self._faults) for listener in self._inside.listen()]
+
+    @property
+    def addresses(self) -> Addresses:
+        return self._inside.addresses
+
+    def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
+        channel, welcome = self._inside.connect(addresses, hello, deadline)
+        return FaultyChannel(channel, self._faults), welcome
+
+    def close(self) -> None:
+        self._inside.close()
+
+    def abandon(self) -> None:
+        self._inside.abandon()

@@ -1,0 +1,130 @@
+"""What a transport offers to the agent: listeners, channels, addresses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from backhaul.security.handshake import Hello, Welcome
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame
+
+
+class ChannelClosed(Exception):
+    """The channel is gone: its peer closed it or died, or it was closed here."""
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """Where a worker can be reached, as it tells the others."""
+
+    host: str = ""
+    """Names the machine, so that peers know whether a unix path means anything to them."""
+    unix: str | None = None
+    tcp: tuple[str, int] | None = None
+    memory: str | None = None
+
+
+class Channel(ABC):
+    """An ordered, two-way stream of frames to one peer.
+
+    One thread at a time may write, and one at a time may read; the agent sees to that.
+    """
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """A descriptor that is readable when `read` would find something."""
+
+    @abstractmethod
+    def write(self, frame: Frame) -> bool:
+        """Write what can be written without waiting; True once the whole frame is out.
+
+        After False, call `flush` until it returns True before writing another frame.
+        Raises `ChannelClosed`.
+        """
+
+    @abstractmethod
+    def flush(self) -> bool:
+        """Go on with an unfinished `write`."""
+
+    @abstractmethod
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> None:
+        """Return when the channel is ready for one of those, or closed, or at the timeout."""
+
+    @abstractmethod
+    def read(self, timeout: float | None) -> bool:
+        """Wait for bytes, at most ``timeout`` seconds, and take them. False if none came.
+
+        Raises `ChannelClosed` at the end of the stream, `ProtocolError` for bad bytes.
+        """
+
+    @abstractmethod
+    def next(self) -> Envelope | None:
+        """The next message among the bytes taken so far. Raises `ProtocolError`."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End both directions now; whoever waits on this channel returns. Any thread may call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the channel. The caller makes sure that no other thread uses it."""
+
+
+class Visitor(ABC):
+    """A connection that has come in and has not been let in yet."""
+
+    @abstractmethod
+    def admit(self, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
+        """Greet the peer. ``judge`` decides; a welcome that refuses is sent and raises.
+
+        Raises `AuthenticationError`, `ProtocolError` or `ChannelClosed`; the connection is
+        then closed.
+        """
+
+    @abstractmethod
+    def turn_away(self) -> None:
+        """Close it without a word."""
+
+
+class Listener(ABC):
+    """Where peers connect to."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """A descriptor that is readable when `accept` would find a visitor."""
+
+    @abstractmethod
+    def accept(self) -> Visitor | None:
+        """A visitor, or None if there is none. Does not wait."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Transport(ABC):
+    """Makes channels of one or several kinds."""
+
+    @abstractmethod
+    def listen(self) -> Sequence[Listener]:
+        """Start to listen; `addresses` is known after it."""
+
+    @property
+    @abstractmethod
+    def addresses(self) -> Addresses: ...
+
+    @abstractmethod
+    def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
+        """Reach the worker at ``addresses``, and greet it.
+
+        Raises `AuthenticationError`, `ProtocolError`, or `ChannelClosed` with the reason.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop listening and remove what was made for it."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors, and remove nothing."""

@@ -1,0 +1,262 @@
+"""Channels between workers of one process. Messages are still encoded to bytes and decoded.
+
+A `Network` is a set of workers that can reach each other this way. This one delivers
+at once and in order; a subclass may hold messages back and decide the order
+(`testing.scheduler`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from backhaul.errors import AuthenticationError
+from backhaul.security.handshake import Hello, Welcome
+from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor
+from backhaul.wire.decoder import Decoder, Envelope
+from backhaul.wire.frames import Frame
+
+END = b""
+"""What is posted to the peer when a channel ends."""
+
+
+class _Bell:
+    """A descriptor that is readable after `ring` until `hush`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ring(self) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def hush(self) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                try:
+                    os.eventfd_read(self._fd)
+                except BlockingIOError:
+                    pass
+
+    def wait(self, timeout: float | None) -> bool:
+        fd = self._fd
+        if fd < 0:
+            return True
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+    def close(self) -> None:
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class MemoryChannel(Channel):
+    """One end of a pair."""
+
+    def __init__(self, network: Network, name: str) -> None:
+        self.name = name
+        self.peer: MemoryChannel | None = None
+        self._network = network
+        self._bell = _Bell()
+        self._inbox: deque[bytes] = deque()
+        self._decoder = Decoder()
+        self._ready: deque[Envelope] = deque()
+        self._ended = False
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def write(self, frame: Frame) -> bool:
+        if self._ended or self.peer is None:
+            raise ChannelClosed("the channel ended")
+        self._network.post(self.peer, bytes(frame))
+        return True
+
+    def flush(self) -> bool:
+        return True
+
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> None:
+        if not write:
+            self._bell.wait(timeout)
+
+    def read(self, timeout: float | None) -> bool:
+        self._network.reading(self)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if self._ended:
+                raise ChannelClosed("the channel ended")
+            try:
+                data = self._inbox.popleft()
+            except IndexError:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0 and not self._inbox:
+                    return False
+                if self._bell.wait(left):
+                    self._bell.hush()
+                continue
+            if self._inbox:
+                self._bell.ring()  # there is more for the next read
+            self._network.taken(self)
+            if data == END:
+                self._ended = True
+                raise ChannelClosed("the connection ended")
+            self._ready.extend(self._decoder.receive_data(data))
+            return True
+
+    def next(self) -> Envelope | None:
+        return self._ready.popleft() if self._ready else None
+
+    def deliver(self, data: bytes) -> None:
+        """Called by the network: this has arrived."""
+        self._inbox.append(data)
+        self._bell.ring()
+
+    def shutdown(self) -> None:
+        if not self._ended and self.peer is not None:
+            self._network.post(self.peer, END)
+        self._ended = True
+        self._bell.ring()
+
+    def close(self) -> None:
+        self.shutdown()
+        self._network.closed(self)
+        self._bell.close()
+
+
+class Network:
+    """Workers of this process that can reach each other."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, MemoryListener] = {}
+        self._numbers = itertools.count()
+
+    def listen(self) -> MemoryListener:
+        address = f"memory-{next(self._numbers)}"
+        listener = self._listeners[address] = MemoryListener(self, address)
+        return listener
+
+    def unlisten(self, listener: MemoryListener) -> None:
+        self._listeners.pop(listener.address, None)
+
+    def listener(self, address: str | None) -> MemoryListener:
+        listener = None if address is None else self._listeners.get(address)
+        if listener is None:
+            raise ChannelClosed(f"nobody listens at {address}")
+        return listener
+
+    def post(self, to: MemoryChannel, data: bytes) -> None:
+        """A message to ``to`` has been sent."""
+        to.deliver(data)
+
+    def reading(self, channel: MemoryChannel) -> None:
+        """A thread is about to read from the channel, and done with what it read before."""
+
+    def taken(self, channel: MemoryChannel) -> None:
+        """A thread has taken a message from the channel."""
+
+    def closed(self, channel: MemoryChannel) -> None:
+        """The channel will not be read any more."""
+
+
+class MemoryVisitor(Visitor):
+    def __init__(self, network: Network, hello: Hello) -> None:
+        self.hello = hello
+        self.near = MemoryChannel(network, f"{hello.name}->{hello.to_id}")
+        self.far = MemoryChannel(network, f"{hello.to_id}<-{hello.name}")
+        self.near.peer, self.far.peer = self.far, self.near
+        self.welcome: Welcome | None = None
+        self.answered = threading.Event()
+
+    def admit(self, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
+        self.welcome = judge(self.hello)
+        self.answered.set()
+        if self.welcome.refused:
+            self.far.close()
+            raise AuthenticationError(f"refused worker {self.hello.name!r}: {self.welcome.refused}")
+        return self.far, self.hello
+
+    def turn_away(self) -> None:
+        self.far.close()
+        self.answered.set()
+
+
+class MemoryListener(Listener):
+    def __init__(self, network: Network, address: str) -> None:
+        self.address = address
+        self._network = network
+        self._bell = _Bell()
+        self._visitors: deque[MemoryVisitor] = deque()
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def visit(self, visitor: MemoryVisitor) -> None:
+        self._visitors.append(visitor)
+        self._bell.ring()
+
+    def accept(self) -> Visitor | None:
+        self._bell.hush()
+        try:
+            visitor = self._visitors.popleft()
+        except IndexError:
+            return None
+        if self._visitors:
+            self._bell.ring()
+        return visitor
+
+    def close(self) -> None:
+        self._network.unlisten(self)
+        while self._visitors:
+            self._visitors.popleft().turn_away()
+        self._bell.close()
+
+
+class MemoryTransport(Transport):
+    """A worker's place in a `Network`."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._listener: MemoryListener | None = None
+
+    def listen(self) -> Sequence[Listener]:
+        self._listener = self._network.listen()
+        return [self._listener]
+
+    @property
+    def addresses(self) -> Addresses:
+        return Addresses(memory=None if self._listener is None else self._listener.address)
+
+    def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
+        visitor = MemoryVisitor(self._network, hello)
+        try:
+            self._network.listener(addresses.memory).visit(visitor)
+            if not visitor.answered.wait(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError("nobody answered")
+            if visitor.welcome is None:
+                raise ChannelClosed("the listener closed")
+            if visitor.welcome.refused:
+                raise AuthenticationError(f"the worker there refused the connection: {visitor.welcome.refused}")
+        except BaseException:
+            visitor.near.close()
+            raise
+        return visitor.near, visitor.welcome
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def abandon(self) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Bytes <-> messages: no sockets, no threads, no clock."""

@@ -1,0 +1,199 @@
+"""Functions, classes and methods <-> ``"module:qualname"``.
+
+A callable travels as its name and is looked up again where it runs, so both sides must
+be able to import it. `name_of` checks that the name leads back to the very same object
+here; `find` walks it there.
+
+A name is refused if it could walk anywhere odd: each part is an identifier, and a part
+with leading double underscores (``__add__``) may only be the last one, of something callable.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from backhaul.errors import MisuseError, UnsendableError
+
+_MAX_NAME = 512
+_CACHED = 4096
+
+# Weak, so that a name does not keep a redefined function alive. What cannot be hashed or
+# weakly referenced is named anew each time.
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def name_of(obj: Any) -> str:
+    """The name under which `find` gets `obj` on any worker that can import it.
+
+    Raises UnsendableError, which says what to do, for lambdas, local functions and
+    whatever is not what its module holds under its name.
+    """
+    try:
+        name = _names[obj]
+        module, parts = _split(name)
+        # A name that was good once may lead to another object by now.
+        found = sys.modules[module]
+        for part in parts:
+            found = getattr(found, part)
+        if found is obj:
+            return name
+    except (KeyError, TypeError, AttributeError):
+        pass
+    name = _name_of(obj)
+    try:
+        _names[obj] = name
+    except TypeError:
+        pass
+    return name
+
+
+def find(name: str) -> Any:
+    """What `name` names on this worker, looked up afresh so that a redefinition is seen.
+
+    Raises MisuseError if the module or the attribute is not here.
+    """
+    module_name, parts = _split(name)
+    try:
+        found: Any = sys.modules[module_name]
+    except KeyError:
+        found = _import(module_name, name)
+    for part in parts:
+        try:
+            found = getattr(found, part)
+        except Exception as error:
+            raise MisuseError(
+                f"there is no {name!r} on this worker: {found!r} has no attribute {part!r}. Define it at "
+                "module level, in a module that is the same on both workers"
+            ) from error
+    if parts[-1].startswith("__") and not callable(found):
+        raise MisuseError(f"{name!r} does not name something that can be called")
+    return found
+
+
+@functools.lru_cache(maxsize=_CACHED)
+def _split(name: str) -> tuple[str, tuple[str, ...]]:
+    """The two halves of a name that is safe to walk."""
+    module, colon, qualname = name.partition(":")
+    parts = tuple(qualname.split("."))
+    if (
+        len(name) > _MAX_NAME
+        or not colon
+        or not all(map(str.isidentifier, module.split(".")))
+        or not all(map(str.isidentifier, parts))
+        or any(part.startswith("__") for part in parts[:-1])
+    ):
+        raise MisuseError(f"{name[:_MAX_NAME]!r} is not the name of a function or class: 'module:qualname'")
+    return module, parts
+
+
+def _import(module: str, name: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # whatever the module's own code raises
+        raise MisuseError(
+            f"{name!r} cannot be had on this worker: importing {module!r} failed ({error}). Put it in a "
+            "module that both workers can import"
+        ) from error
+
+
+def _name_of(obj: Any) -> str:
+    rebound = ""
+    for name in _candidates(obj):
+        if len(name) > _MAX_NAME:
+            continue
+        try:
+            found = find(name)
+        except MisuseError:
+            continue
+        if _is_same(found, obj):
+            return name
+        rebound = name
+    raise UnsendableError(_advice(obj, rebound))
+
+
+def _is_same(found: Any, obj: Any) -> bool:
+    if found is obj:
+        return True
+    # Each access to a class method makes a new object; those of the same class and function are equal.
+    method = isinstance(obj, (types.MethodType, types.BuiltinMethodType))
+    return method and isinstance(getattr(obj, "__self__", None), type) and bool(found == obj)
+
+
+def _candidates(obj: Any) -> Iterator[str]:
+    """Names that may lead to `obj`, the best first."""
+    if isinstance(obj, torch._ops.OpOverload):
+        operator = obj.overloadpacket._qualified_op_name.replace("::", ".")
+        yield f"torch:ops.{operator}.{obj._overloadname}"
+        return
+    if isinstance(obj, torch._ops.OpOverloadPacket):
+        yield f"torch:ops.{obj._qualified_op_name.replace('::', '.')}"
+        return
+    if isinstance(obj, torch.jit.ScriptFunction):
+        yield from _script_candidates(obj)
+        return
+    owner = getattr(obj, "__self__", None)
+    if not isinstance(owner, type):
+        owner = getattr(obj, "__objclass__", None)
+    if isinstance(owner, type) and hasattr(obj, "__name__"):  # a class method, or a method of a builtin type
+        if issubclass(torch.Tensor, owner) and owner is not object:
+            yield f"torch:Tensor.{obj.__name__}"
+        yield f"{owner.__module__}:{owner.__qualname__}.{obj.__name__}"
+    module = getattr(obj, "__module__", None)
+    if not isinstance(module, str):
+        return
+    name = getattr(obj, "__name__", None)
+    if module.startswith("torch") and isinstance(obj, types.BuiltinFunctionType):
+        yield from _operator_candidates(module, obj.__name__)
+    for path in (getattr(obj, "__qualname__", None), name):
+        if isinstance(path, str):
+            yield f"{module}:{path}"
+
+
+def _operator_candidates(module: str, name: str) -> Iterator[str]:
+    """Torch's operators are called otherwise than where they stand: torch.linalg.inv is linalg_inv."""
+    yield f"torch:{name}"
+    space = module.rpartition(".")[2].lstrip("_")
+    yield f"torch.{space}:{name.lstrip('_').removeprefix(f'{space}_')}"
+    yield f"torch.nn.functional:{name}"
+
+
+def _script_candidates(function: Any) -> Iterator[str]:
+    path, _, name = function.qualified_name.removeprefix("__torch__.").rpartition(".")
+    module = ".".join(part for part in path.split(".") if not part.startswith("___torch_mangle"))
+    yield f"{module or '__main__'}:{name}"
+    # A traced function does not know its module: it is where somebody put it.
+    for module, holder in list(sys.modules.items()):
+        if getattr(holder, "__dict__", {}).get(name) is function:
+            yield f"{module}:{name}"
+
+
+def _advice(obj: Any, rebound: str) -> str:
+    qualname = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or repr(obj)
+    if "<lambda>" in qualname:
+        return f"the lambda {qualname!r} has no name to look up: define a function at module level instead"
+    if "<locals>" in qualname:
+        return (
+            f"{qualname!r} is local to a function: define it at module level, and pass what it closes over "
+            "as an argument"
+        )
+    if isinstance(obj, types.MethodType):
+        kind = type(obj.__self__).__name__
+        return (
+            f"{qualname!r} is bound to a {kind}: pass the function of the class, and the object as argument"
+        )
+    if rebound:
+        module, _, path = rebound.partition(":")
+        return (
+            f"{path!r} in module {module!r} is now another object than the one given (did a decorator or a "
+            f"redefinition replace it?): pass {module}.{path} itself"
+        )
+    kind = type(obj).__name__
+    return f"{qualname!r} ({kind}) has no name to look up: pass a function or class of a module"

@@ -1,0 +1,181 @@
+"""Bytes -> messages, without I/O.
+
+Feed it in one of two ways. `receive_data(data)` takes bytes and returns what they
+complete. A transport that wants its large tensors without a copy asks `writable()`
+where the next bytes belong, lets the system call write there, says `wrote(n)`, and takes
+messages with `next()`: bytes of a large buffer then land in the tensor's own memory.
+
+The decoder is total: for any bytes it returns messages, waits for more, or raises
+`ProtocolError`, after which it must not be used again. Nothing is allocated because a
+header claims it: metadata is collected in a buffer that grows with what has arrived, and a
+large tensor's memory is reserved, not touched, until its bytes come.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from backhaul.errors import ProtocolError
+from backhaul.wire.frames import HEADER, MAGIC, MAX_TABLE, VERSION
+from backhaul.wire.messages import KINDS
+from backhaul.wire.tensors import Landing
+
+_START = 64 * 1024
+_KEEP = 1 << 20
+# Buffers beyond this are received in place rather than collected first.
+_COLLECT_BELOW = 64 * 1024
+_MIN_ROOM = 16 * 1024
+
+_decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
+
+
+class Envelope(NamedTuple):
+    """A message that arrived, and the tensors that its trees refer to."""
+
+    message: Any
+    tensors: list[torch.Tensor]
+
+
+class Decoder:
+    """Collects the bytes of one direction of one connection. Not thread-safe."""
+
+    def __init__(self, max_message_bytes: int = 64 << 30) -> None:
+        self._limit = max_message_bytes
+        self._buffer = bytearray(_START)
+        self._view = memoryview(self._buffer)
+        self._start = 0  # first byte not yet consumed
+        self._end = 0  # first byte not yet received
+        self._wanted = HEADER.size  # bytes from _start that the next step needs
+        self._message: Any = None  # of the frame whose payload is arriving
+        self._landing: Landing | None = None
+        self._index = 0  # buffer of the landing that comes next
+        self._place: memoryview | None = None  # the rest of a buffer that is received in place
+
+    def writable(self) -> memoryview:
+        """Where the next bytes belong. Valid until the next call of any method."""
+        if self._place is not None:
+            return self._place
+        if self._start == self._end:
+            self._start = self._end = 0
+            if len(self._buffer) > _KEEP and self._wanted <= _KEEP:
+                self._replace(bytearray(_START))
+        if len(self._buffer) - self._end < _MIN_ROOM:
+            self._make_room()
+        return self._view[self._end :]
+
+    def wrote(self, count: int) -> None:
+        """The first ``count`` bytes of `writable()` have been written."""
+        if self._place is None:
+            self._end += count
+        else:
+            self._place = self._place[count:] if count < len(self._place) else None
+
+    def next(self) -> Envelope | None:
+        """The next complete message, or None when more bytes are needed."""
+        if self._landing is None:
+            available = self._end - self._start
+            if available < self._wanted:
+                return None
+            if not self._read_head(available):
+                return None
+            if self._landing is None:
+                message, self._message = self._message, None
+                return Envelope(message, [])
+        if not self._read_payload(self._landing):
+            return None
+        tensors = self._landing.tensors()
+        message = self._message
+        self._message = self._landing = None
+        return Envelope(message, tensors)
+
+    def receive_data(self, data: bytes | bytearray | memoryview) -> list[Envelope]:
+        """Take all of ``data``; return the messages that it completes."""
+        done = []
+        rest = memoryview(data).cast("B")
+        while True:
+            while (envelope := self.next()) is not None:
+                done.append(envelope)
+            if not rest:
+                return done
+            room = self.writable()
+            count = min(len(room), len(rest))
+            room[:count] = rest[:count]
+            self.wrote(count)
+            rest = rest[count:]
+
+    def _read_head(self, available: int) -> bool:
+        """Consume header, metadata and table once they are complete."""
+        start = self._start
+        magic, version, kind, metadata, table, payload = HEADER.unpack_from(self._buffer, start)
+        size = HEADER.size + metadata + table
+        if available < size or self._wanted == HEADER.size:
+            # Judge a header when it is first seen, before a byte is collected for it.
+            if magic != MAGIC:
+                raise ProtocolError(f"not a frame: it starts with {bytes(magic)!r}")
+            if version != VERSION:
+                raise ProtocolError(f"a frame of version {version}; this worker speaks version {VERSION}")
+            if kind not in KINDS:
+                raise ProtocolError(f"a frame of unknown kind {kind}")
+            if table > MAX_TABLE or size + payload > self._limit:
+                raise ProtocolError(
+                    f"a message of {size + payload} bytes (tensor table {table}) is over the limit of "
+                    f"{self._limit}; option max_message_bytes sets it"
+                )
+            if not table and payload:
+                raise ProtocolError("a payload without a tensor table")
+            if available < size:
+                self._wanted = size
+                return False
+        body = start + HEADER.size
+        try:
+            self._message = _decoders[kind].decode(self._view[body : body + metadata])
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"metadata that is no {KINDS[kind].__name__}: {error}") from None
+        if table:
+            self._landing = Landing.parse(bytes(self._view[body + metadata : start + size]), payload)
+            self._index = 0
+        self._start = start + size
+        self._wanted = HEADER.size
+        return True
+
+    def _read_payload(self, landing: Landing) -> bool:
+        """Move what has arrived to where it belongs; True when all buffers are full."""
+        if self._place is not None:
+            return False
+        sizes = landing.sizes
+        while self._index < len(sizes):
+            size = sizes[self._index]
+            available = self._end - self._start
+            if available >= size:
+                landing.put(self._index, self._view[self._start : self._start + size])
+                self._start += size
+            elif size <= _COLLECT_BELOW:
+                self._wanted = size
+                return False
+            else:
+                place = landing.place(self._index)
+                place[:available] = self._view[self._start : self._end]
+                self._start = self._end = 0
+                self._place = place[available:]
+                self._index += 1
+                return False
+            self._index += 1
+        self._wanted = HEADER.size
+        return True
+
+    def _make_room(self) -> None:
+        live = self._end - self._start
+        if live + _MIN_ROOM <= len(self._buffer) // 2:
+            self._view[:live] = bytes(self._view[self._start : self._end])
+        else:
+            grown = bytearray(len(self._buffer) * 2)
+            grown[:live] = self._view[self._start : self._end]
+            self._replace(grown)
+        self._start, self._end = 0, live
+
+    def _replace(self, buffer: bytearray) -> None:
+        self._buffer = buffer
+        self._view = memoryview(buffer)

@@ -1,0 +1,260 @@
+"""The table that describes the tensors of one message: its bytes, written and checked.
+
+Little-endian throughout; the table is empty when there are no tensors::
+
+    offset  size  field
+    0       4     tensors: how many the message has
+    4       4     buffers: how many follow the message
+    8       8*b   size of each buffer in bytes, never 0
+    ...           one entry for each tensor, one after the other:
+
+    0       1     layout: 0 strided, 1 COO, 2 CSR, 3 CSC, 4 BSR, 5 BSC
+    1       1     dtype: index into `DTYPES`
+    2       1     flags: 1 requires grad, 2 Parameter, 4 conj, 8 neg, 16 strides follow, 32 coalesced
+    3       1     device: 0 cpu, 1 meta
+    4       1     n: number of dimensions
+    5       4     buffer: its index; all ones when the tensor has no memory of its own
+    9       8     offset of the first element in the buffer, in bytes
+    17      8*n   size of each dimension
+    ...     8*n   stride of each dimension, in elements; only with flag 16
+
+The entry of a sparse tensor is followed by the strided entries of its components:
+indices and values for COO; compressed indices, plain indices and values for the rest.
+Several entries may point into one buffer: those tensors alias one another.
+
+Nothing in a table is believed: `parse` checks every field against the others, in
+integers that cannot overflow, before anybody allocates memory for it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from backhaul.errors import ProtocolError
+from backhaul.wire import spans
+
+GRAD, PARAMETER, CONJ, NEG, STRIDES, COALESCED = 1, 2, 4, 8, 16, 32
+CPU, META = 0, 1
+STRIDED, COO, CSR, CSC, BSR, BSC = range(6)
+NO_BUFFER = 0xFFFFFFFF
+
+LAYOUTS = (
+    torch.strided,
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+LAYOUT_CODES = {layout: code for code, layout in enumerate(LAYOUTS)}
+COMPONENTS = (0, 2, 3, 3, 3, 3)  # how many entries follow that of each layout
+
+# The position in this list is the code on the wire: append only. None: this torch does not have it.
+DTYPES: list[torch.dtype | None] = [
+    getattr(torch, name, None)
+    for line in (
+        "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64",
+        "float16 bfloat16 float32 float64 complex32 complex64 complex128",
+        "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2",
+        "bits8 bits16 bits1x8 bits2x4 bits4x2",
+        "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
+    )
+    for name in line.split()
+]
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
+
+_LIMIT = 1 << 63  # torch counts elements and bytes in signed 64 bits
+_MAX_NDIM = 64
+
+_COUNTS = struct.Struct("<II")
+_ENTRY = struct.Struct("<BBBBBIQ")
+_SINGLE = struct.Struct("<IIQBBBBBIQ")  # counts, one buffer, one entry: all but the sizes
+_PLAIN = struct.Struct("<QQBBBBB12s")  # the same bytes, cut so that they are quick to compare
+_ONE_EACH = 1 << 32 | 1
+_START_OF_FIRST = bytes(12)
+
+
+class Header(NamedTuple):
+    """One entry of a table."""
+
+    layout: int
+    dtype: torch.dtype
+    flags: int
+    device: int
+    sizes: Sequence[int]
+    strides: Sequence[int] | None  # None when contiguous
+    buffer: int
+    offset: int
+    nbytes: int  # of its span
+
+
+class Table(NamedTuple):
+    """A table that was checked."""
+
+    headers: list[Header]
+    sizes: list[int]  # of the buffers
+    is_plain: bool  # one buffer that is exactly one contiguous tensor
+
+
+@lru_cache(maxsize=256)
+def _words(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}q")
+
+
+@lru_cache(maxsize=256)
+def _single(ndim: int) -> struct.Struct:
+    return struct.Struct(f"{_SINGLE.format}{ndim}q")
+
+
+def encode_single(code: int, flags: int, shape: Sequence[int], nbytes: int) -> bytes:
+    """The table of a message with one contiguous tensor."""
+    ndim = len(shape)
+    return _single(ndim).pack(1, 1, nbytes, STRIDED, code, flags, CPU, ndim, 0, 0, *shape)
+
+
+def encode(count: int, headers: Iterable[Header], sizes: Sequence[int]) -> bytes:
+    """The table of `count` tensors, whose components are among the headers."""
+    parts = [_COUNTS.pack(count, len(sizes)), struct.pack(f"<{len(sizes)}Q", *sizes)]
+    for header in headers:
+        ndim = len(header.sizes)
+        flags = header.flags if header.strides is None else header.flags | STRIDES
+        code = DTYPE_CODES[header.dtype]
+        parts.append(
+            _ENTRY.pack(header.layout, code, flags, header.device, ndim, header.buffer, header.offset)
+        )
+        parts.append(_words(ndim).pack(*header.sizes))
+        if header.strides is not None:
+            parts.append(_words(ndim).pack(*header.strides))
+    return b"".join(parts)
+
+
+def parse(table: bytes | memoryview, payload: int) -> Table:
+    """Check a table against itself and against the size of all buffers. Raises ProtocolError."""
+    if not len(table):
+        if payload:
+            raise ProtocolError(f"{payload} bytes of buffers but no tensor table")
+        return Table([], [], False)
+    try:
+        return _parse_plain(table, payload) or _parse(table, payload)
+    except struct.error as error:
+        raise ProtocolError(f"the tensor table ends early: {error}") from error
+
+
+def _parse_plain(table: bytes | memoryview, payload: int) -> Table | None:
+    """Nearly every message with tensors has one, contiguous: None if this is another one."""
+    if len(table) < _SINGLE.size:
+        return None
+    counts, size, layout, code, flags, device, ndim, where = _PLAIN.unpack_from(table)
+    if (
+        counts != _ONE_EACH
+        or layout != STRIDED
+        or device != CPU
+        or where != _START_OF_FIRST
+        or flags & ~GRAD
+        or ndim > _MAX_NDIM
+        or len(table) != _SINGLE.size + 8 * ndim
+    ):
+        return None
+    dtype = _dtype(code)
+    shape = _words(ndim).unpack_from(table, _SINGLE.size)
+    if (
+        not size
+        or size != payload
+        or math.prod(shape) * dtype.itemsize != size
+        or (ndim and min(shape) < 0)
+        or (flags and not (dtype.is_floating_point or dtype.is_complex))
+    ):
+        return None  # the general way says what is wrong
+    return Table([Header(STRIDED, dtype, flags, CPU, shape, None, 0, 0, size)], [size], True)
+
+
+def _parse(table: bytes | memoryview, payload: int) -> Table:
+    count, buffers = _COUNTS.unpack_from(table)
+    # An entry takes at least its fixed part: that bounds both counts by what was received.
+    if _COUNTS.size + 8 * buffers + _ENTRY.size * count > len(table):
+        raise ProtocolError(f"a tensor table of {len(table)} bytes claims {count} tensors, {buffers} buffers")
+    sizes = list(struct.unpack_from(f"<{buffers}Q", table, _COUNTS.size))
+    if sum(sizes) != payload or (sizes and min(sizes) == 0):
+        raise ProtocolError(f"tensor buffers of {sizes} bytes, but {payload} bytes follow")
+    headers: list[Header] = []
+    position = _COUNTS.size + 8 * buffers
+    for _ in range(count):
+        position = _parse_entry(table, position, sizes, headers, component=False)
+        for _ in range(COMPONENTS[headers[-1].layout]):
+            position = _parse_entry(table, position, sizes, headers, component=True)
+    if position != len(table):
+        raise ProtocolError(f"the tensor table has {len(table) - position} bytes too many")
+    unused = set(range(buffers)).difference(header.buffer for header in headers)
+    if unused:
+        raise ProtocolError(f"no tensor uses the buffers {sorted(unused)}")
+    return Table(headers, sizes, False)
+
+
+def _parse_entry(
+    table: bytes | memoryview, position: int, sizes: list[int], headers: list[Header], *, component: bool
+) -> int:
+    """Read the entry at `position`, check it, append it; return where the next one starts."""
+    layout, code, flags, device, ndim, buffer, offset = _ENTRY.unpack_from(table, position)
+    position += _ENTRY.size
+    if ndim > _MAX_NDIM:
+        raise ProtocolError(f"a tensor of {ndim} dimensions")
+    dtype = _dtype(code)
+    _check_kind(layout, dtype, flags, device, component)
+    shape = _words(ndim).unpack_from(table, position)
+    position += 8 * ndim
+    strides = None
+    if flags & STRIDES:
+        strides = _words(ndim).unpack_from(table, position)
+        position += 8 * ndim
+    if ndim and (min(shape) < 0 or min(strides or (0,)) < 0):
+        raise ProtocolError(f"a tensor of sizes {shape} and strides {strides}")
+    numel = math.prod(shape)
+    reach = numel if strides is None else spans.span(shape, strides)
+    nbytes = reach * dtype.itemsize
+    # The sizes without their zeros must be countable too: torch multiplies them in some order.
+    if math.prod(size for size in shape if size) * dtype.itemsize >= _LIMIT or nbytes >= _LIMIT:
+        raise ProtocolError(f"a tensor of sizes {shape} and strides {strides}")
+    if layout != STRIDED or device == META or numel == 0:
+        if buffer != NO_BUFFER or offset:
+            raise ProtocolError("a tensor without memory of its own claims a buffer")
+    elif buffer >= len(sizes):
+        raise ProtocolError(f"a tensor in buffer {buffer} of {len(sizes)}")
+    elif offset % dtype.itemsize or offset + nbytes > sizes[buffer]:
+        raise ProtocolError(f"a tensor of {nbytes} bytes at {offset} in a buffer of {sizes[buffer]}")
+    headers.append(Header(layout, dtype, flags, device, shape, strides, buffer, offset, nbytes))
+    return position
+
+
+def _dtype(code: int) -> torch.dtype:
+    dtype = DTYPES[code] if code < len(DTYPES) else None
+    if dtype is None:
+        raise ProtocolError(f"a tensor of dtype {code}, which this torch does not know")
+    return dtype
+
+
+def _check_kind(layout: int, dtype: torch.dtype, flags: int, device: int, component: bool) -> None:
+    """Refuse what no tensor can be."""
+    allowed = CONJ | NEG | STRIDES
+    if component:
+        if layout != STRIDED:
+            raise ProtocolError("a component of a sparse tensor that is not strided")
+    elif layout == STRIDED:
+        allowed |= GRAD | PARAMETER
+    else:
+        allowed = GRAD | PARAMETER | (COALESCED if layout == COO else 0)
+    if layout >= len(LAYOUTS) or flags & ~allowed:
+        raise ProtocolError(f"a tensor of layout {layout} with flags {flags:#x}")
+    if device > META or (device == META and (component or layout != STRIDED)):
+        raise ProtocolError(f"a tensor on device {device}")
+    if flags & GRAD and not (dtype.is_floating_point or dtype.is_complex):
+        raise ProtocolError(f"a tensor of {dtype} that requires grad")
+    if flags & CONJ and not dtype.is_complex:
+        raise ProtocolError(f"a tensor of {dtype} with its conj bit set")
+    if flags & NEG and dtype is torch.bool:
+        raise ProtocolError("a negated tensor of bool")

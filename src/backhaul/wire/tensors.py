@@ -1,0 +1,414 @@
+"""Tensors <-> a table of headers plus raw buffers.
+
+`pack_tensors` describes the tensors of one message in a *table* (its bytes: see
+`backhaul.wire.headers`) and lists the memory to send. The receiver makes a `Landing`
+from the table, fills its buffers straight from the socket, and takes the tensors.
+
+What arrives is the receiver's own: clean base tensors with their own memory, writable,
+resizable, leaves for autograd. Tensors that shared memory in the message share it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from backhaul.errors import ProtocolError, UnsendableError
+from backhaul.wire import headers, spans
+from backhaul.wire.headers import Header
+
+INLINE = 64 * 1024  # buffers up to this size are copied into bytes when packing
+
+_HUGE = 4 * 1024 * 1024  # fresh memory from this size on asks for huge pages
+_MADV_HUGEPAGE = 14
+
+_CPU = torch.device("cpu")
+_META = torch.device("meta")
+
+
+class Packed(NamedTuple):
+    """What describes the tensors of one message, and the memory to send after it."""
+
+    table: bytes  # binary tensor headers; b"" when there are no tensors
+    buffers: list[bytes | memoryview]  # in order; the memoryviews point into live tensors
+    keep: list[Any]  # what must stay alive until the buffers are written
+
+
+def view_of(tensor: torch.Tensor, nbytes: int) -> memoryview:
+    """The tensor's first bytes, writable. The view keeps the tensor alive.
+
+    Not through ``.numpy()``: that makes the storage non-resizable for good.
+    """
+    array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
+    """Describe tensors and list the memory to send.
+
+    Small buffers are snapshots; large ones point into the tensors, which must not
+    change before they are written. Raises UnsendableError.
+    """
+    if not tensors:
+        return Packed(b"", [], [])
+    try:
+        if len(tensors) == 1:
+            return _pack_plain(tensors[0]) or _pack(tensors)
+        return _pack(tensors)
+    except UnsendableError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        raise UnsendableError(f"torch gives no access to the memory of a tensor: {error}") from error
+
+
+def _pack_plain(tensor: torch.Tensor) -> Packed | None:
+    """The one tensor of a message if it is contiguous and on the CPU, else None."""
+    kind = type(tensor)
+    code = headers.DTYPE_CODES.get(tensor.dtype)
+    if (
+        (kind is not torch.Tensor and kind is not Parameter)
+        or code is None
+        or tensor.layout is not torch.strided
+        or not tensor.is_cpu
+        or tensor.is_nested
+        or not tensor.is_contiguous()
+    ):
+        return None
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return None
+    packed = Packed(headers.encode_single(code, _flags(tensor), tensor.shape, nbytes), [], [])
+    _add_buffer(packed, tensor, nbytes)
+    return packed
+
+
+def _flags(tensor: torch.Tensor) -> int:
+    flags = headers.GRAD if tensor.requires_grad else 0
+    if type(tensor) is not torch.Tensor:
+        flags |= headers.PARAMETER
+    if tensor.is_conj():
+        flags |= headers.CONJ
+    if tensor.is_neg():
+        flags |= headers.NEG
+    return flags
+
+
+def _add_buffer(packed: Packed, memory: torch.Tensor, nbytes: int) -> int:
+    """Add the first bytes of a tensor as a buffer; returns its index."""
+    _check_storage(memory, nbytes)
+    if nbytes <= INLINE:
+        packed.buffers.append(ctypes.string_at(memory.data_ptr(), nbytes))
+    else:
+        packed.buffers.append(view_of(memory, nbytes))
+        packed.keep.append(memory)
+    return len(packed.buffers) - 1
+
+
+def _check_storage(tensor: torch.Tensor, nbytes: int) -> None:
+    # A storage that was shrunk under its tensor, as FSDP does, would be read past its end.
+    if tensor.storage_offset() * tensor.itemsize + nbytes > tensor.untyped_storage().nbytes():
+        raise UnsendableError(
+            f"the storage of a tensor of shape {tuple(tensor.shape)} was freed or shrunk: "
+            "there is nothing to send until it is filled again"
+        )
+
+
+class _Item(NamedTuple):
+    """A tensor with bytes to send, and the place of its header."""
+
+    place: int
+    tensor: torch.Tensor
+    nbytes: int  # of its span
+
+
+def _pack(tensors: Sequence[torch.Tensor]) -> Packed:
+    entries: list[Header] = []
+    items: list[_Item] = []
+    for tensor in tensors:
+        _describe(tensor, entries, items)
+    storages: dict[int, list[_Item]] = {}
+    for item in items:
+        _check_storage(item.tensor, item.nbytes)
+        storages.setdefault(item.tensor.untyped_storage()._cdata, []).append(item)
+    packed = Packed(b"", [], [])
+    for group in storages.values():
+        if len(group) == 1:
+            _add_alone(packed, entries, group[0])
+        else:
+            _add_shared(packed, entries, group)
+    sizes = [len(buffer) for buffer in packed.buffers]
+    return packed._replace(table=headers.encode(len(tensors), entries, sizes))
+
+
+def _describe(tensor: torch.Tensor, entries: list[Header], items: list[_Item]) -> None:
+    """Append the header of a tensor and those of its components, with no buffer yet."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not Parameter:
+        raise UnsendableError(f"a {kind.__name__} is not a plain tensor: send its parts, or a plain copy")
+    if tensor.is_nested:
+        raise UnsendableError("a nested tensor cannot travel: send tensor.unbind() or a padded tensor")
+    layout = headers.LAYOUT_CODES.get(tensor.layout)
+    if layout is None:
+        raise UnsendableError(f"a tensor of layout {tensor.layout} cannot travel: send tensor.to_dense()")
+    if tensor.dtype not in headers.DTYPE_CODES:
+        raise UnsendableError(
+            f"a quantised tensor ({tensor.dtype}) cannot travel: send tensor.dequantize(), "
+            "or tensor.int_repr() with its scale and zero point"
+        )
+    if not tensor.is_cpu and not (tensor.is_meta and layout == headers.STRIDED):
+        raise UnsendableError(
+            f"a {tensor.layout} tensor on device {tensor.device} cannot travel: move it with .cpu() first"
+        )
+    if layout != headers.STRIDED:
+        plain = tensor.detach()
+        flags = (headers.GRAD if tensor.requires_grad else 0) | (
+            headers.PARAMETER if kind is Parameter else 0
+        )
+        if layout == headers.COO and plain.is_coalesced():
+            flags |= headers.COALESCED
+        shape = tensor.shape
+        entries.append(Header(layout, tensor.dtype, flags, headers.CPU, shape, None, headers.NO_BUFFER, 0, 0))
+        for component in _components(plain, layout):
+            _describe(component, entries, items)
+        return
+    shape = tensor.shape
+    strides = None if tensor.is_contiguous() else tensor.stride()
+    device = headers.CPU if tensor.is_cpu else headers.META
+    nbytes = tensor.nbytes if strides is None else spans.span(shape, strides) * tensor.itemsize
+    if nbytes and device == headers.CPU:
+        items.append(_Item(len(entries), tensor, nbytes))
+    entries.append(
+        Header(layout, tensor.dtype, _flags(tensor), device, shape, strides, headers.NO_BUFFER, 0, nbytes)
+    )
+
+
+def _components(tensor: torch.Tensor, layout: int) -> tuple[torch.Tensor, ...]:
+    if layout == headers.COO:
+        return tensor._indices(), tensor._values()
+    if layout in (headers.CSR, headers.BSR):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+def _add_alone(packed: Packed, entries: list[Header], item: _Item) -> None:
+    """Add a tensor that shares its memory with no other of the message."""
+    place, tensor, nbytes = item
+    header = entries[place]
+    strides = header.strides
+    if strides is not None and not spans.is_dense(header.sizes, strides):
+        tensor, strides = spans.compact(tensor)
+        nbytes = tensor.nbytes
+        if strides == spans.contiguous_strides(header.sizes):
+            strides = None
+    entries[place] = header._replace(strides=strides, buffer=_add_buffer(packed, tensor, nbytes))
+
+
+def _add_shared(packed: Packed, entries: list[Header], group: list[_Item]) -> None:
+    """Add tensors over one storage, so that those which alias here alias there."""
+    for region in spans.share([item.tensor for item in group]):
+        if len(region.members) == 1:
+            _add_alone(packed, entries, group[region.members[0][0]])
+            continue
+        buffer = _add_buffer(packed, region.memory, region.nbytes)
+        for index, offset in region.members:
+            place = group[index].place
+            entries[place] = entries[place]._replace(buffer=buffer, offset=offset)
+
+
+class Landing:
+    """Where the buffers of one message go: made from a table, filled, then turned into tensors.
+
+    Memory is allocated by `put` and `place`, buffer by buffer. Not thread-safe.
+    """
+
+    __slots__ = ("_headers", "_memory", "_owners", "sizes")
+
+    sizes: list[int]  # of each buffer, in bytes
+
+    def __init__(self, table: headers.Table) -> None:
+        self.sizes = table.sizes
+        self._headers = table.headers
+        self._memory: list[torch.Tensor | None] = [None] * len(table.sizes)
+        # A buffer that is exactly one tensor is allocated as that tensor; None: several share it.
+        self._owners: list[Header | None]
+        self._owners = [table.headers[0]] if table.is_plain else _owners(table)
+
+    @classmethod
+    def parse(cls, table: bytes | memoryview, payload: int) -> Landing:
+        """Check a table; `payload` is how many bytes of buffers follow. Raises ProtocolError.
+
+        Allocates nothing in proportion to what the table claims.
+        """
+        return cls(headers.parse(table, payload))
+
+    def put(self, index: int, data: bytes | bytearray | memoryview) -> None:
+        """Fill a whole buffer at once; for small ones."""
+        size = self.sizes[index]
+        if len(data) != size:
+            raise ProtocolError(f"buffer {index} has {len(data)} bytes, its table says {size}")
+        if type(data) is not bytes:
+            data = bytes(data)
+        ctypes.memmove(self._allocate(index).data_ptr(), data, size)
+
+    def place(self, index: int) -> memoryview:
+        """Allocate a buffer and return all of its bytes, for the caller to fill.
+
+        The memory is not touched: what a table merely claims costs nothing.
+        """
+        return view_of(self._allocate(index), self.sizes[index])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors, once every buffer was put, or placed and filled. Raises ProtocolError."""
+        try:
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):
+                    return self._build_all()
+            return self._build_all()
+        except ProtocolError:
+            raise
+        except Exception as error:
+            raise ProtocolError(f"torch refuses a tensor of the table: {error}") from error
+
+    def _allocate(self, index: int) -> torch.Tensor:
+        size = self.sizes[index]
+        owner = self._owners[index]
+        try:
+            # Whoever reads may be in inference mode; the one whom the message is for may not.
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):
+                    memory = _fresh(owner, size)
+            else:
+                memory = _fresh(owner, size)
+        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:
+            raise ProtocolError(f"no memory for a buffer of {size} bytes: {error}") from error
+        if size >= _HUGE:
+            _ask_for_huge_pages(memory.data_ptr(), size)
+        self._memory[index] = memory
+        return memory
+
+    def _build_all(self) -> list[torch.Tensor]:
+        following = iter(self._headers)
+        return [self._build(header, following) for header in following]
+
+    def _build(self, header: Header, following: Iterator[Header]) -> torch.Tensor:
+        if header.layout != headers.STRIDED:
+            tensor = self._build_sparse(header, following)
+        elif header.buffer != headers.NO_BUFFER:
+            tensor = self._build_over(header)
+        else:
+            tensor = _empty(header, _CPU if header.device == headers.CPU else _META)
+        flags = header.flags
+        if flags:
+            # The bits are set in place: conj() and _neg_view() would make autograd views.
+            if flags & headers.CONJ:
+                torch._C._set_conj(tensor, True)
+            if flags & headers.NEG:
+                torch._C._set_neg(tensor, True)
+            if flags & headers.PARAMETER:
+                return Parameter(tensor, bool(flags & headers.GRAD))
+            if flags & headers.GRAD:
+                tensor.requires_grad_(True)
+        return tensor
+
+    def _build_over(self, header: Header) -> torch.Tensor:
+        memory = self._memory[header.buffer]
+        if memory is None:
+            raise ProtocolError(f"buffer {header.buffer} never arrived")
+        if self._owners[header.buffer] is not None:
+            return memory
+        strides = header.strides
+        if strides is None:
+            strides = spans.contiguous_strides(header.sizes)
+        if header.dtype is torch.complex32:
+            _use_up_warning(torch.complex32)
+        offset = header.offset // header.dtype.itemsize
+        # Another tensor over that storage, not a view of `memory` for autograd.
+        return torch.empty(0, dtype=header.dtype, device=_CPU).set_(
+            memory.untyped_storage(), offset, header.sizes, strides
+        )
+
+    def _build_sparse(self, header: Header, following: Iterator[Header]) -> torch.Tensor:
+        """Made with its invariants checked: a wrong index would be undefined behaviour later."""
+        count = headers.COMPONENTS[header.layout]
+        *indices, values = [self._build(next(following), following) for _ in range(count)]
+        if values.dtype is not header.dtype:
+            raise ProtocolError(f"a sparse tensor of {header.dtype} with values of {values.dtype}")
+        sizes = tuple(header.sizes)
+        if header.layout == headers.COO:
+            coalesced = bool(header.flags & headers.COALESCED)
+            return torch.sparse_coo_tensor(
+                indices[0], values, sizes, is_coalesced=coalesced, check_invariants=True
+            )
+        _use_up_warning(header.layout)
+        layout = headers.LAYOUTS[header.layout]
+        return torch.sparse_compressed_tensor(
+            indices[0], indices[1], values, sizes, layout=layout, check_invariants=True
+        )
+
+
+def _owners(table: headers.Table) -> list[Header | None]:
+    owners: list[Header | None] = [None] * len(table.sizes)
+    users = [0] * len(table.sizes)
+    for header in table.headers:
+        if header.buffer != headers.NO_BUFFER:
+            users[header.buffer] += 1
+            if header.nbytes == table.sizes[header.buffer]:
+                owners[header.buffer] = header
+    return [owner if count == 1 else None for owner, count in zip(owners, users, strict=True)]
+
+
+def _fresh(owner: Header | None, size: int) -> torch.Tensor:
+    if owner is None:
+        return torch.empty(size, dtype=torch.uint8, device=_CPU)
+    return _empty(owner, _CPU)
+
+
+def _empty(header: Header, device: torch.device) -> torch.Tensor:
+    if header.dtype is torch.complex32:
+        _use_up_warning(torch.complex32)
+    if header.strides is None:
+        # Unpacked: torch takes twice as long to make sense of a tuple.
+        return torch.empty(*header.sizes or ((),), dtype=header.dtype, device=device)
+    return torch.empty_strided(header.sizes, header.strides, dtype=header.dtype, device=device)
+
+
+@lru_cache(maxsize=16)
+def _use_up_warning(kind: Any) -> None:
+    """Take the warning that torch gives once, at the first such tensor: it is not about the user's code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind is torch.complex32:
+            torch.empty(1, dtype=kind, device=_CPU)
+            return
+        values = torch.ones(1, device=_CPU)
+        if kind in (headers.BSR, headers.BSC):
+            values = values.reshape(1, 1, 1)
+        bounds = torch.arange(2, device=_CPU)
+        torch.sparse_compressed_tensor(
+            bounds, bounds[:1], values, (1, 1), layout=headers.LAYOUTS[kind], check_invariants=True
+        )
+
+
+@lru_cache(maxsize=1)
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+def _ask_for_huge_pages(address: int, size: int) -> None:
+    """Fewer page faults while the buffer is filled; a refusal costs nothing but speed."""
+    madvise = _madvise()
+    if madvise is not None:
+        start = -(-address // 4096) * 4096
+        madvise(start, (address + size - start) // 4096 * 4096, _MADV_HUGEPAGE)

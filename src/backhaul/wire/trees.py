@@ -1,0 +1,254 @@
+"""What the codecs share: the tags of a tree, and the state of one packing or unpacking.
+
+A *tree* is what msgpack carries natively: None, bool, int of 64 bits, float, str,
+bytes, maps with str keys, and arrays. Every array starts with a tag that says what it
+stands for; the tensors of a message travel beside its tree and are named by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from backhaul.errors import ProtocolError
+
+# fmt: off
+# The tags are on the wire: append only. The comment gives what follows the tag.
+(
+    LIST,           # items
+    TUPLE,          # items
+    DICT,           # key, value, key, value, ...
+    TENSOR,         # index
+    BIG_INT,        # little-endian two's complement bytes
+    COMPLEX,        # real, imaginary
+    TEXT,           # a str that is not valid UTF-8, as bytes with surrogates passed
+    BYTE_ARRAY,     # bytes
+    SET,            # items
+    FROZEN_SET,     # items
+    ORDERED_DICT,   # key, value, key, value, ...
+    SLICE,          # start, stop, step
+    RANGE,          # start, stop, step
+    ELLIPSIS,
+    DTYPE,          # name in torch
+    DEVICE,         # as str() gives it
+    SIZE,           # ints
+    LAYOUT,         # name in torch
+    MEMORY_FORMAT,  # name in torch
+    ARRAY,          # numpy dtype, index of its bytes or None when it has none, sizes
+    NUMPY_SCALAR,   # numpy dtype, bytes
+    ENUM,           # class, name of the member
+    FLAG,           # class, int
+    NAMED_TUPLE,    # class, items
+    RETURN_TYPE,    # name in torch.return_types, items
+    DATACLASS,      # class, field, value, field, value, ...
+    NAMED,          # "module:qualname" of a function or class
+    METHOD,         # object, name
+    PARTIAL,        # function, arguments, keyword arguments
+    EXTENSION,      # tag, payload
+    PICKLE,         # bytes, objects that the pickle refers to
+) = range(31)
+# fmt: on
+
+# Up to this many items, a loop is faster than looking at all their types first.
+SHORT = 8
+
+# What is its own tree, whatever its value.
+ATOMS = frozenset({type(None), bool, float})
+
+
+class Names(Protocol):
+    """Who may be named, and how."""
+
+    def name_of(self, obj: Any) -> str: ...
+    def find(self, name: str) -> Any: ...
+
+
+class Refusal(Exception):
+    """A value cannot travel. Collects the path to it on its way up; never leaves the codec."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.kind: type | None = None  # of the value that is refused
+        self.path: list[str] = []  # from that value outwards
+
+    def step_out(self, value: Any, step: str) -> None:
+        """Note that the refusal is about `value`, or about a part of it, at `step` of the whole around it."""
+        if self.kind is None:
+            self.kind = type(value)
+        self.path.append(step)
+
+
+Lower = Callable[[Any, "Packing"], Any]
+Lift = Callable[[list[Any], "Unpacking"], Any]
+
+
+class Packing:
+    """The state of one pack: the tensors seen so far, and how to lower a part of the value."""
+
+    __slots__ = (
+        "_indices",
+        "_lower_unknown",
+        "_lowerers",
+        "_resolve",
+        "attached",
+        "depth",
+        "names",
+        "tensors",
+    )
+
+    def __init__(
+        self,
+        lowerers: dict[type, Lower],
+        resolve: Callable[[type], Lower],
+        lower_unknown: Callable[[Any, Packing, str], Any],
+        names: Names,
+        depth: int,
+    ) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.attached: list[Any] = []  # extensions may note here what they sent
+        self.names = names
+        self.depth = depth  # how many levels may still be entered
+        self._indices: dict[int, int] = {}
+        self._lowerers = lowerers
+        self._resolve = resolve
+        self._lower_unknown = lower_unknown
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """The index of a tensor among those of the message; the same tensor gets the same index."""
+        index = self._indices.get(id(tensor))
+        if index is None:
+            index = self._indices[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+        return index
+
+    def lower(self, value: Any) -> Any:
+        """The tree of a value that is not a part of another."""
+        kind = type(value)
+        lowerer = self._lowerers.get(kind)
+        if lowerer is None:
+            lowerer = self._resolve(kind)
+        return lowerer(value, self)
+
+    def lower_part(self, value: Any, step: str) -> Any:
+        """The tree of a part of a value; `step` leads to it from the whole: ``.name`` or ``[0]``."""
+        self.enter()
+        try:
+            tree = self.lower(value)
+        except Refusal as refusal:
+            refusal.step_out(value, step)
+            raise
+        self.depth += 1
+        return tree
+
+    def lower_parts(self, tree: list[Any], values: Sequence[Any]) -> list[Any]:
+        """Append the trees of all these parts to a tree."""
+        self.enter()
+        lowerers = self._lowerers
+        before = len(tree)
+        append = tree.append
+        try:
+            for value in values:
+                kind = type(value)
+                if kind in ATOMS:
+                    append(value)
+                    continue
+                lowerer = lowerers.get(kind)
+                if lowerer is None:
+                    lowerer = self._resolve(kind)
+                append(lowerer(value, self))
+        except Refusal as refusal:
+            refusal.step_out(value, f"[{len(tree) - before}]")
+            raise
+        self.depth += 1
+        return tree
+
+    def lower_unknown(self, value: Any, reason: str) -> Any:
+        """Pickle a value that the safe codec cannot carry, or refuse it for this reason."""
+        return self._lower_unknown(value, self, reason)
+
+    def enter(self) -> None:
+        """Go one level down. After an error the depth is of no use, nor is the packing."""
+        if self.depth <= 0:
+            raise Refusal("it is nested too deeply, or contains itself")
+        self.depth -= 1
+
+
+class Unpacking:
+    """The state of one unpack: the tensors of the message, and how to lift a part of its tree."""
+
+    __slots__ = ("_lifters", "depth", "names", "tensors")
+
+    def __init__(
+        self, lifters: Sequence[Lift], tensors: Sequence[torch.Tensor], names: Names, depth: int
+    ) -> None:
+        self.tensors = tensors
+        self.names = names
+        self.depth = depth
+        self._lifters = lifters
+
+    def tensor(self, index: Any) -> torch.Tensor:
+        """The tensor of that index. Raises ProtocolError."""
+        if type(index) is not int or not 0 <= index < len(self.tensors):
+            raise ProtocolError(f"tensor {index!r} of {len(self.tensors)}")
+        return self.tensors[index]
+
+    def find(self, name: Any) -> Any:
+        """What a name stands for here. Raises MisuseError if there is no such thing."""
+        if type(name) is not str:
+            raise ProtocolError(f"{name!r} is not a name")
+        return self.names.find(name)
+
+    def lift(self, tree: Any) -> Any:
+        """The value of a part of the tree."""
+        kind = type(tree)
+        if kind in _NATIVE:
+            return tree
+        if self.depth <= 0:
+            raise ProtocolError("a value is nested too deeply")
+        self.depth -= 1
+        if kind is list:
+            tag = tree[0] if tree else None
+            if type(tag) is not int or not 0 <= tag < len(self._lifters):
+                raise ProtocolError(f"a value with the tag {tag!r}")
+            value = self._lifters[tag](tree, self)
+        elif kind is dict:
+            value = self._lift_map(tree)
+        else:
+            raise ProtocolError(f"a {kind.__name__} in a value")
+        self.depth += 1
+        return value
+
+    def lift_parts(self, tree: list[Any], start: int) -> list[Any]:
+        """The values of all parts from `start` on."""
+        if len(tree) > SHORT and _NATIVE.issuperset(map(type, tree)):
+            return tree[start:]
+        lift = self.lift
+        return [part if type(part) in _NATIVE else lift(part) for part in tree[start:]]
+
+    def _lift_map(self, tree: dict[Any, Any]) -> dict[str, Any]:
+        if not tree:
+            return tree
+        if not _STR.issuperset(map(type, tree)):
+            raise ProtocolError("a map with keys that are not str")
+        if _NATIVE.issuperset(map(type, tree.values())):
+            return tree
+        lift = self.lift
+        return {key: lift(part) for key, part in tree.items()}
+
+
+_NATIVE = frozenset({type(None), bool, float, int, str, bytes})
+_STR = frozenset({str})
+
+
+def check_arity(tree: list[Any], arity: int) -> None:
+    """Refuse a tree whose tag is not followed by exactly `arity` parts."""
+    if len(tree) != arity + 1:
+        raise ProtocolError(f"a value of tag {tree[0]} with {len(tree) - 1} parts")
+
+
+def malformed(what: str, part: Any) -> NoReturn:
+    """Refuse a part of a tree."""
+    raise ProtocolError(f"{part!r:.100} is not {what}")

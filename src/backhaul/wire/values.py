@@ -1,0 +1,321 @@
+"""Python values <-> trees that msgpack carries, plus the tensors beside them: the safe codec.
+
+The codec turns a value into a *tree* (see `backhaul.wire.trees` for its tags) and a
+list of tensors, and back. Decoding runs no code that the peer chose: classes and
+functions are found by name, their instances built from declared fields only. What the
+codec does not know is pickled, unless pickles are not allowed.
+
+Types are matched exactly, so a subclass is never flattened into its base: an IntEnum
+does not become an int. Tensors keep their identity within a message; other values that
+occur twice arrive as two.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from backhaul.errors import BackhaulError, MisuseError, ProtocolError, UnsendableError
+from backhaul.wire import callables, objects, scalars, trees
+from backhaul.wire.trees import Lift, Lower, Names, Packing, Refusal, Unpacking, check_arity, malformed
+
+__all__ = ["Codec", "Names", "Packing", "Unpacking"]
+
+_INT = frozenset({int})
+_STR = frozenset({str})
+_MAX_RESOLVED = 4096
+_MAX_PATH = 12
+
+
+class Codec:
+    """Packs and unpacks values; one for each kind of peer. Thread-safe once types are registered.
+
+    ``names`` decides which functions and classes may be named, by default any that can
+    be imported.
+    """
+
+    def __init__(
+        self, names: Names | None = None, *, allow_pickle: bool = True, max_depth: int = 100
+    ) -> None:
+        self._names: Names = callables if names is None else names
+        self._allow_pickle = allow_pickle
+        self._max_depth = max_depth
+        self._extensions: dict[type, tuple[str, Lower]] = {}
+        self._lifts: dict[str, Callable[[Any, Unpacking], Any]] = {}
+        self._fixed: dict[type, Lower] = {**scalars.LOWER, **_LOWER}
+        self._lowerers = dict(self._fixed)
+        lifters: dict[int, Lift] = {**scalars.LIFT, **objects.LIFT, **_LIFT}
+        lifters[trees.EXTENSION] = self._lift_extension
+        lifters[trees.PICKLE] = self._lift_pickle
+        self._lifters = [lifters[tag] for tag in range(len(lifters))]
+
+    def register(
+        self,
+        kind: type,
+        tag: str,
+        lower: Callable[[Any, Packing], Any],
+        lift: Callable[[Any, Unpacking], Any],
+    ) -> None:
+        """Let instances of `kind` and its subclasses travel as what `lower` returns, itself any value.
+
+        `lift` gets that value back and returns the instance. They are called inside pickles too.
+        """
+        if tag in self._lifts:
+            raise MisuseError(f"the tag {tag!r} is taken")
+        self._extensions[kind] = tag, lower
+        self._lifts[tag] = lift
+        self._lowerers = dict(self._fixed)
+
+    def pack(self, value: Any, labels: Sequence[str] = ()) -> tuple[Any, Packing]:
+        """The tree of a value, and the state that holds its tensors.
+
+        ``labels`` name the items of a value that is a tuple, for the path in an error: with
+        ``("args", "kwargs")`` it says ``args[1]['x']``. Raises UnsendableError.
+        """
+        packing = Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth)
+        try:
+            return packing.lower(value), packing
+        except Refusal as refusal:
+            raise UnsendableError(_explain(value, refusal, labels)) from refusal.__cause__
+        except RecursionError as error:
+            raise UnsendableError("a value is nested too deeply, or contains itself") from error
+
+    def unpack(self, tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """The value of a tree as msgpack gave it.
+
+        Raises ProtocolError for a tree that no codec makes, and MisuseError if it names a
+        class or function that does not exist here.
+        """
+        # What has no parts for the packer may still be an array or two of the tree.
+        unpacking = Unpacking(self._lifters, tensors, self._names, self._max_depth + 2)
+        try:
+            return unpacking.lift(tree)
+        except BackhaulError:
+            raise
+        except Exception as error:
+            raise ProtocolError(f"a malformed value: {type(error).__name__}: {error}") from error
+
+    def _resolve(self, kind: type) -> Lower:
+        """How to lower a type that was not seen before."""
+        lowerer = self._extension(kind) or scalars.numpy_lowerer(kind) or objects.lowerer(kind)
+        if lowerer is None:
+            lowerer = self._lower_unknown
+        if len(self._lowerers) >= _MAX_RESOLVED:
+            self._lowerers = dict(self._fixed)
+        self._lowerers[kind] = lowerer
+        return lowerer
+
+    def _extension(self, kind: type) -> Lower | None:
+        base = next((base for base in kind.__mro__ if base in self._extensions), None)
+        if base is None:
+            return None
+        tag, lower = self._extensions[base]
+
+        def lower_extension(value: Any, packing: Packing) -> Any:
+            return [trees.EXTENSION, tag, packing.lower_part(lower(value, packing), "")]
+
+        return lower_extension
+
+    def _lift_extension(self, tree: list[Any], unpacking: Unpacking) -> Any:
+        check_arity(tree, 2)
+        lift = self._lifts.get(tree[1]) if type(tree[1]) is str else None
+        if lift is None:
+            malformed("a known kind of value", tree[1])
+        return lift(unpacking.lift(tree[2]), unpacking)
+
+    def _lower_unknown(self, value: Any, packing: Packing, reason: str = "") -> Any:
+        if not self._allow_pickle:
+            raise Refusal(
+                reason or "the safe codec does not carry this type: send its parts, or make it a dataclass"
+            )
+        from backhaul.wire import pickles  # a peer whose pickles are refused never gets it loaded
+
+        try:
+            data, parts = pickles.dump(value, self._is_outside_pickles)
+        except Exception as error:
+            raise Refusal(f"pickling it failed ({type(error).__name__}: {error}): send its parts") from error
+        return packing.lower_parts([trees.PICKLE, data], parts)
+
+    def _is_outside_pickles(self, obj: Any) -> bool:
+        kind = type(obj)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            return True
+        return bool(self._extensions) and not self._extensions.keys().isdisjoint(kind.__mro__)
+
+    def _lift_pickle(self, tree: list[Any], unpacking: Unpacking) -> Any:
+        if not self._allow_pickle:
+            raise ProtocolError("a pickled value, from a peer that may not send any")
+        if len(tree) < 2 or type(tree[1]) is not bytes:
+            malformed("a pickle", tree[1:])
+        parts = unpacking.lift_parts(tree, 2)
+        from backhaul.wire import pickles
+
+        try:
+            return pickles.load(tree[1], parts)
+        except BackhaulError:
+            raise
+        except pickles.Broken as error:
+            raise ProtocolError(f"a broken pickle: {error}") from error
+        except Exception as error:
+            raise UnsendableError(
+                f"a pickled value cannot be restored on this worker: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _explain(value: Any, refusal: Refusal, labels: Sequence[str]) -> str:
+    path = refusal.path[::-1]
+    if labels and path and path[0][1:-1].isdecimal():
+        path[0] = labels[int(path[0][1:-1])]
+    else:
+        path.insert(0, "the value" if not path else "value")
+    if len(path) > _MAX_PATH:
+        path[_MAX_PATH:] = ["..."]
+    kind = refusal.kind or type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{''.join(path)} ({name}) cannot be sent: {refusal.reason}"
+
+
+def _is_utf8(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _lower_items(tag: int, value: Any, packing: Packing) -> list[Any]:
+    if len(value) > trees.SHORT:
+        # Long runs of plain values are looked at by C loops alone.
+        kinds = set(map(type, value))
+        if (
+            trees.ATOMS.issuperset(kinds)
+            or (kinds == _INT and min(value) >= -(1 << 63) and max(value) < 1 << 64)
+            or (kinds == _STR and _is_utf8("".join(value)))
+        ):
+            return [tag, *value]
+    elif not value:
+        return [tag]
+    return packing.lower_parts([tag], value)
+
+
+def _lower_list(value: list[Any], packing: Packing) -> Any:
+    return _lower_items(trees.LIST, value, packing)
+
+
+def _lower_tuple(value: tuple[Any, ...], packing: Packing) -> Any:
+    return _lower_items(trees.TUPLE, value, packing)
+
+
+def _lower_set(value: set[Any], packing: Packing) -> Any:
+    return _lower_items(trees.SET, value, packing)
+
+
+def _lower_frozenset(value: frozenset[Any], packing: Packing) -> Any:
+    return _lower_items(trees.FROZEN_SET, value, packing)
+
+
+def _lower_dict(value: dict[Any, Any], packing: Packing) -> Any:
+    if not value:
+        return {}
+    if not _STR.issuperset(map(type, value)) or not _is_utf8("".join(value)):
+        return _lower_pairs(trees.DICT, value, packing)
+    if trees.ATOMS.issuperset(map(type, value.values())):
+        return value.copy()
+    packing.enter()
+    tree = {}
+    try:
+        for key, item in value.items():
+            tree[key] = packing.lower(item)
+    except Refusal as refusal:
+        refusal.step_out(item, f"[{key!r}]")
+        raise
+    packing.depth += 1
+    return tree
+
+
+def _lower_ordered_dict(value: OrderedDict[Any, Any], packing: Packing) -> Any:
+    return _lower_pairs(trees.ORDERED_DICT, value, packing)
+
+
+def _lower_pairs(tag: int, value: dict[Any, Any], packing: Packing) -> Any:
+    tree = [tag]
+    for key, item in value.items():
+        tree.append(packing.lower_part(key, f"[key {key!r:.50}]"))
+        tree.append(packing.lower_part(item, f"[{key!r:.50}]"))
+    return tree
+
+
+def _lower_slice(value: slice, packing: Packing) -> Any:
+    return packing.lower_parts([trees.SLICE], (value.start, value.stop, value.step))
+
+
+def _lift_list(tree: list[Any], unpacking: Unpacking) -> Any:
+    return unpacking.lift_parts(tree, 1)
+
+
+def _lift_tuple(tree: list[Any], unpacking: Unpacking) -> Any:
+    return tuple(unpacking.lift_parts(tree, 1))
+
+
+def _lift_set(tree: list[Any], unpacking: Unpacking) -> Any:
+    return set(_distinct(unpacking.lift_parts(tree, 1)))
+
+
+def _lift_frozenset(tree: list[Any], unpacking: Unpacking) -> Any:
+    return frozenset(_distinct(unpacking.lift_parts(tree, 1)))
+
+
+def _distinct(items: list[Any]) -> Any:
+    found = set(items)
+    if len(found) != len(items):
+        raise ProtocolError("a set with the same item twice")
+    return found
+
+
+def _lift_dict(tree: list[Any], unpacking: Unpacking) -> Any:
+    return _lift_pairs({}, tree, unpacking)
+
+
+def _lift_ordered_dict(tree: list[Any], unpacking: Unpacking) -> Any:
+    return _lift_pairs(OrderedDict(), tree, unpacking)
+
+
+def _lift_pairs(found: dict[Any, Any], tree: list[Any], unpacking: Unpacking) -> Any:
+    parts = unpacking.lift_parts(tree, 1)
+    if len(parts) % 2:
+        malformed("a dict", tree[0])
+    found.update(zip(parts[::2], parts[1::2], strict=True))
+    if 2 * len(found) != len(parts):
+        raise ProtocolError("a dict with the same key twice")
+    return found
+
+
+def _lift_slice(tree: list[Any], unpacking: Unpacking) -> Any:
+    check_arity(tree, 3)
+    return slice(*unpacking.lift_parts(tree, 1))
+
+
+_LOWER: dict[type, Lower] = {
+    list: _lower_list,
+    tuple: _lower_tuple,
+    set: _lower_set,
+    frozenset: _lower_frozenset,
+    dict: _lower_dict,
+    OrderedDict: _lower_ordered_dict,
+    slice: _lower_slice,
+}
+
+_LIFT: dict[int, Lift] = {
+    trees.LIST: _lift_list,
+    trees.TUPLE: _lift_tuple,
+    trees.SET: _lift_set,
+    trees.FROZEN_SET: _lift_frozenset,
+    trees.DICT: _lift_dict,
+    trees.ORDERED_DICT: _lift_ordered_dict,
+    trees.SLICE: _lift_slice,
+}

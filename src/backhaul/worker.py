@@ -1,0 +1,207 @@
+"""Worker: the one place where all layers are wired together, and the worker that is current.
+
+All state of a worker hangs off its `Worker`. Which one the functions of `backhaul.rpc` use
+is decided by a context variable, which the threads of a worker set to it, and which falls
+back to the process's own worker, made by `init_rpc`. So one process can host many.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from backhaul.agent.agent import Agent, To
+from backhaul.agent.future import Future
+from backhaul.agent.membership import Membership
+from backhaul.errors import NotInitializedError, OptionError, RpcTimeoutError, WorkerLostError
+from backhaul.ids import WorkerInfo
+from backhaul.options import RpcOptions
+from backhaul.transport.base import Transport
+from backhaul.transport.stream import StreamTransport
+from backhaul.wire.values import Codec
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+UNSET_TIMEOUT = -1.0
+_JOIN_SECONDS = 60.0
+_IDLE_POLL = 0.005
+
+
+class Worker:
+    """A member of a group: makes calls to the others and serves theirs. Thread-safe."""
+
+    def __init__(
+        self,
+        name: str | None,
+        rank: int | None,
+        world_size: int | None,
+        *,
+        store: Store,
+        options: RpcOptions | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        """Join the group that meets in ``store``, and start to serve.
+
+        ``world_size`` None means a dynamic group, in which ``rank`` may be None too.
+        """
+        self.options = RpcOptions() if options is None else options
+        self.codec = Codec()
+        self.before_call: list[Callable[[WorkerInfo, Any], None]] = []
+        """Called with the target and the function before each call leaves."""
+        self._agent = Agent(
+            name,
+            rank,
+            options=self.options,
+            transport=StreamTransport(self.options) if transport is None else transport,
+            membership=Membership(store, world_size),
+            codec=self.codec,
+            enter=self._enter,
+            deadline=time.monotonic() + max(_JOIN_SECONDS, self.options.rpc_timeout),
+        )
+        self._agent.start()
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.info.name!r} rank {self.info.id}>"
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self._agent.me
+
+    @property
+    def agent(self) -> Agent:
+        return self._agent
+
+    @property
+    def closed(self) -> bool:
+        return self._agent.closed.is_set()
+
+    @property
+    def forked(self) -> bool:
+        """This is a copy in a forked child, of no use there."""
+        return self._agent.forked
+
+    def rpc_sync(
+        self,
+        to: To,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> Any:
+        """The value of ``func(*args, **kwargs)`` on worker ``to``. See `backhaul.rpc.rpc_sync`."""
+        if self.before_call:
+            self._prepare(to, func)
+        return self._agent.call(to, func, args or (), kwargs or {}, self._seconds(timeout))
+
+    def rpc_async(
+        self,
+        to: To,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> Future[Any]:
+        """A future of that value. See `backhaul.rpc.rpc_async`."""
+        if self.before_call:
+            self._prepare(to, func)
+        return self._agent.call_async(to, func, args or (), kwargs or {}, self._seconds(timeout))
+
+    def get_worker_info(self, name: To | None = None) -> WorkerInfo:
+        """This worker, or the one of that name or rank."""
+        self._agent.require_usable()
+        return self.info if name is None else self._agent.membership.find(name).info
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All members known to this worker, by rank."""
+        if self._agent.membership.dynamic:
+            self._agent.membership.refresh()
+        return self._agent.members()
+
+    def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
+        """Leave the group. See `backhaul.rpc.shutdown`."""
+        self._agent.require_usable()
+        seconds = _check_seconds("timeout", timeout)
+        deadline = time.monotonic() + (seconds or math.inf)
+        lost: list[str] = []
+        try:
+            if graceful and self._agent.membership.dynamic:
+                self._finish(deadline)
+            elif graceful:
+                lost = self._agent.farewell.run(deadline)
+        finally:
+            self._leave()
+            self._agent.close(*(() if graceful else (0.2,)))
+        if lost:
+            names = ", ".join(map(repr, lost))
+            raise WorkerLostError(
+                f"graceful shutdown: worker {names} died or left without one; the others are done", lost[0]
+            )
+
+    @contextmanager
+    def as_current(self) -> Iterator[Worker]:
+        """Make this the current worker of the block, for the functions of `backhaul.rpc`."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+    def _enter(self) -> None:
+        _current.set(self)
+
+    def _prepare(self, to: To, func: Any) -> None:
+        info = self._agent.membership.find(to).info
+        for hook in list(self.before_call):
+            hook(info, func)
+
+    def _seconds(self, timeout: float) -> float:
+        """Torch's meaning of a timeout: negative is the default, 0 is none."""
+        if timeout < 0:
+            timeout = self.options.rpc_timeout
+        return timeout or math.inf
+
+    def _leave(self) -> None:
+        try:
+            self._agent.membership.leave()
+        except RuntimeError:
+            pass  # the store went with the worker that hosted it; there is no list to leave
+
+    def _finish(self, deadline: float) -> None:
+        """Wait until nothing that this worker sent or serves is under way."""
+        while not self._agent.idle():
+            if time.monotonic() > deadline:
+                raise RpcTimeoutError("graceful shutdown: this worker's work was still going on at the deadline")
+            self._agent.closed.wait(_IDLE_POLL)
+
+
+def _check_seconds(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise OptionError(f"{name}: {value!r} must be a number of seconds; 0 means no limit")
+    return float(value)
+
+
+_current: ContextVar[Worker | None] = ContextVar("backhaul_worker", default=None)
+_process_worker: Worker | None = None
+
+
+def current() -> Worker:
+    """The current worker. Raises `NotInitializedError` if there is none."""
+    worker = _current.get() or _process_worker
+    if worker is None:
+        raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
+    return worker
+
+
+def current_or_none() -> Worker | None:
+    return _current.get() or _process_worker
+
+
+def set_process_worker(worker: Worker | None) -> None:
+    """Make it the worker that this process falls back to."""
+    global _process_worker
+    _process_worker = worker
