@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -298,7 +297,9 @@ def test_arguments_count_too(notebook: Notebook) -> None:
     value.inside = {"key": (notebook["B"](), value)}
     endless: list[Any] = []
     endless.append(endless)
-    found = names_of_main([value, notebook["C"], {notebook["f"]: 1}, notebook["local"], endless, list(range(1000)), math])
+    found = names_of_main(
+        [value, notebook["C"], {notebook["f"]: 1}, notebook["local"], endless, list(range(1000)), math]
+    )
     assert found == {"A", "B", "C", "f"}
     assert names_of_main((math.sqrt, threading.Lock, functools.partial, 3, "x", None)) == set()
 

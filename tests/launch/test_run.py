@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,8 +14,7 @@ from textwrap import dedent
 import pytest
 
 from backhaul.launch.guardian import Register
-
-PATIENCE = 20.0
+from processes import PATIENCE, assert_gone
 
 
 class Launch:
@@ -67,21 +65,6 @@ def run(tmp_path: Path) -> Iterator[RunScript]:
 
 def pids(lines: list[str]) -> list[int]:
     return [int(number) for line in lines for number in line.split("] ")[1].split()]
-
-
-def assert_gone(numbers: list[int]) -> None:
-    """Wait until none of the processes runs any more."""
-    deadline = time.monotonic() + PATIENCE
-    for pid in numbers:
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            continue
-        try:
-            ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-        finally:
-            os.close(fd)
-        assert ready, f"process {pid} is still there"
 
 
 def test_output_and_success(run: RunScript) -> None:

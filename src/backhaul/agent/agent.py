@@ -169,6 +169,8 @@ class Agent:
                 outbound = self._routes.get(member.id)
                 if outbound is None or outbound.lost is not None:
                     outbound = self._routes[member.id] = self._open(member, deadline)
+                    if self.closed.is_set():  # close() may not have seen it
+                        outbound.lose(WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name))
                 return outbound
         finally:
             if handling:
@@ -301,6 +303,10 @@ class Agent:
 
     def members(self) -> list[WorkerInfo]:
         return self.membership.members()
+
+    def peers_connected(self) -> bool:
+        """Some other worker can still make calls to this one."""
+        return any(inb.peer != self.me and not inb.said_goodbye for inb in list(self.serving.inbounds))
 
     def answer(self, id: int, value: Any) -> Frame:
         """The frame that answers request ``id`` with a value."""

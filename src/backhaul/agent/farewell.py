@@ -11,6 +11,9 @@ calls each member has sent to each other one and how many it has finished for ea
 in a row are the same, every member is idle, and what one sent the other finished, there was a
 moment between the two at which nothing ran and nothing was under way, and so nothing can start
 any more. (One tally is not enough: its parts are taken at different times.)
+
+The leader leaves last: it answers once all the living have asked `AwaitEnd`, and stays until they
+have hung up, so that none of them takes its going for a death.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from backhaul.wire.messages import AwaitEnd, AwaitReady, Tally
 
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
+_DEPARTURE_SECONDS = 2.0
 
 PeerCounts = dict[int, int]
 """Rank of a peer -> number of calls."""
@@ -45,6 +49,7 @@ class Asker(Protocol):
 
     def members(self) -> list[WorkerInfo]: ...
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]: ...
+    def peers_connected(self) -> bool: ...
     def counts(self) -> Counts: ...
     def answer(self, id: int, value: Any) -> Frame: ...
 
@@ -69,6 +74,11 @@ class _Promise:
         self._kept = False
         self._value: Any = None
         self._waiting: list[tuple[Inbound, int]] = []
+
+    def asked_by(self) -> set[int]:
+        """The ranks whose requests wait."""
+        with self._lock:
+            return {inbound.peer.id for inbound, _ in self._waiting}
 
     def handle(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
         id = envelope.message.id
@@ -118,6 +128,7 @@ class Farewell:
         self._lead(lost, deadline)
         names = sorted(lost.values())
         self._end.keep(names)
+        self._wait_for_departures()
         return names
 
     def _lead(self, lost: dict[int, str], deadline: float) -> None:
@@ -128,11 +139,19 @@ class Farewell:
         while True:
             tallies = self._ask_all(Tally, "its tally", lost, deadline)
             tallies[self._agent.me.id] = self._agent.counts()
-            if tallies == before and settled(tallies):
+            everybody = self._end.asked_by() >= tallies.keys() - {self._agent.me.id}
+            if everybody and tallies == before and settled(tallies):
                 return
             before = tallies
             if time.monotonic() + pause > deadline:
                 raise RpcTimeoutError("graceful shutdown: work was still going on at the deadline")
+            self._closed.wait(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _wait_for_departures(self) -> None:
+        deadline = time.monotonic() + _DEPARTURE_SECONDS
+        pause = _FIRST_PAUSE
+        while self._agent.peers_connected() and time.monotonic() < deadline:
             self._closed.wait(pause)
             pause = min(pause * 2, _LONGEST_PAUSE)
 

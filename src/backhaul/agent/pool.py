@@ -39,6 +39,7 @@ class Pool:
         # it owes it a job. Last in, first out: the thread that ran last is the warmest.
         self._idle: list[_Spare] = []
         self._threads: set[threading.Thread] = set()
+        self._starting = threading.Lock()
         self._closed = False
 
     def run(self, job: Job) -> None:
@@ -49,8 +50,9 @@ class Pool:
             spare = _Spare()
             spare.job = job
             spare.thread = threading.Thread(target=self._serve, args=(spare,), name=self._name, daemon=True)
-            self._threads.add(spare.thread)
-            spare.thread.start()
+            with self._starting:
+                self._threads.add(spare.thread)
+                spare.thread.start()
         else:
             spare.job = job
             spare.lock.release()
@@ -67,7 +69,9 @@ class Pool:
                 self._idle.pop().lock.release()
             except IndexError:
                 break
-        for thread in list(self._threads):
+        with self._starting:
+            threads = list(self._threads)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 

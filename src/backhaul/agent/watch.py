@@ -65,7 +65,8 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        self._closing = True
+        with self._lock:
+            self._closing = True
         self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -92,8 +93,9 @@ class Watch:
     def add(self, outbound: Outbound) -> None:
         """Notice when this peer hangs up."""
         with self._lock:
-            self._outbounds[outbound.fileno()] = outbound
-            self._epoll.register(outbound.fileno(), _HANG_UP)
+            if not self._closing:
+                self._outbounds[outbound.fileno()] = outbound
+                self._epoll.register(outbound.fileno(), _HANG_UP)
 
     def remove(self, outbound: Outbound) -> None:
         """Forget an outbound; its descriptor is about to be closed."""
@@ -116,26 +118,35 @@ class Watch:
 
     def attend(self, outbound: Outbound) -> None:
         """Read this outbound's replies from now on, without waiting for a tick."""
-        if outbound in self._watched:
-            return
-        self._watched.add(outbound)
-        self._soon.discard(outbound)
-        self._arm(outbound, _REPLIES)
+        with self._lock:
+            if outbound in self._watched:
+                return
+            self._arm(outbound, _REPLIES)
         if self._check_at == math.inf and self._check_every != math.inf:
             self._check_at = time.monotonic() + self._check_every
             self.wake()
 
-    def _rest(self, outbound: Outbound) -> None:
-        """Nothing is outstanding: only notice when the peer hangs up."""
-        self._arm(outbound, _HANG_UP)
-        if outbound.outstanding:  # a call slipped in that saw itself attended to
-            self._watched.discard(outbound)
-            self.attend(outbound)
+    def _settle(self, outbound: Outbound) -> None:
+        """Arm an outbound after an event, for replies if there are any to come.
+
+        A caller opens its slot first and looks whether the outbound is attended to then. Here it is
+        the other way round: so one of the two notices the other.
+        """
+        with self._lock:
+            self._arm(outbound, _REPLIES if outbound.outstanding else _HANG_UP)
+            if outbound.outstanding and outbound not in self._watched:
+                self._arm(outbound, _REPLIES)
 
     def _arm(self, outbound: Outbound, events: int) -> None:
-        with self._lock:
-            if self._outbounds.get(outbound.fileno()) is outbound:
-                self._epoll.modify(outbound.fileno(), events)
+        """Holds ``_lock``."""
+        if self._outbounds.get(outbound.fileno()) is not outbound:
+            return
+        self._epoll.modify(outbound.fileno(), events)
+        self._soon.discard(outbound)
+        if events == _REPLIES:
+            self._watched.add(outbound)
+        else:
+            self._watched.discard(outbound)
 
     def _run(self) -> None:
         self._enter()
@@ -176,28 +187,26 @@ class Watch:
         outbound = self._outbounds.get(descriptor)
         if outbound is None:
             return
-        self._watched.discard(outbound)
-        if not outbound.drain():
+        if outbound.drain():
+            self._settle(outbound)
+        else:
             # Somebody else reads it: see at the next tick whether that is still so.
-            self._soon.add(outbound)
+            with self._lock:
+                self._soon.add(outbound)
+                self._watched.discard(outbound)
             self.asleep = False
-        elif outbound.outstanding:
-            self.attend(outbound)
-        elif outbound.lost is None:
-            self._rest(outbound)
 
     def _attend(self) -> bool:
         """Watch the outbounds that have futures and no reader. False if there was nothing to do."""
         if not self._soon:
             return False
         for outbound in list(self._soon):
-            if outbound.lost is not None:
-                self._soon.discard(outbound)
-            elif not outbound.outstanding:
-                self._soon.discard(outbound)
-                self._rest(outbound)
-            elif not outbound.being_read():
-                self.attend(outbound)
+            if not outbound.outstanding or not outbound.being_read():
+                self._settle(outbound)
+                if outbound.lost is not None:
+                    self._soon.discard(outbound)
+                elif self._check_at == math.inf:
+                    self._check_at = time.monotonic() + self._check_every
         return True
 
     def _expire(self, now: float) -> None:

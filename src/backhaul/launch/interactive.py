@@ -29,8 +29,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
-from typing import Any, Literal
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Literal, cast
 
 from backhaul.errors import UnsendableError
 
@@ -93,7 +93,8 @@ def names_of_main(value: Any) -> set[str]:
                 stack += value
         elif isinstance(value, dict):
             stack += [*value.keys(), *value.values()]
-        defined = value if isinstance(getattr(value, "__qualname__", None), str) else type(value)
+        named = isinstance(value, (MethodType, FunctionType, type)) or "__wrapped__" in getattr(value, "__dict__", ())
+        defined = value if named else type(value)
         if defined.__module__ == "__main__":
             if "<" not in defined.__qualname__:
                 names.add(top_name(defined))
@@ -176,7 +177,7 @@ class _Collection:
             return
         if isinstance(value, ModuleType):
             self.definitions.append(Definition(name, "source", f"import {value.__name__} as {name}"))
-        elif _is_defined_here(value):
+        elif is_defined_here(value):
             self._add_defined(name, value)
         else:
             self.definitions.append(Definition(name, "value", self._pickle(name, value, user)))
@@ -231,11 +232,10 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _is_defined_here(value: Any) -> bool:
+def is_defined_here(value: Any) -> bool:
     """Whether ``value`` comes from a def, a class or a lambda of ``__main__``, decorated or not."""
-    return (
-        isinstance(value, (FunctionType, type)) or hasattr(value, "__wrapped__")
-    ) and getattr(value, "__module__", None) == "__main__"
+    named = isinstance(value, (FunctionType, type)) or "__wrapped__" in getattr(value, "__dict__", ())
+    return named and value.__module__ == "__main__"
 
 
 def _source(value: Any, name: str) -> str | None:
@@ -366,8 +366,7 @@ def _make_source(definition: Definition, namespace: dict[str, Any]) -> Any:
 
 
 def _make_code(definition: Definition, namespace: dict[str, Any]) -> FunctionType:
-    assert isinstance(definition.body, bytes)
-    code, defaults, kwdefaults, qualname = pickle.loads(definition.body)
+    code, defaults, kwdefaults, qualname = pickle.loads(cast(bytes, definition.body))
     function = FunctionType(marshal.loads(code), namespace, argdefs=defaults)
     function.__kwdefaults__ = kwdefaults
     function.__qualname__ = qualname
@@ -375,8 +374,7 @@ def _make_code(definition: Definition, namespace: dict[str, Any]) -> FunctionTyp
 
 
 def _make_value(definition: Definition, namespace: dict[str, Any]) -> Any:
-    assert isinstance(definition.body, bytes)
-    return pickle.loads(definition.body)
+    return pickle.loads(cast(bytes, definition.body))
 
 
 _MAKERS: Mapping[str, Callable[[Definition, dict[str, Any]], Any]] = {

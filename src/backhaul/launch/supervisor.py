@@ -52,7 +52,7 @@ class Command:
 
 @dataclass(eq=False)
 class Process:
-    """A started command. ``sentinel`` is readable once it has ended."""
+    """A started command. ``sentinel`` is readable once it has ended, until the supervisor is closed."""
 
     name: str
     index: int
@@ -100,7 +100,7 @@ class Supervisor:
         self._kill_at: float | None = None
         self._exited: list[Process] = []
         self._active: dict[int, Process] = {}
-        self._count = 0
+        self._sentinels: list[int] = []
 
     @property
     def active(self) -> bool:
@@ -121,9 +121,9 @@ class Supervisor:
             pass_fds=tuple(command.pass_fds),
         )
         self._guardian.watch(popen.pid)
-        process = Process(command.name, self._count, popen.pid, _sentinel(popen.pid), popen)
-        self._count += 1
+        process = Process(command.name, len(self._sentinels), popen.pid, _sentinel(popen.pid), popen)
         self._active[process.pid] = process
+        self._sentinels.append(process.sentinel)
         self._selector.register(process.sentinel, selectors.EVENT_READ, partial(self._on_exit, process))
         for stream, pipe in ((OUT, popen.stdout), (ERR, popen.stderr)):
             if pipe is not None:
@@ -153,14 +153,14 @@ class Supervisor:
 
     def close(self) -> None:
         """Kill what is left, wait for it, and give everything back. Its last output is dropped."""
-        self._sink = _drop  # the sink may be what failed
+        self._sink = drop  # the sink may be what failed
         if self.active:
             self.stop(signal.SIGKILL, grace=0.0)
         while self.active:
             self.poll()
         self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        for fd in (self._wake_read, self._wake_write, *self._sentinels):
+            os.close(fd)
 
     def __enter__(self) -> Supervisor:
         return self
@@ -232,13 +232,12 @@ class Supervisor:
             self._end_output(process, stream)
         self._guardian.forget(process.pid)
         process.popen.wait()
-        os.close(process.sentinel)
         del self._active[process.pid]
         process.over.set()
 
 
-def _drop(name: str, index: int, stream: int, data: bytes) -> None:
-    pass
+def drop(name: str, index: int, stream: int, data: bytes) -> None:
+    """The sink that keeps nothing."""
 
 
 def _sentinel(pid: int) -> int:

@@ -98,17 +98,18 @@ class MemoryChannel(Channel):
         while True:
             if self._ended:
                 raise ChannelClosed("the channel ended")
-            try:
-                data = self._inbox.popleft()
-            except IndexError:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0 and not self._inbox:
-                    return False
-                if self._bell.wait(left):
-                    self._bell.hush()
+            if not self._inbox:
+                self._bell.hush()
+                # What came before the hush has no bell any more; what comes after it rings.
+                if not self._inbox and not self._ended:
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if left is not None and left <= 0:
+                        return False
+                    self._bell.wait(left)
                 continue
+            data = self._inbox.popleft()
             if self._inbox:
-                self._bell.ring()  # there is more for the next read
+                self._bell.ring()  # hushed perhaps, and there is more for the next read
             self._network.taken(self)
             if data == END:
                 self._ended = True

@@ -14,8 +14,7 @@ import functools
 import importlib
 import sys
 import types
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ from backhaul.errors import MisuseError, UnsendableError
 _MAX_NAME = 512
 _CACHED = 4096
 
-# Weak, so that a name does not keep a redefined function alive. What cannot be hashed or
-# weakly referenced is named anew each time.
-_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# id -> the name that led to the object of that id. Only a hint, so it keeps no object alive and
+# cannot be stale: a name is given out only when it leads to the very object at that moment.
+_hints: dict[int, tuple[str, str, tuple[str, ...]]] = {}
 
 
 def name_of(obj: Any) -> str:
@@ -36,22 +35,18 @@ def name_of(obj: Any) -> str:
     Raises UnsendableError, which says what to do, for lambdas, local functions and
     whatever is not what its module holds under its name.
     """
-    try:
-        name = _names[obj]
-        module, parts = _split(name)
-        # A name that was good once may lead to another object by now.
-        found = sys.modules[module]
+    hint = _hints.get(id(obj))
+    if hint is not None:
+        name, module, parts = hint
+        found: Any = sys.modules.get(module)
         for part in parts:
-            found = getattr(found, part)
+            found = getattr(found, part, None)
         if found is obj:
             return name
-    except (KeyError, TypeError, AttributeError):
-        pass
     name = _name_of(obj)
-    try:
-        _names[obj] = name
-    except TypeError:
-        pass
+    if len(_hints) >= _CACHED:
+        _hints.clear()
+    _hints[id(obj)] = (name, *_split(name))
     return name
 
 
@@ -127,34 +122,33 @@ def _is_same(found: Any, obj: Any) -> bool:
     return method and isinstance(getattr(obj, "__self__", None), type) and bool(found == obj)
 
 
-def _candidates(obj: Any) -> Iterator[str]:
+def _candidates(obj: Any) -> Iterable[str]:
     """Names that may lead to `obj`, the best first."""
     if isinstance(obj, torch._ops.OpOverload):
         operator = obj.overloadpacket._qualified_op_name.replace("::", ".")
-        yield f"torch:ops.{operator}.{obj._overloadname}"
-        return
+        return (f"torch:ops.{operator}.{obj._overloadname}",)
     if isinstance(obj, torch._ops.OpOverloadPacket):
-        yield f"torch:ops.{obj._qualified_op_name.replace('::', '.')}"
-        return
+        return (f"torch:ops.{obj._qualified_op_name.replace('::', '.')}",)
     if isinstance(obj, torch.jit.ScriptFunction):
-        yield from _script_candidates(obj)
-        return
+        return _script_candidates(obj)
+    return _python_candidates(obj)
+
+
+def _python_candidates(obj: Any) -> Iterator[str]:
+    name = getattr(obj, "__name__", None)
     owner = getattr(obj, "__self__", None)
     if not isinstance(owner, type):
         owner = getattr(obj, "__objclass__", None)
-    if isinstance(owner, type) and hasattr(obj, "__name__"):  # a class method, or a method of a builtin type
+    if isinstance(owner, type):  # a class method, or a method of a builtin type
         if issubclass(torch.Tensor, owner) and owner is not object:
-            yield f"torch:Tensor.{obj.__name__}"
-        yield f"{owner.__module__}:{owner.__qualname__}.{obj.__name__}"
+            yield f"torch:Tensor.{name}"
+        yield f"{owner.__module__}:{owner.__qualname__}.{name}"
     module = getattr(obj, "__module__", None)
-    if not isinstance(module, str):
-        return
-    name = getattr(obj, "__name__", None)
-    if module.startswith("torch") and isinstance(obj, types.BuiltinFunctionType):
-        yield from _operator_candidates(module, obj.__name__)
-    for path in (getattr(obj, "__qualname__", None), name):
-        if isinstance(path, str):
-            yield f"{module}:{path}"
+    if isinstance(module, str):
+        if module.startswith("torch") and isinstance(obj, types.BuiltinFunctionType):
+            yield from _operator_candidates(module, obj.__name__)
+        yield f"{module}:{getattr(obj, '__qualname__', name)}"
+        yield f"{module}:{name}"
 
 
 def _operator_candidates(module: str, name: str) -> Iterator[str]:
@@ -186,9 +180,7 @@ def _advice(obj: Any, rebound: str) -> str:
         )
     if isinstance(obj, types.MethodType):
         kind = type(obj.__self__).__name__
-        return (
-            f"{qualname!r} is bound to a {kind}: pass the function of the class, and the object as argument"
-        )
+        return f"{qualname!r} is bound to a {kind}: pass the function of the class, and the object as argument"
     if rebound:
         module, _, path = rebound.partition(":")
         return (

@@ -125,9 +125,7 @@ def encode(count: int, headers: Iterable[Header], sizes: Sequence[int]) -> bytes
         ndim = len(header.sizes)
         flags = header.flags if header.strides is None else header.flags | STRIDES
         code = DTYPE_CODES[header.dtype]
-        parts.append(
-            _ENTRY.pack(header.layout, code, flags, header.device, ndim, header.buffer, header.offset)
-        )
+        parts.append(_ENTRY.pack(header.layout, code, flags, header.device, ndim, header.buffer, header.offset))
         parts.append(_words(ndim).pack(*header.sizes))
         if header.strides is not None:
             parts.append(_words(ndim).pack(*header.strides))
@@ -220,6 +218,9 @@ def _parse_entry(
     # The sizes without their zeros must be countable too: torch multiplies them in some order.
     if math.prod(size for size in shape if size) * dtype.itemsize >= _LIMIT or nbytes >= _LIMIT:
         raise ProtocolError(f"a tensor of sizes {shape} and strides {strides}")
+    if component and numel > reach:
+        # torch reads the components to check them: they must not be larger than what was received.
+        raise ProtocolError("a component of a sparse tensor that is expanded")
     if layout != STRIDED or device == META or numel == 0:
         if buffer != NO_BUFFER or offset:
             raise ProtocolError("a tensor without memory of its own claims a buffer")

@@ -79,27 +79,29 @@ def _lower_method(value: Any, packing: Packing) -> Any:
     owner, name = value.__self__, value.__name__
     if isinstance(owner, type):
         return [trees.NAMED, _name(value, packing)]
-    if not _may_be_method(name) or getattr(owner, name, None) != value:
-        raise Refusal(
-            f"{value.__qualname__!r} is not what its object has under the name {name!r}: "
-            "pass the object and a function"
-        )
+    if _method(owner, name) != value:
+        raise Refusal(f"its object has no such method under the name {name!r}: pass the object and a function")
     return [trees.METHOD, packing.lower_part(owner, ".__self__"), name]
-
-
-def _may_be_method(name: Any) -> bool:
-    return type(name) is str and name.isidentifier() and not name.startswith("__")
 
 
 def _lift_method(tree: list[Any], unpacking: Unpacking) -> Any:
     check_arity(tree, 2)
     owner, name = unpacking.lift(tree[1]), tree[2]
-    if not _may_be_method(name) or isinstance(owner, type):
-        malformed("a method", name)
-    method = getattr(owner, name, None)
-    if getattr(method, "__self__", None) is not owner:
+    method = None if isinstance(owner, type) else _method(owner, name)
+    if method is None:
         malformed(f"a method of {type(owner).__name__}", name)
     return method
+
+
+def _method(owner: Any, name: Any) -> Any:
+    """The public or protected method of that name that the class of `owner` gives it, or None."""
+    if type(name) is not str or not name.isidentifier() or name.startswith("__"):
+        return None
+    # Through the class first: to look up a property on the object would run it.
+    if not callable(getattr(type(owner), name, None)):
+        return None
+    method = getattr(owner, name, None)
+    return method if getattr(method, "__self__", None) is owner else None
 
 
 def _lower_partial(value: functools.partial[Any], packing: Packing) -> Any:
@@ -116,7 +118,12 @@ def _lower_partial(value: functools.partial[Any], packing: Packing) -> Any:
 def _lift_partial(tree: list[Any], unpacking: Unpacking) -> functools.partial[Any]:
     check_arity(tree, 3)
     func, args, keywords = unpacking.lift_parts(tree, 1)
-    if not callable(func) or type(args) is not tuple or type(keywords) is not dict:
+    if (
+        not callable(func)
+        or type(args) is not tuple
+        or type(keywords) is not dict
+        or any(type(name) is not str for name in keywords)
+    ):
         malformed("a partial", tree[1:])
     return functools.partial(func, *args, **keywords)
 
@@ -156,19 +163,21 @@ def _class(name: Any, unpacking: Unpacking) -> type:
 
 
 def is_named_tuple(kind: type) -> bool:
-    """Whether typing.NamedTuple or collections.namedtuple made the class."""
-    fields = kind.__dict__.get("_fields")
+    """Whether typing.NamedTuple or collections.namedtuple made the class, or its base."""
+    fields = getattr(kind, "_fields", None)
     return (
-        kind.__bases__ == (tuple,)
+        issubclass(kind, tuple)
         and isinstance(fields, tuple)
         and all(type(field) is str for field in fields)
-        and "_make" in kind.__dict__
+        and hasattr(kind, "_make")
+        and kind.__reduce__ is object.__reduce__
     )
 
 
 def _lower_named_tuple(value: Any, packing: Packing) -> Any:
-    cls = type(value)
-    return packing.lower_parts([trees.NAMED_TUPLE, _name(cls, packing)], value)
+    if getattr(value, "__dict__", None):
+        return packing.lower_unknown(value, "it has attributes that its named tuple does not declare")
+    return packing.lower_parts([trees.NAMED_TUPLE, _name(type(value), packing)], value)
 
 
 def _lift_named_tuple(tree: list[Any], unpacking: Unpacking) -> Any:

@@ -15,16 +15,10 @@ from backhaul.wire.trees import Lift, Lower, Packing, Refusal, Unpacking, check_
 _MAX_BYTES = (1 << 32) - 1  # what msgpack can count
 
 # Only these can be named; the tables also undo aliases such as torch.float.
-_DTYPES = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.dtype
-}
-_LAYOUTS = {
-    str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.layout
-}
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.dtype}
+_LAYOUTS = {str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.layout}
 _MEMORY_FORMATS = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if type(value) is torch.memory_format
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.memory_format
 }
 _DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,4})?")
 

@@ -192,16 +192,10 @@ def _without_gaps(memory: torch.Tensor, views: list[_View], low: int) -> torch.T
             copy[start:end] = memory[start:end]
             continue
         source = physical(view.tensor)
-        kept = [
-            1 if stride == 0 else size for size, stride in zip(source.shape, source.stride(), strict=True)
-        ]
+        kept = [1 if stride == 0 else size for size, stride in zip(source.shape, source.stride(), strict=True)]
         source = source.as_strided(kept, source.stride())
         target = torch.empty(0, dtype=source.dtype, device="cpu").set_(
             copy.untyped_storage(), start // source.itemsize, source.shape, source.stride()
         )
-        try:
-            target.copy_(source)
-        except RuntimeError:  # elements that overlap one another and still leave gaps: index each of them
-            units = _units(view, 1)
-            copy[units - low] = memory[units - low]
+        target.copy_(source)
     return copy

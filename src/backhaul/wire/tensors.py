@@ -169,14 +169,15 @@ def _describe(tensor: torch.Tensor, entries: list[Header], items: list[_Item]) -
         )
     if layout != headers.STRIDED:
         plain = tensor.detach()
-        flags = (headers.GRAD if tensor.requires_grad else 0) | (
-            headers.PARAMETER if kind is Parameter else 0
-        )
+        flags = (headers.GRAD if tensor.requires_grad else 0) | (headers.PARAMETER if kind is Parameter else 0)
         if layout == headers.COO and plain.is_coalesced():
             flags |= headers.COALESCED
         shape = tensor.shape
         entries.append(Header(layout, tensor.dtype, flags, headers.CPU, shape, None, headers.NO_BUFFER, 0, 0))
         for component in _components(plain, layout):
+            # The receiver reads all of it to check it, so it takes no expanded ones.
+            if component.numel() > spans.span(component.shape, component.stride()):
+                component = component.contiguous()
             _describe(component, entries, items)
         return
     shape = tensor.shape
@@ -185,9 +186,7 @@ def _describe(tensor: torch.Tensor, entries: list[Header], items: list[_Item]) -
     nbytes = tensor.nbytes if strides is None else spans.span(shape, strides) * tensor.itemsize
     if nbytes and device == headers.CPU:
         items.append(_Item(len(entries), tensor, nbytes))
-    entries.append(
-        Header(layout, tensor.dtype, _flags(tensor), device, shape, strides, headers.NO_BUFFER, 0, nbytes)
-    )
+    entries.append(Header(layout, tensor.dtype, _flags(tensor), device, shape, strides, headers.NO_BUFFER, 0, nbytes))
 
 
 def _components(tensor: torch.Tensor, layout: int) -> tuple[torch.Tensor, ...]:
@@ -344,9 +343,7 @@ class Landing:
         sizes = tuple(header.sizes)
         if header.layout == headers.COO:
             coalesced = bool(header.flags & headers.COALESCED)
-            return torch.sparse_coo_tensor(
-                indices[0], values, sizes, is_coalesced=coalesced, check_invariants=True
-            )
+            return torch.sparse_coo_tensor(indices[0], values, sizes, is_coalesced=coalesced, check_invariants=True)
         _use_up_warning(header.layout)
         layout = headers.LAYOUTS[header.layout]
         return torch.sparse_compressed_tensor(

@@ -181,9 +181,7 @@ class Unpacking:
 
     __slots__ = ("_lifters", "depth", "names", "tensors")
 
-    def __init__(
-        self, lifters: Sequence[Lift], tensors: Sequence[torch.Tensor], names: Names, depth: int
-    ) -> None:
+    def __init__(self, lifters: Sequence[Lift], tensors: Sequence[torch.Tensor], names: Names, depth: int) -> None:
         self.tensors = tensors
         self.names = names
         self.depth = depth

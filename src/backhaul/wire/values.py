@@ -37,9 +37,7 @@ class Codec:
     be imported.
     """
 
-    def __init__(
-        self, names: Names | None = None, *, allow_pickle: bool = True, max_depth: int = 100
-    ) -> None:
+    def __init__(self, names: Names | None = None, *, allow_pickle: bool = True, max_depth: int = 100) -> None:
         self._names: Names = callables if names is None else names
         self._allow_pickle = allow_pickle
         self._max_depth = max_depth
@@ -128,9 +126,7 @@ class Codec:
 
     def _lower_unknown(self, value: Any, packing: Packing, reason: str = "") -> Any:
         if not self._allow_pickle:
-            raise Refusal(
-                reason or "the safe codec does not carry this type: send its parts, or make it a dataclass"
-            )
+            raise Refusal(reason or "the safe codec does not carry this type: send its parts, or make it a dataclass")
         from backhaul.wire import pickles  # a peer whose pickles are refused never gets it loaded
 
         try:

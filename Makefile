@@ -1,0 +1,48 @@
+# From a fresh clone with Python 3.10 or later, pip and make: `make demo`, `make test`.
+# Everything lives in .venv. PYTHON chooses the interpreter, PIP_ARGS is handed to pip.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+# The layers without sockets, threads or a clock: cheap to test to the last branch.
+PURE := wire errors ids options agent.pending security
+COVER_PURE := $(PURE:%=--cov=backhaul.%)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench coverage clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(STAMP) ## start three workers on this machine and call functions on them
+	@$(BIN)/python examples/demo.py
+
+test: lint ## everything that has to pass before a commit
+	$(BIN)/pytest -q -m "not slow" $(COVER_PURE) --cov-fail-under=95 --cov-report=term:skip-covered
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(STAMP) ## measure calls against torch.distributed.rpc and a bare socket
+	$(BIN)/python -m benchmarks
+
+coverage: $(STAMP) ## coverage of the whole package, as HTML in htmlcov/
+	$(BIN)/pytest -q -m "not slow" --cov=backhaul --cov-branch --cov-report=term:skip-covered --cov-report=html
+
+clean: ## remove what tools left behind; .venv stays
+	rm -rf build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# constraints.txt pins torch: without it pip would choose a build of several gigabytes.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "backhaul needs Python 3.10 or later; try: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "setting up $(VENV); the first time takes a while"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,106 @@
+"""Compares Backhaul with torch.distributed.rpc and with a bare socket, side by side.
+
+    python benchmarks/compare.py [--quick] [--json PATH]
+
+Each system is a pair of processes that lives for the whole run. A round measures every
+workload on every system, one right after the other, so that what slows the machine down for
+a while slows all of them; the order rotates from round to round. The table shows the
+median of the rounds and, in brackets, the quartiles; a ratio is that of the ratios in each round.
+
+The exit code is 0 if every system did all of its work and shut down well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import table
+from ports import PORTS
+from systems import Order, System, SystemFailed
+from table import Row
+from workloads import WORKLOADS, Workload
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure. No round starts when ``seconds`` are over, save the first."""
+
+    rounds: int
+    seconds: float
+    share: float = 1.0  # of each workload's repetitions
+
+    def repetitions(self, workload: Workload) -> int:
+        return max(1, round(workload.repetitions * self.share))
+
+
+FULL = Plan(rounds=25, seconds=180.0)
+QUICK = Plan(rounds=5, seconds=30.0)
+SMOKE = Plan(rounds=1, seconds=0.0, share=0.05)
+
+
+def measure(systems: Sequence[System], plan: Plan) -> list[Row]:
+    """Run the plan; one row for each figure. Raises `SystemFailed`."""
+    rows = {
+        figure: Row(figure, {system.name: [] for system in systems if _can(system, workload)})
+        for workload in WORKLOADS.values()
+        for figure in workload.figures
+    }
+    end = time.monotonic() + plan.seconds
+    for turn in range(plan.rounds):
+        if turn and time.monotonic() >= end:
+            break
+        _say(f"round {turn + 1} of {plan.rounds}")
+        first = turn % len(systems)
+        for workload in WORKLOADS.values():
+            for system in (*systems[first:], *systems[:first]):
+                if not _can(system, workload):
+                    continue
+                samples = system.measure(Order(workload.name, plan.repetitions(workload)))
+                for figure in workload.figures:
+                    rows[figure].rounds[system.name].append(figure.of(samples))
+    return list(rows.values())
+
+
+def _can(system: System, workload: Workload) -> bool:
+    return not workload.needs_calls or system.name != "ping-pong"
+
+
+def _say(text: str) -> None:
+    """Tell somebody who watches how far it is. No animation: it would take time from the measured."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compare Backhaul with torch.distributed.rpc and a bare socket.")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", dest="plan", action="store_const", const=QUICK, help="under a minute")
+    size.add_argument("--smoke", dest="plan", action="store_const", const=SMOKE, help="seconds; means nothing")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
+    parser.set_defaults(plan=FULL)
+    options = parser.parse_args(arguments)
+    try:
+        with contextlib.ExitStack() as stack:
+            systems = [stack.enter_context(System(name)) for name in PORTS]
+            rows = measure(systems, options.plan)
+            names = [system.name for system in systems]
+            rounds = len(rows[0].rounds[names[0]])
+            print(f"{rounds} {'round' if rounds == 1 else 'rounds'}; medians (quartiles); less is better but for /s")
+            table.write(rows, names, sys.stdout)
+            if options.json is not None:
+                options.json.write_text(json.dumps(table.as_json(rows, names), indent=1) + "\n")
+    except SystemFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Table: the rounds of every figure, their medians and ratios, as text and as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from workloads import Figure
+
+import backhaul
+
+RATIOS = (("torch", "backhaul"), ("backhaul", "ping-pong"))
+"""How many times longer the first takes than the second."""
+
+_PLAIN_WIDTH = 200  # wide enough for every row on one line
+
+
+class Spread(NamedTuple):
+    """The median of the rounds, and the quartiles, between which half of them lie."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[float]) -> Spread:
+        if len(rounds) == 1:
+            return cls(rounds[0], rounds[0], rounds[0])
+        low, median, high = statistics.quantiles(rounds, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: for each system that has it, seconds per call in each round."""
+
+    figure: Figure
+    rounds: Mapping[str, Sequence[float]]
+
+    def spread(self, system: str) -> Spread | None:
+        rounds = self.rounds.get(system)
+        return Spread.of(rounds) if rounds else None
+
+    def ratio(self, over: str, under: str) -> Spread | None:
+        """Of the rounds, pair by pair: what disturbs a round disturbs both."""
+        above, below = self.rounds.get(over), self.rounds.get(under)
+        if not above or not below:
+            return None
+        return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def write(rows: Sequence[Row], systems: Sequence[str], file: TextIO) -> None:
+    """Print the table: ruled on a terminal, plainly aligned elsewhere."""
+    terminal = file.isatty()
+    console = Console(file=file, width=None if terminal else _PLAIN_WIDTH, highlight=False)
+    table = RichTable(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
+    table.add_column("work", no_wrap=True)
+    for heading in (*systems, *(f"{over}/{under}" for over, under in RATIOS)):
+        table.add_column(heading, justify="right", no_wrap=not terminal)
+    for row in rows:
+        times = (_time_text(row.spread(system), row.figure) for system in systems)
+        ratios = (_ratio_text(row.ratio(over, under)) for over, under in RATIOS)
+        table.add_row(row.figure.name, *times, *ratios)
+    console.print(table)
+
+
+def as_json(rows: Sequence[Row], systems: Sequence[str]) -> dict[str, Any]:
+    """The table as plain data; all times in seconds per call."""
+    return {
+        "host": {
+            "cpus": os.cpu_count(),
+            "machine": platform.machine(),
+            "system": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "backhaul": backhaul.__version__,
+        },
+        "rows": [
+            {
+                "work": row.figure.name,
+                "seconds": {
+                    system: {**spread._asdict(), "rounds": list(row.rounds[system])}
+                    for system in systems
+                    if (spread := row.spread(system)) is not None
+                },
+                "ratios": {
+                    f"{over}/{under}": ratio._asdict()
+                    for over, under in RATIOS
+                    if (ratio := row.ratio(over, under)) is not None
+                },
+            }
+            for row in rows
+        ],
+    }
+
+
+def _time_text(spread: Spread | None, figure: Figure) -> str:
+    if spread is None:
+        return "-"
+    if figure.is_rate:
+        rate, low, high = (1 / seconds for seconds in (spread.median, spread.high, spread.low))
+        return f"{rate:,.0f}/s ({low:,.0f}..{high:,.0f})"
+    scale, unit = (1e3, "ms") if spread.median >= 1e-3 else (1e6, "us")
+    median, low, high = (_digits(seconds * scale) for seconds in spread)
+    return f"{median} {unit} ({low}..{high})"
+
+
+def _ratio_text(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    median, low, high = map(_digits, spread)
+    return f"{median}x ({low}..{high})"
+
+
+def _digits(number: float) -> str:
+    """About three digits: 0.42, 4.21, 42.1, 421."""
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}"

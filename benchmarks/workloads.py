@@ -1,0 +1,99 @@
+"""Workloads: what is measured, and which figures of the table come from it.
+
+Every figure is in seconds per call, so less is better and a quotient of two is a
+factor of speed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from ports import Port
+
+BURST = 5000
+DEPTH = 8
+_KIB = 1024
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A row of the table: a number made of one round's samples."""
+
+    name: str
+    of: Callable[[list[float]], float] = statistics.median
+    is_rate: bool = False  # shown as calls per second
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``run(port, repetitions)`` warms up and returns the seconds of each repetition."""
+
+    name: str
+    run: Callable[[Any, int], list[float]]
+    repetitions: int  # in one round
+    figures: tuple[Figure, ...]
+    needs_calls: bool = False  # beyond a bare socket
+
+
+def _noop(port: Port, repetitions: int) -> list[float]:
+    return _time(port.noop, repetitions)
+
+
+def _echo(size: int, port: Port, repetitions: int) -> list[float]:
+    tensor = torch.rand(size // torch.float32.itemsize)
+    if not torch.equal(port.echo(tensor), tensor):
+        raise ValueError(f"the echo of {size} bytes differs from what was sent")
+    return _time(lambda: port.echo(tensor), repetitions)
+
+
+def _burst(port: Port, repetitions: int) -> list[float]:
+    port.burst(BURST // 50)
+    return [seconds / BURST for seconds in _time(lambda: port.burst(BURST), repetitions, warm_up=0)]
+
+
+def _nest(port: Port, repetitions: int) -> list[float]:
+    if port.nest(DEPTH) != DEPTH:
+        raise ValueError("a nested call returned another depth")
+    return _time(lambda: port.nest(DEPTH), repetitions)
+
+
+def _time(act: Callable[[], object], repetitions: int, warm_up: int | None = None) -> list[float]:
+    # A process that has just been thawed finds its caches cold.
+    for _ in range(max(2, repetitions // 10) if warm_up is None else warm_up):
+        act()
+    samples = []
+    clock = time.perf_counter
+    for _ in range(repetitions):
+        start = clock()
+        act()
+        samples.append(clock() - start)
+    return samples
+
+
+def _p99(samples: list[float]) -> float:
+    return sorted(samples)[int(len(samples) * 0.99)]
+
+
+def _echo_of(label: str, size: int, repetitions: int) -> Workload:
+    name = f"echo {label}"
+    return Workload(name, partial(_echo, size), repetitions, (Figure(name),))
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("no-op", _noop, 1000, (Figure("no-op p50"), Figure("no-op p99", _p99))),
+        _echo_of("1 KiB", _KIB, 300),
+        _echo_of("64 KiB", 64 * _KIB, 200),
+        _echo_of("1 MiB", _KIB**2, 50),
+        _echo_of("16 MiB", 16 * _KIB**2, 8),
+        Workload("in flight", _burst, 1, (Figure(f"{BURST:,} in flight", is_rate=True),)),
+        Workload("nested", _nest, 40, (Figure(f"nested x {DEPTH}"),), needs_calls=True),
+    )
+}

@@ -1,0 +1,175 @@
+"""The worker processes of a cluster, from the driver's side: start, watch, stop.
+
+How a worker starts, told over one pipe::
+
+    driver                              worker
+      Start: main, argv, options  ──>     runs the driver's script up to cluster()
+      <── the names it has then
+      JOIN, when all are that far ──>     joins the group, and serves
+
+A worker that fails on the way ends, which its sentinel tells; the others are stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+
+from backhaul.errors import RpcTimeoutError, WorkerLostError
+from backhaul.launch.guardian import Guardian
+from backhaul.launch.main_module import MainModule
+from backhaul.launch.session import Session
+from backhaul.launch.supervisor import GRACE, Command, Process, Sink, Supervisor
+from backhaul.options import RpcOptions
+
+_log = logging.getLogger(__name__)
+
+JOIN = "join"
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first message to a worker: what it needs to become one."""
+
+    main: MainModule
+    argv: list[str]
+    name: str
+    rank: int
+    world_size: int
+    options: RpcOptions
+
+
+class Members:
+    """Worker processes, with a thread that carries their output and notices their end.
+
+    Whatever happens, call `stop`: it also gives back what was made before the first process.
+    """
+
+    def __init__(self, session: Session, sink: Sink) -> None:
+        self.processes: list[Process] = []
+        self._session = session
+        self._guardian = Guardian(session.directory)
+        self._supervisor = Supervisor(sink, self._guardian)
+        self._thread = threading.Thread(target=self._run, name="backhaul-cluster", daemon=True)
+        self._ended: list[Process] = []
+        self._expected = True
+
+    def start(self, entry: str, starts: Sequence[Start], env: Mapping[str, str], timeout: float) -> set[str]:
+        """Start the workers and let them join; returns the names that all have in their ``__main__``.
+
+        ``entry`` is the ``module:function`` that a worker calls with its end of the pipe. Raises
+        `WorkerLostError` if a worker ends, `RpcTimeoutError` if one is not up in time.
+        """
+        deadline = time.monotonic() + timeout
+        pipes: list[Connection] = []
+        try:
+            try:
+                for start in starts:
+                    pipes.append(self._start_one(entry, start, env))
+            finally:
+                self._thread.start()
+            with self.blamed():
+                for pipe, start in zip(pipes, starts, strict=True):
+                    pipe.send(start)
+                loaded = [
+                    self._await_names(pipe, start.name, deadline) for pipe, start in zip(pipes, starts, strict=True)
+                ]
+                for pipe in pipes:
+                    pipe.send(JOIN)
+        finally:
+            for pipe in pipes:
+                pipe.close()
+        return set.intersection(*loaded)
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """If the block fails, and that because a worker ended, raise what that worker said."""
+        try:
+            yield
+        except Exception as error:
+            # A broken pipe may be seen a moment before the end that broke it.
+            wait([process.sentinel for process in self.processes], timeout=1.0 if isinstance(error, OSError) else 0)
+            process = self._first_ended()
+            if process is None:
+                raise
+            raise WorkerLostError(
+                f"worker {process.name!r} {process.ending} while the cluster was starting. Its last output:\n"
+                f"{process.stderr_tail or '(none)'}",
+                process.name,
+            ) from error
+
+    def serving(self) -> None:
+        """From now on, a worker that ends by itself is worth a warning."""
+        self._expected = False
+
+    def wait(self, timeout: float = GRACE) -> None:
+        """Let the processes end by themselves."""
+        self._expected = True
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.over.wait(max(0.0, deadline - time.monotonic()))
+
+    def stop(self, grace: float = GRACE) -> None:
+        """End the processes that are left, wait for them, and clean up."""
+        self._expected = True
+        if self._thread.ident is not None:
+            self._supervisor.stop(grace=grace)
+            self._thread.join()
+        self._supervisor.close()
+        self._guardian.close()
+        self._session.close()
+
+    def _start_one(self, entry: str, start: Start, env: Mapping[str, str]) -> Connection:
+        ours, theirs = Pipe()
+        with theirs:
+            # The search path first, and whole: -m would put the current directory, and a script
+            # its own, before the standard library.
+            path = [item for item in sys.path if isinstance(item, str)]
+            module, _, function = entry.partition(":")
+            boot = f"import sys; sys.path[:] = {path!r}; from {module} import {function}; {function}({theirs.fileno()})"
+            command = Command(
+                start.name,
+                [sys.executable, "-u", "-c", boot, start.name],
+                {**os.environ, **self._session.environment(start.rank, start.world_size), **env},
+                pass_fds=[theirs.fileno()],
+            )
+            try:
+                self.processes.append(self._supervisor.start(command))
+            except BaseException:
+                ours.close()
+                raise
+        return ours
+
+    def _await_names(self, pipe: Connection, name: str, deadline: float) -> set[str]:
+        sentinels = [process.sentinel for process in self.processes]
+        ready = wait([pipe, *sentinels], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RpcTimeoutError(
+                f"worker {name!r} did not start in time; if it is only slow, give cluster() a longer timeout"
+            )
+        if pipe not in ready:
+            raise EOFError("a worker ended")
+        names: set[str] = pipe.recv()
+        return names
+
+    def _first_ended(self) -> Process | None:
+        if not wait([process.sentinel for process in self.processes], timeout=0):
+            return None
+        for process in self.processes:
+            if wait([process.sentinel], timeout=0):
+                process.over.wait()  # until its output is complete
+        return self._ended[0]
+
+    def _run(self) -> None:
+        while self._supervisor.active:
+            for process in self._supervisor.poll():
+                self._ended.append(process)
+                if not self._expected and process.returncode:
+                    _log.warning("worker %r %s", process.name, process.ending)

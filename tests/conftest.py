@@ -1,0 +1,39 @@
+"""Fixtures that several suites share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from backhaul.testing import InProcessCluster
+
+_GONE_WITHIN = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    """After each test the threads that workers made in it are gone."""
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + _GONE_WITHIN
+    for thread in threading.enumerate():
+        if thread.name.startswith("backhaul") and thread not in before:
+            thread.join(max(0.0, deadline - time.monotonic()))
+    left = [t.name for t in threading.enumerate() if t.name.startswith("backhaul") and t not in before]
+    assert not left, f"threads that a test left behind: {left}"
+
+
+@pytest.fixture(params=["memory", "sockets"])
+def pair(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
+    """Two workers in this process, over each transport."""
+    with InProcessCluster(2, sockets=request.param == "sockets") as workers:
+        yield workers
+
+
+@pytest.fixture
+def trio() -> Iterator[InProcessCluster]:
+    with InProcessCluster(3) as workers:
+        yield workers

@@ -1,0 +1,151 @@
+"""Messages -> frames: every byte against the table in `frames`, and how the bytes are cut into pieces."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import pytest
+import torch
+
+from backhaul.errors import UnsendableError
+from backhaul.wire import frames
+from backhaul.wire.frames import Frame, encode
+from backhaul.wire.messages import (
+    KIND_OF,
+    KINDS,
+    AwaitEnd,
+    AwaitReady,
+    Call,
+    Failure,
+    Goodbye,
+    Ping,
+    Result,
+    Tally,
+)
+
+# magic, version, kind, then M, T and P: all numbers little-endian
+HEAD = "42 48 01"
+NO_TENSORS = "00000000 0000000000000000"
+
+LITERAL = [
+    (Call(1, None), f"{HEAD} 01 03000000 {NO_TENSORS} 92 01 c0"),
+    (Result(2, [0, True, 1.5]), f"{HEAD} 02 0e000000 {NO_TENSORS} 92 02 93 00 c3 cb3ff8000000000000"),
+    (
+        Failure(3, "w", "T", "x", "t"),
+        f"{HEAD} 03 0b000000 {NO_TENSORS} 96 03 a177 a154 a178 a174 c0",
+    ),
+    (Ping(4), f"{HEAD} 04 02000000 {NO_TENSORS} 91 04"),
+    (AwaitReady(5), f"{HEAD} 05 02000000 {NO_TENSORS} 91 05"),
+    (AwaitEnd(6), f"{HEAD} 06 02000000 {NO_TENSORS} 91 06"),
+    (Tally(300), f"{HEAD} 07 04000000 {NO_TENSORS} 91 cd012c"),
+    (Goodbye(), f"{HEAD} 08 01000000 {NO_TENSORS} 90"),
+]
+
+
+@pytest.mark.parametrize(("message", "expected"), LITERAL, ids=lambda value: type(value).__name__)
+def test_small_messages_are_these_bytes(message: object, expected: str) -> None:
+    frame = encode(message)
+    assert bytes(frame) == bytes.fromhex(expected)
+    assert frame.size == len(bytes(frame))
+    assert len(frame.pieces) == 1
+
+
+def test_the_literals_show_every_kind() -> None:
+    assert {type(message) for message, _ in LITERAL} == set(KINDS.values())
+    assert {KIND_OF[kind] for kind in KINDS.values()} == set(KINDS)
+
+
+def test_a_tensor_adds_its_table_and_its_bytes() -> None:
+    frame = encode(Result(9, [3, 0]), [torch.tensor([1.0, -2.0])])
+    expected = bytes.fromhex(
+        f"{HEAD} 02 05000000 29000000 0800000000000000"
+        "92 09 92 03 00"  # the message: [9, [TENSOR, 0]]
+        "01000000 01000000 0800000000000000"  # one tensor, one buffer, of 8 bytes
+        "00 0b 00 00 01 00000000 0000000000000000"  # strided, float32, no flags, cpu, 1 dimension, buffer 0 at 0
+        "0200000000000000"
+        "0000803f 000000c0"
+    )
+    assert bytes(frame) == expected
+    assert len(frame.pieces) == 1
+    assert frame.size == len(expected)
+
+
+def test_several_tensors_share_one_table() -> None:
+    given = [torch.zeros(2, dtype=torch.uint8), torch.zeros(0), torch.ones(3, dtype=torch.int16)]
+    data = bytes(encode(Ping(1), given))
+    _, _, _, metadata, table, payload = frames.HEADER.unpack_from(data)
+    assert (metadata, payload) == (2, 8)
+    assert len(data) == frames.HEADER.size + metadata + table + payload
+    counts = struct.unpack_from("<II2Q", data, frames.HEADER.size + metadata)
+    assert counts == (3, 2, 2, 6)
+
+
+def test_small_buffers_are_joined_and_copied() -> None:
+    tensor = torch.zeros(100_000, dtype=torch.uint8)  # over INLINE: pack_tensors itself does not copy it
+    frame = encode(Ping(1), [tensor])
+    before = bytes(frame)
+    tensor.fill_(1)
+    assert len(frame.pieces) == 1
+    assert bytes(frame) == before
+    assert frame.keep is None
+
+
+def test_large_buffers_are_pieces_that_point_into_the_tensor() -> None:
+    tensor = torch.arange(100_000, dtype=torch.int32)
+    frame = encode(Ping(1), [tensor])
+    head, piece = frame.pieces
+    assert isinstance(piece, memoryview)
+    assert ctypes.addressof(ctypes.c_ubyte.from_buffer(piece)) == tensor.data_ptr()
+    assert frame.size == len(head) + tensor.nbytes == sum(len(piece) for piece in frame.pieces)
+    assert frame.keep
+
+
+def test_large_pieces_outlive_the_tensor() -> None:
+    frame = encode(Ping(1), [torch.full((100_000,), 7, dtype=torch.int32)])
+    assert bytes(frame.pieces[1])[:8] == bytes.fromhex("07000000 07000000")
+
+
+def test_many_small_buffers_that_are_large_together_are_not_joined() -> None:
+    frame = encode(Ping(1), [torch.zeros(50_000, dtype=torch.uint8) for _ in range(3)])
+    assert [len(piece) for piece in frame.pieces[1:]] == [50_000] * 3
+
+
+def test_the_border_between_one_piece_and_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.zeros(100, dtype=torch.uint8)
+    size = encode(Ping(1), [tensor]).size
+    monkeypatch.setattr(frames, "_JOIN_BELOW", size)
+    assert len(encode(Ping(1), [tensor]).pieces) == 1
+    monkeypatch.setattr(frames, "_JOIN_BELOW", size - 1)
+    assert len(encode(Ping(1), [tensor]).pieces) == 2
+
+
+def test_metadata_over_the_limit_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = Result(1, "x" * 20)
+    size = encode(message).size - frames.HEADER.size
+    monkeypatch.setattr(frames, "MAX_METADATA", size)
+    encode(message)
+    monkeypatch.setattr(frames, "MAX_METADATA", size - 1)
+    with pytest.raises(UnsendableError, match=f"take {size} bytes .* send large data as tensors"):
+        encode(message)
+
+
+def test_a_table_over_the_limit_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [torch.zeros(1)] * 4
+    monkeypatch.setattr(frames, "MAX_TABLE", 50)
+    with pytest.raises(UnsendableError, match="too many tensors; .* stacked"):
+        encode(Ping(1), given)
+
+
+def test_the_limits_fit_the_header() -> None:
+    packed = frames.HEADER.pack(b"BH", 1, 255, frames.MAX_METADATA, frames.MAX_TABLE, (1 << 64) - 1)
+    assert len(packed) == frames.HEADER.size == 20
+
+
+def test_an_unsendable_tensor_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(UnsendableError, match="not a plain tensor"):
+        encode(Ping(1), [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)])
+
+
+def test_bytes_of_a_frame_are_its_pieces_in_order() -> None:
+    assert bytes(Frame([b"ab", memoryview(b"cd")], 4)) == b"abcd"
