@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -108,6 +109,8 @@ def torch_port(role: str, directory: str) -> RpcPort:
     from torch.distributed import rpc
 
     def init(name: str, rank: int) -> None:
+        # Torch's own code warns about itself when it starts.
+        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/meeting-point")
         rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
 

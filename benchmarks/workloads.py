@@ -18,6 +18,7 @@ from ports import Port
 
 BURST = 5000
 DEPTH = 8
+_WARM_UP_SECONDS = 0.1
 _KIB = 1024
 
 
@@ -53,8 +54,13 @@ def _echo(size: int, port: Port, repetitions: int) -> list[float]:
 
 
 def _burst(port: Port, repetitions: int) -> list[float]:
-    port.burst(BURST // 50)
-    return [seconds / BURST for seconds in _time(lambda: port.burst(BURST), repetitions, warm_up=0)]
+    _warm_up(lambda: port.burst(BURST // 50))
+    samples = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        port.burst(BURST)
+        samples.append((time.perf_counter() - start) / BURST)
+    return samples
 
 
 def _nest(port: Port, repetitions: int) -> list[float]:
@@ -63,10 +69,8 @@ def _nest(port: Port, repetitions: int) -> list[float]:
     return _time(lambda: port.nest(DEPTH), repetitions)
 
 
-def _time(act: Callable[[], object], repetitions: int, warm_up: int | None = None) -> list[float]:
-    # A process that has just been thawed finds its caches cold.
-    for _ in range(max(2, repetitions // 10) if warm_up is None else warm_up):
-        act()
+def _time(act: Callable[[], object], repetitions: int) -> list[float]:
+    _warm_up(act)
     samples = []
     clock = time.perf_counter
     for _ in range(repetitions):
@@ -74,6 +78,14 @@ def _time(act: Callable[[], object], repetitions: int, warm_up: int | None = Non
         act()
         samples.append(clock() - start)
     return samples
+
+
+def _warm_up(act: Callable[[], object]) -> None:
+    # By time rather than by number: a process that has just been thawed is slow for a while,
+    # and a fixed number of calls lasts longest on the slowest system.
+    end = time.perf_counter() + _WARM_UP_SECONDS
+    while time.perf_counter() < end:
+        act()
 
 
 def _p99(samples: list[float]) -> float:

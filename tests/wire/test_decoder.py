@@ -177,6 +177,9 @@ def recorded() -> list[tuple[Any, Sequence[torch.Tensor]]]:
     tree, packing = CODECS[0].pack(ValueError)
     exchange.append((Failure(2, "worker1", "builtins.ValueError", "no", "Traceback ...", tree), packing.tensors))
     exchange += [(AwaitReady(3), ()), (AwaitEnd(4), ()), (Tally(5), ()), (Result(5, [1, True, {}, {}]), ())]
+    batch = [torch.arange(48.0).reshape(4, 12), torch.arange(100, dtype=torch.uint8), torch.zeros(40).bool()]
+    tree, packing = CODECS[0].pack((operator.mul, (batch, {"lr": 0.1, "names": ["a", "b", "c" * 40]}), {"x": None}))
+    exchange.append((Call(6, tree), packing.tensors))
     exchange.append((Goodbye(), ()))
     return exchange
 
@@ -550,9 +553,30 @@ def test_a_flip_in_the_middle_of_the_stream_leaves_what_came_before() -> None:
 
 # -- Hypothesis ---------------------------------------------------------------------------------------------
 
-sizes = st.lists(st.integers(1, 60), max_size=8)
-edges = st.sampled_from([0, 1, 2, 3, 4, 8, 16, 41, 100, 255, 1 << 16, 1 << 31, (1 << 32) - 1])
-wide = edges | st.sampled_from([1 << 32, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+# One draw of bytes makes an example, read as a script: many small draws take longer than what they test.
+
+
+class Script:
+    """Choices read off a byte string; the first of each once it is used up."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._next = 0
+
+    def number(self, below: int) -> int:
+        """A number; from two bytes when one is not enough."""
+        value = 0
+        for _ in range(1 if below <= 256 else 2):
+            value = value << 8 | (self._data[self._next] if self._next < len(self._data) else 0)
+            self._next += 1
+        return value % below
+
+    def pick(self, options: Sequence[Any]) -> Any:
+        return options[self.number(len(options))]
+
+
+scripts = st.binary(max_size=80).map(Script)
+cutting = st.binary(max_size=6).map(lambda data: [byte % 64 + 1 for byte in data])
 
 
 def judge(data: bytes, cuts: Sequence[int]) -> None:
@@ -573,111 +597,110 @@ def judge(data: bytes, cuts: Sequence[int]) -> None:
 
 
 @fuzz("random")
-@given(st.binary(max_size=200), sizes)
+@given(st.binary(max_size=200), cutting)
 def test_random_bytes(data: bytes, cuts: list[int]) -> None:
     judge(data, cuts)
 
 
+EDGES = [0, 1, 2, 3, 4, 8, 41, 100, 255, 1 << 16, 1 << 31, (1 << 32) - 1]
+WIDE = [*EDGES, 1 << 32, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+
+
 @fuzz("framed")
-@given(
-    kind=st.integers(0, 10),
-    body=st.binary(max_size=60),
-    table=st.binary(max_size=60),
-    payload=st.binary(max_size=40),
-    lies=st.none() | st.tuples(edges, edges, wide),
-    cuts=sizes,
-)
-def test_random_bodies_in_good_frames(
-    kind: int, body: bytes, table: bytes, payload: bytes, lies: tuple[int, int, int] | None, cuts: list[int]
-) -> None:
-    lengths = lies or (len(body), len(table), len(payload))
-    judge(head(kind, *lengths) + body + table + payload + FRAMES[1], cuts)
+@given(st.binary(max_size=120), scripts, cutting)
+def test_random_bodies_in_good_frames(body: bytes, script: Script, cuts: list[int]) -> None:
+    kind = script.pick([*KINDS, 0, 9])
+    if script.number(4):
+        table = script.pick([0, 0, min(len(body), script.number(64))])
+        payload = min(len(body) - table, script.number(32)) if table else 0
+        lengths = (len(body) - table - payload, table, payload)
+    else:
+        lengths = (script.pick(EDGES), script.pick(EDGES), script.pick(WIDE))
+    judge(head(kind, *lengths) + body + FRAMES[1], cuts)
 
 
-word = st.sampled_from([0, 1, 2, 3, 4, 8, 1 << 31, 1 << 62, (1 << 63) - 1, -1, -(1 << 63)])
-entries = st.tuples(
-    st.integers(0, 6),  # layout
-    st.integers(0, 41) | st.sampled_from([1, 6, 8, 11, 14]),  # dtype
-    st.sampled_from([0, 1, 2, 3, 4, 8, 16, 17, 32, 33, 64, 255]),  # flags
-    st.sampled_from([0, 0, 0, 1, 2]),  # device
-    st.lists(word, max_size=3),
-    st.sampled_from([0, 0, 1, 2, headers.NO_BUFFER]),
-    st.sampled_from([0, 0, 0, 1, 4, 8, 1 << 32, (1 << 64) - 1]),
-    st.booleans(),  # whether strides follow
-)
+WORDS = [0, 1, 2, 3, 4, 8, 1 << 31, 1 << 62, (1 << 63) - 1, -1, -(1 << 63)]
+BUFFERS = [4, 8, 16, 24, 32, 0, 1, 1 << 31, (1 << 64) - 1]
 
 
 @fuzz("tables")
-@given(
-    counts=st.tuples(st.sampled_from([0, 1, 2, 3, (1 << 32) - 1]), st.sampled_from([0, 0, 1, (1 << 32) - 1])),
-    buffers=st.lists(st.sampled_from([0, 1, 4, 8, 16, 24, 32, 1 << 31, (1 << 64) - 1]), max_size=3),
-    table=st.lists(entries, max_size=4),
-    honest=st.booleans(),
-    cuts=sizes,
-)
-def test_tables_of_plausible_fields(
-    counts: tuple[int, int], buffers: list[int], table: list[Any], honest: bool, cuts: list[int]
-) -> None:
-    claimed = (len(table), len(buffers)) if honest else counts
-    data = struct.pack("<II", *claimed) + b"".join(struct.pack("<Q", size) for size in buffers)
-    for layout, dtype, flags, device, shape, buffer, offset, strides in table:
-        words = (shape + shape[::-1]) if strides else shape
+@given(scripts, cutting)
+def test_tables_of_plausible_fields(script: Script, cuts: list[int]) -> None:
+    honest = script.number(4) > 0
+    sizes = [script.pick(BUFFERS) for _ in range(script.number(4))]
+    count = script.number(5)
+    data = b""
+    for _ in range(count):
+        layout = script.pick([0, 0, 0, *range(7)])
+        dtype = script.pick([11, 8, 1, 14, 0, 9, 42]) if script.number(3) else script.number(44)
+        flags = script.pick([0, 0, 1, 2, 3, 4, 8, 16, 17, 32, 33, 64, 255])
+        device = script.pick([0, 0, 0, 1, 2])
+        shape = [script.pick(WORDS[: 5 if honest else 11]) for _ in range(script.number(4))]
+        strides = [script.pick(WORDS[: 5 if honest else 11]) for _ in shape] if script.number(2) else []
         if honest:
             flags = flags | headers.STRIDES if strides else flags & ~headers.STRIDES
-        data += struct.pack(
-            f"<BBBBBIQ{len(words)}q", layout, dtype, flags, device, len(shape), buffer, offset, *words
-        )
-    payload = sum(buffers) % (1 << 64)
-    filler = bytes(min(payload, 100))
-    judge(head(metadata=2, table=len(data), payload=payload) + b"\x91\x01" + data + filler, cuts)
+        buffer = script.pick([0, 0, 1, 2, headers.NO_BUFFER])
+        offset = script.pick([0, 0, 0, 1, 4, 8, 1 << 32, (1 << 64) - 1])
+        words = shape + strides
+        entry = (layout, dtype, flags, device, len(shape), buffer, offset, *words)
+        data += struct.pack(f"<BBBBBIQ{len(words)}q", *entry)
+    if not honest:
+        count = script.pick([0, 1, 2, 3, (1 << 32) - 1])
+    data = struct.pack(f"<II{len(sizes)}Q", count, len(sizes), *sizes) + data
+    payload = sum(sizes) % (1 << 64)
+    judge(head(metadata=2, table=len(data), payload=payload) + b"\x91\x01" + data + bytes(min(payload, 100)), cuts)
 
 
-@st.composite
-def mutated(draw: st.DrawFn) -> bytes:
+def mutate(script: Script) -> bytes:
     """Some frames of the exchange, with a few bytes changed, lost, repeated or put in."""
-    first = draw(st.integers(0, len(FRAMES) - 1))
-    data = bytearray(b"".join(FRAMES[first : first + draw(st.integers(1, 3))]))
-    for _ in range(draw(st.integers(1, 4))):
-        place = draw(st.integers(0, len(data) - 1)) if data else 0
-        count = draw(st.integers(1, 8))
-        change = draw(st.sampled_from(["flip", "set", "cut", "repeat", "insert", "end"]))
-        if change == "flip" and data:
-            data[place] ^= 1 << draw(st.integers(0, 7))
-        elif change == "set":
-            data[place : place + count] = draw(st.sampled_from([b"\x00", b"\xff", b"\x7f", b"\x91"])) * count
-        elif change == "cut":
+    first = script.number(len(FRAMES))
+    data = bytearray(b"".join(FRAMES[first : first + 1 + script.number(3)]))
+    for _ in range(1 + script.number(4)):
+        place = script.number(max(1, len(data)))
+        count = 1 + script.number(8)
+        change = script.number(6)
+        if change == 0 and data:
+            data[place] ^= 1 << script.number(8)
+        elif change == 1:
+            data[place : place + count] = script.pick([b"\x00", b"\xff", b"\x7f", b"\x91"]) * count
+        elif change == 2:
             del data[place : place + count]
-        elif change == "repeat":
+        elif change == 3:
             data[place:place] = data[place : place + count]
-        elif change == "insert":
-            data[place:place] = draw(st.binary(min_size=1, max_size=8))
+        elif change == 4:
+            data[place:place] = bytes(script.number(256) for _ in range(count))
         else:
             del data[place:]
     return bytes(data)
 
 
 @fuzz("mutated")
-@given(mutated(), sizes)
-def test_mutated_streams(data: bytes, cuts: list[int]) -> None:
-    judge(data, cuts)
+@given(scripts, cutting)
+def test_mutated_streams(script: Script, cuts: list[int]) -> None:
+    judge(mutate(script), cuts)
 
 
-scalars = st.none() | st.booleans() | st.integers(-2, 40) | st.floats() | st.text(max_size=4) | st.binary(max_size=4)
-names = st.sampled_from(["operator:add", "builtins:ValueError", "torch:add", "no.such:thing", "a:__b", "", "cpu", "<f4"])
-trees = st.recursive(
-    scalars | names,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(scalars.filter(lambda k: k == k), inner, max_size=3),
-    max_leaves=8,
-)
+LEAVES = [0, 1, 2, -1, 31, None, True, 2.5, math.nan, "x", b"ab", b"", 1 << 63, "", "cpu", "<f4", "float32", "strided"]
+NAMES = ["operator:add", "builtins:ValueError", "torch:Size", "no.such:thing", "a:__b", "max", "enum:Enum", "add"]
+
+
+def tree_from(script: Script, depth: int = 4) -> Any:
+    """A tree of good tags, with anything for their parts."""
+    kind = script.number(8)
+    if depth == 0 or kind < 3:
+        return script.pick(LEAVES)
+    if kind == 3:
+        return script.pick(NAMES)
+    if kind == 4:
+        return {script.pick(["a", "b", 1, None]): tree_from(script, depth - 1) for _ in range(script.number(3))}
+    return [script.number(32), *(tree_from(script, depth - 1) for _ in range(script.number(5)))]
 
 
 @fuzz("trees")
-@given(trees, st.integers(0, 31), st.booleans())
-def test_trees_that_no_codec_made(tree: Any, tag: int, tagged: bool) -> None:
-    if tagged and isinstance(tree, list):
-        tree = [tag, *tree]
+@given(scripts)
+def test_trees_that_no_codec_made(script: Script) -> None:
     tensors = [torch.ones(2), torch.zeros(4, dtype=torch.uint8)]
-    got = outcome(bytes(encode(Result(1, tree), tensors)))
+    got = outcome(bytes(encode(Result(1, tree_from(script)), tensors)))
     assert got is not None
     unpack(got)
 
@@ -695,20 +718,24 @@ def same(got: Any, sent: Any) -> bool:
     return bool(got == sent)
 
 
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=10,
-)
+ATOMS = [None, True, -1, 1 << 70, -(1 << 64), 0.1, math.inf, math.nan, "", "\u20ac\U0001f600", b"", b"\xff" * 40, 2j]
+
+
+def value_from(script: Script, depth: int = 4) -> Any:
+    kind = script.number(6)
+    if depth == 0 or kind < 3:
+        return script.pick(ATOMS)
+    parts = [value_from(script, depth - 1) for _ in range(script.number(5))]
+    if kind == 3:
+        return {f"key{index}": part for index, part in enumerate(parts)}
+    return parts if kind == 4 else tuple(parts)
 
 
 @fuzz("round")
-@given(values, st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=3), sizes)
-def test_values_and_tensors_survive_any_cutting(value: Any, shapes: list[list[int]], cuts: list[int]) -> None:
+@given(scripts, cutting)
+def test_values_and_tensors_survive_any_cutting(script: Script, cuts: list[int]) -> None:
+    value = value_from(script)
+    shapes = [[script.number(5) for _ in range(script.number(4))] for _ in range(script.number(4))]
     tensors = [torch.arange(math.prod(shape)).reshape(shape) for shape in shapes]
     tree, packing = CODECS[0].pack((value, tensors))
     data = bytes(encode(Result(7, tree), packing.tensors)) + FRAMES[1]
