@@ -29,7 +29,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/mypy
 
 bench: $(STAMP) ## measure calls against torch.distributed.rpc and a bare socket
-	$(BIN)/python -m benchmarks
+	$(BIN)/python benchmarks/compare.py
 
 coverage: $(STAMP) ## coverage of the whole package, as HTML in htmlcov/
 	$(BIN)/pytest -q -m "not slow" --cov=backhaul --cov-branch --cov-report=term:skip-covered --cov-report=html

@@ -7,6 +7,14 @@ workload on every system, one right after the other, so that what slows the mach
 a while slows all of them; the order rotates from round to round. The table shows the
 median of the rounds and, in brackets, the quartiles; a ratio is that of the ratios in each round.
 
+Systems wait frozen (SIGSTOP) for their turn, since torch's workers poll without rest. Is that fair
+to them? Torch's no-op took 369 us (320..482) when frozen between rounds, 352 (310..542) in
+fresh processes each round, 415 (329..599) when never frozen: no difference beyond the noise of six rounds
+on a busy machine, and fresh processes take seconds to start, so there would be few rounds. But right after a
+thaw there is one: with a warm-up of 50 calls torch was slower than when settled in 11 of 14 pairs, by
+1.11x in the median. So each measurement first warms up for 0.1 s; with that, a thawed system and a settled
+one are alike (torch 1.00x, slower in 12 of 24 pairs; Backhaul 1.01x, 13 of 24).
+
 The exit code is 0 if every system did all of its work and shut down well.
 """
 

@@ -89,9 +89,7 @@ class RpcPort:
             future.wait()
 
     def nest(self, depth: int) -> int:
-        depth_reached: int = self._rpc.rpc_sync(
-            SERVER, descend, args=(self._rpc.__name__, CLIENT, SERVER, depth)
-        )
+        depth_reached: int = self._rpc.rpc_sync(SERVER, descend, args=(self._rpc.__name__, CLIENT, SERVER, depth))
         return depth_reached
 
 
@@ -112,7 +110,7 @@ def torch_port(role: str, directory: str) -> RpcPort:
         # Torch's own code warns about itself when it starts.
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/meeting-point")
-        rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+        rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
     return RpcPort(rpc, role, init)
 

@@ -144,7 +144,9 @@ class System:
 
     def _exit_codes(self) -> str:
         codes = {role: process.exitcode for role, process in self._processes.items()}
-        return ", ".join(f"{role}: {'running' if code is None else f'exit code {code}'}" for role, code in codes.items())
+        return ", ".join(
+            f"{role}: {'running' if code is None else f'exit code {code}'}" for role, code in codes.items()
+        )
 
     def _freeze(self) -> None:
         self._signal(signal.SIGSTOP)

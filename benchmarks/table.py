@@ -43,7 +43,7 @@ class Row:
     """One figure: for each system that has it, seconds per call in each round."""
 
     figure: Figure
-    rounds: Mapping[str, Sequence[float]]
+    rounds: Mapping[str, list[float]]
 
     def spread(self, system: str) -> Spread | None:
         rounds = self.rounds.get(system)
@@ -106,8 +106,7 @@ def _time_text(spread: Spread | None, figure: Figure) -> str:
     if spread is None:
         return "-"
     if figure.is_rate:
-        rate, low, high = (1 / seconds for seconds in (spread.median, spread.high, spread.low))
-        return f"{rate:,.0f}/s ({low:,.0f}..{high:,.0f})"
+        return f"{1 / spread.median:,.0f}/s ({1 / spread.high:,.0f}..{1 / spread.low:,.0f})"
     scale, unit = (1e3, "ms") if spread.median >= 1e-3 else (1e6, "us")
     median, low, high = (_digits(seconds * scale) for seconds in spread)
     return f"{median} {unit} ({low}..{high})"

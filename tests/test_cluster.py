@@ -50,6 +50,10 @@ def runtime_directory() -> str:
     return os.environ["BACKHAUL_RUNTIME_DIR"]
 
 
+def start_a_cluster() -> None:
+    backhaul.cluster(1)
+
+
 def test_a_cluster_from_start_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     with backhaul.cluster(
         2, names=["left", "right"], env={"SPICE": "salt"}, options=rpc.RpcOptions(rpc_timeout=30)
@@ -69,6 +73,8 @@ def test_a_cluster_from_start_to_end(capsys: pytest.CaptureFixture[str]) -> None
         assert "BACKHAUL_RUNTIME_DIR" not in os.environ
         with pytest.raises(MisuseError, match="already worker 'driver'"):
             backhaul.cluster(1)
+        with pytest.raises(MisuseError, match="cannot start a cluster of its own"):
+            left.rpc_sync(start_a_cluster)
         assert left.alive
         pids = [worker.pid for worker in workers]
     assert_gone(pids)

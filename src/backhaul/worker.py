@@ -20,7 +20,7 @@ from backhaul.agent.membership import Membership
 from backhaul.errors import NotInitializedError, OptionError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.options import RpcOptions
-from backhaul.transport.base import Transport
+from backhaul.transport.base import Addresses, Transport
 from backhaul.transport.stream import StreamTransport
 from backhaul.wire.values import Codec
 
@@ -53,12 +53,13 @@ class Worker:
         self.codec = Codec()
         self.before_call: list[Callable[[WorkerInfo, Any], None]] = []
         """Called with the target and the function before each call leaves."""
+        transport = StreamTransport(self.options) if transport is None else transport
         self._agent = Agent(
             name,
             rank,
             options=self.options,
-            transport=StreamTransport(self.options) if transport is None else transport,
-            membership=Membership(store, world_size),
+            transport=transport,
+            membership=Membership(store, world_size, self._is_there(transport)),
             codec=self.codec,
             enter=self._enter,
             deadline=time.monotonic() + max(_JOIN_SECONDS, self.options.rpc_timeout),
@@ -150,6 +151,9 @@ class Worker:
             yield self
         finally:
             _current.reset(token)
+
+    def _is_there(self, transport: Transport) -> Callable[[Addresses], bool]:
+        return lambda addresses: transport.is_listening(addresses, time.monotonic() + self.options.connect_timeout)
 
     def _enter(self) -> None:
         _current.set(self)

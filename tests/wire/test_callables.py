@@ -6,10 +6,12 @@ import functools
 import math
 import operator
 import sys
+import threading
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,3 +278,26 @@ def test_find_is_total(name: str) -> None:
         find(name)
     except MisuseError:
         pass
+
+
+def test_find_waits_for_an_import_on_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls may be the first to need a module, at once."""
+    (tmp_path / "slow_module.py").write_text(
+        "import slow_module_control as control\ncontrol.entered.set()\n"
+        "assert control.release.wait(10)\ndef late():\n    return 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    control = types.ModuleType("slow_module_control")
+    control.entered, control.release = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "slow_module_control", control)
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(find("slow_module:late")())) for _ in range(3)]
+    threads[0].start()
+    assert control.entered.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    control.release.set()
+    for thread in threads:
+        thread.join(10)
+    assert found == [1, 1, 1]
+    del sys.modules["slow_module"]

@@ -11,6 +11,7 @@ import gc
 import math
 import operator
 import os
+import random
 import struct
 import tracemalloc
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 
 from backhaul.errors import MisuseError, ProtocolError
 from backhaul.wire import decoder as decoder_module
-from backhaul.wire import headers
+from backhaul.wire import headers, spans
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import HEADER, MAX_TABLE, encode
 from backhaul.wire.messages import (
@@ -476,8 +477,7 @@ def test_a_claimed_length_is_waited_for_and_costs_nothing(claim: bytes) -> None:
         for piece in (claim, b"\x00" * 1000, b"\x00" * 1000):
             assert decoder.receive_data(piece) == []
         _, peak = tracemalloc.get_traced_memory()
-    except ProtocolError as error:
-        assert "no memory" in str(error)  # the system does not promise as much
+    except ProtocolError:  # the system does not promise as much memory
         peak = 0
     finally:
         tracemalloc.stop()
@@ -553,29 +553,27 @@ def test_a_flip_in_the_middle_of_the_stream_leaves_what_came_before() -> None:
 
 # -- Hypothesis ---------------------------------------------------------------------------------------------
 
-# One draw of bytes makes an example, read as a script: many small draws take longer than what they test.
+# One draw makes an example: many small draws take longer than what they test.
 
 
-class Script:
-    """Choices read off a byte string; the first of each once it is used up."""
+class Script(random.Random):
+    """The choices of one example. Its number makes it again."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._next = 0
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._seed = seed
+
+    def __repr__(self) -> str:
+        return f"Script({self._seed})"
 
     def number(self, below: int) -> int:
-        """A number; from two bytes when one is not enough."""
-        value = 0
-        for _ in range(1 if below <= 256 else 2):
-            value = value << 8 | (self._data[self._next] if self._next < len(self._data) else 0)
-            self._next += 1
-        return value % below
+        return int(self.random() * below)
 
     def pick(self, options: Sequence[Any]) -> Any:
         return options[self.number(len(options))]
 
 
-scripts = st.binary(max_size=80).map(Script)
+scripts = st.integers(0, 1 << 64).map(Script)
 cutting = st.binary(max_size=6).map(lambda data: [byte % 64 + 1 for byte in data])
 
 
@@ -597,9 +595,10 @@ def judge(data: bytes, cuts: Sequence[int]) -> None:
 
 
 @fuzz("random")
-@given(st.binary(max_size=200), cutting)
-def test_random_bytes(data: bytes, cuts: list[int]) -> None:
-    judge(data, cuts)
+@given(st.binary(max_size=40), scripts, cutting)
+def test_random_bytes(data: bytes, script: Script, cuts: list[int]) -> None:
+    start = script.pick([b"", b"", b"BH", b"BH\x01"])
+    judge(start + data + script.randbytes(script.pick([0, 10, 30, 100])), cuts)
 
 
 EDGES = [0, 1, 2, 3, 4, 8, 41, 100, 255, 1 << 16, 1 << 31, (1 << 32) - 1]
@@ -607,11 +606,16 @@ WIDE = [*EDGES, 1 << 32, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 
 
 @fuzz("framed")
-@given(st.binary(max_size=120), scripts, cutting)
-def test_random_bodies_in_good_frames(body: bytes, script: Script, cuts: list[int]) -> None:
+@given(scripts, cutting)
+def test_random_bodies_in_good_frames(script: Script, cuts: list[int]) -> None:
+    """Metadata that is msgpack, or starts like it, under lengths that are right, or not."""
     kind = script.pick([*KINDS, 0, 9])
+    fields = [script.number(256), *("x" for _ in range(script.pick([0, 0, 4]))), tree_from(script)]
+    body = msgspec.msgpack.encode(fields[: script.pick([1, 2, 6, 6])])
+    if script.number(2):
+        body = body[: script.number(len(body))] + script.randbytes(script.number(40))
     if script.number(4):
-        table = script.pick([0, 0, min(len(body), script.number(64))])
+        table = script.pick([0, 0, 0, min(len(body), script.number(64))])
         payload = min(len(body) - table, script.number(32)) if table else 0
         lengths = (len(body) - table - payload, table, payload)
     else:
@@ -619,58 +623,65 @@ def test_random_bodies_in_good_frames(body: bytes, script: Script, cuts: list[in
     judge(head(kind, *lengths) + body + FRAMES[1], cuts)
 
 
-WORDS = [0, 1, 2, 3, 4, 8, 1 << 31, 1 << 62, (1 << 63) - 1, -1, -(1 << 63)]
-BUFFERS = [4, 8, 16, 24, 32, 0, 1, 1 << 31, (1 << 64) - 1]
+WORDS = [1, 2, 3, 0, 4, 8, 1 << 31, 1 << 62, (1 << 63) - 1, -1, -(1 << 63)]
 
 
 @fuzz("tables")
 @given(scripts, cutting)
 def test_tables_of_plausible_fields(script: Script, cuts: list[int]) -> None:
-    honest = script.number(4) > 0
-    sizes = [script.pick(BUFFERS) for _ in range(script.number(4))]
-    count = script.number(5)
-    data = b""
+    """Tables that hold together but for a lie or two, or none."""
+    sizes = [0] * script.number(3)
+    count = script.number(4)
+    entries = b""
     for _ in range(count):
-        layout = script.pick([0, 0, 0, *range(7)])
-        dtype = script.pick([11, 8, 1, 14, 0, 9, 42]) if script.number(3) else script.number(44)
-        flags = script.pick([0, 0, 1, 2, 3, 4, 8, 16, 17, 32, 33, 64, 255])
-        device = script.pick([0, 0, 0, 1, 2])
-        shape = [script.pick(WORDS[: 5 if honest else 11]) for _ in range(script.number(4))]
-        strides = [script.pick(WORDS[: 5 if honest else 11]) for _ in shape] if script.number(2) else []
-        if honest:
-            flags = flags | headers.STRIDES if strides else flags & ~headers.STRIDES
-        buffer = script.pick([0, 0, 1, 2, headers.NO_BUFFER])
-        offset = script.pick([0, 0, 0, 1, 4, 8, 1 << 32, (1 << 64) - 1])
-        words = shape + strides
-        entry = (layout, dtype, flags, device, len(shape), buffer, offset, *words)
-        data += struct.pack(f"<BBBBBIQ{len(words)}q", *entry)
-    if not honest:
+        layout = script.pick([0, 0, 0, 0, *range(7)])
+        code = script.pick([11, 8, 1, 14, 0, 9]) if script.number(8) else script.number(44)
+        flags = script.pick([0, 0, 0, 1, 2, 3, 4, 8, 32, 255])
+        words = WORDS if not script.number(8) else WORDS[:4]
+        shape = [script.pick(words) for _ in range(script.number(3))]
+        strides = [script.pick(words) for _ in shape] if not script.number(3) else []
+        if strides:
+            flags |= headers.STRIDES
+        offset = script.pick([0, 0, 0, 0, 8, 1, 1 << 32, (1 << 64) - 1])
+        dtype = headers.DTYPES[code] if code < len(headers.DTYPES) else None
+        nbytes = (spans.span(shape, strides) if strides else math.prod(shape)) * (dtype.itemsize if dtype else 1)
+        buffer = headers.NO_BUFFER
+        if sizes and (nbytes or not script.number(8)):
+            buffer = script.number(len(sizes))
+            sizes[buffer] = max(sizes[buffer], min(offset + max(nbytes, 0), (1 << 64) - 1))
+        device = script.pick([0] * 7 + [1, 1, 2])
+        fixed = (layout, code, flags, device, len(shape), buffer, offset)
+        entries += struct.pack(f"<BBBBBIQ{len(shape + strides)}q", *fixed, *shape, *strides)
+    if not script.number(8):
         count = script.pick([0, 1, 2, 3, (1 << 32) - 1])
-    data = struct.pack(f"<II{len(sizes)}Q", count, len(sizes), *sizes) + data
+    if sizes and not script.number(8):
+        sizes[0] = script.pick([0, 1, 8, 24, 1 << 31, (1 << 64) - 1])
+    table = struct.pack(f"<II{len(sizes)}Q", count, len(sizes), *sizes) + entries
     payload = sum(sizes) % (1 << 64)
-    judge(head(metadata=2, table=len(data), payload=payload) + b"\x91\x01" + data + bytes(min(payload, 100)), cuts)
+    filler = bytes(min(payload, 300))
+    judge(head(metadata=2, table=len(table), payload=payload) + b"\x91\x01" + table + filler, cuts)
 
 
 def mutate(script: Script) -> bytes:
     """Some frames of the exchange, with a few bytes changed, lost, repeated or put in."""
     first = script.number(len(FRAMES))
     data = bytearray(b"".join(FRAMES[first : first + 1 + script.number(3)]))
-    for _ in range(1 + script.number(4)):
+    for _ in range(1 + script.number(3)):
         place = script.number(max(1, len(data)))
         count = 1 + script.number(8)
-        change = script.number(6)
-        if change == 0 and data:
-            data[place] ^= 1 << script.number(8)
-        elif change == 1:
-            data[place : place + count] = script.pick([b"\x00", b"\xff", b"\x7f", b"\x91"]) * count
-        elif change == 2:
-            del data[place : place + count]
-        elif change == 3:
-            data[place:place] = data[place : place + count]
-        elif change == 4:
-            data[place:place] = bytes(script.number(256) for _ in range(count))
-        else:
+        change = script.number(11)
+        if change == 0:
             del data[place:]
+        elif change < 5 and data:
+            data[place] ^= 1 << script.number(8)
+        elif change < 7:
+            data[place : place + count] = script.pick([b"\x00", b"\xff", b"\x7f", b"\x91"]) * count
+        elif change == 7:
+            del data[place : place + count]
+        elif change == 8:
+            data[place:place] = data[place : place + count]
+        else:
+            data[place:place] = script.randbytes(count)
     return bytes(data)
 
 

@@ -133,7 +133,7 @@ def test_metadata_over_the_limit_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 def test_a_table_over_the_limit_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [torch.zeros(1)] * 4
     monkeypatch.setattr(frames, "MAX_TABLE", 50)
-    with pytest.raises(UnsendableError, match="too many tensors; .* stacked"):
+    with pytest.raises(UnsendableError, match=r"too many tensors; .* stacked"):
         encode(Ping(1), given)
 
 

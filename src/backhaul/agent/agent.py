@@ -146,7 +146,14 @@ class Agent:
         if isinstance(to, bool) or not isinstance(to, str | int | WorkerInfo):
             raise OptionError(f"a worker is given by name, rank or WorkerInfo, not by {to!r}")
         member = self.membership.find(to)
-        outbound = self._connect(member, deadline)
+        try:
+            outbound = self._connect(member, deadline)
+        except WorkerLostError:
+            # In a dynamic group another may have taken its place since this worker heard of it.
+            successor = self.membership.successor(member)
+            if successor is None:
+                raise
+            outbound = self._connect(successor, deadline)
         self._routes[to] = outbound
         return outbound
 
@@ -170,7 +177,9 @@ class Agent:
                 if outbound is None or outbound.lost is not None:
                     outbound = self._routes[member.id] = self._open(member, deadline)
                     if self.closed.is_set():  # close() may not have seen it
-                        outbound.lose(WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name))
+                        outbound.lose(
+                            WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
+                        )
                 return outbound
         finally:
             if handling:

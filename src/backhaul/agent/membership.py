@@ -19,6 +19,7 @@ import datetime
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -48,8 +49,12 @@ class Member(msgspec.Struct, frozen=True):
 class Membership:
     """The members of one group, as seen by one of them. Thread-safe."""
 
-    def __init__(self, store: Store, world_size: int | None) -> None:
+    def __init__(
+        self, store: Store, world_size: int | None, is_there: Callable[[Addresses], bool] = lambda addresses: True
+    ) -> None:
+        """``is_there`` says whether a worker still listens: a dead one's place in a dynamic group is free."""
         self._store = store
+        self._is_there = is_there
         self.world_size = world_size
         self.group = ""
         self._lock = threading.Lock()
@@ -74,6 +79,7 @@ class Membership:
             name = f"worker{rank}" if name is None else name
             self.refresh()
             self._refuse_taken(name, rank)
+            self._store.set(f"member/{rank}", "")  # of a predecessor that died here
         elif rank is None or not 0 <= rank < self.world_size:
             raise OptionError(f"rank {rank} is not in 0..{self.world_size - 1} (world_size {self.world_size})")
         me = Member(rank, f"worker{rank}" if name is None else name, addresses)
@@ -112,6 +118,14 @@ class Membership:
             raise UnknownWorkerError(f"there is no worker {what}; the workers of this group are {names or 'none'}")
         return member
 
+    def successor(self, member: Member) -> Member | None:
+        """Who has taken the place of a member of a dynamic group, if somebody has."""
+        if not self.dynamic:
+            return None
+        self.refresh()
+        found = self._look_up(member.name)
+        return found if found is not None and found != member else None
+
     def forget(self, id: int) -> None:
         """A member of a dynamic group has gone; it may come back elsewhere."""
         if self.dynamic and (self._me is None or id != self._me.id):
@@ -146,12 +160,16 @@ class Membership:
         return rank
 
     def _refuse_taken(self, name: str, rank: int) -> None:
-        for info in self.members():
-            if info.name == name or info.id == rank:
+        for member in list(self._by_id.values()):
+            if member.name != name and member.id != rank:
+                continue
+            if self._is_there(member.addresses):
                 raise OptionError(
-                    f"worker {info.name!r} of rank {info.id} is in the group already; "
+                    f"worker {member.name!r} of rank {member.id} is in the group already; "
                     f"{name!r} of rank {rank} needs a name and a rank of its own"
                 )
+            self._store.set(f"member/{member.id}", "")
+            self.forget(member.id)
 
     def _gather(self, world_size: int, deadline: float) -> None:
         missing = [id for id in range(world_size) if id not in self._by_id]

@@ -258,10 +258,10 @@ def _source(value: Any, name: str) -> str | None:
 
 def _texts(value: Any) -> Iterator[tuple[str, int]]:
     """Where the definition of ``value`` may stand: whole texts, likeliest first, with compiler flags."""
-    codes = [value.__code__] if isinstance(value, FunctionType) else list(_codes_of_class(value))
-    for code in codes:
+    for function in [value] if isinstance(value, FunctionType) else _methods(value):
+        code = function.__code__
         try:
-            lines, _ = inspect.findsource(code)
+            lines, _ = inspect.findsource(function)
         except OSError:
             text = _program_text(code.co_filename)
             if text is not None:
@@ -283,12 +283,13 @@ def _texts(value: Any) -> Iterator[tuple[str, int]]:
             yield "".join(linecache.getlines(main_file)), 0
 
 
-def _codes_of_class(value: Any) -> Iterator[CodeType]:
+def _methods(value: Any) -> Iterator[FunctionType]:
+    """The functions that a class got from its own statement."""
     for member in vars(value).values() if isinstance(value, type) else ():
         function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         function = inspect.unwrap(function)
         if isinstance(function, FunctionType) and function.__module__ == value.__module__:
-            yield function.__code__
+            yield function
 
 
 def _program_text(filename: str) -> str | None:

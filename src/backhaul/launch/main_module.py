@@ -12,6 +12,9 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from types import CodeType, ModuleType
+from typing import Literal
+
+from backhaul.errors import MisuseError
 
 LOADED_NAME = "__mp_main__"
 
@@ -28,9 +31,9 @@ class LoadingStopped(BaseException):
     """The script has come to where it starts the cluster. Not an Exception: no handler should catch it."""
 
 
-# True while this process, a worker, runs the driver's script. It is a fact about the
-# process, whatever thread asks: a cluster in there would start clusters without end.
-_loading = False
+# What this process is, whatever thread asks, and for good once it loads: a worker that
+# started a cluster would start clusters without end.
+_role: Literal["driver", "loading", "worker"] = "driver"
 
 
 def describe(main: ModuleType) -> MainModule:
@@ -51,26 +54,31 @@ def load(main: MainModule) -> ModuleType:
 
     Raises whatever the script raises. Without name or path, ``__main__`` will be empty.
     """
-    global _loading
+    global _role
     module = ModuleType(LOADED_NAME if main.name or main.path else "__main__")
     code = _code(main, module)
     # Installed first: the script may look itself up, as dataclasses and pickle do.
     sys.modules["__main__"] = sys.modules[LOADED_NAME] = module
-    if code is not None:
-        _loading = True
-        try:
+    _role = "loading"
+    try:
+        if code is not None:
             exec(code, module.__dict__)
-        except LoadingStopped:
-            pass
-        finally:
-            _loading = False
+    except LoadingStopped:
+        pass
+    finally:
+        _role = "worker"
     return module
 
 
 def stop_if_loading() -> None:
-    """Called where a cluster starts: ends the script if a worker is running it."""
-    if _loading:
+    """Called where a cluster starts: ends the script if a worker is running it.
+
+    Raises `MisuseError` in a worker that has its script already.
+    """
+    if _role == "loading":
         raise LoadingStopped
+    if _role == "worker":
+        raise MisuseError("a worker of a cluster cannot start a cluster of its own")
 
 
 def _code(main: MainModule, module: ModuleType) -> CodeType | None:

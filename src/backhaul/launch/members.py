@@ -55,7 +55,11 @@ class Members:
     def __init__(self, session: Session, sink: Sink) -> None:
         self.processes: list[Process] = []
         self._session = session
-        self._guardian = Guardian(session.directory)
+        try:
+            self._guardian = Guardian(session.directory)
+        except BaseException:
+            session.close()
+            raise
         self._supervisor = Supervisor(sink, self._guardian)
         self._thread = threading.Thread(target=self._run, name="backhaul-cluster", daemon=True)
         self._ended: list[Process] = []
@@ -94,9 +98,8 @@ class Members:
         try:
             yield
         except Exception as error:
-            # A broken pipe may be seen a moment before the end that broke it.
-            wait([process.sentinel for process in self.processes], timeout=1.0 if isinstance(error, OSError) else 0)
-            process = self._first_ended()
+            # A pipe's end may be seen a moment before that of the process which closed it.
+            process = self._first_ended(patience=1.0 if isinstance(error, OSError | EOFError) else 0.0)
             if process is None:
                 raise
             raise WorkerLostError(
@@ -159,13 +162,12 @@ class Members:
         names: set[str] = pipe.recv()
         return names
 
-    def _first_ended(self) -> Process | None:
-        if not wait([process.sentinel for process in self.processes], timeout=0):
-            return None
+    def _first_ended(self, patience: float) -> Process | None:
+        ended = wait([process.sentinel for process in self.processes], patience)
         for process in self.processes:
-            if wait([process.sentinel], timeout=0):
-                process.over.wait()  # until its output is complete
-        return self._ended[0]
+            if process.sentinel in ended:
+                process.over.wait(GRACE)  # until its output is complete
+        return self._ended[0] if self._ended else None
 
     def _run(self) -> None:
         while self._supervisor.active:

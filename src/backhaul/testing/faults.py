@@ -216,6 +216,9 @@ class FaultyTransport(Transport):
         channel, welcome = self._inside.connect(addresses, hello, deadline)
         return FaultyChannel(channel, self._faults), welcome
 
+    def is_listening(self, addresses: Addresses, deadline: float) -> bool:
+        return self._inside.is_listening(addresses, deadline)
+
     def close(self) -> None:
         self._inside.close()
 

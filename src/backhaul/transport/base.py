@@ -122,6 +122,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def is_listening(self, addresses: Addresses, deadline: float) -> bool:
+        """Somebody listens at ``addresses``, as far as can be seen from here."""
+
+    @abstractmethod
     def close(self) -> None:
         """Stop listening and remove what was made for it."""
 

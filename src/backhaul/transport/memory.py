@@ -158,6 +158,9 @@ class Network:
             raise ChannelClosed(f"nobody listens at {address}")
         return listener
 
+    def has_listener(self, address: str | None) -> bool:
+        return address in self._listeners
+
     def post(self, to: MemoryChannel, data: bytes) -> None:
         """A message to ``to`` has been sent."""
         to.deliver(data)
@@ -254,6 +257,9 @@ class MemoryTransport(Transport):
             visitor.near.close()
             raise
         return visitor.near, visitor.welcome
+
+    def is_listening(self, addresses: Addresses, deadline: float) -> bool:
+        return self._network.has_listener(addresses.memory)
 
     def close(self) -> None:
         if self._listener is not None:

@@ -230,6 +230,16 @@ class StreamTransport(Transport):
             sock.close()
             raise
 
+    def is_listening(self, addresses: Addresses, deadline: float) -> bool:
+        try:
+            sock, _ = self._reach(addresses, deadline)
+        except ChannelClosed:
+            return False
+        except AuthenticationError:
+            return True
+        sock.close()
+        return True
+
     def close(self) -> None:
         for listener in self._listeners:
             listener.close()

@@ -56,9 +56,9 @@ def find(name: str) -> Any:
     Raises MisuseError if the module or the attribute is not here.
     """
     module_name, parts = _split(name)
-    try:
-        found: Any = sys.modules[module_name]
-    except KeyError:
+    found: Any = sys.modules.get(module_name)
+    # Another thread may be importing it this moment; half a module lacks half its names.
+    if found is None or getattr(getattr(found, "__spec__", None), "_initializing", False):
         found = _import(module_name, name)
     for part in parts:
         try:

@@ -1,0 +1,143 @@
+"""A crew: real worker processes that a test drives one by one, and may kill."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backhaul import rpc
+
+_START_SECONDS = 60
+
+
+def _serve(pipe: Connection, setup: Callable[[], None] | None, place: dict[str, Any] | None) -> None:
+    torch.set_num_threads(1)
+    if setup is not None:
+        setup()
+    if place is not None:
+        rpc.init_rpc(**place)
+    pipe.send(None)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer: tuple[bool, Any] = True, function(*args)
+        except BaseException as error:
+            answer = False, error
+        try:
+            pipe.send(answer)
+        except Exception as error:
+            pipe.send((False, RuntimeError(f"cannot be sent to the test: {answer[1]!r}: {error}")))
+
+
+class Hand:
+    """One process. It runs what the test gives it on its main thread, one thing at a time."""
+
+    def __init__(self, setup: Callable[[], None] | None, place: dict[str, Any] | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, setup, place), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def await_start(self) -> None:
+        assert self._pipe.poll(_START_SECONDS), "the process did not start in time"
+        try:
+            self._pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise AssertionError(f"the process died at its start, with {self.process.exitcode}") from None
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run it there; a future of the outcome."""
+        future: Future[Any] = Future()
+        self._pipe.send((function, args))
+
+        def receive() -> None:
+            try:
+                good, value = self._pipe.recv()
+            except (EOFError, OSError) as error:
+                future.set_exception(error)
+            else:
+                if good:
+                    future.set_result(value)
+                else:
+                    future.set_exception(value)
+
+        threading.Thread(target=receive, daemon=True).start()
+        return future
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
+        return self.start(function, *args).result(timeout)
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.join()
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.kill()
+        self._pipe.close()
+        self.process.close()
+
+
+class Crew(list[Hand]):
+    """Processes that are workers ``worker0``, ``worker1``, … of one group.
+
+    ``group=None`` starts them without `init_rpc`; ``setup`` runs first in each.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        setup: Callable[[], None] | None = None,
+        group: bool = True,
+        world_size: int | None = -1,
+        **options: Any,
+    ) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.init_method = f"file://{Path(self.directory.name) / 'store'}"
+        self.setup = setup
+        self._options = options
+        world_size = size if world_size == -1 else world_size
+        super().__init__(Hand(setup, self.place(rank, world_size) if group else None) for rank in range(size))
+        try:
+            for hand in self:
+                hand.await_start()
+        except BaseException:
+            self.close()
+            raise
+
+    def place(self, rank: int, world_size: int | None) -> dict[str, Any]:
+        """What a worker of this crew gives to `init_rpc`."""
+        options = rpc.RpcOptions(init_method=self.init_method, **self._options)
+        return {"name": f"worker{rank}", "rank": rank, "world_size": world_size, "rpc_backend_options": options}
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for hand in self:
+            hand.close()
+        self.directory.cleanup()
