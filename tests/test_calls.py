@@ -641,7 +641,7 @@ def test_graceful_shutdown_ends_at_its_timeout(pair: InProcessCluster, gate: str
     stuck = pair[0].rpc_async("worker1", wait_for_gate, args=(gate,))
     start = time.monotonic()
     errors = shut_down_all(pair, timeout=0.5)
-    assert time.monotonic() - start < 9
+    assert time.monotonic() - start < 3
     assert errors
     assert all(isinstance(error, rpc.RpcTimeoutError | rpc.WorkerLostError) for error in errors)
     open_gate(gate)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 UNSET_TIMEOUT = -1.0
 _JOIN_SECONDS = 60.0
 _IDLE_POLL = 0.005
+# How long to wait for threads that still run the user's functions.
+_CLOSE = 5.0
+_HURRIED_CLOSE = 0.2
 
 
 class Worker:
@@ -129,14 +132,17 @@ class Worker:
         seconds = _check_seconds("timeout", timeout)
         deadline = time.monotonic() + (seconds or math.inf)
         lost: list[str] = []
+        patience = _HURRIED_CLOSE
         try:
             if graceful and self._agent.membership.dynamic:
                 self._finish(deadline)
             elif graceful:
                 lost = self._agent.farewell.run(deadline)
+            if graceful:
+                patience = _CLOSE  # nothing runs any more, so threads end at once
         finally:
             self._leave()
-            self._agent.close(*(() if graceful else (0.2,)))
+            self._agent.close(patience)
         if lost:
             names = ", ".join(map(repr, lost))
             raise WorkerLostError(

@@ -630,31 +630,39 @@ WORDS = [1, 2, 3, 0, 4, 8, 1 << 31, 1 << 62, (1 << 63) - 1, -1, -(1 << 63)]
 @given(scripts, cutting)
 def test_tables_of_plausible_fields(script: Script, cuts: list[int]) -> None:
     """Tables that hold together but for a lie or two, or none."""
-    sizes = [0] * script.number(3)
-    count = script.number(4)
+    liar = script.number(2)
+
+    def lies(chance: int) -> bool:
+        return bool(liar) and not script.number(chance)
+
+    sizes: list[int] = []
+    count = 1 + script.number(3)
     entries = b""
     for _ in range(count):
-        layout = script.pick([0, 0, 0, 0, *range(7)])
-        code = script.pick([11, 8, 1, 14, 0, 9]) if script.number(8) else script.number(44)
-        flags = script.pick([0, 0, 0, 1, 2, 3, 4, 8, 32, 255])
-        words = WORDS if not script.number(8) else WORDS[:4]
-        shape = [script.pick(words) for _ in range(script.number(3))]
-        strides = [script.pick(words) for _ in shape] if not script.number(3) else []
+        layout = script.number(7) if lies(6) else headers.STRIDED
+        code = script.number(44) if lies(6) else script.pick([11, 14, 9])  # float32, complex64, float16
+        flags = script.number(256) if lies(6) else script.pick([0, 0, headers.GRAD])
+        words = WORDS if lies(6) else WORDS[:4]
+        shape = [script.pick(words) for _ in range(script.number(4))]
+        strides = [] if script.number(3) else [script.pick(words) for _ in shape]
         if strides:
             flags |= headers.STRIDES
-        offset = script.pick([0, 0, 0, 0, 8, 1, 1 << 32, (1 << 64) - 1])
         dtype = headers.DTYPES[code] if code < len(headers.DTYPES) else None
         nbytes = (spans.span(shape, strides) if strides else math.prod(shape)) * (dtype.itemsize if dtype else 1)
+        offset = script.pick([1, 8, 1 << 32, (1 << 64) - 1]) if lies(6) else 0
+        device = 2 if lies(10) else headers.META if not script.number(8) else headers.CPU
         buffer = headers.NO_BUFFER
-        if sizes and (nbytes or not script.number(8)):
-            buffer = script.number(len(sizes))
-            sizes[buffer] = max(sizes[buffer], min(offset + max(nbytes, 0), (1 << 64) - 1))
-        device = script.pick([0] * 7 + [1, 1, 2])
+        if lies(10):
+            buffer = script.number(3)
+        elif nbytes and device == headers.CPU:
+            buffer = script.number(len(sizes) + 1)
+            sizes += [0] * (buffer == len(sizes))
+            sizes[buffer] = min(max(sizes[buffer], offset + nbytes), (1 << 64) - 1)
         fixed = (layout, code, flags, device, len(shape), buffer, offset)
         entries += struct.pack(f"<BBBBBIQ{len(shape + strides)}q", *fixed, *shape, *strides)
-    if not script.number(8):
+    if lies(8):
         count = script.pick([0, 1, 2, 3, (1 << 32) - 1])
-    if sizes and not script.number(8):
+    if sizes and lies(8):
         sizes[0] = script.pick([0, 1, 8, 24, 1 << 31, (1 << 64) - 1])
     table = struct.pack(f"<II{len(sizes)}Q", count, len(sizes), *sizes) + entries
     payload = sum(sizes) % (1 << 64)
@@ -666,7 +674,7 @@ def mutate(script: Script) -> bytes:
     """Some frames of the exchange, with a few bytes changed, lost, repeated or put in."""
     first = script.number(len(FRAMES))
     data = bytearray(b"".join(FRAMES[first : first + 1 + script.number(3)]))
-    for _ in range(1 + script.number(3)):
+    for _ in range(1 + script.number(2)):
         place = script.number(max(1, len(data)))
         count = 1 + script.number(8)
         change = script.number(11)

@@ -43,7 +43,6 @@ from backhaul.wire.values import Codec
 
 _log = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 5.0
 _MAX_VISITORS = 64
 
 To = str | int | WorkerInfo
@@ -341,7 +340,7 @@ class Agent:
     def _outbounds(self) -> list[Outbound]:
         return [out for out in set(self._routes.values()) if out.lost is None]
 
-    def close(self, wait: float = _CLOSE_SECONDS) -> None:
+    def close(self, wait: float) -> None:
         """Close everything, now. Waits at most ``wait`` seconds for functions that still run here."""
         with self._lock:
             if self.closed.is_set():

@@ -36,11 +36,17 @@ from backhaul.errors import UnsendableError
 
 _LARGEST_VALUE = 1 << 20
 
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, ModuleType, FunctionType, type)
-
 _ATOMS = {type(None), bool, int, float, complex, str, bytes}
 
-_MISSING = object()
+
+class _Missing:
+    """Stands for a name that is not bound."""
+
+
+_MISSING = _Missing()
+
+# What cannot change while its name is bound to the same object.
+_IMMUTABLE = (*_ATOMS, ModuleType, FunctionType, type, _Missing)
 
 
 @dataclass(frozen=True)
@@ -85,20 +91,26 @@ def names_of_main(value: Any) -> set[str]:
     stack = [value]
     while stack:
         value = stack.pop()
+        kind = type(value)
+        if kind in _ATOMS:
+            continue
+        if kind is FunctionType:
+            if value.__module__ == "__main__" and "<" not in value.__qualname__:
+                names.add(top_name(value))
+            continue
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, (list, tuple, set, frozenset)):
-            if not _ATOMS.issuperset(map(type, value)):
+            if not set(map(type, value)) <= _ATOMS:
                 stack += value
         elif isinstance(value, dict):
             stack += [*value.keys(), *value.values()]
-        named = isinstance(value, (MethodType, FunctionType, type)) or "__wrapped__" in getattr(value, "__dict__", ())
-        defined = value if named else type(value)
+        defined = value if _is_named(value) else kind
         if defined.__module__ == "__main__":
             if "<" not in defined.__qualname__:
                 names.add(top_name(defined))
-            if defined is type(value):
+            if defined is kind:
                 stack += getattr(value, "__dict__", {}).values()
     return names
 
@@ -134,8 +146,8 @@ class Shipper:
 
     def __call__(self, *values: Any) -> None:
         for name in sorted(names_of_main(values)):
-            with self._lock:
-                if not self._is_settled(name):
+            if not self._is_settled(name):
+                with self._lock:
                     self._ship(name)
 
     def _ship(self, name: str) -> None:
@@ -153,10 +165,12 @@ class Shipper:
         A value that may change in place is compared each time, by its pickle.
         """
         touched = self._settled.get(name)
-        return touched is not None and all(
-            self._namespace.get(used, _MISSING) is value and (value is _MISSING or isinstance(value, _IMMUTABLE))
-            for used, value in touched.items()
-        )
+        if touched is None:
+            return False
+        for used, value in touched.items():
+            if self._namespace.get(used, _MISSING) is not value or not isinstance(value, _IMMUTABLE):
+                return False
+        return True
 
 
 class _Collection:
@@ -234,8 +248,12 @@ class _Pickler(pickle.Pickler):
 
 def is_defined_here(value: Any) -> bool:
     """Whether ``value`` comes from a def, a class or a lambda of ``__main__``, decorated or not."""
-    named = isinstance(value, (FunctionType, type)) or "__wrapped__" in getattr(value, "__dict__", ())
-    return named and value.__module__ == "__main__"
+    return _is_named(value) and value.__module__ == "__main__"
+
+
+def _is_named(value: Any) -> bool:
+    """Whether ``value`` is a function, class or method, or stands for one as its decorator's result."""
+    return isinstance(value, (FunctionType, MethodType, type)) or "__wrapped__" in getattr(value, "__dict__", ())
 
 
 def _source(value: Any, name: str) -> str | None:

@@ -56,6 +56,9 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     refused: str = ""
 
 
+# What decoding raises: text that is not UTF-8 and nesting without end have errors of their own.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 _welcome_decoder = msgspec.msgpack.Decoder(Welcome)
 
@@ -92,7 +95,7 @@ class ServerHandshake:
             raise AuthenticationError("the peer does not know this group's secret")
         try:
             return _hello_decoder.decode(message)
-        except msgspec.MsgspecError as error:
+        except _UNREADABLE as error:
             raise ProtocolError(f"a greeting that cannot be read: {error}") from None
 
     def answer(self, welcome: Welcome, *, trusted: bool = True) -> bytes:
@@ -136,7 +139,7 @@ class ClientHandshake:
             raise AuthenticationError("what listens there does not know this group's secret")
         try:
             welcome = _welcome_decoder.decode(message)
-        except msgspec.MsgspecError as error:
+        except _UNREADABLE as error:
             raise ProtocolError(f"an answer that cannot be read: {error}") from None
         if welcome.refused:
             raise AuthenticationError(f"the worker there refused the connection: {welcome.refused}")
