@@ -127,8 +127,8 @@ class Cluster(Sequence[LocalWorker]):
         output: bool,
     ) -> None:
         # Here and not above: these import torch, which takes seconds.
-        from backhaul import rpc
-        from backhaul.worker import current, current_or_none
+        from backhaul.rendezvous import Place
+        from backhaul.worker import become_worker, current, current_or_none
 
         existing = current_or_none()
         if existing is not None:
@@ -151,7 +151,7 @@ class Cluster(Sequence[LocalWorker]):
         try:
             loaded = self._members.start("backhaul.cluster:serve", starts, env, timeout)
             with self._members.blamed(), _environment("BACKHAUL_RUNTIME_DIR", session.directory):
-                rpc.init_rpc(name, rank=0, world_size=world_size, rpc_backend_options=options)
+                become_worker(Place(name, 0, world_size), options, self._members.require_all)
         except BaseException:
             self._members.stop(grace=0.0)
             raise
@@ -212,7 +212,7 @@ class Cluster(Sequence[LocalWorker]):
         except WorkerLostError:
             pass  # logged when it happened, and raised by every call that was waiting for it
 
-    def _before_call(self, target: WorkerInfo, func: Any, args: Any = (), kwargs: Any = None) -> None:
+    def _before_call(self, target: WorkerInfo, func: Any, args: Any, kwargs: Any) -> None:
         """Let the workers have what a call refers to. A hook of the driver's `Worker`."""
         if target != self._driver.info:
             self._shipper(func, args, kwargs)

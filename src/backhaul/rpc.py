@@ -6,7 +6,6 @@ current `Worker` (see `backhaul.worker`); all of them may be called from any thr
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -30,13 +29,10 @@ from backhaul.errors import (
 )
 from backhaul.ids import WorkerInfo
 from backhaul.options import BackendType, RpcOptions
-from backhaul.rendezvous import meet, place_from
-from backhaul.worker import UNSET_TIMEOUT, Worker, current, current_or_none, set_process_worker
+from backhaul.rendezvous import place_from
+from backhaul.worker import UNSET_TIMEOUT, become_worker, current, set_process_worker
 
 T = TypeVar("T")
-
-_MEET_SECONDS = 60.0
-_initializing = threading.Lock()
 
 
 def is_available() -> bool:
@@ -66,16 +62,7 @@ def init_rpc(
         raise OptionError(f"backend {backend!r} must be a BackendType; leave it out for the only one")
     if not isinstance(options, RpcOptions):
         raise OptionError(f"rpc_backend_options must be RpcOptions, not {type(options).__name__}")
-    with _initializing:
-        existing = current_or_none()
-        if existing is not None and not existing.forked:
-            raise MisuseError(
-                f"RPC is already initialized here, as worker {existing.info.name!r}; call shutdown() first"
-            )
-        place = place_from(name, rank, world_size)
-        store = meet(options.init_method, place, max(_MEET_SECONDS, options.rpc_timeout))
-        worker = Worker(place.name, place.rank, place.world_size, store=store, options=options)
-        set_process_worker(worker)
+    become_worker(place_from(name, rank, world_size), options)
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:

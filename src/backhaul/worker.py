@@ -8,6 +8,7 @@ back to the process's own worker, made by `init_rpc`. So one process can host ma
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from backhaul.agent.agent import Agent, To
 from backhaul.agent.future import Future
 from backhaul.agent.membership import Membership
-from backhaul.errors import NotInitializedError, OptionError, RpcTimeoutError, WorkerLostError
+from backhaul.errors import MisuseError, NotInitializedError, OptionError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.options import RpcOptions
+from backhaul.rendezvous import Place, meet
 from backhaul.transport.base import Addresses, Transport
 from backhaul.transport.stream import StreamTransport
 from backhaul.wire.values import Codec
@@ -47,15 +49,17 @@ class Worker:
         store: Store,
         options: RpcOptions | None = None,
         transport: Transport | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Join the group that meets in ``store``, and start to serve.
 
-        ``world_size`` None means a dynamic group, in which ``rank`` may be None too.
+        ``world_size`` None means a dynamic group, in which ``rank`` may be None too. ``check`` is called
+        while others are waited for; it may raise.
         """
         self.options = RpcOptions() if options is None else options
         self.codec = Codec()
-        self.before_call: list[Callable[[WorkerInfo, Any], None]] = []
-        """Called with the target and the function before each call leaves."""
+        self.before_call: list[Callable[[WorkerInfo, Any, Sequence[Any], Mapping[str, Any]], None]] = []
+        """Called with the target, the function, args and kwargs before each call leaves."""
         transport = StreamTransport(self.options) if transport is None else transport
         self._agent = Agent(
             name,
@@ -66,6 +70,7 @@ class Worker:
             codec=self.codec,
             enter=self._enter,
             deadline=time.monotonic() + max(_JOIN_SECONDS, self.options.rpc_timeout),
+            check=check,
         )
         self._agent.start()
 
@@ -99,7 +104,7 @@ class Worker:
     ) -> Any:
         """The value of ``func(*args, **kwargs)`` on worker ``to``. See `backhaul.rpc.rpc_sync`."""
         if self.before_call:
-            self._prepare(to, func)
+            self._prepare(to, func, args or (), kwargs or {})
         return self._agent.call(to, func, args or (), kwargs or {}, self._seconds(timeout))
 
     def rpc_async(
@@ -112,7 +117,7 @@ class Worker:
     ) -> Future[Any]:
         """A future of that value. See `backhaul.rpc.rpc_async`."""
         if self.before_call:
-            self._prepare(to, func)
+            self._prepare(to, func, args or (), kwargs or {})
         return self._agent.call_async(to, func, args or (), kwargs or {}, self._seconds(timeout))
 
     def get_worker_info(self, name: To | None = None) -> WorkerInfo:
@@ -138,7 +143,7 @@ class Worker:
                 self._finish(deadline)
             elif graceful:
                 lost = self._agent.farewell.run(deadline)
-            if graceful:
+            if graceful and not lost:
                 patience = _CLOSE  # nothing runs any more, so threads end at once
         finally:
             self._leave()
@@ -164,10 +169,10 @@ class Worker:
     def _enter(self) -> None:
         _current.set(self)
 
-    def _prepare(self, to: To, func: Any) -> None:
+    def _prepare(self, to: To, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         info = self._agent.membership.find(to).info
         for hook in list(self.before_call):
-            hook(info, func)
+            hook(info, func, args, kwargs)
 
     def _seconds(self, timeout: float) -> float:
         """Torch's meaning of a timeout: negative is the default, 0 is none."""
@@ -197,6 +202,7 @@ def _check_seconds(name: str, value: float) -> float:
 
 _current: ContextVar[Worker | None] = ContextVar("backhaul_worker", default=None)
 _process_worker: Worker | None = None
+_becoming = threading.Lock()
 
 
 def current() -> Worker:
@@ -209,6 +215,18 @@ def current() -> Worker:
 
 def current_or_none() -> Worker | None:
     return _current.get() or _process_worker
+
+
+def become_worker(place: Place, options: RpcOptions, check: Callable[[], None] = lambda: None) -> None:
+    """Make this process the worker of that place. See `backhaul.rpc.init_rpc`."""
+    with _becoming:
+        existing = current_or_none()
+        if existing is not None and not existing.forked:
+            raise MisuseError(
+                f"RPC is already initialized here, as worker {existing.info.name!r}; call shutdown() first"
+            )
+        store = meet(options.init_method, place, max(_JOIN_SECONDS, options.rpc_timeout))
+        set_process_worker(Worker(*place, store=store, options=options, check=check))
 
 
 def set_process_worker(worker: Worker | None) -> None:

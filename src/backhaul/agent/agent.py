@@ -62,6 +62,7 @@ class Agent:
         codec: Codec,
         enter: Callable[[], None],
         deadline: float,
+        check: Callable[[], None],
     ) -> None:
         """Listen, and join the group. ``enter`` runs first on every thread that this agent makes."""
         self.options = options
@@ -79,7 +80,7 @@ class Agent:
 
         self._listeners: Sequence[Listener] = transport.listen()
         try:
-            self.me = membership.join(name, rank, transport.addresses, deadline)
+            self.me = membership.join(name, rank, transport.addresses, deadline, check)
         except BaseException:
             transport.close()
             raise

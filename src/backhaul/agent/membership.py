@@ -66,8 +66,17 @@ class Membership:
     def dynamic(self) -> bool:
         return self.world_size is None
 
-    def join(self, name: str | None, rank: int | None, addresses: Addresses, deadline: float) -> WorkerInfo:
+    def join(
+        self,
+        name: str | None,
+        rank: int | None,
+        addresses: Addresses,
+        deadline: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> WorkerInfo:
         """Enter the group, and wait until it is complete if it is a fixed one.
+
+        ``check`` is called now and then meanwhile; it raises if there is no point in waiting any longer.
 
         Raises `OptionError` if the name or the rank is taken, `RpcTimeoutError` naming the ranks
         that did not come.
@@ -93,7 +102,7 @@ class Membership:
         self._me = me
         self._learn(me)
         if self.world_size is not None:
-            self._gather(self.world_size, deadline)
+            self._gather(self.world_size, deadline, check)
         return me.info
 
     def leave(self) -> None:
@@ -171,9 +180,10 @@ class Membership:
             self._store.set(f"member/{member.id}", "")
             self.forget(member.id)
 
-    def _gather(self, world_size: int, deadline: float) -> None:
+    def _gather(self, world_size: int, deadline: float, check: Callable[[], None]) -> None:
         missing = [id for id in range(world_size) if id not in self._by_id]
         while missing:
+            check()
             try:
                 self._store.wait([f"member/{missing[0]}"], _POLL)
             except Exception as error:  # stores raise several types for a wait that ran out

@@ -108,6 +108,11 @@ class Members:
                 process.name,
             ) from error
 
+    def require_all(self) -> None:
+        """Raise inside `blamed` if a worker has ended."""
+        if self._ended:
+            raise EOFError("a worker ended")
+
     def serving(self) -> None:
         """From now on, a worker that ends by itself is worth a warning."""
         self._expected = False
