@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import operator
 import threading
 import time
 import traceback
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -305,6 +307,62 @@ def test_a_slow_callback_does_not_hold_up_other_calls(pair: InProcessCluster, ga
     assert pair[0].rpc_sync("worker1", who) == "worker1"
     release.set()
     child.wait()
+
+
+def test_a_burst_of_callbacks_needs_few_threads(pair: InProcessCluster, gate: str) -> None:
+    first = pair[0].rpc_async("worker1", wait_for_gate, args=(gate,))
+    pair[0].rpc_sync("worker1", who)
+    threads = pair[0].agent.pool.size
+    children = [
+        pair[0].rpc_async("worker1", identity, args=(i,)).then(lambda done: done.value() + 1) for i in range(500)
+    ]
+    assert torch.futures.wait_all(children) == list(range(1, 501))
+    assert pair[0].agent.pool.size <= threads + 5
+    open_gate(gate)
+    assert first.wait()
+
+
+def test_callbacks_that_wait_for_each_other(pair: InProcessCluster, gate: str) -> None:
+    """Also behind collect_all, where torch attaches them out of our sight."""
+    later = threading.Event()
+    futures = [pair[0].rpc_async("worker1", wait_for_gate, args=(gate,)) for _ in range(2)]
+    waits = torch.futures.collect_all(futures[:1]).then(lambda _: later.wait(20))
+    futures[1].add_done_callback(lambda _: later.set())
+    open_gate(gate)
+    assert waits.wait()
+
+
+def test_results_are_freed_without_the_garbage_collector(pair: InProcessCluster) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        values = [
+            pair[0].rpc_sync("worker1", identity, args=(torch.ones(5),)),
+            pair[0].rpc_async("worker1", identity, args=(torch.ones(5),)).wait(),
+            pair[0].rpc_async("worker1", identity, args=(torch.ones(5),)).then(lambda done: done.value()).wait(),
+        ]
+        references = [weakref.ref(value) for value in values]
+        values.clear()
+        deadline = time.monotonic() + 10
+        while any(reference() is not None for reference in references):
+            assert time.monotonic() < deadline, [reference() for reference in references]
+            threading.Event().wait(0.001)
+    finally:
+        gc.enable()
+
+
+_setting = contextvars.ContextVar("setting", default="unset")
+
+
+def set_and_get(value: str | None) -> str:
+    before = _setting.get()
+    if value is not None:
+        _setting.set(value)
+    return before
+
+
+def test_calls_do_not_see_each_others_context_variables(pair: InProcessCluster) -> None:
+    assert [pair[0].rpc_sync("worker1", set_and_get, args=(value,)) for value in ("a", "b", None)] == ["unset"] * 3
 
 
 def test_callbacks_run_in_the_context_of_who_added_them(pair: InProcessCluster) -> None:

@@ -122,6 +122,15 @@ def test_shutdown_in_the_block_ends_the_workers_too() -> None:
     assert_gone([workers[0].pid])
 
 
+def test_a_worker_that_dies_while_it_joins() -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerLostError, match="(?s)exited with code 1 .*no/such/directory") as caught:
+        backhaul.cluster(2, env={"BACKHAUL_RUNTIME_DIR": "/no/such/directory"}, output=False)
+    assert caught.value.worker in ("worker1", "worker2")
+    assert time.monotonic() - start < 45, "it was waited for as if it could still come"
+    assert current_or_none() is None
+
+
 def test_misuse() -> None:
     with pytest.raises(OptionError, match="at least 1; got 0"):
         backhaul.cluster(0)
@@ -324,10 +333,13 @@ def test_a_notebook(script: Script) -> None:
         cell("def fail():\\n    raise KeyError('in the notebook')")
         cell("try:\\n    workers[1].rpc_sync(fail)\\nexcept KeyError as error:\\n    cause = str(error.__cause__)")
         cell("print('    raise KeyError' in cause)")
+        cell("import operator\\nclass Late:\\n    size = 7")
+        cell("print(workers[1].rpc_sync(getattr, args=(Late, 'size')))")
+        cell("print(workers[1].rpc_sync(type, args=(Late(),)).__name__)")
         """
     )
     lines = output(popen)
-    assert lines[1:6] == ["tensor(20)", "300", "-400", "101", "True"], lines
+    assert lines[1:8] == ["tensor(20)", "300", "-400", "101", "True", "7", "Late"], lines
     assert_gone([int(pid) for pid in lines[0].split()])
 
 

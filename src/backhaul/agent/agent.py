@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from backhaul.agent.completions import Completions
 from backhaul.agent.execution import Execution
 from backhaul.agent.farewell import Counts, Farewell
 from backhaul.agent.future import Future
@@ -90,7 +91,8 @@ class Agent:
         self.execution = Execution(self.me, codec, enter)
         self.serving = Serving(self.pool, self.watch, self._handle, options.num_worker_threads)
         self.serving.on_end = self._inbound_ended
-        self.watch.tick = self.serving.tick
+        self.completions = Completions(self.pool, self.watch)
+        self.watch.ticks = [self.serving.tick, self.completions.tick]
         self.farewell = Farewell(self, self.closed)
         self._handlers: dict[type[Any], Handler] = {
             Call: self._on_call,
@@ -208,7 +210,7 @@ class Agent:
             channel,
             open_reply=self._open_reply,
             serving=self.serving,
-            pool=self.pool,
+            completions=self.completions,
             watch=self.watch,
             unresponsive_after=self.options.unresponsive_after,
             on_lost=self._outbound_lost,

@@ -37,13 +37,15 @@ class Execution:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, envelope: Envelope, send_late: Callable[[Frame], None]) -> Frame | None:
         """Execute a Call. Returns the reply, or None if ``send_late`` will get it. Never raises."""
         id = envelope.message.id
         try:
             function, args, kwargs = self._codec.unpack(envelope.message.tree, envelope.tensors)
-            value = function(*args, **kwargs)
+            # In a context of its own, so that what it sets does not reach the thread's next call.
+            value = contextvars.copy_context().run(function, *args, **kwargs)
             if type(value) is types.CoroutineType:
                 self._start(value, id, send_late)
                 return None
@@ -136,7 +138,12 @@ class Execution:
 
         loop = self._running_loop()
         context = contextvars.copy_context()
-        loop.call_soon_threadsafe(lambda: _keep(loop.create_task(run())), context=context)
+        loop.call_soon_threadsafe(lambda: self._keep(loop.create_task(run())), context=context)
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """The loop itself only has a weak reference to its tasks."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -155,14 +162,6 @@ class Execution:
             loop.run_forever()
         finally:
             loop.close()
-
-
-_tasks: set[asyncio.Task[None]] = set()
-
-
-def _keep(task: asyncio.Task[None]) -> None:
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
 
 
 async def _cancel_all() -> None:

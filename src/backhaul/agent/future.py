@@ -41,13 +41,15 @@ class Future(torch.futures.Future[T]):
 
     def help(self) -> None:
         """Do what this thread can towards completion; return when no more can be done."""
-        if self._help is not None and not self.done():
-            self._help()
+        help = self._help
+        if help is not None and not self.done():
+            help()
 
     def attend(self) -> None:
         """See to it that completion is noticed although no thread waits."""
-        if self._attend is not None and not self.done():
-            self._attend()
+        attend = self._attend
+        if attend is not None and not self.done():
+            attend()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of ``callback(self)``, which runs once this one is done."""
@@ -60,7 +62,7 @@ class Future(torch.futures.Future[T]):
             except BaseException as error:  # the child's waiter gets it
                 child.settle(None, error)
             else:
-                child.set_result(value)
+                child.settle(value)
 
         self.has_callbacks = True
         super().add_done_callback(run)
@@ -91,6 +93,7 @@ class Future(torch.futures.Future[T]):
 
     def settle(self, value: T | None, error: BaseException | None = None) -> None:
         """Complete it, with a value or an error."""
+        self._help = self._attend = None  # they hold on to the call, or to the parent
         if error is None:
             self.set_result(value)  # type: ignore[arg-type]
         else:

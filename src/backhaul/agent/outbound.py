@@ -13,8 +13,8 @@ Requests leave, and replies come, on one channel. There is no thread that only r
 - A thread whose request does not fit into the socket reads replies while it waits for room.
   Otherwise two workers that send to each other could both wait for ever.
 
-Nothing of the user's runs while a lock or a role is held: futures with callbacks are
-completed on a thread of the pool.
+Nothing of the user's runs while a lock or a role is held: futures with callbacks, and those that
+the watch thread reads, are completed elsewhere (`completions`).
 
 A role is never lost: who gives it up looks for sleepers *after* releasing it, and a sleeper
 looks whether it is free *after* putting itself on the list.
@@ -40,7 +40,7 @@ from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Goodbye, Ping
 
 if TYPE_CHECKING:
-    from backhaul.agent.pool import Pool
+    from backhaul.agent.completions import Completions
     from backhaul.agent.serving import Serving
     from backhaul.agent.watch import Watch
 
@@ -57,7 +57,7 @@ class Outbound:
         *,
         open_reply: Callable[[Slot], Any],
         serving: Serving,
-        pool: Pool,
+        completions: Completions,
         watch: Watch,
         unresponsive_after: float | None,
         on_lost: Callable[[Outbound, WorkerLostError], None],
@@ -66,7 +66,7 @@ class Outbound:
         self._channel = channel
         self._open_reply = open_reply
         self._serving = serving
-        self._pool = pool
+        self._completions = completions
         self._watch = watch
         self._patience = math.inf if unresponsive_after is None else unresponsive_after
         self._on_lost = on_lost
@@ -258,9 +258,10 @@ class Outbound:
         if inline and not future.has_callbacks:
             self._settle(slot, future)
         else:
-            self._pool.run(lambda: self._settle(slot, future))
+            self._completions.add(lambda: self._settle(slot, future))
 
     def _settle(self, slot: Slot, future: Future[Any]) -> None:
+        slot.future = None  # they refer to each other, and to tensors that are not to wait for the garbage collector
         try:
             value = self._open_reply(slot)
         except BaseException as error:  # belongs to who waits for the future
@@ -289,7 +290,7 @@ class Outbound:
             problem = error
         finally:
             self._reading.release()
-        self._hand_out(arrived, inline=True)
+        self._hand_out(arrived, inline=False)
         self._pass_on()
         if problem is not None:
             self.lose(problem)
@@ -308,7 +309,7 @@ class Outbound:
             overdue = self._pending.expire(now)
         for slot in overdue:
             slot.error = self._timeout_of(slot)
-            self._complete(slot, inline=True)
+            self._complete(slot, inline=False)
 
     def _time_out(self, slot: Slot) -> None:
         if self._pending.take(slot.id) is not None:
@@ -371,7 +372,7 @@ class Outbound:
             self._channel.close()
         for slot in slots:
             slot.error = self._loss()
-            self._complete(slot, inline=True)
+            self._complete(slot, inline=False)
         self._pass_on()
         self._on_lost(self, self._lost)
 

@@ -119,7 +119,7 @@ class Inbound:
                     return
                 if len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES:
                     self._send_held()
-        except (ChannelClosed, ProtocolError) as error:
+        except Exception as error:
             state.handling = False
             state.lead = None
             self._end(error)
@@ -181,8 +181,9 @@ class Inbound:
         with self._lock:
             self._generation += 1
             self._out = []
-        if isinstance(error, ProtocolError):
-            _log.error("closing the connection from %s: %s", self.peer.name, error)
+        if not isinstance(error, ChannelClosed):
+            own = not isinstance(error, ProtocolError)
+            _log.error("closing the connection from %s: %s", self.peer.name, error, exc_info=error if own else None)
         self._channel.shutdown()
         with self._sending:
             self._channel.close()

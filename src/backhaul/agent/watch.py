@@ -56,7 +56,8 @@ class Watch:
         self._deadline = math.inf  # when to look at deadlines next
         self._check_at = math.inf
         self._closing = False
-        self.tick: Callable[[], bool] = lambda: False
+        self.ticks: list[Callable[[], bool]] = []
+        """Called at every tick; True keeps the ticks coming."""
         self.asleep = False
         """True: nothing ticks. Whoever starts a request must then `wake` the watch."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -152,28 +153,41 @@ class Watch:
         self._enter()
         quiet = 0
         while not self._closing:
-            active = self.tick()
-            active = self._attend() or active
+            active = self._tick()
             quiet = 0 if active else quiet + 1
             if quiet > _QUIET_TICKS:
                 self.asleep = True
                 # A request that began before `asleep` was set has not rung the bell.
-                if self.tick() or self._soon:
+                if self._tick():
                     self.asleep = False
                     quiet = 0
             now = time.monotonic()
             timeout = min(self._deadline, self._check_at) - now
             if not self.asleep:
                 timeout = min(timeout, _TICK)
-            for descriptor, event in self._epoll.poll(None if timeout == math.inf else max(0.0, timeout)):
-                self._handle(descriptor, event)
-            now = time.monotonic()
-            if now >= self._deadline:
-                self._expire(now)
-            if now >= self._check_at:
-                self._check_peers(now)
+            events = self._epoll.poll(None if timeout == math.inf else max(0.0, timeout))
+            try:
+                self._act(events)
+            except Exception:
+                # Without this thread the worker would look alive and be deaf.
+                _log.exception("the watch thread goes on after a failure")
 
-    def _handle(self, descriptor: int, event: int) -> None:
+    def _tick(self) -> bool:
+        active = self._attend()
+        for tick in self.ticks:
+            active = tick() or active
+        return active
+
+    def _act(self, events: list[tuple[int, int]]) -> None:
+        for descriptor, _ in events:
+            self._handle(descriptor)
+        now = time.monotonic()
+        if now >= self._deadline:
+            self._expire(now)
+        if now >= self._check_at:
+            self._check_peers(now)
+
+    def _handle(self, descriptor: int) -> None:
         if descriptor == self._bell:
             try:
                 os.eventfd_read(self._bell)
