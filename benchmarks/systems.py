@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 from ports import CLIENT, PORTS, SERVER
-from workloads import WORKLOADS
+from workloads import WORKLOADS, Samples
 
 _START_SECONDS = 60.0
 _RUN_SECONDS = 60.0
@@ -91,8 +91,8 @@ class System:
         finally:
             self._end()
 
-    def measure(self, order: Order) -> list[float]:
-        """The seconds of each repetition. Raises `SystemFailed`."""
+    def measure(self, order: Order) -> Samples:
+        """What the client measured. Raises `SystemFailed`."""
         self._thaw()
         try:
             try:
@@ -102,7 +102,7 @@ class System:
             samples = self._answer(CLIENT, time.monotonic() + _RUN_SECONDS)
         finally:
             self._freeze()
-        if not isinstance(samples, list):
+        if not isinstance(samples, Samples):
             raise SystemFailed(f"{self.name}: {order.workload} gave {samples!r}")
         return samples
 

@@ -20,6 +20,9 @@ import backhaul
 RATIOS = (("torch", "backhaul"), ("backhaul", "ping-pong"))
 """How many times longer the first takes than the second."""
 
+STALL_SECONDS = 3.0
+"""Longer than any system takes for a repetition, so something hung."""
+
 _PLAIN_WIDTH = 200  # wide enough for every row on one line
 
 
@@ -36,6 +39,14 @@ class Spread(NamedTuple):
             return cls(rounds[0], rounds[0], rounds[0])
         low, median, high = statistics.quantiles(rounds, n=4, method="inclusive")
         return cls(median, low, high)
+
+
+class Stall(NamedTuple):
+    """A repetition, perhaps of a warm-up, that took longer than `STALL_SECONDS`."""
+
+    system: str
+    work: str
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -57,8 +68,8 @@ class Row:
         return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
-def write(rows: Sequence[Row], systems: Sequence[str], file: TextIO) -> None:
-    """Print the table: ruled on a terminal, plainly aligned elsewhere."""
+def write(rows: Sequence[Row], stalls: Sequence[Stall], systems: Sequence[str], file: TextIO) -> None:
+    """Print the table, ruled on a terminal and plainly aligned elsewhere, and what stalled."""
     terminal = file.isatty()
     console = Console(file=file, width=None if terminal else _PLAIN_WIDTH, highlight=False)
     table = RichTable(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
@@ -70,13 +81,16 @@ def write(rows: Sequence[Row], systems: Sequence[str], file: TextIO) -> None:
         ratios = (_ratio_text(row.ratio(over, under)) for over, under in RATIOS)
         table.add_row(row.figure.name, *times, *ratios)
     console.print(table)
+    for stall in stalls:
+        console.print(f"stalled: {stall.system}, {stall.work}: {stall.seconds:.1f} s for one repetition")
 
 
-def as_json(rows: Sequence[Row], systems: Sequence[str]) -> dict[str, Any]:
+def as_json(rows: Sequence[Row], stalls: Sequence[Stall], systems: Sequence[str], load: float) -> dict[str, Any]:
     """The table as plain data; all times in seconds per call."""
     return {
         "host": {
             "cpus": os.cpu_count(),
+            "load_before": load,
             "machine": platform.machine(),
             "system": f"{platform.system()} {platform.release()}",
             "python": platform.python_version(),
@@ -99,6 +113,7 @@ def as_json(rows: Sequence[Row], systems: Sequence[str]) -> dict[str, Any]:
             }
             for row in rows
         ],
+        "stalls": [stall._asdict() for stall in stalls],
     }
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from ports import Port
@@ -20,6 +20,16 @@ BURST = 5000
 DEPTH = 8
 _WARM_UP_SECONDS = 0.1
 _KIB = 1024
+
+
+class Samples(NamedTuple):
+    """Seconds per call of each repetition; and the longest of them as a whole, the warm-up's included.
+
+    Medians and a warm-up would hide a call that hangs for seconds once in a while; ``longest`` does not.
+    """
+
+    seconds: list[float]
+    longest: float
 
 
 @dataclass(frozen=True)
@@ -33,59 +43,55 @@ class Figure:
 
 @dataclass(frozen=True)
 class Workload:
-    """``run(port, repetitions)`` warms up and returns the seconds of each repetition."""
+    """``run(port, repetitions)`` warms up and measures."""
 
     name: str
-    run: Callable[[Any, int], list[float]]
+    run: Callable[[Any, int], Samples]
     repetitions: int  # in one round
     figures: tuple[Figure, ...]
     needs_calls: bool = False  # beyond a bare socket
 
 
-def _noop(port: Port, repetitions: int) -> list[float]:
+def _noop(port: Port, repetitions: int) -> Samples:
     return _time(port.noop, repetitions)
 
 
-def _echo(size: int, port: Port, repetitions: int) -> list[float]:
+def _echo(size: int, port: Port, repetitions: int) -> Samples:
     tensor = torch.rand(size // torch.float32.itemsize)
     if not torch.equal(port.echo(tensor), tensor):
         raise ValueError(f"the echo of {size} bytes differs from what was sent")
     return _time(lambda: port.echo(tensor), repetitions)
 
 
-def _burst(port: Port, repetitions: int) -> list[float]:
-    _warm_up(lambda: port.burst(BURST // 50))
-    samples = []
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        port.burst(BURST)
-        samples.append((time.perf_counter() - start) / BURST)
-    return samples
+def _burst(port: Port, repetitions: int) -> Samples:
+    return _time(lambda: port.burst(BURST), repetitions, warm_up=lambda: port.burst(BURST // 50), calls=BURST)
 
 
-def _nest(port: Port, repetitions: int) -> list[float]:
+def _nest(port: Port, repetitions: int) -> Samples:
     if port.nest(DEPTH) != DEPTH:
         raise ValueError("a nested call returned another depth")
     return _time(lambda: port.nest(DEPTH), repetitions)
 
 
-def _time(act: Callable[[], object], repetitions: int) -> list[float]:
-    _warm_up(act)
-    samples = []
+def _time(
+    act: Callable[[], object], repetitions: int, *, warm_up: Callable[[], object] | None = None, calls: int = 1
+) -> Samples:
+    """Time ``act``, which makes so many calls, after ``warm_up`` or itself has run for a while."""
     clock = time.perf_counter
+    warm_up = warm_up or act
+    longest = 0.0
+    # By time rather than by number: a process that has just been thawed is slow for a while,
+    # and a fixed number of calls lasts longest on the slowest system.
+    end = clock() + _WARM_UP_SECONDS
+    while (start := clock()) < end:
+        warm_up()
+        longest = max(longest, clock() - start)
+    samples = []
     for _ in range(repetitions):
         start = clock()
         act()
         samples.append(clock() - start)
-    return samples
-
-
-def _warm_up(act: Callable[[], object]) -> None:
-    # By time rather than by number: a process that has just been thawed is slow for a while,
-    # and a fixed number of calls lasts longest on the slowest system.
-    end = time.perf_counter() + _WARM_UP_SECONDS
-    while time.perf_counter() < end:
-        act()
+    return Samples([seconds / calls for seconds in samples], max(longest, *samples))
 
 
 def _p99(samples: list[float]) -> float:

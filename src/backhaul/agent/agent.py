@@ -20,7 +20,6 @@ from backhaul.agent.farewell import Counts, Farewell
 from backhaul.agent.future import Future
 from backhaul.agent.membership import Member, Membership
 from backhaul.agent.outbound import Outbound
-from backhaul.agent.pending import Slot
 from backhaul.agent.pool import Pool
 from backhaul.agent.serving import Handler, Inbound, Serving
 from backhaul.agent.watch import Watch
@@ -119,7 +118,7 @@ class Agent:
         """The value of ``function(*args, **kwargs)`` on worker ``to``. ``timeout`` in seconds, or infinity."""
         deadline = time.monotonic() + timeout
         outbound = self._route(to, deadline)
-        make = self._request(function, args, kwargs)
+        make = self._request(outbound.peer, function, args, kwargs)
         return outbound.ask(make, name_for_people(function), deadline, is_call=True)
 
     def call_async(
@@ -128,7 +127,7 @@ class Agent:
         """A future of that value."""
         deadline = time.monotonic() + timeout
         outbound = self._route(to, deadline)
-        make = self._request(function, args, kwargs)
+        make = self._request(outbound.peer, function, args, kwargs)
         return outbound.ask_async(make, name_for_people(function), deadline, is_call=True)
 
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]:
@@ -136,9 +135,11 @@ class Agent:
         outbound = self._route(to, deadline)
         return outbound.ask_async(lambda id: encode(make(id)), what, deadline, is_call=False)
 
-    def _request(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[int], Frame]:
-        tree, packing = self._codec.pack((function, tuple(args), dict(kwargs)))
-        return lambda id: encode(Call(id, tree), packing.tensors)
+    def _request(
+        self, to: WorkerInfo, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[[int], Frame]:
+        tree, packing = self._codec.pack((function, tuple(args), dict(kwargs)), ("func", "args", "kwargs"))
+        return lambda id: self.execution.frame(lambda refs: Call(id, tree, refs), packing, to)
 
     def _route(self, to: To, deadline: float) -> Outbound:
         outbound = self._routes.get(to)
@@ -208,19 +209,13 @@ class Agent:
         return Outbound(
             member.info,
             channel,
-            open_reply=self._open_reply,
+            execution=self.execution,
             serving=self.serving,
             completions=self.completions,
             watch=self.watch,
             unresponsive_after=self.options.unresponsive_after,
             on_lost=self._outbound_lost,
         )
-
-    def _open_reply(self, slot: Slot) -> Any:
-        if slot.error is not None:
-            raise slot.error
-        assert slot.envelope is not None  # for the type checker: a slot without an error has a reply
-        return self.execution.open(slot.envelope)
 
     def _outbound_lost(self, outbound: Outbound, error: WorkerLostError) -> None:
         if self.closed.is_set():
@@ -244,7 +239,7 @@ class Agent:
             inbound.count_finished()
 
         inbound.calls_started += 1
-        frame = self.execution.run(envelope, send_late)
+        frame = self.execution.run(envelope, inbound.peer, send_late)
         if frame is not None:
             inbound.count_finished()
         return frame
@@ -320,8 +315,8 @@ class Agent:
         return any(inb.peer != self.me and not inb.said_goodbye for inb in list(self.serving.inbounds))
 
     def answer(self, id: int, value: Any) -> Frame:
-        """The frame that answers request ``id`` with a value."""
-        return self.execution.result(id, value)
+        """The frame that answers a question of our own with a value."""
+        return self.execution.result(id, value, self.me)
 
     def counts(self) -> Counts:
         """Whether all calls of this worker are settled; calls sent to, and finished for, each peer."""

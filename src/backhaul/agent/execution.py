@@ -1,4 +1,4 @@
-"""Runs the user's function, and turns what it raises into something that can travel."""
+"""Runs the user's function, and turns what it returns or raises into something that can travel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
+from backhaul.agent.future import Future
+from backhaul.agent.traffic import NoTraffic, Traffic
 from backhaul.errors import RemoteError, RemoteTraceback
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Failure, Result
+from backhaul.wire.messages import Failure, Refs, Result
+from backhaul.wire.trees import Packing
 from backhaul.wire.values import Codec
 
 ASYNC_MARK = "_backhaul_async_execution"
@@ -24,13 +27,10 @@ ASYNC_MARK = "_backhaul_async_execution"
 
 
 class Execution:
-    """Executes calls for one worker.
-
-    ``send_late`` in its methods takes the reply of a call that is not over when the
-    function returns: a coroutine, or a future of an ``async_execution`` function.
-    """
+    """Executes calls for one worker, and opens replies to its own."""
 
     def __init__(self, me: WorkerInfo, codec: Codec, enter: Callable[[], None]) -> None:
+        self.traffic: Traffic = NoTraffic()
         self._me = me
         self._codec = codec
         self._enter = enter
@@ -39,59 +39,104 @@ class Execution:
         self._loop_thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def run(self, envelope: Envelope, send_late: Callable[[Frame], None]) -> Frame | None:
-        """Execute a Call. Returns the reply, or None if ``send_late`` will get it. Never raises."""
+    def run(self, envelope: Envelope, peer: WorkerInfo, send_late: Callable[[Frame], None]) -> Frame | None:
+        """Execute a Call of ``peer``. Never raises.
+
+        Returns the reply, or None if ``send_late`` will get it: the function is a coroutine, or
+        returned a future and says so.
+        """
         id = envelope.message.id
         try:
-            function, args, kwargs = self._codec.unpack(envelope.message.tree, envelope.tensors)
-            # In a context of its own, so that what it sets does not reach the thread's next call.
-            value = contextvars.copy_context().run(function, *args, **kwargs)
-            if type(value) is types.CoroutineType:
-                self._start(value, id, send_late)
+            value, later = self.invoke(*self.unpack(envelope))
+            if later:
+                follow(value, lambda done: send_late(self._reply(id, done, peer)))
                 return None
-            if getattr(function, ASYNC_MARK, False):
-                self._follow(function, value, id, send_late)
-                return None
-            return self.result(id, value)
+            return self.result(id, value, peer)
         except BaseException as error:
-            return self.failure(id, error)
+            return self.failure(id, error, peer)
 
-    def result(self, id: int, value: Any) -> Frame:
-        """The frame that answers request ``id`` with a value."""
+    def invoke(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Run a function. ``(value, False)``, or ``(a future of the value, True)``."""
+        # In a context of its own, so that what it sets does not reach the thread's next call.
+        value = contextvars.copy_context().run(function, *args, **kwargs)
+        if type(value) is types.CoroutineType:
+            return self._start(value), True
+        if not getattr(function, ASYNC_MARK, False):
+            return value, False
+        if not isinstance(value, torch._C.Future):
+            raise TypeError(
+                "Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object; "
+                f"{getattr(function, '__qualname__', function)} returned a {type(value).__name__}"
+            )
+        return value, True
+
+    def unpack(self, envelope: Envelope) -> Any:
+        """The value of a message's tree."""
+        message = envelope.message
+        try:
+            return self._codec.unpack(message.tree, envelope.tensors)
+        finally:
+            if message.refs:
+                self.traffic.arrived(message.refs)
+
+    def discard(self, envelope: Envelope) -> None:
+        """Nobody wants this reply any more."""
+        if envelope.message.refs:
+            self.traffic.arrived(envelope.message.refs)
+
+    def result(self, id: int, value: Any, to: WorkerInfo) -> Frame:
+        """The frame that answers request ``id`` of ``to`` with a value."""
         tree, packing = self._codec.pack(value)
-        return encode(Result(id, tree), packing.tensors)
+        return self.frame(lambda refs: Result(id, tree, refs), packing, to)
 
-    def failure(self, id: int, error: BaseException) -> Frame:
-        """The frame that answers request ``id`` with an exception. Never raises."""
+    def frame(self, make: Callable[[Refs], Any], packing: Packing, to: WorkerInfo) -> Frame:
+        """The frame of a message with a packed value."""
+        if not packing.attached:
+            return encode(make(()), packing.tensors)
+        refs = self.traffic.departing(packing.attached, to)
+        try:
+            return encode(make(refs), packing.tensors)
+        except BaseException:
+            self.traffic.stayed(refs)
+            raise
+
+    def failure(self, id: int, error: BaseException, to: WorkerInfo) -> Frame:
+        """The frame that answers request ``id`` of ``to`` with an exception. Never raises."""
         text = "".join(traceback.format_exception(type(error), error, _user_part(error.__traceback__)))
         kind = type(error)
-        message = Failure(id, self._me.name, f"{kind.__module__}.{kind.__qualname__}", _safe_str(error), text)
+        texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", _safe_str(error), text)
         try:
             tree, packing = self._codec.pack(error)
-            return encode(Failure(*_fields(message), tree), packing.tensors)
+            return self.frame(lambda refs: Failure(id, *texts, tree, refs), packing, to)
         except Exception:  # an exception that cannot travel: its texts do
-            return encode(message)
+            return encode(Failure(id, *texts))
 
     def open(self, envelope: Envelope) -> Any:
         """The value of a reply; raises what the other side raised."""
-        message = envelope.message
-        if type(message) is Result:
-            return self._codec.unpack(message.tree, envelope.tensors)
-        raise self._rebuild(message, envelope)
+        if type(envelope.message) is Result:
+            return self.unpack(envelope)
+        raise self._rebuild(envelope.message, envelope)
 
-    def close(self, deadline: float) -> None:
+    def close(self, seconds: float) -> None:
+        """Cancel the coroutines, and wait that long for their loop to end."""
         with self._lock:
             loop, thread = self._loop, self._loop_thread
             self._loop = self._loop_thread = None
         if loop is not None and thread is not None:
             asyncio.run_coroutine_threadsafe(_cancel_all(), loop)
-            thread.join(max(0.0, deadline))
+            thread.join(max(0.0, seconds))
+
+    def _reply(self, id: int, done: Any, to: WorkerInfo) -> Frame:
+        try:
+            return self.result(id, done.value(), to)
+        except BaseException as error:
+            return self.failure(id, error, to)
 
     def _rebuild(self, message: Failure, envelope: Envelope) -> BaseException:
         error: Any = None
         if message.tree is not None:
             try:
-                error = self._codec.unpack(message.tree, envelope.tensors)
+                error = self.unpack(envelope)
             except Exception:  # its type cannot be had here
                 error = None
         # SystemExit and KeyboardInterrupt over there must not end this process.
@@ -105,40 +150,22 @@ class Execution:
         error.__cause__ = RemoteTraceback(message.worker, message.traceback)
         return error  # type: ignore[no-any-return]
 
-    def _follow(self, function: Any, value: Any, id: int, send_late: Callable[[Frame], None]) -> None:
-        if not isinstance(value, torch._C.Future):
-            name = getattr(function, "__qualname__", repr(function))
-            raise TypeError(
-                f"Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object; "
-                f"{name} returned a {type(value).__name__}"
-            )
+    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine on this worker's event loop."""
+        future: Future[Any] = Future()
 
-        def reply(done: Any) -> None:
-            try:
-                frame = self.result(id, done.value())
-            except BaseException as error:
-                frame = self.failure(id, error)
-            send_late(frame)
-
-        # Torch's own method: ours would mark the future as carrying user code, which this is not.
-        torch.futures.Future.add_done_callback(value, reply) if isinstance(
-            value, torch.futures.Future
-        ) else value.add_done_callback(reply)
-        attend = getattr(value, "attend", None)
-        if attend is not None:
-            attend()
-
-    def _start(self, coroutine: Coroutine[Any, Any, Any], id: int, send_late: Callable[[Frame], None]) -> None:
         async def run() -> None:
             try:
-                frame = self.result(id, await coroutine)
+                value = await coroutine
             except BaseException as error:
-                frame = self.failure(id, error)
-            send_late(frame)
+                future.settle(None, error)
+            else:
+                future.settle(value)
 
         loop = self._running_loop()
         context = contextvars.copy_context()
         loop.call_soon_threadsafe(lambda: self._keep(loop.create_task(run())), context=context)
+        return future
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         """The loop itself only has a weak reference to its tasks."""
@@ -164,6 +191,14 @@ class Execution:
             loop.close()
 
 
+def follow(future: Any, done: Callable[[Any], None]) -> None:
+    """Call ``done(future)`` when a future of torch's, or of ours, is complete."""
+    if isinstance(future, Future):
+        future.when_done(done)
+    else:
+        future.add_done_callback(done)
+
+
 async def _cancel_all() -> None:
     loop = asyncio.get_running_loop()
     tasks = [task for task in asyncio.all_tasks(loop) if task is not asyncio.current_task()]
@@ -171,10 +206,6 @@ async def _cancel_all() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     loop.stop()
-
-
-def _fields(message: Failure) -> tuple[int, str, str, str, str]:
-    return message.id, message.worker, message.type_name, message.text, message.traceback
 
 
 def _safe_str(error: BaseException) -> str:

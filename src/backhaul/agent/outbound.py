@@ -37,14 +37,16 @@ from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Goodbye, Ping
+from backhaul.wire.messages import Failure, Goodbye, Ping, Result
 
 if TYPE_CHECKING:
     from backhaul.agent.completions import Completions
+    from backhaul.agent.execution import Execution
     from backhaul.agent.serving import Serving
     from backhaul.agent.watch import Watch
 
 _SEND_POLL = 0.1
+_REPLIES = (Result, Failure)
 
 
 class Outbound:
@@ -55,7 +57,7 @@ class Outbound:
         peer: WorkerInfo,
         channel: Channel,
         *,
-        open_reply: Callable[[Slot], Any],
+        execution: Execution,
         serving: Serving,
         completions: Completions,
         watch: Watch,
@@ -64,7 +66,7 @@ class Outbound:
     ) -> None:
         self.peer = peer
         self._channel = channel
-        self._open_reply = open_reply
+        self._execution = execution
         self._serving = serving
         self._completions = completions
         self._watch = watch
@@ -232,19 +234,25 @@ class Outbound:
                 return
 
     def _receive(self, timeout: float | None) -> list[Envelope]:
-        """Read once; return the messages that are complete. Holds the reader role."""
+        """Read once; return the replies that are complete. Holds the reader role."""
         channel = self._channel
         arrived: list[Envelope] = []
         if channel.read(timeout):
             self._pinged = None
             while (envelope := channel.next()) is not None:
+                if not isinstance(envelope.message, _REPLIES):
+                    raise ProtocolError(f"a {type(envelope.message).__name__} where replies are expected")
+                if envelope.message.refs:
+                    self._execution.traffic.arriving(envelope.message.refs)
                 arrived.append(envelope)
         return arrived
 
     def _hand_out(self, arrived: list[Envelope], *, inline: bool) -> None:
         for envelope in arrived:
             slot = self._pending.take(envelope.message.id)
-            if slot is not None:  # else it came too late, or answers a ping
+            if slot is None:  # it comes too late, or answers a ping
+                self._execution.discard(envelope)
+            else:
                 slot.envelope = envelope
                 self._complete(slot, inline=inline)
 
@@ -269,6 +277,11 @@ class Outbound:
         else:
             future.settle(value)
         self._count_settled(slot)
+
+    def _open_reply(self, slot: Slot) -> Any:
+        if slot.envelope is not None:
+            return self._execution.open(slot.envelope)
+        raise slot.error or ProtocolError("a request ended without a reply")
 
     def _count_settled(self, slot: Slot) -> None:
         if slot.is_call:

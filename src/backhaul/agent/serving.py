@@ -35,6 +35,7 @@ from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Refs
 
 if TYPE_CHECKING:
     from backhaul.agent.watch import Watch
@@ -95,6 +96,9 @@ class Inbound:
                         self._send_held()
                     channel.read(None)
                     continue
+                if getattr(envelope.message, "refs", ()):
+                    # Now, while this thread cannot lose the lead: the next message must not overtake it.
+                    serving.arriving(envelope.message.refs)
                 self.turn += 1
                 self.busy = True
                 state.lead = lead
@@ -198,6 +202,8 @@ class Serving:
         self.watch = watch
         self.handle = handle
         self.on_end: Callable[[Inbound, Exception], None] = lambda inbound, error: None
+        self.arriving: Callable[[Refs], None] = lambda refs: None
+        """Called with the references that a request brings, in the order of reading."""
         self.on_activity: Callable[[int], None] | None = None
         """A test's scheduler counts with it how many requests run and do not wait."""
         self.state = _ThreadState()

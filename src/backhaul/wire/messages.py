@@ -14,22 +14,29 @@ from typing import Any
 
 import msgspec
 
+from backhaul.ids import RefId, ShareId
 
-class Call(msgspec.Struct, frozen=True, array_like=True, gc=False):
+Refs = tuple[tuple[RefId, ShareId], ...]
+"""The references that a message brings; its trees refer to them by index."""
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """Run ``function(*args, **kwargs)``; the tree holds ``(function, args, kwargs)``."""
 
     id: int
     tree: Any
+    refs: Refs = ()
 
 
-class Result(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Result(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """The request ``id`` is done; the tree holds its value."""
 
     id: int
     tree: Any
+    refs: Refs = ()
 
 
-class Failure(msgspec.Struct, frozen=True, array_like=True):
+class Failure(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The request ``id`` raised.
 
     ``tree`` holds the exception if it can travel, else None. The texts are there in
@@ -42,6 +49,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     text: str
     traceback: str
     tree: Any = None
+    refs: Refs = ()
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True):
@@ -72,7 +80,75 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True):
     """The sender leaves on purpose and makes no more calls. One-way."""
 
 
-Message = Call | Result | Failure | Ping | AwaitReady | AwaitEnd | Tally | Goodbye
+# -- references --------------------------------------------------------------------------------------
+
+
+class Create(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A request to run a function and keep its value under ``ref``. Answered before it runs."""
+
+    id: int
+    ref: RefId
+    tree: Any
+    refs: Refs = ()
+
+
+class Fetch(msgspec.Struct, frozen=True, array_like=True):
+    """A request for the value of a reference; answered when there is one."""
+
+    id: int
+    ref: RefId
+
+
+class Register(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """User to owner: list me."""
+
+    ref: RefId
+
+
+class Registered(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Owner to user: you are listed; or the value is gone."""
+
+    ref: RefId
+    exists: bool = True
+
+
+class Unpin(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Receiver to sharer: I have what you sent, and the owner knows it."""
+
+    share: ShareId
+
+
+class Release(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """User to owner: strike me off."""
+
+    ref: RefId
+
+
+class Sweep(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Have you dealt with all that these dead workers sent you?"""
+
+    dead: tuple[int, ...]
+
+
+class Swept(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Yes."""
+
+    dead: tuple[int, ...]
+
+
+Notice = Register | Registered | Unpin | Release | Sweep | Swept
+"""What workers tell each other about references; `refs.counting` says when."""
+
+
+class Notices(msgspec.Struct, frozen=True, array_like=True):
+    """A request to take note of these, in order; ``number`` counts such requests from one sender."""
+
+    id: int
+    number: int
+    notices: tuple[Notice, ...]
+
+
+Message = Call | Result | Failure | Ping | AwaitReady | AwaitEnd | Tally | Goodbye | Create | Fetch | Notices
 
 KINDS: dict[int, type[Any]] = {
     1: Call,
@@ -83,6 +159,9 @@ KINDS: dict[int, type[Any]] = {
     6: AwaitEnd,
     7: Tally,
     8: Goodbye,
+    9: Create,
+    10: Fetch,
+    11: Notices,
 }
 """The kind byte of a frame -> the message in it. Numbers are never reused."""
 

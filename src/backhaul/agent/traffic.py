@@ -1,0 +1,41 @@
+"""Traffic: what the layer of references is told about messages that carry references.
+
+The agent moves messages and does not know what a reference is. It calls these at the four moments
+that matter for counting.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from backhaul.ids import WorkerInfo
+from backhaul.wire.messages import Refs
+
+
+class Traffic(Protocol):
+    """See `refs.references`. All methods are quick, thread-safe, and call no peer."""
+
+    def departing(self, attached: list[Any], to: WorkerInfo) -> Refs:
+        """A message with these is about to leave; what it has to carry for them."""
+
+    def stayed(self, refs: Refs) -> None:
+        """It did not leave after all."""
+
+    def arriving(self, refs: Refs) -> None:
+        """A message with these was read. Called in the order of reading, before any later message's."""
+
+    def arrived(self, refs: Refs) -> None:
+        """That message has been unpacked, or thrown away."""
+
+
+class NoTraffic:
+    """For an agent without references."""
+
+    def departing(self, attached: list[Any], to: WorkerInfo) -> Refs:
+        return ()
+
+    def stayed(self, refs: Refs) -> None: ...
+
+    def arriving(self, refs: Refs) -> None: ...
+
+    def arrived(self, refs: Refs) -> None: ...

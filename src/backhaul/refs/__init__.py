@@ -1,0 +1,1 @@
+"""References to values on other workers: who holds them, and when a value may go."""

@@ -1,0 +1,418 @@
+"""Which workers hold a reference, and when the owner may free its value. A pure state machine.
+
+Theory of operation
+-------------------
+**Listing.** The owner of a value lists the workers that hold references to it, not how many
+copies each has: a worker counts its own copies and tells the owner only about the first and
+the last. A dead worker is simply struck off the lists.
+
+A worker that has a reference to another one's value is its *user*. An entry of a user is::
+
+    registering ──(the owner has listed us)──> confirmed ──(last copy gone)──> Release, forgotten
+
+**Sharing.** When a message takes a reference from a *sharer* to a *receiver*, the receiver is not
+listed yet, and the sharer may drop its own reference at once: the race that frees too early.
+So the sharer *pins* its entry for each share. The receiver asks the owner to list it
+(`Register`); the owner answers (`Registered`); then the receiver tells the sharer (`Unpin`). A pinned entry
+is not released. A receiver that is confirmed already, or is the owner, unpins at once::
+
+    sharer ───── message with the reference ─────> receiver
+    (pinned)                                        │ Register
+       │                                 owner <────┘
+       │                                   └─────> receiver   Registered
+       └<────────────────── Unpin ──────────────────┘
+
+At every moment some worker that is listed, or the owner itself, keeps the value alive: the sharer
+until the receiver is listed, the receiver from then on.
+
+**Creation.** The creator of a remote value is listed by the very message that creates it, and is
+confirmed by the reply. It releases only after that. If it never learns whether the message arrived, it
+sends `Release` all the same, and the owner remembers a release that comes before the creation. It may share
+the reference at once, so that a `Register` can come before the creation, too: the owner then makes the
+entry, and the value follows.
+
+**Deaths.** A worker may die after it has sent a reference on and before the receiver is listed. If the
+owner struck the dead worker off at once, the value could go although the receiver has it. So whoever
+has the dead worker on a list, or a pin towards it, first *sweeps*: it asks every other living worker
+whether all that the dead ones ever sent it has been dealt with. A worker answers `Swept` when it has
+read the dead ones' connections to their end, and every entry that was registering then is
+confirmed. When all have answered for all the dead, nothing that a dead worker sent is under way, and what
+it held is dropped. Workers that die meanwhile are added to the question.
+
+**What is assumed.** Between two living workers, these messages arrive in order and once (`mailbox` sees to
+that, over connections that may break). Nothing is assumed of their order relative to calls.
+
+Methods return the messages to send, and the values to free; they do nothing else. One driver calls them,
+under one lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from backhaul.ids import RefId, ShareId
+from backhaul.wire.messages import Notice, Register, Registered, Release, Sweep, Swept, Unpin
+
+
+class Send(NamedTuple):
+    """Send this notice to that worker."""
+
+    to: int
+    notice: Notice
+
+
+class Free(NamedTuple):
+    """Nobody can reach this value of ours any more."""
+
+    ref: RefId
+
+
+class Void(NamedTuple):
+    """The creation of this value of ours will not come any more, but somebody waits for it."""
+
+    ref: RefId
+
+
+class Confirm(NamedTuple):
+    """The owner has listed us, or says that the value is gone."""
+
+    ref: RefId
+    exists: bool
+
+
+Action = Send | Free | Void | Confirm
+
+
+class _Owned:
+    """The owner's entry: alive while anybody is listed, or it is pinned, or held here."""
+
+    __slots__ = ("copies", "created", "pins", "users")
+
+    def __init__(self) -> None:
+        self.created = False
+        self.copies = 0
+        self.pins: set[ShareId] = set()
+        self.users: set[int] = set()
+
+    def idle(self) -> bool:
+        return not (self.copies or self.pins or self.users)
+
+
+class _Used:
+    """A user's entry."""
+
+    __slots__ = ("confirmed", "copies", "pins", "to_unpin")
+
+    def __init__(self) -> None:
+        self.copies = 0
+        self.pins: set[ShareId] = set()
+        self.confirmed = False
+        self.to_unpin: list[ShareId] = []  # shares by which it came while registering
+
+    def idle(self) -> bool:
+        return self.confirmed and not (self.copies or self.pins)
+
+
+class _Question:
+    """A sweep of another worker that has not been answered yet."""
+
+    __slots__ = ("awaited", "dead", "peer")
+
+    def __init__(self, peer: int, dead: tuple[int, ...]) -> None:
+        self.peer = peer
+        self.dead = dead
+        self.awaited: set[RefId] | None = None  # entries to be confirmed first; None until the dead have ended
+
+
+class Counting:
+    """One worker's part. ``me`` is its rank."""
+
+    def __init__(self, me: int) -> None:
+        self.me = me
+        self._owned: dict[RefId, _Owned] = {}
+        self._used: dict[RefId, _Used] = {}
+        self._pins: dict[ShareId, tuple[RefId, int]] = {}  # share -> what, to whom
+        self._refs = 0
+        self._shares = 0
+        self._released_early: set[RefId] = set()
+        # Deaths:
+        self._dead: set[int] = set()  # and all that they sent here has been read
+        self._living: set[int] = set()
+        self._answers: set[int] | None = None  # who has answered the sweep that is going on
+        self._questions: list[_Question] = []
+
+    # -- seen from outside ------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> Iterable[RefId]:
+        return self._owned.keys()
+
+    @property
+    def used(self) -> Iterable[RefId]:
+        return self._used.keys()
+
+    def holders(self, ref: RefId) -> set[int]:
+        """The workers that the owner has listed."""
+        entry = self._owned.get(ref)
+        return set() if entry is None else set(entry.users)
+
+    def is_confirmed(self, ref: RefId) -> bool:
+        entry = self._used.get(ref)
+        return entry.confirmed if entry is not None else ref in self._owned
+
+    @property
+    def pinned(self) -> int:
+        return len(self._pins)
+
+    # -- this worker's own doings -------------------------------------------------------------------
+
+    def new_ref(self, owner: int) -> RefId:
+        self._refs += 1
+        return RefId(owner, self.me, self._refs)
+
+    def own(self, ref: RefId) -> None:
+        """A value of ours has come to be; who made it has a copy."""
+        entry = self._owned.setdefault(ref, _Owned())
+        entry.created = True
+        entry.copies += 1
+
+    def own_for(self, ref: RefId, creator: int) -> list[Action]:
+        """A value of ours is about to come to be, on behalf of ``creator``."""
+        entry = self._owned.setdefault(ref, _Owned())
+        entry.created = True
+        if ref in self._released_early:
+            self._released_early.discard(ref)
+        elif creator not in self._dead:
+            entry.users.add(creator)
+        return self._free_if_idle(ref)
+
+    def creating(self, ref: RefId) -> None:
+        """A creation is on its way to the owner; we have a copy."""
+        self._used[ref] = entry = _Used()
+        entry.copies = 1
+
+    def created(self, ref: RefId) -> list[Action]:
+        """The owner has confirmed the creation, or it is not known whether it ever happened."""
+        return self._confirm(ref, exists=True)
+
+    def hold(self, ref: RefId) -> None:
+        """One more copy here."""
+        entry = self._entry(ref)
+        if entry is not None:
+            entry.copies += 1
+
+    def drop(self, ref: RefId) -> list[Action]:
+        """One copy fewer here."""
+        entry = self._entry(ref)
+        if entry is None:
+            return []
+        entry.copies -= 1
+        return self._leave_if_idle(ref)
+
+    def share(self, ref: RefId, to: int) -> ShareId:
+        """A reference is about to be sent: pin it."""
+        self._shares += 1
+        share = ShareId(self.me, self._shares)
+        entry = self._entry(ref)
+        if entry is not None:
+            entry.pins.add(share)
+            self._pins[share] = ref, to
+        return share
+
+    def unpin(self, share: ShareId) -> list[Action]:
+        """The receiver has it; or the message could not be sent at all."""
+        pinned = self._pins.pop(share, None)
+        if pinned is None:
+            return []
+        entry = self._entry(pinned[0])
+        if entry is not None:
+            entry.pins.discard(share)
+        return self._leave_if_idle(pinned[0])
+
+    def receive(self, ref: RefId, share: ShareId) -> list[Action]:
+        """A message has brought a reference. It counts as one copy until the caller drops it."""
+        if ref.owner == self.me:
+            entry = self._owned.get(ref)
+            if entry is not None:
+                entry.copies += 1
+            return self._tell(share.sharer, Unpin(share))
+        used = self._used.get(ref)
+        if used is None:
+            used = self._used[ref] = _Used()
+            used.copies = 1
+            used.to_unpin.append(share)
+            return self._tell(ref.owner, Register(ref))
+        used.copies += 1
+        if used.confirmed:
+            return self._tell(share.sharer, Unpin(share))
+        used.to_unpin.append(share)
+        return []
+
+    # -- notices -------------------------------------------------------------------------------------
+
+    def handle(self, peer: int, notice: Notice) -> list[Action]:
+        """A notice has come from ``peer``."""
+        if isinstance(notice, Register):
+            return self._on_register(peer, notice.ref)
+        if isinstance(notice, Registered):
+            return self._confirm(notice.ref, notice.exists)
+        if isinstance(notice, Unpin):
+            return self.unpin(notice.share)
+        if isinstance(notice, Release):
+            return self._on_release(peer, notice.ref)
+        if isinstance(notice, Sweep):
+            return self._on_sweep(peer, notice.dead)
+        return self._on_swept(peer, notice.dead)
+
+    def _on_register(self, peer: int, ref: RefId) -> list[Action]:
+        exists = self._expect(ref)
+        if exists and peer not in self._dead:
+            self._owned[ref].users.add(peer)
+        return self._tell(peer, Registered(ref, exists))
+
+    def _expect(self, ref: RefId) -> bool:
+        """Whether a value of ours is there, or on its way."""
+        if ref in self._owned:
+            return True
+        if ref.creator in (self.me, *self._dead) or ref in self._released_early:
+            return False
+        self._owned[ref] = _Owned()
+        return True
+
+    def _on_release(self, peer: int, ref: RefId) -> list[Action]:
+        entry = self._owned.get(ref)
+        if entry is None:
+            if ref.creator == peer:
+                self._released_early.add(ref)
+            return []
+        entry.users.discard(peer)
+        if ref.creator == peer and not entry.created:
+            self._released_early.add(ref)
+            return [Void(ref), *self._free_if_idle(ref)]
+        return self._free_if_idle(ref)
+
+    def _confirm(self, ref: RefId, exists: bool) -> list[Action]:
+        entry = self._used.get(ref)
+        if entry is None or entry.confirmed:
+            return []
+        entry.confirmed = True
+        shares, entry.to_unpin = entry.to_unpin, []
+        actions: list[Action] = [Confirm(ref, exists)]
+        for share in shares:
+            actions += self._tell(share.sharer, Unpin(share))
+        actions += self._leave_if_idle(ref)
+        for question in self._questions:
+            if question.awaited is not None:
+                question.awaited.discard(ref)
+        return actions + self._answer_sweeps()
+
+    # -- deaths --------------------------------------------------------------------------------------
+
+    def joined(self, worker: int) -> None:
+        """Another worker of the group, alive as far as is known."""
+        if worker != self.me and worker not in self._dead:
+            self._living.add(worker)
+
+    def died(self, worker: int) -> list[Action]:
+        """A worker is dead, and what it has sent to us has been read to the end."""
+        if worker in self._dead or worker == self.me:
+            return []
+        self._dead.add(worker)
+        self._living.discard(worker)
+        self._questions = [question for question in self._questions if question.peer != worker]
+        actions: list[Action] = [
+            Void(ref) for ref, entry in self._owned.items() if ref.creator == worker and not entry.created
+        ]
+        # What it owned can be used no more; nothing is to be told to it.
+        for ref in [ref for ref in self._used if ref.owner == worker]:
+            actions += self._confirm(ref, exists=False)
+        if self._answers is not None or self._concerned(worker):
+            actions += self._start_sweep()
+        return actions + self._answer_sweeps()
+
+    def _concerned(self, worker: int) -> bool:
+        return any(worker in entry.users for entry in self._owned.values()) or any(
+            to == worker for _, to in self._pins.values()
+        )
+
+    def _start_sweep(self) -> list[Action]:
+        """Ask the living about all the dead, anew if a sweep is going on."""
+        self._answers = set()
+        question = Sweep(tuple(sorted(self._dead)))
+        actions: list[Action] = [Send(worker, question) for worker in sorted(self._living)]
+        return actions + self._end_sweep()
+
+    def _on_swept(self, peer: int, dead: tuple[int, ...]) -> list[Action]:
+        if self._answers is None or not self._dead.issubset(dead):
+            return []  # an answer to an earlier, smaller question
+        self._answers.add(peer)
+        return self._end_sweep()
+
+    def _end_sweep(self) -> list[Action]:
+        if self._answers is None or not self._answers >= self._living:
+            return []
+        self._answers = None
+        return self._strike_off_the_dead()
+
+    def give_up_sweep(self) -> list[Action]:
+        """Some worker does not answer; do not keep for ever what only the dead held."""
+        if self._answers is None:
+            return []
+        self._answers = None
+        return self._strike_off_the_dead()
+
+    @property
+    def sweeping(self) -> bool:
+        return self._answers is not None
+
+    def _strike_off_the_dead(self) -> list[Action]:
+        actions: list[Action] = []
+        for share in [share for share, (_, to) in self._pins.items() if to in self._dead]:
+            actions += self.unpin(share)
+        for ref, entry in list(self._owned.items()):
+            entry.users -= self._dead
+            actions += self._free_if_idle(ref)
+        self._released_early = {ref for ref in self._released_early if ref.creator not in self._dead}
+        return actions
+
+    def _on_sweep(self, peer: int, dead: tuple[int, ...]) -> list[Action]:
+        self._questions.append(_Question(peer, dead))
+        return self._answer_sweeps()
+
+    def _answer_sweeps(self) -> list[Action]:
+        actions: list[Action] = []
+        for question in list(self._questions):
+            if question.awaited is None and self._dead.issuperset(question.dead):
+                question.awaited = {ref for ref, entry in self._used.items() if entry.to_unpin}
+            if question.awaited is not None and not question.awaited:
+                self._questions.remove(question)
+                actions += self._tell(question.peer, Swept(question.dead))
+        return actions
+
+    # -- helpers -------------------------------------------------------------------------------------
+
+    def _entry(self, ref: RefId) -> _Owned | _Used | None:
+        return self._owned.get(ref) if ref.owner == self.me else self._used.get(ref)
+
+    def _leave_if_idle(self, ref: RefId) -> list[Action]:
+        if ref.owner == self.me:
+            return self._free_if_idle(ref)
+        entry = self._used.get(ref)
+        if entry is None or not entry.idle():
+            return []
+        del self._used[ref]
+        return self._tell(ref.owner, Release(ref))
+
+    def _free_if_idle(self, ref: RefId) -> list[Action]:
+        entry = self._owned.get(ref)
+        if entry is None or not entry.idle():
+            return []
+        del self._owned[ref]
+        return [Free(ref)]
+
+    def _tell(self, to: int, notice: Notice) -> list[Action]:
+        """Send it, unless the worker is dead; act on it right here if it is for us."""
+        if to == self.me:
+            return self.handle(self.me, notice)
+        return [] if to in self._dead else [Send(to, notice)]

@@ -1,0 +1,56 @@
+"""Mailbox: notices between two workers arrive in order and once, over connections that may break.
+
+The sender numbers its batches and keeps the one that is under way until it is answered; after a break it
+sends the same batch again. The receiver takes each number once. One batch at a time is
+under way, and what comes up meanwhile goes with the next: a burst of notices costs few messages. Pure.
+"""
+
+from __future__ import annotations
+
+from backhaul.wire.messages import Notice
+
+
+class Outbox:
+    """Notices to one peer."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Notice] = []
+        self._under_way: tuple[Notice, ...] = ()
+        self._number = 0
+
+    def add(self, notice: Notice) -> None:
+        self._waiting.append(notice)
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._under_way)
+
+    def next_batch(self) -> tuple[int, tuple[Notice, ...]] | None:
+        """What to send now; None if a batch is under way, or there is nothing."""
+        if self._under_way or not self._waiting:
+            return None
+        self._under_way, self._waiting = tuple(self._waiting), []
+        self._number += 1
+        return self._number, self._under_way
+
+    def again(self) -> tuple[int, tuple[Notice, ...]] | None:
+        """The batch under way, to be sent once more."""
+        return (self._number, self._under_way) if self._under_way else None
+
+    def answered(self, number: int) -> None:
+        """The peer has the batch of that number."""
+        if number == self._number:
+            self._under_way = ()
+
+
+class Inbox:
+    """Notices from one peer."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def accept(self, number: int) -> bool:
+        """Whether a batch is new."""
+        if number <= self._last:
+            return False
+        self._last = number
+        return True

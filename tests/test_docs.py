@@ -1,0 +1,193 @@
+"""What the documentation shows runs, and what it links to is there.
+
+The Python of a page is run in the order in which it stands, as one program: the page with
+everything else blanked out, so that line numbers in a traceback are those of the page. The first
+line of a block says how it is run:
+
+- ``python``           with the rest of its page
+- ``python script``    alone, as a program of its own
+- ``python file=x.py`` not here: it must be what that file holds
+- ``python notest``    not at all
+
+A page that starts processes is run by an interpreter of its own; the others in this one.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from backhaul import errors
+from backhaul.options import RpcOptions
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+EXAMPLE = "examples/two_workers.py"
+PATIENCE = 90.0
+
+_FENCE = re.compile(r"^```(.*)$")
+_LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s]+)\)")
+_NOT_FOR_ANCHORS = re.compile(r"[^\w\- ]")
+
+
+class Block(NamedTuple):
+    kind: str  # what follows "python" on the fence
+    line: int  # of its first line in the page, from 0
+    source: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The Python blocks of a page."""
+    opened: tuple[str, int] | None = None
+    lines = page.read_text().splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        fence = _FENCE.match(line)
+        if fence is None:
+            continue
+        if opened is None:
+            opened = fence[1].strip(), number + 1
+            continue
+        language, _, kind = opened[0].partition(" ")
+        if language == "python":
+            yield Block(kind, opened[1], "".join(lines[opened[1] : number]))
+        opened = None
+    assert opened is None, f"{page.name}: the block at line {opened[1]} has no end"
+
+
+def program(page: Path) -> str:
+    """The page's Python at its place, and empty lines elsewhere."""
+    lines = [""] * (page.read_text().count("\n") + 1)
+    for block in blocks(page):
+        if not block.kind:
+            body = block.source.splitlines()
+            lines[block.line : block.line + len(body)] = body
+    return "\n".join(lines) + "\n"
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def by_name(pages: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=name)
+
+
+def starts_processes(page: Path) -> bool:
+    return "backhaul.cluster(" in program(page)
+
+
+RUN_HERE = [page for page in PAGES if program(page).strip() and not starts_processes(page)]
+RUN_APART = [page for page in PAGES if starts_processes(page)]
+SCRIPTS = [(page, block) for page in PAGES for block in blocks(page) if block.kind == "script"]
+
+
+def run(*argv: str) -> str:
+    """The output of a Python program in which warnings are errors."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@by_name(RUN_HERE)
+def test_a_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A module, since functions are found by module and name when they are called remotely.
+    module = types.ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(program(page), page, "exec", dont_inherit=True), module.__dict__)
+
+
+@by_name(RUN_APART)
+def test_a_page_that_starts_processes(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(program(page))
+    run(str(script))
+
+
+@pytest.mark.parametrize(("page", "block"), SCRIPTS, ids=lambda value: getattr(value, "name", ""))
+def test_a_script_on_a_page(page: Path, block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(block.source)
+    run(str(script))
+
+
+def test_the_example_of_two_workers() -> None:
+    output = run("-m", "backhaul", "run", "-n", "2", EXAMPLE)
+    assert output in (ROOT / "README.md").read_text().replace("    [worker0]", "[worker0]")
+
+
+@by_name(PAGES)
+def test_blocks_are_python(page: Path) -> None:
+    """Also those that are not run; and a file that is shown is shown as it is."""
+    for block in blocks(page):
+        key, _, value = block.kind.partition("=")
+        assert key in ("", "script", "file", "notest"), f"{page.name}, line {block.line}: {block.kind}"
+        ast.parse(block.source)
+        if key == "file":
+            assert block.source == (ROOT / value).read_text(), f"{page.name} does not show {value} as it is"
+
+
+@by_name(PAGES)
+def test_links(page: Path) -> None:
+    for target in _LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue  # another site: not ours to keep
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(linked), f"{page.name} links to {target}"
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {_NOT_FOR_ANCHORS.sub("", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+GUIDE = (ROOT / "docs" / "rpc.md").read_text()
+
+
+def test_the_guide_has_every_option_with_its_default() -> None:
+    table = GUIDE.partition("## Options")[2]
+    for option in dataclasses.fields(RpcOptions):
+        row = re.search(rf"^\| `{option.name}` \| `?([^|`]+?)`? \|", table, flags=re.MULTILINE)
+        assert row, f"the table of options lacks {option.name}"
+        number, _, unit = row[1].partition(" ")
+        default = ast.literal_eval(number) << 30 if unit == "GiB" else ast.literal_eval(row[1])
+        assert default == option.default, option.name
+
+
+def test_the_guide_has_every_error_and_its_message() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    tree, _, table = GUIDE.partition("## Errors")[2].partition("| message | error |")
+    classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    assert len(classes) > 10
+    for error in classes:
+        builtin = [base.__name__ for base in error.__bases__ if base.__module__ == "builtins"]
+        shown = f"{error.__name__}({builtin[0]})" if builtin else error.__name__
+        assert re.search(rf"(^|\W){re.escape(shown)}(\s|$)", tree), f"the tree of errors lacks {shown}"
+    rows = re.findall(r"^\| `([^`]+)` \| `(\w+)` \|", table, flags=re.MULTILINE)
+    assert len(rows) > 20
+    for message, kind in rows:
+        assert hasattr(errors, kind) or hasattr(builtins, kind), kind
+        for piece in message.split(" … "):
+            assert piece in sources, f"no message says {piece!r}"
