@@ -16,10 +16,11 @@ thaw there is one: with a warm-up of 50 calls torch was slower than when settled
 1.11x in the median. So each measurement first warms up for 0.1 s; with that, a thawed system and a settled
 one are alike (torch 1.00x, slower in 12 of 24 pairs; Backhaul 1.01x, 13 of 24).
 
-Read the figures with the load of the machine in mind, which is printed above them. Other work makes
+Read the figures with the load of the machine in mind, which is printed above them
+(an average over a minute: right after another run it still counts that one). Other work makes
 Backhaul look better, not worse: on 2 cores with one kept busy both ends share the other, where waking
-a peer is cheap. The no-op was then 7 to 8 times faster than torch's, and 2.1 to 3.6 times on the same machine without
-that load. The second is the honest figure: run this on a quiet machine.
+a peer is cheap. The no-op was then 6.6 to 8.5 times faster than torch's, and 2.1 to 3.6 times on the same machine
+without that load. The second is the honest figure: run this on a quiet machine.
 
 The exit code is 0 if every system did all of its work and shut down well.
 """
@@ -112,9 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows, stalls = measure(systems, options.plan)
             names = [system.name for system in systems]
             rounds = len(rows[0].rounds[names[0]])
-            print(
-                f"{rounds} {'round' if rounds == 1 else 'rounds'}; medians (quartiles); less is better but for /s; load before: {load:.2f}"
-            )
+            print(f"rounds: {rounds}; load before: {load:.2f}; medians (quartiles); less is better but for /s")
             table.write(rows, stalls, names, sys.stdout)
             if options.json is not None:
                 options.json.write_text(json.dumps(table.as_json(rows, stalls, names, load), indent=1) + "\n")

@@ -29,6 +29,7 @@ from backhaul.errors import (
 )
 from backhaul.ids import WorkerInfo
 from backhaul.options import BackendType, RpcOptions
+from backhaul.refs.rref import RRef
 from backhaul.rendezvous import place_from
 from backhaul.worker import UNSET_TIMEOUT, become_worker, current, set_process_worker
 
@@ -120,6 +121,21 @@ def rpc_async(
     return current().rpc_async(to, func, args, kwargs, timeout)
 
 
+def remote(
+    to: To,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[T]:
+    """Start ``func(*args, **kwargs)`` on worker ``to``, leave its value there, and return a reference to it.
+
+    Returns at once. What ``func`` raises there is raised when the reference is used. ``timeout`` limits
+    how long the owner may take to confirm that it has the request.
+    """
+    return current().remote(to, func, args, kwargs, timeout)
+
+
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     """The `WorkerInfo` of the worker of that name or rank, or of this one."""
     return current().get_worker_info(worker_name)
@@ -135,6 +151,7 @@ __all__ = [
     "NotInitializedError",
     "OptionError",
     "ProtocolError",
+    "RRef",
     "RemoteError",
     "RpcOptions",
     "RpcTimeoutError",
@@ -147,6 +164,7 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",

@@ -12,15 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from backhaul import current as _current
 from backhaul.agent.agent import Agent, To
 from backhaul.agent.future import Future
 from backhaul.agent.membership import Membership
-from backhaul.errors import MisuseError, NotInitializedError, OptionError, RpcTimeoutError, WorkerLostError
+from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.options import RpcOptions
+from backhaul.refs.references import References
+from backhaul.refs.rref import RRef
 from backhaul.rendezvous import Place, meet
 from backhaul.transport.base import Addresses, Transport
 from backhaul.transport.stream import StreamTransport
@@ -72,6 +74,7 @@ class Worker:
             deadline=time.monotonic() + max(_JOIN_SECONDS, self.options.rpc_timeout),
             check=check,
         )
+        self.references = References(self._agent, self.codec, self._seconds)
         self._agent.start()
 
     def __repr__(self) -> str:
@@ -120,6 +123,20 @@ class Worker:
             self._prepare(to, func, args or (), kwargs or {})
         return self._agent.call_async(to, func, args or (), kwargs or {}, self._seconds(timeout))
 
+    def remote(
+        self,
+        to: To,
+        func: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> RRef[Any]:
+        """A reference to that value, which stays on ``to``. See `backhaul.rpc.remote`."""
+        if self.before_call:
+            self._prepare(to, func, args or (), kwargs or {})
+        self._agent.require_usable()
+        return self.references.remote(to, func, args or (), kwargs or {}, timeout)
+
     def get_worker_info(self, name: To | None = None) -> WorkerInfo:
         """This worker, or the one of that name or rank."""
         self._agent.require_usable()
@@ -147,6 +164,7 @@ class Worker:
                 patience = _CLOSE  # nothing runs any more, so threads end at once
         finally:
             self._leave()
+            self.references.close()
             self._agent.close(patience)
         if lost:
             names = ", ".join(map(repr, lost))
@@ -157,17 +175,17 @@ class Worker:
     @contextmanager
     def as_current(self) -> Iterator[Worker]:
         """Make this the current worker of the block, for the functions of `backhaul.rpc`."""
-        token = _current.set(self)
+        token = _current.variable.set(self)
         try:
             yield self
         finally:
-            _current.reset(token)
+            _current.variable.reset(token)
 
     def _is_there(self, transport: Transport) -> Callable[[Addresses], bool]:
         return lambda addresses: transport.is_listening(addresses, time.monotonic() + self.options.connect_timeout)
 
     def _enter(self) -> None:
-        _current.set(self)
+        _current.variable.set(self)
 
     def _prepare(self, to: To, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         info = self._agent.membership.find(to).info
@@ -200,21 +218,18 @@ def _check_seconds(name: str, value: float) -> float:
     return float(value)
 
 
-_current: ContextVar[Worker | None] = ContextVar("backhaul_worker", default=None)
-_process_worker: Worker | None = None
 _becoming = threading.Lock()
 
 
 def current() -> Worker:
     """The current worker. Raises `NotInitializedError` if there is none."""
-    worker = _current.get() or _process_worker
-    if worker is None:
-        raise NotInitializedError("RPC has not been initialized. Call init_rpc first.")
+    worker: Worker = _current.worker()
     return worker
 
 
 def current_or_none() -> Worker | None:
-    return _current.get() or _process_worker
+    worker: Worker | None = _current.worker_or_none()
+    return worker
 
 
 def become_worker(place: Place, options: RpcOptions, check: Callable[[], None] = lambda: None) -> None:
@@ -226,10 +241,9 @@ def become_worker(place: Place, options: RpcOptions, check: Callable[[], None] =
                 f"RPC is already initialized here, as worker {existing.info.name!r}; call shutdown() first"
             )
         store = meet(options.init_method, place, max(_JOIN_SECONDS, options.rpc_timeout))
-        set_process_worker(Worker(*place, store=store, options=options, check=check))
+        _current.set_process_worker(Worker(*place, store=store, options=options, check=check))
 
 
 def set_process_worker(worker: Worker | None) -> None:
     """Make it the worker that this process falls back to."""
-    global _process_worker
-    _process_worker = worker
+    _current.set_process_worker(worker)

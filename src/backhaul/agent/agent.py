@@ -38,12 +38,13 @@ from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import ChannelClosed, Listener, Transport, Visitor
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Call, Goodbye, Ping, Result
+from backhaul.wire.messages import Call, Goodbye, Ping, Refs, Result
 from backhaul.wire.values import Codec
 
 _log = logging.getLogger(__name__)
 
 _MAX_VISITORS = 64
+_CUT_OFF_SECONDS = 2.0
 
 To = str | int | WorkerInfo
 
@@ -77,6 +78,9 @@ class Agent:
         self._visitors = 0
         self.on_peer_lost: list[Callable[[WorkerInfo, WorkerLostError], None]] = []
         """Called, on any thread, when a peer dies or leaves. For upper layers."""
+
+        self.idle_checks: list[Callable[[], bool]] = []
+        """Whether nothing of an upper layer's is under way; asked before a graceful shutdown ends."""
 
         self._listeners: Sequence[Listener] = transport.listen()
         try:
@@ -129,6 +133,45 @@ class Agent:
         outbound = self._route(to, deadline)
         make = self._request(outbound.peer, function, args, kwargs)
         return outbound.ask_async(make, name_for_people(function), deadline, is_call=True)
+
+    def ask_now(self, to: WorkerInfo, make: Callable[[int], Any], what: str, timeout: float) -> Any:
+        """The answer to a request that counts as a call of the user's: ``make(id)`` is the message."""
+        deadline = time.monotonic() + timeout
+        return self._route(to, deadline).ask(lambda id: encode(make(id)), what, deadline, is_call=True)
+
+    def prepare(
+        self, to: WorkerInfo, value: Any, make: Callable[[int, Any, Refs], Any]
+    ) -> Callable[[str, float], Future[Any]]:
+        """Pack a value; returns a function that sends ``make(id, tree, refs)`` as a call of the user's.
+
+        That function takes what to call it in errors, and a timeout. What cannot travel raises here.
+        """
+        tree, packing = self._codec.pack(value, ("func", "args", "kwargs"))
+
+        def send(what: str, timeout: float) -> Future[Any]:
+            deadline = time.monotonic() + timeout
+            outbound = self._route(to, deadline)
+            frame = lambda id: self.execution.frame(lambda refs: make(id, tree, refs), packing, to)  # noqa: E731
+            return outbound.ask_async(frame, what, deadline, is_call=True)
+
+        return send
+
+    def is_reachable(self, info: WorkerInfo, seconds: float) -> bool:
+        """Whether a worker answers, over a new connection if need be. Raises if it does not."""
+        deadline = time.monotonic() + seconds
+        self._route(info, deadline).ask(lambda id: encode(Ping(id)), "an answer", deadline, is_call=False)
+        return True
+
+    def cut_off(self, rank: int) -> None:
+        """End the connections with a worker that is as good as dead; returns when they have been read to the end."""
+        outbound = self._routes.get(rank)
+        if outbound is not None:
+            name = outbound.peer.name
+            outbound.lose(WorkerLostError(f"worker {name!r} is lost: it does not answer", name))
+        for inbound in list(self.serving.inbounds):
+            if inbound.peer.id == rank:
+                inbound.shutdown()
+                inbound.over.wait(_CUT_OFF_SECONDS)
 
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]:
         """A future of the answer to a question of our own: ``make(id)`` is the message."""
@@ -328,7 +371,8 @@ class Agent:
         finished: dict[int, int] = {}
         for inbound in list(self.serving.inbounds):
             finished[inbound.peer.id] = finished.get(inbound.peer.id, 0) + inbound.calls_finished
-        return sum(sent.values()) == settled, sent, finished
+        idle = sum(sent.values()) == settled and all(check() for check in self.idle_checks)
+        return idle, sent, finished
 
     def idle(self) -> bool:
         """Nothing that this worker sent, or serves, is under way."""

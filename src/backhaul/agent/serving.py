@@ -61,6 +61,8 @@ class Inbound:
     def __init__(self, peer: WorkerInfo, channel: Channel, serving: Serving) -> None:
         self.peer = peer
         self.said_goodbye = False
+        self.over = threading.Event()
+        """Everything that the peer sent has been read."""
         self.calls_started = 0  # written by the leader only; user calls only
         self.calls_finished = 0  # guarded by _lock
         self._channel = channel
@@ -192,6 +194,7 @@ class Inbound:
         with self._sending:
             self._channel.close()
         self._serving.ended(self, error)
+        self.over.set()
 
 
 class Serving:

@@ -161,6 +161,9 @@ class Counting:
         entry = self._used.get(ref)
         return entry.confirmed if entry is not None else ref in self._owned
 
+    def knows(self, ref: RefId) -> bool:
+        return self._entry(ref) is not None
+
     @property
     def pinned(self) -> int:
         return len(self._pins)
@@ -196,11 +199,13 @@ class Counting:
         """The owner has confirmed the creation, or it is not known whether it ever happened."""
         return self._confirm(ref, exists=True)
 
-    def hold(self, ref: RefId) -> None:
-        """One more copy here."""
+    def hold(self, ref: RefId) -> bool:
+        """One more copy here. False if nothing is known of that reference."""
         entry = self._entry(ref)
-        if entry is not None:
-            entry.copies += 1
+        if entry is None:
+            return False
+        entry.copies += 1
+        return True
 
     def drop(self, ref: RefId) -> list[Action]:
         """One copy fewer here."""
@@ -208,6 +213,17 @@ class Counting:
         if entry is None:
             return []
         entry.copies -= 1
+        return self._leave_if_idle(ref)
+
+    def abandon(self, ref: RefId) -> list[Action]:
+        """Give up a reference whoever still has copies here: the group ends."""
+        entry = self._used.get(ref)
+        if entry is None:
+            return []
+        entry.copies = 0
+        for share in entry.pins:
+            del self._pins[share]
+        entry.pins.clear()
         return self._leave_if_idle(ref)
 
     def share(self, ref: RefId, to: int) -> ShareId:
@@ -266,12 +282,12 @@ class Counting:
         return self._on_swept(peer, notice.dead)
 
     def _on_register(self, peer: int, ref: RefId) -> list[Action]:
-        exists = self._expect(ref)
+        exists = self.expects(ref)
         if exists and peer not in self._dead:
             self._owned[ref].users.add(peer)
         return self._tell(peer, Registered(ref, exists))
 
-    def _expect(self, ref: RefId) -> bool:
+    def expects(self, ref: RefId) -> bool:
         """Whether a value of ours is there, or on its way."""
         if ref in self._owned:
             return True
@@ -325,8 +341,8 @@ class Counting:
             Void(ref) for ref, entry in self._owned.items() if ref.creator == worker and not entry.created
         ]
         # What it owned can be used no more; nothing is to be told to it.
-        for ref in [ref for ref in self._used if ref.owner == worker]:
-            actions += self._confirm(ref, exists=False)
+        for ref, used in [(ref, used) for ref, used in self._used.items() if ref.owner == worker]:
+            actions += [Confirm(ref, False)] if used.confirmed else self._confirm(ref, exists=False)
         if self._answers is not None or self._concerned(worker):
             actions += self._start_sweep()
         return actions + self._answer_sweeps()

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame
+from backhaul.wire.frames import HEADER, Frame
 from backhaul.wire.messages import KINDS, Call, Failure, Result
 
 Action = Literal["pass", "drop", "delay", "duplicate", "cut"]
@@ -119,20 +119,21 @@ class FaultyChannel(Channel):
         return self._inside.fileno()
 
     def write(self, frame: Frame) -> bool:
-        action = self._faults.decide(KINDS[frame.pieces[0][3]])
-        if action == "drop":
+        passed: list[Frame] = []
+        for each in _split(frame):
+            action = self._faults.decide(KINDS[each.pieces[0][3]])
+            if action == "cut":
+                self._inside.shutdown()
+                raise ChannelClosed("cut by a fault")
+            if action == "delay":
+                copy = Frame([bytes(each)], each.size)
+                self._faults.hold(lambda copy=copy: self._write_late(copy))  # type: ignore[misc]
+            elif action != "drop":
+                passed += [each] * (2 if action == "duplicate" else 1)
+        if not passed:
             return True
-        if action == "cut":
-            self._inside.shutdown()
-            raise ChannelClosed("cut by a fault")
-        if action == "delay":
-            copy = Frame([bytes(frame)], frame.size)
-            self._faults.hold(lambda: self._write_late(copy))
-            return True
-        if action == "duplicate":
-            frame = Frame(frame.pieces * 2, frame.size * 2, frame.keep)
         with self._turn:
-            self._unfinished = not self._inside.write(frame)
+            self._unfinished = not self._inside.write(_join(passed, frame.keep))
             return not self._unfinished
 
     def flush(self) -> bool:
@@ -167,6 +168,27 @@ class FaultyChannel(Channel):
 
     def close(self) -> None:
         self._inside.close()
+
+
+def _split(frame: Frame) -> list[Frame]:
+    """The messages of a write, one by one: a server sends several replies at once."""
+    _, _, _, metadata, table, payload = HEADER.unpack_from(frame.pieces[0])
+    if HEADER.size + metadata + table + payload == frame.size:
+        return [frame]
+    parts = []
+    data = memoryview(bytes(frame))
+    while data:
+        _, _, _, metadata, table, payload = HEADER.unpack_from(data)
+        size = HEADER.size + metadata + table + payload
+        parts.append(Frame([data[:size]], size))
+        data = data[size:]
+    return parts
+
+
+def _join(frames: list[Frame], keep: Any) -> Frame:
+    if len(frames) == 1:
+        return frames[0]
+    return Frame([piece for each in frames for piece in each.pieces], sum(each.size for each in frames), keep)
 
 
 class _FaultyVisitor(Visitor):

@@ -1,0 +1,82 @@
+"""Cell: where an owner keeps a value, from before it exists until nobody can reach it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Cell:
+    """A value, or the error of making it, or neither yet. Thread-safe."""
+
+    __slots__ = ("_callbacks", "_error", "_lock", "_ready", "_value")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ready = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def ready(self) -> bool:
+        return self._ready
+
+    def set(self, value: Any) -> None:
+        self._settle(value, None)
+
+    def fail(self, error: BaseException) -> None:
+        self._settle(None, error)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, as an exception of its own: see `fresh`. Only when ready."""
+        return None if self._error is None else fresh(self._error)
+
+    def get(self) -> Any:
+        """The value; raises the error. Only when ready."""
+        if self._error is not None:
+            raise fresh(self._error)
+        return self._value
+
+    def when_ready(self, callback: Callable[[], None]) -> bool:
+        """True if it is ready; else ``callback`` is called, on the thread that makes it so."""
+        with self._lock:
+            if not self._ready:
+                self._callbacks.append(callback)
+            return self._ready
+
+    def wait(self, deadline: float) -> bool:
+        """Return True when it is ready, False at the deadline."""
+        event = threading.Event()
+        if self.when_ready(event.set):
+            return True
+        return event.wait(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
+
+    def _settle(self, value: Any, error: BaseException | None) -> None:
+        with self._lock:
+            if self._ready:
+                return
+            self._value, self._error, self._ready = value, error, True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A copy of an exception that is kept, to be raised in its place.
+
+    An exception that is raised collects the frames that it passes, and what they refer to. One that a cell
+    keeps would so keep the very references that keep the cell.
+    """
+    try:
+        found = copy.copy(error)
+    except Exception:  # of a type that cannot be copied
+        return error
+    if type(found) is not type(error):
+        return error
+    found.__cause__ = error.__cause__
+    return found.with_traceback(error.__traceback__)

@@ -1,0 +1,85 @@
+"""Proxies: methods of a referenced value, called where the value is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from backhaul.agent.execution import ASYNC_MARK, follow
+from backhaul.agent.future import Future
+
+if TYPE_CHECKING:
+    from backhaul.refs.cell import Cell
+    from backhaul.refs.rref import RRef
+
+
+class Proxy:
+    """Looks like the value; each attribute is a method that runs on the owner."""
+
+    __slots__ = ("_call", "_rref", "_timeout")
+
+    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: float) -> None:
+        self._rref = rref
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        rref, call, timeout = self._rref, self._call, self._timeout
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return call(rref, name, args, kwargs, timeout)
+
+        return method
+
+    def __repr__(self) -> str:
+        return f"<proxy of {self._rref!r}>"
+
+
+def invoke(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
+    """Run a method of the value, once there is one. Runs on the owner, and holds no thread until then."""
+    references = rref._references
+    future: Future[Any] = Future()
+
+    def run(cell: Cell) -> None:
+        if (failed := cell.error) is not None:
+            future.settle(None, failed)
+            return
+        try:
+            value, later = references.execution.invoke(getattr(cell.get(), name), args, kwargs)
+        except BaseException as error:
+            future.settle(None, error)
+            return
+        if later:
+            follow(value, lambda done: _pass_on(done, future))
+        else:
+            future.settle(value)
+
+    references.use(rref._ref, run)
+    return future
+
+
+def type_of(rref: RRef[Any]) -> Future[type]:
+    """The type of the value, once there is one. Runs on the owner."""
+    future: Future[type] = Future()
+
+    def run(cell: Cell) -> None:
+        if (failed := cell.error) is not None:
+            future.settle(None, failed)
+        else:
+            future.settle(type(cell.get()))
+
+    rref._references.use(rref._ref, run)
+    return future
+
+
+def _pass_on(done: Any, future: Future[Any]) -> None:
+    try:
+        value = done.value()
+    except BaseException as error:
+        future.settle(None, error)
+    else:
+        future.settle(value)
+
+
+setattr(invoke, ASYNC_MARK, True)
+setattr(type_of, ASYNC_MARK, True)

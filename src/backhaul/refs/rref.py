@@ -1,0 +1,112 @@
+"""RRef: a reference to a value on another worker, or on this one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from backhaul import current
+from backhaul.errors import MisuseError, UnsendableError
+from backhaul.ids import RefId, WorkerInfo
+from backhaul.refs.proxy import Proxy
+
+if TYPE_CHECKING:
+    from backhaul.refs.references import References
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = -1.0
+
+
+class RRef(Generic[T]):
+    """A reference to a value that lives on its *owner*.
+
+    ``RRef(value)`` makes one to a value of this worker's; `backhaul.rpc.remote` makes one to a value that
+    another worker makes. It can be sent in calls and results, alone or inside other values; the owner
+    keeps the value as long as any worker has a reference. Methods are thread-safe; timeouts are in
+    seconds, 0 meaning no limit and a negative value the option ``rpc_timeout``.
+    """
+
+    __slots__ = ("__weakref__", "_ref", "_references", "_type_hint")
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        references: References = current.worker().references
+        self._references = references
+        self._ref = references.keep(value)
+        self._type_hint = type_hint
+
+    @classmethod
+    def _made(cls, references: References, ref: RefId) -> RRef[T]:
+        """One more copy of a reference, which ``references`` has counted already."""
+        self = cls.__new__(cls)
+        self._references = references
+        self._ref = ref
+        self._type_hint = None
+        return self
+
+    def __del__(self) -> None:
+        # A finalizer may run on any thread, at any point, inside any lock: it only queues.
+        references = getattr(self, "_references", None)
+        if references is not None and hasattr(self, "_ref"):
+            references.dropped(self._ref)
+
+    def __repr__(self) -> str:
+        kind = "OwnerRRef" if self.is_owner() else "UserRRef"
+        return f"<{kind} {self._ref} on {self.owner_name()!r}: {self._references.describe(self._ref)}>"
+
+    def owner(self) -> WorkerInfo:
+        """The worker on which the value lives."""
+        return self._references.owner(self._ref)
+
+    def owner_name(self) -> str:
+        return self.owner().name
+
+    def is_owner(self) -> bool:
+        """Whether the value lives on this worker."""
+        return self._ref.owner == self._references.me.id
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows of this worker's reference. True on the owner itself."""
+        return self._references.is_confirmed(self._ref)
+
+    def to_here(self, timeout: float = DEFAULT_TIMEOUT) -> T:
+        """A copy of the value; on the owner, the value itself.
+
+        Waits until the value has been made. Raises what making it raised, `RpcTimeoutError`, or
+        `WorkerLostError` if the owner is lost.
+        """
+        return self._references.fetch(self._ref, timeout)  # type: ignore[no-any-return]
+
+    def local_value(self) -> T:
+        """The value itself. Only on the owner; waits until it has been made."""
+        if not self.is_owner():
+            raise MisuseError(
+                f"local_value() of a reference to a value on {self.owner_name()!r}: only the owner has the value "
+                "itself. Use to_here() for a copy, or rpc_sync() to call a method of it"
+            )
+        return self._references.local_value(self._ref)  # type: ignore[no-any-return]
+
+    def rpc_sync(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """A proxy: ``rref.rpc_sync().method(x)`` runs the method on the owner and returns its value."""
+        return Proxy(self, self._references.call_method, timeout)
+
+    def rpc_async(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """A proxy as of `rpc_sync` whose methods return futures."""
+        return Proxy(self, self._references.call_method_async, timeout)
+
+    def remote(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """A proxy as of `rpc_sync` whose methods return references to their values, on the same owner."""
+        return Proxy(self, self._references.remote_method, timeout)
+
+    def _get_type(self, timeout: float = DEFAULT_TIMEOUT, blocking: bool = True) -> Any:
+        """The type of the value; a future of it unless ``blocking``."""
+        return self._references.type_of(self, timeout, blocking)
+
+    def _get_future(self) -> Any:
+        """A future that is done when the owner has confirmed the creation."""
+        return self._references.creation(self._ref)
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsendableError(
+            "an RRef can only be sent to other workers, in the arguments and results of calls: pickled by other "
+            "means it would not keep its value alive"
+        )
