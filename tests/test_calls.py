@@ -214,7 +214,9 @@ def test_a_function_that_the_callee_lacks(pair: InProcessCluster, monkeypatch: p
     tree, packing = pair[0].codec.pack((keywords, (), {}))
     name = f"{__name__}:keywords"
     assert name in str(tree)
-    monkeypatch.setattr(pair[0].codec, "pack", lambda value, labels: (_renamed(tree, name, f"{__name__}:gone"), packing))
+    monkeypatch.setattr(
+        pair[0].codec, "pack", lambda value, labels: (_renamed(tree, name, f"{__name__}:gone"), packing)
+    )
     with pytest.raises(rpc.MisuseError, match="gone"):
         pair[0].rpc_sync("worker1", keywords)
 
@@ -241,6 +243,48 @@ def test_one_tensor_twice_arrives_as_one(pair: InProcessCluster) -> None:
     x = torch.randn(3)
     a, b = pair[0].rpc_sync("worker1", identity, args=((x, x),))
     assert a is b
+
+
+_weights = torch.zeros(40_000)
+
+
+def get_weights() -> torch.Tensor:
+    return _weights
+
+
+def change_weights() -> None:
+    _weights.add_(1)
+
+
+def test_a_result_is_what_it_was_when_the_function_returned(pair: InProcessCluster) -> None:
+    """Also if the next request is at hand, and changes the tensor in place."""
+    for _ in range(40):
+        before = int(_weights[0])
+        first = pair[0].rpc_async("worker1", get_weights)
+        second = pair[0].rpc_async("worker1", change_weights)
+        assert int(first.wait()[0]) == before
+        second.wait()
+
+
+def test_messages_over_the_limit() -> None:
+    for sockets in (False, True):
+        with InProcessCluster(2, sockets=sockets, options=RpcOptions(max_message_bytes=100_000)) as workers:
+            with pytest.raises(rpc.UnsendableError, match="max_message_bytes"):
+                workers[0].rpc_sync("worker1", identity, args=(torch.zeros(100_000),))
+            with pytest.raises(rpc.UnsendableError, match="max_message_bytes"):
+                workers[0].rpc_sync("worker1", torch.zeros, args=(100_000,))
+            assert workers[0].rpc_sync("worker1", who) == "worker1"
+
+
+def test_arguments_of_the_wrong_kind(pair: InProcessCluster) -> None:
+    with pytest.raises(rpc.OptionError, match="args must be a tuple"):
+        pair[0].rpc_sync("worker1", identity, args=torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(rpc.OptionError, match="args must be a tuple"):
+        pair[0].rpc_async("worker1", identity, args=0)  # type: ignore[arg-type]
+    with pytest.raises(rpc.OptionError, match="kwargs must be a dict"):
+        pair[0].rpc_sync("worker1", identity, kwargs=[1])  # type: ignore[arg-type]
+    with pytest.raises(rpc.OptionError, match="timeout"):
+        pair[0].rpc_sync("worker1", who, timeout=None)  # type: ignore[arg-type]
 
 
 def test_unsendable_argument_and_result(pair: InProcessCluster) -> None:

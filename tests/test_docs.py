@@ -30,6 +30,7 @@ import pytest
 
 from backhaul import errors
 from backhaul.options import RpcOptions
+from backhaul.wire.messages import KINDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -174,6 +175,14 @@ def test_the_guide_has_every_option_with_its_default() -> None:
         number, _, unit = row[1].partition(" ")
         default = ast.literal_eval(number) << 30 if unit == "GiB" else ast.literal_eval(row[1])
         assert default == option.default, option.name
+
+
+def test_the_architecture_has_every_kind_of_message() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    shown: dict[int, str] = {}
+    for numbers, names in re.findall(r"^\| ([\d, ]+) \| ((?:`[A-Z]\w+`(?:, )?)+) \|", text, flags=re.MULTILINE):
+        shown.update(zip(map(int, numbers.split(", ")), re.findall(r"\w+", names), strict=True))
+    assert shown == {kind: message.__name__ for kind, message in KINDS.items()}
 
 
 def test_the_guide_has_every_error_and_its_message() -> None:

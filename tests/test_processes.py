@@ -294,6 +294,24 @@ def test_a_dynamic_group_is_joined_and_left_at_any_time_rank_0_included(idle_cre
         assert crew[rank].run(shut_down) == "done"
 
 
+def test_a_dynamic_group_outlives_the_process_that_hosts_its_store(idle_crew: Crew) -> None:
+    crew = idle_crew
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        options = rpc.RpcOptions(init_method=f"tcp://127.0.0.1:{sock.getsockname()[1]}")
+    for rank in range(3):
+        place = {"name": f"worker{rank}", "rank": rank, "rpc_backend_options": options}
+        assert crew[rank].run(join, place) == f"worker{rank}"
+    crew[0].kill()
+    # These two have never called each other.
+    assert crew[1].run(call, "worker2", who) == "worker2"
+    assert crew[2].run(call, "worker1", who) == "worker1"
+    with pytest.raises(rpc.BackhaulError, match="nobody"):
+        crew[1].run(call, "nobody", who)
+    assert crew[1].run(shut_down) == "done"
+    assert crew[2].run(shut_down) == "done"
+
+
 def test_a_killed_member_of_a_dynamic_group_can_be_replaced(idle_crew: Crew) -> None:
     crew = idle_crew
     crew[0].run(join, crew.place(0, None))

@@ -14,6 +14,7 @@
     ├── WorkerLostError(ConnectionError)   the peer died, left or cannot be reached
     │   └── WorkerUnresponsiveError        the peer is there but does not answer
     ├── RpcTimeoutError(TimeoutError)      the deadline passed
+    ├── LeakError                   references were left at a graceful shutdown (option forbid_leaks)
     └── RemoteError                 user code raised there, and its type cannot be had here
 
 An exception that user code raises on another worker is raised here as the same
@@ -21,6 +22,13 @@ type where that type can be had; `RemoteTraceback` is then its ``__cause__``.
 """
 
 from __future__ import annotations
+
+import copy
+import os
+import traceback
+from types import TracebackType
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class BackhaulError(RuntimeError):
@@ -81,6 +89,10 @@ class RpcTimeoutError(BackhaulError, TimeoutError):
     """A call, or another wait, was not over at its deadline."""
 
 
+class LeakError(BackhaulError):
+    """Values that other workers still hold at the end of a graceful shutdown."""
+
+
 class RemoteError(BackhaulError):
     """User code raised on another worker, and the exception's type cannot be had here.
 
@@ -107,3 +119,38 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n\nTraceback on worker {self.worker!r}:\n{self.text}"
+
+
+def kept(error: BaseException, worker: str) -> BaseException:
+    """A copy of an exception that can be kept for long: the text of its traceback is its cause.
+
+    A traceback refers to frames, these to the frames that called them, and all of them to what they
+    work on: kept in a future, or for a value that could not be made, it would come to keep its own keeper.
+    """
+    found = fresh(error)
+    frames = user_frames(error.__traceback__)
+    if frames is not None:
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        found.__cause__ = RemoteTraceback(worker, text)
+    return found.with_traceback(None)
+
+
+def fresh(error: BaseException) -> BaseException:
+    """A copy of a kept exception, to be raised in its place: it will collect the frames that it passes."""
+    try:
+        found = copy.copy(error)
+    except Exception:  # its __init__ wants other arguments than it passed on
+        found = type(error).__new__(type(error), *error.args)
+        found.__dict__.update(error.__dict__)
+    if type(found) is not type(error):
+        return error
+    found.__cause__ = error.__cause__
+    found.__suppress_context__ = error.__suppress_context__
+    return found.with_traceback(error.__traceback__)
+
+
+def user_frames(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback without the leading frames of this package, which tell a user nothing."""
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        frames = frames.tb_next
+    return frames

@@ -28,6 +28,16 @@ class ShareId(msgspec.Struct, frozen=True, order=True, array_like=True):
     number: int
 
 
+class Addresses(msgspec.Struct, frozen=True):
+    """Where a worker can be reached, as it tells the others."""
+
+    host: str = ""
+    """Names the machine, so that peers know whether a unix path means anything to them."""
+    unix: str | None = None
+    tcp: tuple[str, int] | None = None
+    memory: str | None = None
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, order=True):
     """A worker: ``id`` is its rank, ``name`` what users call it by."""
 

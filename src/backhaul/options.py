@@ -12,6 +12,7 @@ from typing import Any, Literal
 from backhaul.errors import OptionError
 
 DEFAULT_RPC_TIMEOUT = 60.0
+DEFAULT_MAX_MESSAGE_BYTES = 64 << 30
 SECRET_BYTES = 32
 SECRET_VARIABLE = "BACKHAUL_SECRET"
 """Where a launcher leaves the group's secret, in hexadecimal, for the workers it starts."""
@@ -50,6 +51,12 @@ def _positive(value: Any) -> float:
     return seconds
 
 
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError("must be True or False")
+    return value
+
+
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise OptionError("must be a whole number of at least 1")
@@ -86,6 +93,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "connect_timeout": _positive,
     "unresponsive_after": _seconds_or_none,
     "max_message_bytes": _count,
+    "forbid_leaks": _flag,
 }
 
 
@@ -104,6 +112,7 @@ class RpcOptions:
     - ``unresponsive_after``: seconds after which a peer that owes an answer and sends nothing at
       all counts as lost; None means never.
     - ``max_message_bytes``: larger messages are refused on receipt.
+    - ``forbid_leaks``: a graceful shutdown raises `LeakError` if references to values of this worker are left.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -113,7 +122,8 @@ class RpcOptions:
     secret: bytes | None = dataclasses.field(default=None, repr=False)
     connect_timeout: float = 10.0
     unresponsive_after: float | None = 30.0
-    max_message_bytes: int = 64 << 30
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    forbid_leaks: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = _CHECKS.get(name)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from backhaul import current as _current
 from backhaul.agent.agent import Agent, To
+from backhaul.agent.farewell import LAST, WORK
 from backhaul.agent.future import Future
 from backhaul.agent.membership import Membership
-from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, WorkerLostError
+from backhaul.errors import LeakError, MisuseError, OptionError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.options import RpcOptions
 from backhaul.refs.references import References
@@ -106,9 +107,10 @@ class Worker:
         timeout: float = UNSET_TIMEOUT,
     ) -> Any:
         """The value of ``func(*args, **kwargs)`` on worker ``to``. See `backhaul.rpc.rpc_sync`."""
+        args, kwargs = _check_arguments(args, kwargs)
         if self.before_call:
-            self._prepare(to, func, args or (), kwargs or {})
-        return self._agent.call(to, func, args or (), kwargs or {}, self._seconds(timeout))
+            self._prepare(to, func, args, kwargs)
+        return self._agent.call(to, func, args, kwargs, self._seconds(timeout))
 
     def rpc_async(
         self,
@@ -119,9 +121,10 @@ class Worker:
         timeout: float = UNSET_TIMEOUT,
     ) -> Future[Any]:
         """A future of that value. See `backhaul.rpc.rpc_async`."""
+        args, kwargs = _check_arguments(args, kwargs)
         if self.before_call:
-            self._prepare(to, func, args or (), kwargs or {})
-        return self._agent.call_async(to, func, args or (), kwargs or {}, self._seconds(timeout))
+            self._prepare(to, func, args, kwargs)
+        return self._agent.call_async(to, func, args, kwargs, self._seconds(timeout))
 
     def remote(
         self,
@@ -132,10 +135,11 @@ class Worker:
         timeout: float = UNSET_TIMEOUT,
     ) -> RRef[Any]:
         """A reference to that value, which stays on ``to``. See `backhaul.rpc.remote`."""
+        args, kwargs = _check_arguments(args, kwargs)
         if self.before_call:
-            self._prepare(to, func, args or (), kwargs or {})
+            self._prepare(to, func, args, kwargs)
         self._agent.require_usable()
-        return self.references.remote(to, func, args or (), kwargs or {}, timeout)
+        return self.references.remote(to, func, args, kwargs, timeout)
 
     def get_worker_info(self, name: To | None = None) -> WorkerInfo:
         """This worker, or the one of that name or rank."""
@@ -154,16 +158,20 @@ class Worker:
         seconds = _check_seconds("timeout", timeout)
         deadline = time.monotonic() + (seconds or math.inf)
         lost: list[str] = []
+        leaks: list[str] = []
         patience = _HURRIED_CLOSE
         try:
             if graceful and self._agent.membership.dynamic:
                 self._finish(deadline)
             elif graceful:
-                lost = self._agent.farewell.run(deadline)
+                lost = self._agent.farewell.run(WORK, deadline)
+                self.references.release_all()
+                lost = sorted({*lost, *self._agent.farewell.run(LAST, deadline)})
+                leaks = [] if lost else self.references.leaks()
             if graceful and not lost:
                 patience = _CLOSE  # nothing runs any more, so threads end at once
         finally:
-            self._leave()
+            self._agent.membership.leave()
             self.references.close()
             self._agent.close(patience)
         if lost:
@@ -171,6 +179,8 @@ class Worker:
             raise WorkerLostError(
                 f"graceful shutdown: worker {names} died or left without one; the others are done", lost[0]
             )
+        if leaks and self.options.forbid_leaks:
+            raise LeakError(f"Leaking RRef: after all references were given up, others still hold {'; '.join(leaks)}")
 
     @contextmanager
     def as_current(self) -> Iterator[Worker]:
@@ -194,15 +204,11 @@ class Worker:
 
     def _seconds(self, timeout: float) -> float:
         """Torch's meaning of a timeout: negative is the default, 0 is none."""
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout != timeout:
+            raise OptionError(f"timeout {timeout!r} must be in seconds: 0 means no limit, a negative value the default")
         if timeout < 0:
             timeout = self.options.rpc_timeout
         return timeout or math.inf
-
-    def _leave(self) -> None:
-        try:
-            self._agent.membership.leave()
-        except RuntimeError:
-            pass  # the store went with the worker that hosted it; there is no list to leave
 
     def _finish(self, deadline: float) -> None:
         """Wait until nothing that this worker sent or serves is under way."""
@@ -210,6 +216,16 @@ class Worker:
             if time.monotonic() > deadline:
                 raise RpcTimeoutError("graceful shutdown: this worker's work was still going on at the deadline")
             self._agent.closed.wait(_IDLE_POLL)
+
+
+def _check_arguments(
+    args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if args is not None and not isinstance(args, tuple | list):
+        raise OptionError(f"args must be a tuple, as in args=(x,), not a {type(args).__name__}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise OptionError(f"kwargs must be a dict, not a {type(kwargs).__name__}")
+    return args or (), kwargs or {}
 
 
 def _check_seconds(name: str, value: float) -> float:

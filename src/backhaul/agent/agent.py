@@ -25,6 +25,7 @@ from backhaul.agent.serving import Handler, Inbound, Serving
 from backhaul.agent.watch import Watch
 from backhaul.errors import (
     AuthenticationError,
+    BackhaulError,
     ForkedError,
     NotInitializedError,
     OptionError,
@@ -45,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_VISITORS = 64
 _CUT_OFF_SECONDS = 2.0
+_GREET_SECONDS = 2.0
 
 To = str | int | WorkerInfo
 
@@ -91,7 +93,7 @@ class Agent:
         label = f"backhaul-{self.me.name}"
         self.pool = Pool(label, options.num_worker_threads, enter)
         self.watch = Watch(label + "-watch", options.unresponsive_after, enter)
-        self.execution = Execution(self.me, codec, enter)
+        self.execution = Execution(self.me, codec, enter, options.max_message_bytes)
         self.serving = Serving(self.pool, self.watch, self._handle, options.num_worker_threads)
         self.serving.on_end = self._inbound_ended
         self.completions = Completions(self.pool, self.watch)
@@ -107,10 +109,17 @@ class Agent:
         _abandon_in_children(self)
 
     def start(self) -> None:
-        """Let peers in."""
+        """Let peers in. A newcomer to a dynamic group greets all others, so that they know of it without the store."""
         self.watch.start()
         for listener in self._listeners:
             self.watch.add_listener(listener, self._visit)
+        if self.membership.dynamic:
+            for info in self.members():
+                try:
+                    if info != self.me:
+                        self._connect(self.membership.find(info), time.monotonic() + _GREET_SECONDS)
+                except BackhaulError as error:
+                    _log.info("could not greet %s: %s", info.name, error)
 
     def register(self, message: type[Any], handler: Handler) -> None:
         """Let ``handler`` have the messages of this type. It must not raise, nor wait for peers."""
@@ -232,7 +241,7 @@ class Agent:
                 self.serving.resumed()
 
     def _open(self, member: Member, deadline: float) -> Outbound:
-        hello = Hello(self.membership.group, self.me.id, self.me.name, member.id)
+        hello = Hello(self.membership.group, self.me.id, self.me.name, member.id, self._transport.addresses)
         deadline = min(deadline, time.monotonic() + self.options.connect_timeout)
         try:
             channel, welcome = self._transport.connect(member.addresses, hello, deadline)
@@ -323,6 +332,7 @@ class Agent:
         finally:
             with self._lock:
                 self._visitors -= 1
+        self.membership.met(Member(hello.id, hello.name, hello.addresses))
         inbound = Inbound(WorkerInfo(hello.id, hello.name), channel, self.serving)
         self.serving.add(inbound)
         if self.closed.is_set():

@@ -14,7 +14,7 @@ import torch
 
 from backhaul.agent.future import Future
 from backhaul.agent.traffic import NoTraffic, Traffic
-from backhaul.errors import RemoteError, RemoteTraceback
+from backhaul.errors import RemoteError, RemoteTraceback, UnsendableError, user_frames
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
@@ -29,8 +29,9 @@ ASYNC_MARK = "_backhaul_async_execution"
 class Execution:
     """Executes calls for one worker, and opens replies to its own."""
 
-    def __init__(self, me: WorkerInfo, codec: Codec, enter: Callable[[], None]) -> None:
+    def __init__(self, me: WorkerInfo, codec: Codec, enter: Callable[[], None], max_message_bytes: int) -> None:
         self.traffic: Traffic = NoTraffic()
+        self._max_message_bytes = max_message_bytes
         self._me = me
         self._codec = codec
         self._enter = enter
@@ -92,17 +93,26 @@ class Execution:
     def frame(self, make: Callable[[Refs], Any], packing: Packing, to: WorkerInfo) -> Frame:
         """The frame of a message with a packed value."""
         if not packing.attached:
-            return encode(make(()), packing.tensors)
+            return self._checked(encode(make(()), packing.tensors))
         refs = self.traffic.departing(packing.attached, to)
         try:
-            return encode(make(refs), packing.tensors)
+            return self._checked(encode(make(refs), packing.tensors))
         except BaseException:
             self.traffic.stayed(refs)
             raise
 
+    def _checked(self, frame: Frame) -> Frame:
+        """The peer would refuse more, and close the connection."""
+        if frame.size > self._max_message_bytes:
+            raise UnsendableError(
+                f"a message of {frame.size} bytes is over the limit of {self._max_message_bytes}: send it in parts, or "
+                "set the option max_message_bytes on all workers"
+            )
+        return frame
+
     def failure(self, id: int, error: BaseException, to: WorkerInfo) -> Frame:
         """The frame that answers request ``id`` of ``to`` with an exception. Never raises."""
-        text = "".join(traceback.format_exception(type(error), error, _user_part(error.__traceback__)))
+        text = "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
         kind = type(error)
         texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", _safe_str(error), text)
         try:
@@ -213,10 +223,3 @@ def _safe_str(error: BaseException) -> str:
         return str(error)
     except Exception:
         return f"<{type(error).__name__} whose str() raises>"
-
-
-def _user_part(frames: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames of this file, which tell a user nothing."""
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return frames

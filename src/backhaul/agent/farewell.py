@@ -12,6 +12,8 @@ in a row are the same, every member is idle, and what one sent the other finishe
 moment between the two at which nothing ran and nothing was under way, and so nothing can start
 any more. (One tally is not enough: its parts are taken at different times.)
 
+There are two **stages**: first all work ends; then all give up their references, and that is over, too.
+
 The leader leaves last: it answers once all the living have asked `AwaitEnd`, and stays until they
 have hung up, so that none of them takes its going for a death.
 """
@@ -25,11 +27,14 @@ from typing import Any, Protocol
 
 from backhaul.agent.future import Future
 from backhaul.agent.serving import Inbound
-from backhaul.errors import RpcTimeoutError, WorkerLostError
+from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import AwaitEnd, AwaitReady, Tally
+
+WORK, LAST = 0, 1
+STAGES = 2
 
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
@@ -102,44 +107,50 @@ class Farewell:
     def __init__(self, agent: Asker, closed: threading.Event) -> None:
         self._agent = agent
         self._closed = closed
-        self._ready = _Promise(agent.answer)
-        self._end = _Promise(agent.answer)
+        self._ready = [_Promise(agent.answer) for _ in range(STAGES)]
+        self._end = [_Promise(agent.answer) for _ in range(STAGES)]
 
     def handlers(self) -> Iterable[tuple[type[Any], Callable[[Inbound, Envelope], Frame | None]]]:
-        return (AwaitReady, self._ready.handle), (AwaitEnd, self._end.handle), (Tally, self._on_tally)
+        return (
+            (AwaitReady, lambda inbound, envelope: self._promise(self._ready, envelope).handle(inbound, envelope)),
+            (AwaitEnd, lambda inbound, envelope: self._promise(self._end, envelope).handle(inbound, envelope)),
+            (Tally, self._on_tally),
+        )
 
-    def run(self, deadline: float) -> list[str]:
-        """Wait for the end of the group; return the names of the members that died first.
+    def run(self, stage: int, deadline: float) -> list[str]:
+        """Wait for the end of a stage; return the names of the members that died first.
 
         Raises `RpcTimeoutError` if it does not come before the deadline.
         """
         agent = self._agent
-        self._ready.keep(None)
+        self._ready[stage].keep(None)
         lost: dict[int, str] = {}
         for leader in agent.members():
             if leader == agent.me:
                 break
             try:
-                dead: list[str] = agent.ask_later(leader, AwaitEnd, "the end of the group", deadline).wait()
+                ask = lambda id: AwaitEnd(id, stage)  # noqa: E731
+                dead: list[str] = agent.ask_later(leader, ask, "the end of the group", deadline).wait()
             except WorkerLostError:
                 lost[leader.id] = leader.name
             else:
                 return sorted({*dead, *lost.values()})
-        self._lead(lost, deadline)
+        self._lead(stage, lost, deadline)
         names = sorted(lost.values())
-        self._end.keep(names)
-        self._wait_for_departures()
+        self._end[stage].keep(names)
+        if stage == LAST:
+            self._wait_for_departures()
         return names
 
-    def _lead(self, lost: dict[int, str], deadline: float) -> None:
+    def _lead(self, stage: int, lost: dict[int, str], deadline: float) -> None:
         """Return when all work of the living is over; add the dead to ``lost``."""
-        self._ask_all(AwaitReady, "its readiness to shut down", lost, deadline)
+        self._ask_all(lambda id: AwaitReady(id, stage), "its readiness to shut down", lost, deadline)
         before: dict[int, Counts] = {}
         pause = _FIRST_PAUSE
         while True:
             tallies = self._ask_all(Tally, "its tally", lost, deadline)
             tallies[self._agent.me.id] = self._agent.counts()
-            everybody = self._end.asked_by() >= tallies.keys() - {self._agent.me.id}
+            everybody = self._end[stage].asked_by() >= tallies.keys() - {self._agent.me.id}
             if everybody and tallies == before and settled(tallies):
                 return
             before = tallies
@@ -172,6 +183,13 @@ class Farewell:
             except WorkerLostError:
                 lost[info.id] = info.name
         return answers
+
+    @staticmethod
+    def _promise(promises: list[_Promise], envelope: Envelope) -> _Promise:
+        stage: int = envelope.message.stage
+        if not 0 <= stage < STAGES:
+            raise ProtocolError(f"stage {stage} of a shutdown, which has {STAGES}")
+        return promises[stage]
 
     def _on_tally(self, inbound: Inbound, envelope: Envelope) -> Frame:
         return self._agent.answer(envelope.message.id, self._agent.counts())

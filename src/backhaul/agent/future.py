@@ -15,6 +15,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from backhaul import current
+from backhaul.errors import fresh, kept
+
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -95,13 +98,24 @@ class Future(torch.futures.Future[T]):
             yield from woken.__await__()
         return super().wait()
 
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+        """Complete it with an error, which `wait` then raises."""
+        self.settle(None, result)
+
     def settle(self, value: T | None, error: BaseException | None = None) -> None:
         """Complete it, with a value or an error."""
         self._help = self._attend = None  # they hold on to the call, or to the parent
-        if error is None:
-            self.set_result(value)  # type: ignore[arg-type]
-        else:
-            self.set_exception(error)  # type: ignore[arg-type]
+        if error is not None:
+            # The garbage collector cannot see through torch's object: what is kept there must not refer back
+            # to this future, by the frames that set it or by those that will raise it.
+            worker = current.worker_or_none()
+            stored = kept(error, "" if worker is None else worker.info.name)
+
+            def raise_copy(_: Any) -> None:
+                raise fresh(stored)
+
+            super()._set_unwrap_func(raise_copy)
+        self.set_result(value)  # type: ignore[arg-type]
 
 
 def _resolve(woken: asyncio.Future[None]) -> None:

@@ -15,7 +15,7 @@ only after the greeting on its own connection.
 
 from __future__ import annotations
 
-import datetime
+import logging
 import secrets
 import threading
 import time
@@ -31,7 +31,10 @@ from backhaul.transport.base import Addresses
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_POLL = datetime.timedelta(milliseconds=500)
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE = 0.002
+_LONGEST_PAUSE = 0.1
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -61,6 +64,7 @@ class Membership:
         self._by_id: dict[int, Member] = {}
         self._by_name: dict[str, Member] = {}
         self._me: Member | None = None
+        self._store_is_gone = False
 
     @property
     def dynamic(self) -> bool:
@@ -107,8 +111,16 @@ class Membership:
 
     def leave(self) -> None:
         """Take this worker off a dynamic group's list."""
-        if self._me is not None and self.dynamic:
-            self._store.set(f"member/{self._me.id}", "")
+        if self._me is not None and self.dynamic and not self._store_is_gone:
+            try:
+                self._store.set(f"member/{self._me.id}", "")
+            except RuntimeError:
+                self._store_is_gone = True  # and with it the list
+
+    def met(self, member: Member) -> None:
+        """A member of a dynamic group has introduced itself."""
+        if self.dynamic:
+            self._learn(member)
 
     def members(self) -> list[WorkerInfo]:
         """All known members, by rank."""
@@ -144,7 +156,19 @@ class Membership:
                     del self._by_name[member.name]
 
     def refresh(self) -> None:
-        """Read a dynamic group's list from the store."""
+        """Read a dynamic group's list from the store, if that is still there.
+
+        A store that a worker hosts goes with it. Those who have met go on without; others cannot join any more.
+        """
+        if self._store_is_gone:
+            return
+        try:
+            self._read_list()
+        except RuntimeError as error:
+            self._store_is_gone = True
+            _log.warning("the store of this group is gone, so nobody can join it any more: %s", error)
+
+    def _read_list(self) -> None:
         count = self._store.add("count", 0)
         present = set()
         for id in range(count):
@@ -182,16 +206,18 @@ class Membership:
 
     def _gather(self, world_size: int, deadline: float, check: Callable[[], None]) -> None:
         missing = [id for id in range(world_size) if id not in self._by_id]
+        pause = _FIRST_PAUSE
         while missing:
             check()
-            try:
-                self._store.wait([f"member/{missing[0]}"], _POLL)
-            except Exception as error:  # stores raise several types for a wait that ran out
+            # Asked and not waited for: a store that waits in vain says so on standard error.
+            if not self._store.check([f"member/{missing[0]}"]):
                 if time.monotonic() > deadline:
                     raise RpcTimeoutError(
                         f"{len(missing)} of {world_size} workers did not join in time: ranks "
                         f"{', '.join(map(str, missing))}; start them, or check that all use the same init_method"
-                    ) from error
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
                 continue
             id = missing.pop(0)
             member = self._decode(self._store.get(f"member/{id}"))

@@ -208,7 +208,7 @@ class Outbound:
             self.lose(problem)
         elif arrived:
             self._hand_out(arrived, inline=True)
-        elif not slot.done:
+        elif not slot.done and timeout >= self._patience / 4:
             self.check_alive()
 
     def _sleep(self, slot: Slot, timeout: float) -> None:

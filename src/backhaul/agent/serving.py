@@ -123,7 +123,10 @@ class Inbound:
                     if frame is not None:
                         self.reply(frame)
                     return
-                if len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES:
+                # A frame with something to keep refers to the user's own tensors: the next request may change them.
+                if frame is not None and (
+                    frame.keep or len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES
+                ):
                     self._send_held()
         except Exception as error:
             state.handling = False

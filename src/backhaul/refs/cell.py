@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from backhaul.errors import fresh, kept
 
 
 class Cell:
@@ -28,12 +29,13 @@ class Cell:
     def set(self, value: Any) -> None:
         self._settle(value, None)
 
-    def fail(self, error: BaseException) -> None:
-        self._settle(None, error)
+    def fail(self, error: BaseException, worker: str) -> None:
+        """Making the value failed, on that worker."""
+        self._settle(None, kept(error, worker))
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, as an exception of its own: see `fresh`. Only when ready."""
+        """What went wrong, as an exception of its own (`errors.fresh`). Only when ready."""
         return None if self._error is None else fresh(self._error)
 
     def get(self) -> Any:
@@ -64,19 +66,3 @@ class Cell:
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
-
-
-def fresh(error: BaseException) -> BaseException:
-    """A copy of an exception that is kept, to be raised in its place.
-
-    An exception that is raised collects the frames that it passes, and what they refer to. One that a cell
-    keeps would so keep the very references that keep the cell.
-    """
-    try:
-        found = copy.copy(error)
-    except Exception:  # of a type that cannot be copied
-        return error
-    if type(found) is not type(error):
-        return error
-    found.__cause__ = error.__cause__
-    return found.with_traceback(error.__traceback__)

@@ -25,11 +25,18 @@ is not released. A receiver that is confirmed already, or is the owner, unpins a
 At every moment some worker that is listed, or the owner itself, keeps the value alive: the sharer
 until the receiver is listed, the receiver from then on.
 
+**Lost shares.** When a connection breaks and both its ends live, the sharer cannot know which of the messages it
+wrote last have arrived. It asks the receiver over the surviving way of notices (`Recall`), and the receiver unpins
+what it is not about to unpin anyhow. A message that does come later, from the buffers of the old connection,
+is no longer covered by a pin: the owner tells its receiver whether the value is still there, as it tells everybody
+who registers. Nobody waits for it, for the call that it belonged to has failed where it was made.
+
 **Creation.** The creator of a remote value is listed by the very message that creates it, and is
 confirmed by the reply. It releases only after that. If it never learns whether the message arrived, it
-sends `Release` all the same, and the owner remembers a release that comes before the creation. It may share
-the reference at once, so that a `Register` can come before the creation, too: the owner then makes the
-entry, and the value follows.
+sends `Release` all the same. It may share the reference at once, so that a `Register`, or the reference itself, can
+reach the owner before the creation: the owner then makes the entry and lists the creator, and the value follows, or
+else the creator's `Release`. A creation is *settled* once either has come. The owner remembers which are: of a
+reference that it has no entry for, it tells by that whether its value is still to come, or gone for ever.
 
 **Deaths.** A worker may die after it has sent a reference on and before the receiver is listed. If the
 owner struck the dead worker off at once, the value could go although the receiver has it. So whoever
@@ -37,10 +44,12 @@ has the dead worker on a list, or a pin towards it, first *sweeps*: it asks ever
 whether all that the dead ones ever sent it has been dealt with. A worker answers `Swept` when it has
 read the dead ones' connections to their end, and every entry that was registering then is
 confirmed. When all have answered for all the dead, nothing that a dead worker sent is under way, and what
-it held is dropped. Workers that die meanwhile are added to the question.
+it held is dropped. Workers that die meanwhile are added to the question. Those that join meanwhile are not asked:
+who was not in the group while the dead one lived has nothing from it.
 
 **What is assumed.** Between two living workers, these messages arrive in order and once (`mailbox` sees to
-that, over connections that may break). Nothing is assumed of their order relative to calls.
+that, over connections that may break). Nothing is assumed of their order relative to calls. A worker
+that one takes for dead is dead, and the driver makes sure that every worker named in a `Sweep` is examined.
 
 Methods return the messages to send, and the values to free; they do nothing else. One driver calls them,
 under one lock.
@@ -48,11 +57,12 @@ under one lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from backhaul.ids import RefId, ShareId
-from backhaul.wire.messages import Notice, Register, Registered, Release, Sweep, Swept, Unpin
+from backhaul.wire.messages import Notice, Recall, Register, Registered, Release, Sweep, Swept, Unpin
 
 
 class Send(NamedTuple):
@@ -69,7 +79,7 @@ class Free(NamedTuple):
 
 
 class Void(NamedTuple):
-    """The creation of this value of ours will not come any more, but somebody waits for it."""
+    """This value of ours will not come any more, but somebody may wait for it."""
 
     ref: RefId
 
@@ -87,10 +97,10 @@ Action = Send | Free | Void | Confirm
 class _Owned:
     """The owner's entry: alive while anybody is listed, or it is pinned, or held here."""
 
-    __slots__ = ("copies", "created", "pins", "users")
+    __slots__ = ("copies", "expected", "pins", "users")
 
     def __init__(self) -> None:
-        self.created = False
+        self.expected = False  # its creation is still to come
         self.copies = 0
         self.pins: set[ShareId] = set()
         self.users: set[int] = set()
@@ -114,13 +124,50 @@ class _Used:
         return self.confirmed and not (self.copies or self.pins)
 
 
+class _Pin:
+    """A share that is not known to have arrived. ``over`` is None once its connection has ended."""
+
+    __slots__ = ("over", "ref", "to")
+
+    def __init__(self, ref: RefId, to: int, over: Hashable) -> None:
+        self.ref = ref
+        self.to = to
+        self.over = over
+
+
+class _Numbers:
+    """A set of numbers that come nearly in order, kept as ranges ``starts[i] <= n < ends[i]``."""
+
+    __slots__ = ("_ends", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def __contains__(self, number: int) -> bool:
+        before = bisect_right(self._starts, number)
+        return before > 0 and number < self._ends[before - 1]
+
+    def add(self, number: int) -> None:
+        """Add a number that is not in it."""
+        at = bisect_right(self._starts, number)
+        self._starts.insert(at, number)
+        self._ends.insert(at, number + 1)
+        for left in (at, at - 1):
+            if 0 <= left < len(self._starts) - 1 and self._ends[left] == self._starts[left + 1]:
+                del self._ends[left], self._starts[left + 1]
+
+    def __len__(self) -> int:
+        """How many ranges there are."""
+        return len(self._starts)
+
+
 class _Question:
     """A sweep of another worker that has not been answered yet."""
 
-    __slots__ = ("awaited", "dead", "peer")
+    __slots__ = ("awaited", "dead")
 
-    def __init__(self, peer: int, dead: tuple[int, ...]) -> None:
-        self.peer = peer
+    def __init__(self, dead: tuple[int, ...]) -> None:
         self.dead = dead
         self.awaited: set[RefId] | None = None  # entries to be confirmed first; None until the dead have ended
 
@@ -132,15 +179,15 @@ class Counting:
         self.me = me
         self._owned: dict[RefId, _Owned] = {}
         self._used: dict[RefId, _Used] = {}
-        self._pins: dict[ShareId, tuple[RefId, int]] = {}  # share -> what, to whom
-        self._refs = 0
+        self._pins: dict[ShareId, _Pin] = {}
+        self._refs: dict[int, int] = {}  # owner -> how many there are; one count for each owner keeps `_Numbers` short
         self._shares = 0
-        self._released_early: set[RefId] = set()
+        self._settled: dict[int, _Numbers] = {}  # creator -> its creations here that have come, or never will
         # Deaths:
         self._dead: set[int] = set()  # and all that they sent here has been read
         self._living: set[int] = set()
-        self._answers: set[int] | None = None  # who has answered the sweep that is going on
-        self._questions: list[_Question] = []
+        self._unswept: set[int] | None = None  # who has not answered the sweep that is going on
+        self._questions: dict[int, _Question] = {}  # who asks -> the last it has asked
 
     # -- seen from outside ------------------------------------------------------------------------
 
@@ -171,22 +218,22 @@ class Counting:
     # -- this worker's own doings -------------------------------------------------------------------
 
     def new_ref(self, owner: int) -> RefId:
-        self._refs += 1
-        return RefId(owner, self.me, self._refs)
+        """A name for a value. If it is another worker's, `creating` and `created` must follow."""
+        number = self._refs[owner] = self._refs.get(owner, 0) + 1
+        return RefId(owner, self.me, number)
 
     def own(self, ref: RefId) -> None:
         """A value of ours has come to be; who made it has a copy."""
-        entry = self._owned.setdefault(ref, _Owned())
-        entry.created = True
-        entry.copies += 1
+        self._owned.setdefault(ref, _Owned()).copies += 1
 
     def own_for(self, ref: RefId, creator: int) -> list[Action]:
-        """A value of ours is about to come to be, on behalf of ``creator``."""
+        """A value of ours is about to come to be, on behalf of ``creator``.
+
+        If the answer is to free it, nobody wants it any more.
+        """
         entry = self._owned.setdefault(ref, _Owned())
-        entry.created = True
-        if ref in self._released_early:
-            self._released_early.discard(ref)
-        elif creator not in self._dead:
+        entry.expected = False
+        if creator not in self._dead and self._settle(ref):
             entry.users.add(creator)
         return self._free_if_idle(ref)
 
@@ -196,7 +243,7 @@ class Counting:
         entry.copies = 1
 
     def created(self, ref: RefId) -> list[Action]:
-        """The owner has confirmed the creation, or it is not known whether it ever happened."""
+        """The owner has confirmed the creation, or it is not known whether it ever happened. Once for each."""
         return self._confirm(ref, exists=True)
 
     def hold(self, ref: RefId) -> bool:
@@ -210,8 +257,8 @@ class Counting:
     def drop(self, ref: RefId) -> list[Action]:
         """One copy fewer here."""
         entry = self._entry(ref)
-        if entry is None:
-            return []
+        if entry is None or not entry.copies:
+            return []  # it was abandoned
         entry.copies -= 1
         return self._leave_if_idle(ref)
 
@@ -226,44 +273,55 @@ class Counting:
         entry.pins.clear()
         return self._leave_if_idle(ref)
 
-    def share(self, ref: RefId, to: int) -> ShareId:
-        """A reference is about to be sent: pin it."""
+    def share(self, ref: RefId, to: int, over: Hashable = None) -> ShareId:
+        """A reference is about to be sent: pin it.
+
+        ``over`` is the connection that will take it. `connection_ended` is to be told the same.
+        """
         self._shares += 1
         share = ShareId(self.me, self._shares)
         entry = self._entry(ref)
-        if entry is not None:
+        if entry is not None and to not in self._dead:
             entry.pins.add(share)
-            self._pins[share] = ref, to
+            self._pins[share] = _Pin(ref, to, over)
         return share
 
     def unpin(self, share: ShareId) -> list[Action]:
         """The receiver has it; or the message could not be sent at all."""
-        pinned = self._pins.pop(share, None)
-        if pinned is None:
+        pin = self._pins.pop(share, None)
+        if pin is None:
             return []
-        entry = self._entry(pinned[0])
+        entry = self._entry(pin.ref)
         if entry is not None:
             entry.pins.discard(share)
-        return self._leave_if_idle(pinned[0])
+        return self._leave_if_idle(pin.ref)
+
+    def connection_ended(self, over: Hashable) -> list[Action]:
+        """Nothing more is written to this connection. What was may have arrived, or not, or may arrive yet."""
+        lost = [share for share, pin in self._pins.items() if pin.over == over]
+        if not lost:
+            return []
+        for share in lost:
+            self._pins[share].over = None
+        return self._tell(self._pins[lost[0]].to, Recall(tuple(lost)))
 
     def receive(self, ref: RefId, share: ShareId) -> list[Action]:
         """A message has brought a reference. It counts as one copy until the caller drops it."""
         if ref.owner == self.me:
-            entry = self._owned.get(ref)
-            if entry is not None:
-                entry.copies += 1
-            return self._tell(share.sharer, Unpin(share))
+            gone = [] if self.expects(ref) else [Void(ref)]
+            self._owned.setdefault(ref, _Owned()).copies += 1
+            return [*gone, *self._tell(share.sharer, Unpin(share))]
         used = self._used.get(ref)
+        is_new = used is None
         if used is None:
             used = self._used[ref] = _Used()
-            used.copies = 1
-            used.to_unpin.append(share)
-            return self._tell(ref.owner, Register(ref))
         used.copies += 1
         if used.confirmed:
             return self._tell(share.sharer, Unpin(share))
         used.to_unpin.append(share)
-        return []
+        if ref.owner in self._dead:
+            return self._confirm(ref, exists=False)
+        return self._tell(ref.owner, Register(ref)) if is_new else []
 
     # -- notices -------------------------------------------------------------------------------------
 
@@ -279,6 +337,8 @@ class Counting:
             return self._on_release(peer, notice.ref)
         if isinstance(notice, Sweep):
             return self._on_sweep(peer, notice.dead)
+        if isinstance(notice, Recall):
+            return self._on_recall(peer, notice.shares)
         return self._on_swept(peer, notice.dead)
 
     def _on_register(self, peer: int, ref: RefId) -> list[Action]:
@@ -291,22 +351,36 @@ class Counting:
         """Whether a value of ours is there, or on its way."""
         if ref in self._owned:
             return True
-        if ref.creator in (self.me, *self._dead) or ref in self._released_early:
+        if ref.creator == self.me or ref.creator in self._dead or ref.number in self._settled.get(ref.creator, ()):
             return False
-        self._owned[ref] = _Owned()
+        entry = self._owned[ref] = _Owned()
+        entry.expected = True
+        entry.users.add(ref.creator)  # it will release it, whether its creation arrives or not
+        return True
+
+    def _settle(self, ref: RefId) -> bool:
+        """Its creation has come, or will not come any more. False if that was known."""
+        settled = self._settled.setdefault(ref.creator, _Numbers())
+        if ref.number in settled:
+            return False
+        settled.add(ref.number)
         return True
 
     def _on_release(self, peer: int, ref: RefId) -> list[Action]:
+        early = ref.creator == peer and self._settle(ref)
         entry = self._owned.get(ref)
         if entry is None:
-            if ref.creator == peer:
-                self._released_early.add(ref)
             return []
         entry.users.discard(peer)
-        if ref.creator == peer and not entry.created:
-            self._released_early.add(ref)
-            return [Void(ref), *self._free_if_idle(ref)]
-        return self._free_if_idle(ref)
+        return [*(self._void(ref) if early else []), *self._free_if_idle(ref)]
+
+    def _void(self, ref: RefId) -> list[Action]:
+        self._owned[ref].expected = False
+        return [Void(ref)]
+
+    def _on_recall(self, peer: int, shares: tuple[ShareId, ...]) -> list[Action]:
+        arrived = {share for entry in self._used.values() for share in entry.to_unpin}
+        return [action for share in shares if share not in arrived for action in self._tell(peer, Unpin(share))]
 
     def _confirm(self, ref: RefId, exists: bool) -> list[Action]:
         entry = self._used.get(ref)
@@ -318,7 +392,7 @@ class Counting:
         for share in shares:
             actions += self._tell(share.sharer, Unpin(share))
         actions += self._leave_if_idle(ref)
-        for question in self._questions:
+        for question in self._questions.values():
             if question.awaited is not None:
                 question.awaited.discard(ref)
         return actions + self._answer_sweeps()
@@ -326,7 +400,10 @@ class Counting:
     # -- deaths --------------------------------------------------------------------------------------
 
     def joined(self, worker: int) -> None:
-        """Another worker of the group, alive as far as is known."""
+        """Another worker of the group, alive as far as is known.
+
+        Before `died`, this must be told of all that were in the group at any time before the death.
+        """
         if worker != self.me and worker not in self._dead:
             self._living.add(worker)
 
@@ -336,74 +413,69 @@ class Counting:
             return []
         self._dead.add(worker)
         self._living.discard(worker)
-        self._questions = [question for question in self._questions if question.peer != worker]
-        actions: list[Action] = [
-            Void(ref) for ref, entry in self._owned.items() if ref.creator == worker and not entry.created
-        ]
+        self._settled.pop(worker, None)
+        self._questions.pop(worker, None)
+        actions: list[Action] = []
+        for ref in [ref for ref, entry in self._owned.items() if ref.creator == worker and entry.expected]:
+            actions += self._void(ref)
         # What it owned can be used no more; nothing is to be told to it.
         for ref, used in [(ref, used) for ref, used in self._used.items() if ref.owner == worker]:
             actions += [Confirm(ref, False)] if used.confirmed else self._confirm(ref, exists=False)
-        if self._answers is not None or self._concerned(worker):
+        if self._unswept is not None or self._concerned(worker):
             actions += self._start_sweep()
         return actions + self._answer_sweeps()
 
     def _concerned(self, worker: int) -> bool:
         return any(worker in entry.users for entry in self._owned.values()) or any(
-            to == worker for _, to in self._pins.values()
+            pin.to == worker for pin in self._pins.values()
         )
 
     def _start_sweep(self) -> list[Action]:
         """Ask the living about all the dead, anew if a sweep is going on."""
-        self._answers = set()
+        self._unswept = set(self._living)
         question = Sweep(tuple(sorted(self._dead)))
         actions: list[Action] = [Send(worker, question) for worker in sorted(self._living)]
-        return actions + self._end_sweep()
+        return actions if self._living else self._end_sweep()
 
     def _on_swept(self, peer: int, dead: tuple[int, ...]) -> list[Action]:
-        if self._answers is None or not self._dead.issubset(dead):
+        if self._unswept is None or not self._dead.issubset(dead):
             return []  # an answer to an earlier, smaller question
-        self._answers.add(peer)
-        return self._end_sweep()
-
-    def _end_sweep(self) -> list[Action]:
-        if self._answers is None or not self._answers >= self._living:
-            return []
-        self._answers = None
-        return self._strike_off_the_dead()
+        self._unswept.discard(peer)
+        return [] if self._unswept else self._end_sweep()
 
     def give_up_sweep(self) -> list[Action]:
         """Some worker does not answer; do not keep for ever what only the dead held."""
-        if self._answers is None:
-            return []
-        self._answers = None
+        return [] if self._unswept is None else self._end_sweep()
+
+    def _end_sweep(self) -> list[Action]:
+        self._unswept = None
         return self._strike_off_the_dead()
 
     @property
     def sweeping(self) -> bool:
-        return self._answers is not None
+        return self._unswept is not None
 
     def _strike_off_the_dead(self) -> list[Action]:
         actions: list[Action] = []
-        for share in [share for share, (_, to) in self._pins.items() if to in self._dead]:
+        for share in [share for share, pin in self._pins.items() if pin.to in self._dead]:
             actions += self.unpin(share)
         for ref, entry in list(self._owned.items()):
             entry.users -= self._dead
             actions += self._free_if_idle(ref)
-        self._released_early = {ref for ref in self._released_early if ref.creator not in self._dead}
         return actions
 
     def _on_sweep(self, peer: int, dead: tuple[int, ...]) -> list[Action]:
-        self._questions.append(_Question(peer, dead))
+        self._questions[peer] = _Question(dead)
         return self._answer_sweeps()
 
     def _answer_sweeps(self) -> list[Action]:
         actions: list[Action] = []
-        for question in list(self._questions):
+        for peer, question in list(self._questions.items()):
             if question.awaited is None and self._dead.issuperset(question.dead):
                 question.awaited = {ref for ref, entry in self._used.items() if entry.to_unpin}
             if question.awaited is not None and not question.awaited:
-                self._questions.remove(question)
-                actions += self._tell(question.peer, Swept(question.dead))
+                del self._questions[peer]
+                actions += self._tell(peer, Swept(question.dead))
         return actions
 
     # -- helpers -------------------------------------------------------------------------------------

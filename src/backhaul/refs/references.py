@@ -24,9 +24,9 @@ from backhaul.agent.agent import Agent, To, name_for_people
 from backhaul.agent.execution import Execution, follow
 from backhaul.agent.future import Future
 from backhaul.agent.serving import Inbound
-from backhaul.errors import BackhaulError, MisuseError, ProtocolError, RpcTimeoutError, WorkerLostError
+from backhaul.errors import BackhaulError, MisuseError, ProtocolError, RpcTimeoutError, WorkerLostError, fresh
 from backhaul.ids import RefId, WorkerInfo
-from backhaul.refs.cell import Cell, fresh
+from backhaul.refs.cell import Cell
 from backhaul.refs.counting import Action, Confirm, Counting, Free, Send, Void
 from backhaul.refs.mailbox import Inbox, Outbox
 from backhaul.refs.proxy import invoke, type_of
@@ -242,7 +242,7 @@ class References:
         try:
             value, later = self.execution.invoke(*self.execution.unpack(envelope))
         except BaseException as error:
-            cell.fail(error)
+            cell.fail(error, self.me.name)
             inbound.count_finished()
             return None
         if later:
@@ -256,7 +256,7 @@ class References:
         try:
             value = done.value()
         except BaseException as error:
-            cell.fail(error)
+            cell.fail(error, self.me.name)
         else:
             cell.set(value)
         inbound.count_finished()
@@ -319,7 +319,7 @@ class References:
                 elif isinstance(action, Confirm) and not action.exists:
                     self._gone.setdefault(action.ref, self._lost_value(action.ref))
         for cell in voided:
-            cell.fail(WorkerLostError("the worker that was to make this value was lost before it did"))
+            cell.fail(WorkerLostError("the worker that was to make this value was lost before it did"), self.me.name)
         if mail:
             self._flush_later()
         freed.clear()
@@ -391,7 +391,7 @@ class References:
             cell = self._cells.get(ref)
             actions = self._counting.created(ref)
         if error is not None and cell is not None:
-            cell.fail(error)
+            cell.fail(error, self.me.name)
         self._act(actions)
 
     # Deaths.

@@ -26,6 +26,7 @@ import struct
 import msgspec
 
 from backhaul.errors import AuthenticationError, ProtocolError
+from backhaul.ids import Addresses
 
 MAGIC = b"BHL1"
 NONCE = 32
@@ -46,6 +47,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     id: int
     name: str
     to_id: int
+    addresses: Addresses = Addresses()
+    """Where it can be called back: in a dynamic group this is how others learn of a newcomer."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from backhaul.errors import OptionError
 from backhaul.options import RpcOptions
 from backhaul.testing.faults import Faults, FaultyTransport
 from backhaul.testing.scheduler import Scheduler
 from backhaul.transport.base import Transport
 from backhaul.transport.memory import MemoryTransport, Network
+from backhaul.transport.stream import StreamTransport
 from backhaul.worker import Worker
 
 
@@ -36,6 +38,8 @@ class InProcessCluster(Sequence[Worker]):
         options: RpcOptions | None = None,
         sockets: bool = False,
     ) -> None:
+        if sockets and seed is not None:
+            raise OptionError("a seed orders the messages of the memory transport; leave out sockets=True")
         self.network = Network() if seed is None else Scheduler(seed)
         self._faults = faults
         self._options = options
@@ -74,11 +78,10 @@ class InProcessCluster(Sequence[Worker]):
             if not worker.closed:
                 worker.shutdown(graceful=False)
 
-    def _transport(self) -> Transport | None:
-        transport: Transport | None = None if self._sockets else MemoryTransport(self.network)
-        if transport is not None and self._faults is not None:
-            return FaultyTransport(transport, self._faults)
-        return transport
+    def _transport(self) -> Transport:
+        options = RpcOptions() if self._options is None else self._options
+        transport: Transport = StreamTransport(options) if self._sockets else MemoryTransport(self.network, options)
+        return transport if self._faults is None else FaultyTransport(transport, self._faults)
 
     def _join(self, size: int) -> list[Worker]:
         """Make the workers side by side: each returns only when all have come."""

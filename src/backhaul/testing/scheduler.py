@@ -5,9 +5,10 @@ scheduler delivers one message, waits until its effects have died down, and pick
 random among the channels that have one. With the same seed and a program that sends the
 same messages, the same order comes out: `log` lists it.
 
-"Died down" means that every request that was delivered is over or waits for a call of its
-own. A request that blocks in another way (a lock, an event) is waited for at most
-`PATIENCE` seconds, since only another message may free it.
+"Died down" means that every request that was delivered is over, its reply sent, or waits for a call of
+its own, and that every reply has reached who waits for it, callbacks included. A request that
+blocks in another way (a lock, an event) is waited for at most `PATIENCE` seconds, since only another
+message may free it. Coroutines are not waited for.
 
 Threads of the test are not known to the scheduler. Put ``with scheduler.hold():`` around
 sends that are all to be there before the first is delivered.
@@ -18,13 +19,17 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from backhaul.agent.agent import Agent
+from backhaul.agent.outbound import Outbound
+from backhaul.agent.pending import Slot
 from backhaul.agent.serving import Inbound
-from backhaul.transport.memory import MemoryChannel, Network
+from backhaul.transport.base import Channel
+from backhaul.transport.memory import END, MemoryChannel, Network
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 
@@ -32,8 +37,8 @@ PATIENCE = 0.1
 
 
 class _ThreadState(threading.local):
-    depth = 0  # requests of which this thread runs one, or waits inside
-    unsettled: MemoryChannel | None = None
+    counted = False  # this thread runs a request or a completion
+    owed = 0  # requests that it has run and that count until their replies are sent
 
 
 class Scheduler(Network):
@@ -49,7 +54,9 @@ class Scheduler(Network):
         # All guarded by _changed:
         self._queues: dict[MemoryChannel, deque[bytes]] = {}
         self._unsettled: set[MemoryChannel] = set()  # delivered to, and not yet dealt with
-        self._running = 0  # requests that run and do not wait
+        self._in_hand: Counter[MemoryChannel] = Counter()  # replies that were read and not yet handed out
+        self._awaited: list[Slot] = []  # what requests wait for
+        self._running = 0  # requests and completions that run and do not wait
         self._holds = 0
         self._free = False
         self._state = _ThreadState()
@@ -57,21 +64,109 @@ class Scheduler(Network):
         self._thread.start()
 
     def attach(self, agent: Agent) -> None:
-        """Count this agent's requests."""
-        handle = agent.serving.handle
+        """Count what this agent does. Before anybody connects to it."""
+        agent.serving.handle = self._counting_requests(agent.serving.handle)
+        agent.completions.add = self._counting_jobs(agent.completions.add)  # type: ignore[method-assign, assignment]
+        add_inbound, add_outbound = agent.serving.add, agent.watch.add
+
+        def inbound_added(inbound: Inbound) -> None:
+            inbound.reply = self._paying(inbound.reply)  # type: ignore[method-assign, assignment]
+            add_inbound(inbound)
+
+        def outbound_added(outbound: Outbound) -> None:
+            self._follow(outbound)
+            add_outbound(outbound)
+
+        agent.serving.add = inbound_added  # type: ignore[method-assign]
+        agent.watch.add = outbound_added  # type: ignore[method-assign]
+
+    def _counting_requests(
+        self, handle: Callable[[Inbound, Envelope], Frame | None]
+    ) -> Callable[[Inbound, Envelope], Frame | None]:
         state = self._state
 
         def counted(inbound: Inbound, envelope: Envelope) -> Frame | None:
+            frame: Frame | None = None
             self._count(1)
-            state.depth += 1
+            state.counted = True
             try:
-                return handle(inbound, envelope)
+                frame = handle(inbound, envelope)
             finally:
-                state.depth -= 1
+                state.counted = False
+                if frame is None:
+                    self._count(-1)
+                else:
+                    state.owed += 1
+            return frame
+
+        return counted
+
+    def _counting_jobs(self, add: Callable[[Callable[[], None]], None]) -> Callable[[Callable[[], None]], None]:
+        state = self._state
+
+        def added(job: Callable[[], None]) -> None:
+            def counted() -> None:
+                state.counted = True
+                try:
+                    job()
+                finally:
+                    state.counted = False
+                    self._count(-1)
+
+            self._count(1)
+            add(counted)
+
+        return added
+
+    def _paying(self, reply: Callable[[Frame], None]) -> Callable[[Frame], None]:
+        def replied(frame: Frame) -> None:
+            try:
+                reply(frame)
+            finally:
+                self._pay()
+
+        return replied
+
+    def _follow(self, outbound: Outbound) -> None:
+        """Know which replies are on their way to whom."""
+        wait, hand_out, lose = outbound.wait, outbound._hand_out, outbound.lose
+        channel = _memory_channel(outbound._channel)
+        state = self._state
+
+        def waited(slot: Slot) -> None:
+            if not state.counted:
+                wait(slot)
+                return
+            self._pay()  # whoever takes the lead sends those replies, and reads only then
+            with self._changed:
+                self._awaited.append(slot)
+                self._running -= 1
+                self._changed.notify_all()
+            try:
+                wait(slot)
+            finally:
+                with self._changed:
+                    self._awaited.remove(slot)
+                    self._running += 1
+
+        def handed_out(arrived: list[Any], **how: Any) -> None:
+            try:
+                hand_out(arrived, **how)
+            finally:
+                with self._changed:
+                    self._in_hand[channel] -= len(arrived)
+                    self._changed.notify_all()
+
+        def lost(reason: Exception) -> None:
+            self._count(1)
+            try:
+                lose(reason)
+            finally:
                 self._count(-1)
 
-        agent.serving.handle = counted
-        agent.serving.on_activity = self._count
+        outbound.wait = waited  # type: ignore[method-assign]
+        outbound._hand_out = handed_out  # type: ignore[method-assign]
+        outbound.lose = lost  # type: ignore[method-assign]
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -106,15 +201,14 @@ class Scheduler(Network):
     def closed(self, channel: MemoryChannel) -> None:
         with self._changed:
             self._queues.pop(channel, None)
+            self._in_hand.pop(channel, None)
         self._settle(channel)
 
-    def taken(self, channel: MemoryChannel) -> None:
-        if channel.name.count("->"):
-            # A reply. If a request waits for it, the request's going on settles it.
-            if self._state.depth:
-                self._state.unsettled = channel
-            else:
-                self._settle(channel)
+    def taken(self, channel: MemoryChannel, count: int) -> None:
+        if _has_replies(channel):
+            with self._changed:
+                self._in_hand[channel] += count
+            self._settle(channel)
 
     def _settle(self, channel: MemoryChannel) -> None:
         with self._changed:
@@ -124,13 +218,20 @@ class Scheduler(Network):
     def _count(self, change: int) -> None:
         with self._changed:
             self._running += change
-            channel, self._state.unsettled = self._state.unsettled, None
-            if channel is not None:
-                self._unsettled.discard(channel)
             self._changed.notify_all()
 
+    def _pay(self) -> None:
+        owed, self._state.owed = self._state.owed, 0
+        if owed:
+            self._count(-owed)
+
     def _quiet(self) -> bool:
-        return not self._running and not self._unsettled
+        return (
+            not self._running
+            and not self._unsettled
+            and not any(self._in_hand.values())
+            and not any(slot.done for slot in self._awaited)
+        )
 
     def _deliver_all(self) -> None:
         while True:
@@ -160,6 +261,20 @@ class Scheduler(Network):
         data = queue.popleft()
         if not queue:
             del self._queues[channel]
-        self._unsettled.add(channel)
+        # Nobody may be there to read the end of a connection that nobody waits on.
+        if data != END or not _has_replies(channel):
+            self._unsettled.add(channel)
         self.log.append(channel.name)
         channel.deliver(data)
+
+
+def _has_replies(channel: MemoryChannel) -> bool:
+    """Whether it is the end that requests leave from."""
+    return "->" in channel.name
+
+
+def _memory_channel(channel: Channel) -> MemoryChannel:
+    """The channel itself, without what a `FaultyTransport` put around it."""
+    while not isinstance(channel, MemoryChannel):
+        channel = channel._inside  # type: ignore[attr-defined]
+    return channel

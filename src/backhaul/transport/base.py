@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-import msgspec
-
+from backhaul.ids import Addresses
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
@@ -14,16 +13,6 @@ from backhaul.wire.frames import Frame
 
 class ChannelClosed(Exception):
     """The channel is gone: its peer closed it or died, or it was closed here."""
-
-
-class Addresses(msgspec.Struct, frozen=True):
-    """Where a worker can be reached, as it tells the others."""
-
-    host: str = ""
-    """Names the machine, so that peers know whether a unix path means anything to them."""
-    unix: str | None = None
-    tcp: tuple[str, int] | None = None
-    memory: str | None = None
 
 
 class Channel(ABC):
@@ -132,3 +121,6 @@ class Transport(ABC):
     @abstractmethod
     def abandon(self) -> None:
         """In a forked child: close the descriptors, and remove nothing."""
+
+
+__all__ = ["Addresses", "Channel", "ChannelClosed", "Listener", "Transport", "Visitor"]

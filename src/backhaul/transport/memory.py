@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from backhaul.errors import AuthenticationError
+from backhaul.options import DEFAULT_MAX_MESSAGE_BYTES, RpcOptions
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor
 from backhaul.wire.decoder import Decoder, Envelope
@@ -66,13 +67,13 @@ class _Bell:
 class MemoryChannel(Channel):
     """One end of a pair."""
 
-    def __init__(self, network: Network, name: str) -> None:
+    def __init__(self, network: Network, name: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
         self.name = name
         self.peer: MemoryChannel | None = None
         self._network = network
         self._bell = _Bell()
         self._inbox: deque[bytes] = deque()
-        self._decoder = Decoder()
+        self._decoder = Decoder(max_message_bytes)
         self._ready: deque[Envelope] = deque()
         self._ended = False
 
@@ -110,11 +111,12 @@ class MemoryChannel(Channel):
             data = self._inbox.popleft()
             if self._inbox:
                 self._bell.ring()  # hushed perhaps, and there is more for the next read
-            self._network.taken(self)
             if data == END:
                 self._ended = True
                 raise ChannelClosed("the connection ended")
-            self._ready.extend(self._decoder.receive_data(data))
+            messages = self._decoder.receive_data(data)
+            self._ready.extend(messages)
+            self._network.taken(self, len(messages))
             return True
 
     def next(self) -> Envelope | None:
@@ -168,18 +170,18 @@ class Network:
     def reading(self, channel: MemoryChannel) -> None:
         """A thread is about to read from the channel, and done with what it read before."""
 
-    def taken(self, channel: MemoryChannel) -> None:
-        """A thread has taken a message from the channel."""
+    def taken(self, channel: MemoryChannel, count: int) -> None:
+        """A thread has taken what came from the channel: so many messages."""
 
     def closed(self, channel: MemoryChannel) -> None:
         """The channel will not be read any more."""
 
 
 class MemoryVisitor(Visitor):
-    def __init__(self, network: Network, hello: Hello) -> None:
+    def __init__(self, network: Network, hello: Hello, max_message_bytes: int) -> None:
         self.hello = hello
-        self.near = MemoryChannel(network, f"{hello.name}->{hello.to_id}")
-        self.far = MemoryChannel(network, f"{hello.to_id}<-{hello.name}")
+        self.near = MemoryChannel(network, f"{hello.name}->{hello.to_id}", max_message_bytes)
+        self.far = MemoryChannel(network, f"{hello.to_id}<-{hello.name}", max_message_bytes)
         self.near.peer, self.far.peer = self.far, self.near
         self.welcome: Welcome | None = None
         self.answered = threading.Event()
@@ -231,8 +233,9 @@ class MemoryListener(Listener):
 class MemoryTransport(Transport):
     """A worker's place in a `Network`."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, options: RpcOptions | None = None) -> None:
         self._network = network
+        self._max_message_bytes = (RpcOptions() if options is None else options).max_message_bytes
         self._listener: MemoryListener | None = None
 
     def listen(self) -> Sequence[Listener]:
@@ -244,7 +247,7 @@ class MemoryTransport(Transport):
         return Addresses(memory=None if self._listener is None else self._listener.address)
 
     def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
-        visitor = MemoryVisitor(self._network, hello)
+        visitor = MemoryVisitor(self._network, hello, self._max_message_bytes)
         try:
             self._network.listener(addresses.memory).visit(visitor)
             if not visitor.answered.wait(max(0.0, deadline - time.monotonic())):

@@ -59,15 +59,17 @@ class Ping(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AwaitReady(msgspec.Struct, frozen=True, array_like=True):
-    """A request that is answered once the worker has asked for a graceful shutdown."""
+    """A request that is answered once the worker has asked for this stage of a graceful shutdown."""
 
     id: int
+    stage: int
 
 
 class AwaitEnd(msgspec.Struct, frozen=True, array_like=True):
-    """A request that the leader of a shutdown answers once all work is over."""
+    """A request that the leader of a shutdown answers once all work of this stage is over."""
 
     id: int
+    stage: int
 
 
 class Tally(msgspec.Struct, frozen=True, array_like=True):
@@ -136,7 +138,13 @@ class Swept(msgspec.Struct, frozen=True, array_like=True, tag=6):
     dead: tuple[int, ...]
 
 
-Notice = Register | Registered | Unpin | Release | Sweep | Swept
+class Recall(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Sharer to receiver: the connection that these went over has ended; unpin what you do not have."""
+
+    shares: tuple[ShareId, ...]
+
+
+Notice = Register | Registered | Unpin | Release | Sweep | Swept | Recall
 """What workers tell each other about references; `refs.counting` says when."""
 
 
