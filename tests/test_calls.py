@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from backhaul import rpc
+from backhaul.agent.outbound import Outbound
+from backhaul.agent.pending import Slot
 from backhaul.rpc import RpcOptions
 from backhaul.testing import Faults, InProcessCluster
 from backhaul.wire.messages import Call, Result
@@ -553,6 +555,24 @@ def test_threads_share_one_peer(pair: InProcessCluster) -> None:
     for thread in threads:
         thread.join(60)
     assert not wrong
+
+
+def test_nobody_waits_for_a_reply_that_another_thread_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between reading replies and handing them out, other threads may take the reader role."""
+    settle_all = Outbound._settle_all
+
+    def settle_slowly(self: Outbound, finished: list[Slot], *, inline: bool) -> None:
+        threading.Event().wait(0.002)
+        settle_all(self, finished, inline=inline)
+
+    monkeypatch.setattr(Outbound, "_settle_all", settle_slowly)
+    patience = 8.0
+    with InProcessCluster(2, sockets=True, options=RpcOptions(unresponsive_after=patience)) as workers:
+        for _ in range(10):
+            start = time.monotonic()
+            for future in [workers[0].rpc_async("worker1", who) for _ in range(100)]:
+                future.wait()
+            assert time.monotonic() - start < patience / 4, "a thread slept until it looked after its peer"
 
 
 # -- errors ------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backhaul.agent.future import Future
@@ -35,7 +36,6 @@ from backhaul.agent.pending import Pending, Slot, wake
 from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError, WorkerUnresponsiveError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
-from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Failure, Goodbye, Ping, Result
 
@@ -124,8 +124,7 @@ class Outbound:
         except (ChannelClosed, ProtocolError) as error:
             self.lose(error)
             if self._pending.take(slot.id) is not None:  # not among those that lose() failed
-                slot.error = self._loss()
-                self._complete(slot, inline=True)
+                self._fail(slot, self._loss())
         except BaseException:
             self._pending.take(slot.id)
             raise
@@ -163,11 +162,11 @@ class Outbound:
                 )
             reads = self._reading.acquire(blocking=False)
             try:
-                arrived = self._receive(0) if reads else []
+                finished = self._receive(0) if reads else []
             finally:
                 if reads:
                     self._reading.release()
-            self._hand_out(arrived, inline=False)
+            self._settle_all(finished, inline=False)
             if reads:
                 self._pass_on()
             self._channel.wait(read=reads, write=True, timeout=min(_SEND_POLL, deadline - now))
@@ -196,18 +195,18 @@ class Outbound:
     def _read(self, slot: Slot, timeout: float) -> None:
         """Read once, and hand out what came. Holds the reader role, and gives it up."""
         problem: Exception | None = None
-        arrived: list[Envelope] = []
+        finished: list[Slot] = []
         try:
             if not slot.done:
-                arrived = self._receive(None if timeout == math.inf else timeout)
+                finished = self._receive(None if timeout == math.inf else timeout)
         except (ChannelClosed, ProtocolError) as error:
             problem = error
         finally:
             self._reading.release()
         if problem is not None:
             self.lose(problem)
-        elif arrived:
-            self._hand_out(arrived, inline=True)
+        elif finished:
+            self._settle_all(finished, inline=True)
         elif not slot.done and timeout >= self._patience / 4:
             self.check_alive()
 
@@ -233,40 +232,45 @@ class Outbound:
                 wake(waiter)
                 return
 
-    def _receive(self, timeout: float | None) -> list[Envelope]:
-        """Read once; return the replies that are complete. Holds the reader role."""
+    def _receive(self, timeout: float | None) -> list[Slot]:
+        """Read once, and finish the slots whose replies are complete. Holds the reader role.
+
+        The futures among them are still to be settled, without the role. But they are *done* before it is
+        given up: whoever takes it next must not wait for a reply that has been read.
+        """
         channel = self._channel
-        arrived: list[Envelope] = []
+        finished: list[Slot] = []
         if channel.read(timeout):
             self._pinged = None
             while (envelope := channel.next()) is not None:
-                if not isinstance(envelope.message, _REPLIES):
-                    raise ProtocolError(f"a {type(envelope.message).__name__} where replies are expected")
-                if envelope.message.refs:
-                    self._execution.traffic.arriving(envelope.message.refs)
-                arrived.append(envelope)
-        return arrived
+                message = envelope.message
+                if not isinstance(message, _REPLIES):
+                    raise ProtocolError(f"a {type(message).__name__} where replies are expected")
+                if message.refs:
+                    self._execution.traffic.arriving(message.refs)
+                slot = self._pending.take(message.id)
+                if slot is None:  # it comes too late, or answers a ping
+                    self._execution.discard(envelope)
+                else:
+                    slot.envelope = envelope
+                    slot.finish()
+                    finished.append(slot)
+        return finished
 
-    def _hand_out(self, arrived: list[Envelope], *, inline: bool) -> None:
-        for envelope in arrived:
-            slot = self._pending.take(envelope.message.id)
-            if slot is None:  # it comes too late, or answers a ping
-                self._execution.discard(envelope)
+    def _settle_all(self, finished: list[Slot], *, inline: bool) -> None:
+        for slot in finished:
+            if slot.future is None:
+                self._count_settled(slot)
+            elif inline and not slot.future.has_callbacks:
+                self._settle(slot, slot.future)
             else:
-                slot.envelope = envelope
-                self._complete(slot, inline=inline)
+                self._completions.add(partial(self._settle, slot, slot.future))
 
-    def _complete(self, slot: Slot, *, inline: bool) -> None:
-        """Give the slot's waiters, or its future, what has come."""
-        future = slot.future
+    def _fail(self, slot: Slot, error: BaseException | None) -> None:
+        """Finish a slot without a reply."""
+        slot.error = error
         slot.finish()
-        if future is None:
-            self._count_settled(slot)
-            return
-        if inline and not future.has_callbacks:
-            self._settle(slot, future)
-        else:
-            self._completions.add(lambda: self._settle(slot, future))
+        self._settle_all([slot], inline=False)
 
     def _settle(self, slot: Slot, future: Future[Any]) -> None:
         slot.future = None  # they refer to each other, and to tensors that are not to wait for the garbage collector
@@ -295,15 +299,15 @@ class Outbound:
         if not self._reading.acquire(blocking=False):
             return False
         problem: Exception | None = None
-        arrived: list[Envelope] = []
+        finished: list[Slot] = []
         try:
             while found := self._receive(0):
-                arrived += found
+                finished += found
         except (ChannelClosed, ProtocolError) as error:
             problem = error
         finally:
             self._reading.release()
-        self._hand_out(arrived, inline=False)
+        self._settle_all(finished, inline=False)
         self._pass_on()
         if problem is not None:
             self.lose(problem)
@@ -321,13 +325,11 @@ class Outbound:
         with self._guard:
             overdue = self._pending.expire(now)
         for slot in overdue:
-            slot.error = self._timeout_of(slot)
-            self._complete(slot, inline=False)
+            self._fail(slot, self._timeout_of(slot))
 
     def _time_out(self, slot: Slot) -> None:
         if self._pending.take(slot.id) is not None:
-            slot.error = self._timeout_of(slot)
-            self._complete(slot, inline=True)
+            self._fail(slot, self._timeout_of(slot))
         else:
             # Its reply has just been taken out; whoever did that is about to finish it.
             waiter = threading.Lock()
@@ -384,8 +386,7 @@ class Outbound:
         with self._reading, self._sending:
             self._channel.close()
         for slot in slots:
-            slot.error = self._loss()
-            self._complete(slot, inline=False)
+            self._fail(slot, self._loss())
         self._pass_on()
         self._on_lost(self, self._lost)
 

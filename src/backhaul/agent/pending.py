@@ -37,7 +37,7 @@ class Slot:
         A sleeper adds its lock first and looks at ``done`` then, so none is missed.
         """
         self.done = True
-        for waiter in self.waiters:
+        for waiter in list(self.waiters):  # who wakes takes its own off the list
             wake(waiter)
 
 

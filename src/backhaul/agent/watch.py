@@ -71,6 +71,8 @@ class Watch:
         self.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        with self._lock:
+            self._outbounds.clear()
         self._epoll.close()
         os.close(self._bell)
 

@@ -97,10 +97,11 @@ Action = Send | Free | Void | Confirm
 class _Owned:
     """The owner's entry: alive while anybody is listed, or it is pinned, or held here."""
 
-    __slots__ = ("copies", "expected", "pins", "users")
+    __slots__ = ("copies", "expected", "gone", "pins", "users")
 
     def __init__(self) -> None:
         self.expected = False  # its creation is still to come
+        self.gone = False  # it was freed, or never came, before a late message brought this reference
         self.copies = 0
         self.pins: set[ShareId] = set()
         self.users: set[int] = set()
@@ -308,9 +309,11 @@ class Counting:
     def receive(self, ref: RefId, share: ShareId) -> list[Action]:
         """A message has brought a reference. It counts as one copy until the caller drops it."""
         if ref.owner == self.me:
-            gone = [] if self.expects(ref) else [Void(ref)]
-            self._owned.setdefault(ref, _Owned()).copies += 1
-            return [*gone, *self._tell(share.sharer, Unpin(share))]
+            gone = not self.expects(ref)
+            entry = self._owned.setdefault(ref, _Owned())
+            entry.gone = gone
+            entry.copies += 1
+            return [*([Void(ref)] if gone else []), *self._tell(share.sharer, Unpin(share))]
         used = self._used.get(ref)
         is_new = used is None
         if used is None:
@@ -349,8 +352,9 @@ class Counting:
 
     def expects(self, ref: RefId) -> bool:
         """Whether a value of ours is there, or on its way."""
-        if ref in self._owned:
-            return True
+        known = self._owned.get(ref)
+        if known is not None:
+            return not known.gone
         if ref.creator == self.me or ref.creator in self._dead or ref.number in self._settled.get(ref.creator, ()):
             return False
         entry = self._owned[ref] = _Owned()

@@ -55,6 +55,7 @@ class Scheduler(Network):
         self._queues: dict[MemoryChannel, deque[bytes]] = {}
         self._unsettled: set[MemoryChannel] = set()  # delivered to, and not yet dealt with
         self._in_hand: Counter[MemoryChannel] = Counter()  # replies that were read and not yet handed out
+        self._just_taken: Counter[MemoryChannel] = Counter()  # of those, by the read that is going on
         self._awaited: list[Slot] = []  # what requests wait for
         self._running = 0  # requests and completions that run and do not wait
         self._holds = 0
@@ -129,7 +130,7 @@ class Scheduler(Network):
 
     def _follow(self, outbound: Outbound) -> None:
         """Know which replies are on their way to whom."""
-        wait, hand_out, lose = outbound.wait, outbound._hand_out, outbound.lose
+        wait, receive, settle_all, lose = outbound.wait, outbound._receive, outbound._settle_all, outbound.lose
         channel = _memory_channel(outbound._channel)
         state = self._state
 
@@ -149,12 +150,21 @@ class Scheduler(Network):
                     self._awaited.remove(slot)
                     self._running += 1
 
-        def handed_out(arrived: list[Any], **how: Any) -> None:
+        def received(timeout: float | None) -> list[Slot]:
+            finished = receive(timeout)
+            with self._changed:
+                # Those that came too late for their call need nothing more.
+                self._in_hand[channel] += len(finished) - self._just_taken.pop(channel, 0)
+                self._changed.notify_all()
+            return finished
+
+        def settled(finished: list[Slot], **how: Any) -> None:
+            replies = sum(slot.envelope is not None for slot in finished)
             try:
-                hand_out(arrived, **how)
+                settle_all(finished, **how)
             finally:
                 with self._changed:
-                    self._in_hand[channel] -= len(arrived)
+                    self._in_hand[channel] -= replies
                     self._changed.notify_all()
 
         def lost(reason: Exception) -> None:
@@ -165,7 +175,8 @@ class Scheduler(Network):
                 self._count(-1)
 
         outbound.wait = waited  # type: ignore[method-assign]
-        outbound._hand_out = handed_out  # type: ignore[method-assign]
+        outbound._receive = received  # type: ignore[method-assign]
+        outbound._settle_all = settled  # type: ignore[method-assign]
         outbound.lose = lost  # type: ignore[method-assign]
 
     @contextmanager
@@ -208,6 +219,7 @@ class Scheduler(Network):
         if _has_replies(channel):
             with self._changed:
                 self._in_hand[channel] += count
+                self._just_taken[channel] += count
             self._settle(channel)
 
     def _settle(self, channel: MemoryChannel) -> None:

@@ -1,0 +1,162 @@
+"""Options: each is checked when it is set, and what is wrong says what would be right."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+import secrets
+from typing import Any
+
+import pytest
+
+from backhaul.errors import OptionError
+from backhaul.options import DEFAULT_RPC_TIMEOUT, SECRET_VARIABLE, BackendType, RpcOptions
+
+SECRET = bytes(range(32))
+
+GOOD: dict[str, list[Any]] = {
+    "rpc_timeout": [0, 0.0, 1, 0.5, 1e9, math.inf],
+    "init_method": ["env://", "tcp://127.0.0.1:29500", "file:///tmp/x"],
+    "num_worker_threads": [1, 16, 100_000],
+    "transport": ["auto", "unix", "tcp"],
+    "secret": [None, SECRET, bytes(100)],
+    "connect_timeout": [0.001, 1, 3600],
+    "unresponsive_after": [None, 0.1, 30, math.inf],
+    "max_message_bytes": [1, 1 << 40],
+    "forbid_leaks": [True, False],
+}
+
+BAD: list[tuple[str, Any, str]] = [
+    ("rpc_timeout", -1, "-1 must not be negative; 0 means no limit"),
+    ("rpc_timeout", -0.001, "must not be negative"),
+    ("rpc_timeout", math.nan, "must not be negative"),
+    ("rpc_timeout", "60", "'60' must be a number of seconds"),
+    ("rpc_timeout", None, "None must be a number of seconds"),
+    ("rpc_timeout", True, "True must be a number of seconds"),
+    ("init_method", "http://x", "'http://x' must be a string that starts with one of env://, tcp://, file://"),
+    ("init_method", "", "must be a string that starts with"),
+    ("init_method", None, "must be a string that starts with"),
+    ("init_method", b"env://", "must be a string that starts with"),
+    ("num_worker_threads", 0, "0 must be a whole number of at least 1"),
+    ("num_worker_threads", -4, "must be a whole number of at least 1"),
+    ("num_worker_threads", 2.0, "must be a whole number of at least 1"),
+    ("num_worker_threads", True, "must be a whole number of at least 1"),
+    ("num_worker_threads", None, "must be a whole number of at least 1"),
+    ("transport", "udp", "'udp' must be 'auto', 'unix' or 'tcp'"),
+    ("transport", None, "must be 'auto', 'unix' or 'tcp'"),
+    ("transport", ["unix"], "must be 'auto', 'unix' or 'tcp'"),
+    ("secret", b"short", "the given value must be at least 32 random bytes"),
+    ("secret", "x" * 32, "the given value must be at least 32 random bytes"),
+    ("secret", bytearray(32), "the given value must be at least 32 random bytes"),
+    ("connect_timeout", 0, "must be a positive number of seconds"),
+    ("connect_timeout", -1, "must not be negative"),
+    ("connect_timeout", math.inf, "must be a positive number of seconds"),
+    ("connect_timeout", None, "must be a number of seconds"),
+    ("unresponsive_after", 0, "must be positive; None means never"),
+    ("unresponsive_after", -5, "must not be negative"),
+    ("unresponsive_after", "never", "must be a number of seconds"),
+    ("unresponsive_after", False, "must be a number of seconds"),
+    ("max_message_bytes", 0, "must be a whole number of at least 1"),
+    ("max_message_bytes", 1e9, "must be a whole number of at least 1"),
+    ("forbid_leaks", 1, "1 must be True or False"),
+    ("forbid_leaks", None, "must be True or False"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_secret_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+
+
+def test_the_tables_show_every_option() -> None:
+    names = {field.name for field in dataclasses.fields(RpcOptions)}
+    assert set(GOOD) == names
+    assert {name for name, _, _ in BAD} == names
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_values_are_taken_as_they_are(name: str) -> None:
+    for value in GOOD[name]:
+        assert getattr(RpcOptions(**{name: value}), name) == value
+        options = RpcOptions()
+        setattr(options, name, value)
+        assert getattr(options, name) == value
+
+
+@pytest.mark.parametrize(("name", "value", "text"), BAD)
+def test_bad_values_are_refused_whenever_they_are_set(name: str, value: Any, text: str) -> None:
+    options = RpcOptions()
+    before = getattr(options, name)
+    for attempt in (lambda: RpcOptions(**{name: value}), lambda: setattr(options, name, value)):
+        with pytest.raises(OptionError) as refusal:
+            attempt()
+        assert str(refusal.value).startswith(f"option {name}: ")
+        assert text in str(refusal.value)
+        assert isinstance(refusal.value, ValueError)
+    assert getattr(options, name) == before
+
+
+def test_the_defaults() -> None:
+    options = RpcOptions()
+    assert options.rpc_timeout == DEFAULT_RPC_TIMEOUT == 60.0
+    assert options.init_method == "env://"
+    assert options.unresponsive_after == 30.0
+    assert options.transport == "auto"
+    assert options.secret is None
+
+
+def test_seconds_become_floats() -> None:
+    assert type(RpcOptions(rpc_timeout=5).rpc_timeout) is float
+    assert type(RpcOptions(connect_timeout=5).connect_timeout) is float
+
+
+def test_there_are_no_other_options() -> None:
+    with pytest.raises(OptionError, match="there is no option 'rpc_timout'; the options are rpc_timeout, init_method"):
+        RpcOptions().rpc_timout = 5  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):
+        RpcOptions(devices=[0])  # type: ignore[call-arg]
+
+
+def test_options_can_be_copied_and_pickled() -> None:
+    options = RpcOptions(rpc_timeout=5, secret=SECRET, transport="tcp")
+    for other in (copy.copy(options), copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
+        assert other == options
+    assert dataclasses.replace(options, rpc_timeout=6) == RpcOptions(rpc_timeout=6, secret=SECRET, transport="tcp")
+    with pytest.raises(OptionError):
+        dataclasses.replace(options, rpc_timeout=-1)
+
+
+# -- the secret -------------------------------------------------------------------------------------------
+
+
+def test_a_secret_is_not_shown() -> None:
+    secret = secrets.token_bytes(32)
+    assert "secret" not in repr(RpcOptions(secret=secret))
+    with pytest.raises(OptionError) as refusal:
+        RpcOptions(secret=secret[:31])
+    assert repr(secret[:8])[2:-1] not in str(refusal.value)
+
+
+def test_the_secret_is_inherited_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RpcOptions().secret_or_inherited() is None
+    monkeypatch.setenv(SECRET_VARIABLE, "")
+    assert RpcOptions().secret_or_inherited() is None
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.hex())
+    assert RpcOptions().secret_or_inherited() == SECRET
+    other = bytes(40)
+    assert RpcOptions(secret=other).secret_or_inherited() == other
+
+
+@pytest.mark.parametrize("text", ["zz" * 32, "ab", "ab" * 31, "a" * 65])
+def test_a_bad_secret_in_the_environment_is_not_shown_either(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, text)
+    with pytest.raises(OptionError, match=f"the environment variable {SECRET_VARIABLE} must hold") as refusal:
+        RpcOptions().secret_or_inherited()
+    assert len(text) < 8 or text not in str(refusal.value)
+    assert refusal.value.__suppress_context__
+
+
+def test_the_backends() -> None:
+    assert {backend.name for backend in BackendType} == {"BACKHAUL", "TENSORPIPE"}
