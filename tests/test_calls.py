@@ -565,16 +565,21 @@ def test_nobody_waits_for_a_reply_that_another_thread_has_read(
     outbound = pair[0].agent._routes[1]
     entered, release = threading.Event(), threading.Event()
 
+    def read_until_done() -> None:
+        while not slot.done:
+            outbound.drain()
+
     def settle_late(finished: list[Slot], *, inline: bool) -> None:
-        entered.set()
-        assert release.wait(20)
+        if finished and threading.current_thread() is reader:
+            entered.set()
+            assert release.wait(20)
 
     slot = Slot(10_000, "a ping", math.inf, is_call=False)
     outbound._pending.open(slot, watched=False)
     outbound.post(Ping(slot.id))
     outbound._channel.wait(read=True, write=False, timeout=10)
     monkeypatch.setattr(outbound, "_settle_all", settle_late)
-    reader = threading.Thread(target=outbound.drain)
+    reader = threading.Thread(target=read_until_done)
     reader.start()
     assert entered.wait(10)
     start = time.monotonic()

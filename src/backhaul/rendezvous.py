@@ -51,7 +51,7 @@ def place_from(name: str | None, rank: int, world_size: int | None) -> Place:
                 )
     if name is None:
         name = os.environ.get(NAME_VARIABLE) or (None if given_rank is None else f"worker{given_rank}")
-    if world_size is not None and given_rank is not None and given_rank >= world_size:
+    if world_size is not None and given_rank is not None and not 0 <= given_rank < world_size:
         raise OptionError(f"rank {given_rank} is not in 0..{world_size - 1} (world_size {world_size})")
     return Place(name, given_rank, world_size)
 
@@ -75,6 +75,8 @@ def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.S
         if inherited and inherited != init_method:
             return _open(inherited, place, timeout)
         address, port = os.environ.get("MASTER_ADDR"), _integer("MASTER_PORT")
+        if port is not None and not 0 <= port < 1 << 16:
+            raise OptionError(f"the environment variable MASTER_PORT={port} is not a port: it must be below 65536")
         if not address or port is None:
             raise OptionError(
                 "init_method env:// needs MASTER_ADDR and MASTER_PORT in the environment: start the script with "
@@ -86,6 +88,9 @@ def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.S
     if url.scheme == "file":
         if not url.path:
             raise OptionError(f"init_method {init_method!r} needs a path: file:///tmp/meeting-point")
+        # torch would wait for minutes for a file that cannot be made.
+        if not os.path.isdir(os.path.dirname(url.path)) or os.path.isdir(url.path):
+            raise OptionError(f"init_method {init_method!r}: {url.path} must be a file in a directory that exists")
         return dist.FileStore(url.path, -1)
     try:
         port = url.port
@@ -100,18 +105,12 @@ def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hos
     """A TCPStore; rank 0 hosts it unless the launcher does."""
     if place.rank is None and not hosted:
         raise OptionError("a dynamic group that meets over TCP needs a rank for each worker; rank 0 hosts the store")
+    hosts = place.rank == 0 and not hosted
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=place.rank == 0 and not hosted,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except dist.DistNetworkError as error:
-        raise MisuseError(f"cannot host or reach the store at {host}:{port}: {error}") from error
-    except dist.DistStoreError as error:
+        return dist.TCPStore(host, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    except dist.DistError as error:
+        if hosts:
+            raise MisuseError(f"cannot host the store at {host}:{port}: {error}") from error
         raise RpcTimeoutError(f"no store at {host}:{port}; is rank 0 up? {error}") from error
 
 

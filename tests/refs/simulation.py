@@ -193,7 +193,9 @@ class Simulation:
         self.lost: set[RefId] = set()  # creations that never will
         self.failed: set[RefId] = set()  # creations of which the creator does not know whether they happened
         self.slow: dict[Any, bool] = {}
-        self.slowness = self.random.choice([0.0, 0.2, 0.5])
+        self.slowness = {kind: self.random.choice([0.0, 0.2, 0.5, 0.8]) for kind in ("calls", "mail", "worker")}
+        self.passes_on = self.random.choice([0.0, 0.3, 0.9])
+        self.last_sender = -1
         self.most_refs = self.random.choice([2, 4, 100])
         self.drops_after_share = self.random.choice([0.0, 0.5, 1.0])
         self.deaths = 0
@@ -215,7 +217,10 @@ class Simulation:
                 self.break_something()
             elif deaths and random.random() < 0.08 and len(self.living()) > 1:
                 deaths -= 1
-                self.kill(random.choice(self.living()))
+                victim = self.workers.get(self.last_sender)
+                if victim is None or not victim.alive or random.random() < 0.5:
+                    victim = random.choice(self.living())
+                self.kill(victim)
             else:
                 self.program_step()
         self.settle()
@@ -280,12 +285,14 @@ class Simulation:
     def is_slow(self, act: Callable[..., None], what: Queue | Worker) -> bool:
         """Some things are slow in a program, and others fast: that makes for the longest detours."""
         if isinstance(what, Queue):
-            kind: Any = what.sender, what.receiver, what is what.connection.mail[what.sender], what.connection.number % 3
+            kind = "mail" if what is what.connection.mail[what.sender] else "calls"
+            which: Any = kind, what.sender, what.receiver, what.connection.number % 3
         else:
-            kind = act.__name__, what.rank
-        if kind not in self.slow:
-            self.slow[kind] = self.random.random() < self.slowness
-        return self.slow[kind]
+            kind = "worker"
+            which = act.__name__, what.rank
+        if which not in self.slow:
+            self.slow[which] = self.random.random() < self.slowness[kind]
+        return self.slow[which]
 
     def settle(self) -> None:
         """Let everything happen that is under way."""
@@ -413,6 +420,10 @@ class Simulation:
         """The user gets some copies of what a message brought."""
         for _ in range(self.random.choice([0, 1, 1, 2])):
             self.hold(worker, ref)
+        if worker.hands[ref] and self.random.random() < self.passes_on:
+            self.send(worker, [ref])
+            while worker.hands[ref]:
+                self.drop(worker, ref)
         worker.temps[ref] -= 1
         if not worker.temps[ref]:
             del worker.temps[ref]
@@ -607,6 +618,7 @@ class Simulation:
     def send(self, worker: Worker, refs: list[RefId]) -> None:
         """A call that takes references somewhere, or the late reply to one."""
         to = self.random.choice(list(self.workers))
+        self.last_sender = worker.rank
         if to == worker.rank:
             brings = tuple(self.share(worker, ref, to, None) for ref in refs)
             worker.todo.append((None, to, Call(brings)))
@@ -693,6 +705,8 @@ class Simulation:
                 self.check_confirm(worker, action)
 
     def check_free(self, owner: Worker, ref: RefId) -> None:
+        if ref in self.lost:
+            return  # there never was a value
         for worker in self.living():
             if ref in worker.claims:
                 raise self.failure(f"{ref} is freed, but worker {worker.rank} has it", ref)

@@ -78,8 +78,8 @@ class Agent:
         self._connecting: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
         self._visitors = 0
-        self.on_peer_lost: list[Callable[[WorkerInfo, WorkerLostError], None]] = []
-        """Called, on any thread, when a peer dies or leaves. For upper layers."""
+        self.on_connection_ended: list[Callable[[object, WorkerInfo, WorkerLostError], None]] = []
+        """Called, on any thread, when a connection breaks, or its peer dies or leaves. For upper layers."""
 
         self.idle_checks: list[Callable[[], bool]] = []
         """Whether nothing of an upper layer's is under way; asked before a graceful shutdown ends."""
@@ -131,7 +131,7 @@ class Agent:
         """The value of ``function(*args, **kwargs)`` on worker ``to``. ``timeout`` in seconds, or infinity."""
         deadline = time.monotonic() + timeout
         outbound = self._route(to, deadline)
-        make = self._request(outbound.peer, function, args, kwargs)
+        make = self._request(outbound, function, args, kwargs)
         return outbound.ask(make, name_for_people(function), deadline, is_call=True)
 
     def call_async(
@@ -140,7 +140,7 @@ class Agent:
         """A future of that value."""
         deadline = time.monotonic() + timeout
         outbound = self._route(to, deadline)
-        make = self._request(outbound.peer, function, args, kwargs)
+        make = self._request(outbound, function, args, kwargs)
         return outbound.ask_async(make, name_for_people(function), deadline, is_call=True)
 
     def ask_now(self, to: WorkerInfo, make: Callable[[int], Any], what: str, timeout: float) -> Any:
@@ -160,7 +160,7 @@ class Agent:
         def send(what: str, timeout: float) -> Future[Any]:
             deadline = time.monotonic() + timeout
             outbound = self._route(to, deadline)
-            frame = lambda id: self.execution.frame(lambda refs: make(id, tree, refs), packing, to)  # noqa: E731
+            frame = lambda id: self.execution.frame(lambda refs: make(id, tree, refs), packing, outbound)  # noqa: E731
             return outbound.ask_async(frame, what, deadline, is_call=True)
 
         return send
@@ -188,7 +188,7 @@ class Agent:
         return outbound.ask_async(lambda id: encode(make(id)), what, deadline, is_call=False)
 
     def _request(
-        self, to: WorkerInfo, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, to: Outbound, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[int], Frame]:
         tree, packing = self._codec.pack((function, tuple(args), dict(kwargs)), ("func", "args", "kwargs"))
         return lambda id: self.execution.frame(lambda refs: Call(id, tree, refs), packing, to)
@@ -270,14 +270,15 @@ class Agent:
         )
 
     def _outbound_lost(self, outbound: Outbound, error: WorkerLostError) -> None:
+        self.membership.forget(outbound.peer.id)
+        self._connection_ended(outbound, outbound.peer, error)
+
+    def _connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
         if self.closed.is_set():
             return
-        _log.debug("= lost %s: %s", outbound.peer.name, error)
-        self.membership.forget(outbound.peer.id)
-        for callback in list(self.on_peer_lost):
-            callback(outbound.peer, error)
-
-    # -- serving ----------------------------------------------------------------------------
+        _log.debug("= lost %s: %s", peer.name, error)
+        for callback in list(self.on_connection_ended):
+            callback(connection, peer, error)
 
     def _handle(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
         handler = self._handlers.get(type(envelope.message))
@@ -291,7 +292,7 @@ class Agent:
             inbound.count_finished()
 
         inbound.calls_started += 1
-        frame = self.execution.run(envelope, inbound.peer, send_late)
+        frame = self.execution.run(envelope, inbound, send_late)
         if frame is not None:
             inbound.count_finished()
         return frame
@@ -306,11 +307,9 @@ class Agent:
             self.pool.run(lambda: outbound.lose(left))
 
     def _inbound_ended(self, inbound: Inbound, error: Exception) -> None:
-        if self.closed.is_set() or inbound.said_goodbye:
-            return
-        lost = WorkerLostError(f"worker {inbound.peer.name!r} is lost: {error}", inbound.peer.name)
-        for callback in list(self.on_peer_lost):
-            callback(inbound.peer, lost)
+        name = inbound.peer.name
+        how = "has left the group" if inbound.said_goodbye else f"is lost: {error}"
+        self._connection_ended(inbound, inbound.peer, WorkerLostError(f"worker {name!r} {how}", name))
 
     def _visit(self, listener: Listener) -> None:
         visitor = listener.accept()
@@ -369,7 +368,8 @@ class Agent:
 
     def answer(self, id: int, value: Any) -> Frame:
         """The frame that answers a question of our own with a value."""
-        return self.execution.result(id, value, self.me)
+        tree, _ = self._codec.pack(value)
+        return encode(Result(id, tree))
 
     def counts(self) -> Counts:
         """Whether all calls of this worker are settled; calls sent to, and finished for, each peer."""

@@ -8,7 +8,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,13 @@ ASYNC_MARK = "_backhaul_async_execution"
 """The attribute that `functions.async_execution` sets on a function."""
 
 
+class Peer(Protocol):
+    """The connection that a message is for."""
+
+    @property
+    def peer(self) -> WorkerInfo: ...
+
+
 class Execution:
     """Executes calls for one worker, and opens replies to its own."""
 
@@ -40,8 +47,8 @@ class Execution:
         self._loop_thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def run(self, envelope: Envelope, peer: WorkerInfo, send_late: Callable[[Frame], None]) -> Frame | None:
-        """Execute a Call of ``peer``. Never raises.
+    def run(self, envelope: Envelope, to: Peer, send_late: Callable[[Frame], None]) -> Frame | None:
+        """Execute a Call that came from ``to``. Never raises.
 
         Returns the reply, or None if ``send_late`` will get it: the function is a coroutine, or
         returned a future and says so.
@@ -50,11 +57,11 @@ class Execution:
         try:
             value, later = self.invoke(*self.unpack(envelope))
             if later:
-                follow(value, lambda done: send_late(self._reply(id, done, peer)))
+                follow(value, lambda done: send_late(self._reply(id, done, to)))
                 return None
-            return self.result(id, value, peer)
+            return self.result(id, value, to)
         except BaseException as error:
-            return self.failure(id, error, peer)
+            return self.failure(id, error, to)
 
     def invoke(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Run a function. ``(value, False)``, or ``(a future of the value, True)``."""
@@ -85,16 +92,16 @@ class Execution:
         if envelope.message.refs:
             self.traffic.arrived(envelope.message.refs)
 
-    def result(self, id: int, value: Any, to: WorkerInfo) -> Frame:
+    def result(self, id: int, value: Any, to: Peer) -> Frame:
         """The frame that answers request ``id`` of ``to`` with a value."""
         tree, packing = self._codec.pack(value)
         return self.frame(lambda refs: Result(id, tree, refs), packing, to)
 
-    def frame(self, make: Callable[[Refs], Any], packing: Packing, to: WorkerInfo) -> Frame:
+    def frame(self, make: Callable[[Refs], Any], packing: Packing, to: Peer) -> Frame:
         """The frame of a message with a packed value."""
         if not packing.attached:
             return self._checked(encode(make(()), packing.tensors))
-        refs = self.traffic.departing(packing.attached, to)
+        refs = self.traffic.departing(packing.attached, to.peer, to)
         try:
             return self._checked(encode(make(refs), packing.tensors))
         except BaseException:
@@ -110,7 +117,7 @@ class Execution:
             )
         return frame
 
-    def failure(self, id: int, error: BaseException, to: WorkerInfo) -> Frame:
+    def failure(self, id: int, error: BaseException, to: Peer) -> Frame:
         """The frame that answers request ``id`` of ``to`` with an exception. Never raises."""
         text = "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
         kind = type(error)
@@ -136,7 +143,7 @@ class Execution:
             asyncio.run_coroutine_threadsafe(_cancel_all(), loop)
             thread.join(max(0.0, seconds))
 
-    def _reply(self, id: int, done: Any, to: WorkerInfo) -> Frame:
+    def _reply(self, id: int, done: Any, to: Peer) -> Frame:
         try:
             return self.result(id, done.value(), to)
         except BaseException as error:

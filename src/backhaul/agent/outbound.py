@@ -124,7 +124,7 @@ class Outbound:
         except (ChannelClosed, ProtocolError) as error:
             self.lose(error)
             if self._pending.take(slot.id) is not None:  # not among those that lose() failed
-                self._fail(slot, self._loss())
+                self._fail(slot, self._loss(), inline=True)
         except BaseException:
             self._pending.take(slot.id)
             raise
@@ -266,11 +266,11 @@ class Outbound:
             else:
                 self._completions.add(partial(self._settle, slot, slot.future))
 
-    def _fail(self, slot: Slot, error: BaseException | None) -> None:
+    def _fail(self, slot: Slot, error: BaseException | None, *, inline: bool = False) -> None:
         """Finish a slot without a reply."""
         slot.error = error
         slot.finish()
-        self._settle_all([slot], inline=False)
+        self._settle_all([slot], inline=inline)
 
     def _settle(self, slot: Slot, future: Future[Any]) -> None:
         slot.future = None  # they refer to each other, and to tensors that are not to wait for the garbage collector

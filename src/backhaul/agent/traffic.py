@@ -15,8 +15,8 @@ from backhaul.wire.messages import Refs
 class Traffic(Protocol):
     """See `refs.references`. All methods are quick, thread-safe, and call no peer."""
 
-    def departing(self, attached: list[Any], to: WorkerInfo) -> Refs:
-        """A message with these is about to leave; what it has to carry for them."""
+    def departing(self, attached: list[Any], to: WorkerInfo, over: object) -> Refs:
+        """A message with these is about to leave over that connection; what it has to carry for them."""
 
     def stayed(self, refs: Refs) -> None:
         """It did not leave after all."""
@@ -31,7 +31,7 @@ class Traffic(Protocol):
 class NoTraffic:
     """For an agent without references."""
 
-    def departing(self, attached: list[Any], to: WorkerInfo) -> Refs:
+    def departing(self, attached: list[Any], to: WorkerInfo, over: object) -> Refs:
         return ()
 
     def stayed(self, refs: Refs) -> None: ...

@@ -24,7 +24,7 @@ from backhaul.agent.agent import Agent, To, name_for_people
 from backhaul.agent.execution import Execution, follow
 from backhaul.agent.future import Future
 from backhaul.agent.serving import Inbound
-from backhaul.errors import BackhaulError, MisuseError, ProtocolError, RpcTimeoutError, WorkerLostError, fresh
+from backhaul.errors import BackhaulError, MisuseError, ProtocolError, RpcTimeoutError, WorkerLostError, fresh, kept
 from backhaul.ids import RefId, WorkerInfo
 from backhaul.refs.cell import Cell
 from backhaul.refs.counting import Action, Confirm, Counting, Free, Send, Void
@@ -56,7 +56,7 @@ class References:
         # Guarded by _lock:
         self._counting = Counting(agent.me.id)
         self._cells: dict[RefId, Cell] = {}  # values of ours
-        self._gone: dict[RefId, BackhaulError] = {}  # why a value of others cannot be had
+        self._gone: dict[RefId, BaseException] = {}  # why a value of others cannot be had
         self._creations: dict[RefId, Future[Any]] = {}  # under way
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
@@ -70,7 +70,7 @@ class References:
         agent.register(Create, self._on_create)
         agent.register(Fetch, self._on_fetch)
         agent.register(Notices, self._on_notices)
-        agent.on_peer_lost.append(lambda peer, _: self._examine_later(peer.id))
+        agent.on_connection_ended.append(self._on_connection_ended)
         agent.idle_checks.append(self.idle)
         agent.execution.traffic = self
         agent.serving.arriving = self.arriving
@@ -188,9 +188,9 @@ class References:
 
     # What the agent tells about messages: see agent.traffic.
 
-    def departing(self, attached: list[Any], to: WorkerInfo) -> Refs:
+    def departing(self, attached: list[Any], to: WorkerInfo, over: object) -> Refs:
         with self._lock:
-            return tuple((rref._ref, self._counting.share(rref._ref, to.id)) for rref in attached)
+            return tuple((rref._ref, self._counting.share(rref._ref, to.id, over)) for rref in attached)
 
     def stayed(self, refs: Refs) -> None:
         with self._lock:
@@ -268,15 +268,15 @@ class References:
             cell = self._cell(ref)
         except BackhaulError as error:
             inbound.count_finished()
-            return self.execution.failure(id, error, inbound.peer)
+            return self.execution.failure(id, error, inbound)
 
         def answer() -> Frame:
             try:
                 if (error := cell.error) is not None:
-                    return self.execution.failure(id, error, inbound.peer)
-                return self.execution.result(id, cell.get(), inbound.peer)
+                    return self.execution.failure(id, error, inbound)
+                return self.execution.result(id, cell.get(), inbound)
             except BaseException as unsendable:
-                return self.execution.failure(id, unsendable, inbound.peer)
+                return self.execution.failure(id, unsendable, inbound)
             finally:
                 inbound.count_finished()
 
@@ -387,7 +387,7 @@ class References:
         with self._lock:
             self._creations.pop(ref, None)
             if error is not None and ref.owner != self.me.id:
-                self._gone[ref] = error
+                self._gone[ref] = kept(error, self.me.name)
             cell = self._cells.get(ref)
             actions = self._counting.created(ref)
         if error is not None and cell is not None:
@@ -395,6 +395,12 @@ class References:
         self._act(actions)
 
     # Deaths.
+
+    def _on_connection_ended(self, connection: object, peer: WorkerInfo, _: WorkerLostError) -> None:
+        with self._lock:
+            actions = self._counting.connection_ended(connection)
+        self._act(actions)
+        self._examine_later(peer.id)
 
     def _examine_later(self, rank: int) -> None:
         with self._lock:

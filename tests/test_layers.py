@@ -1,0 +1,288 @@
+"""The shape of the package: who may import whom, and what is public."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import backhaul
+from backhaul import rpc
+
+ROOT = Path(backhaul.__file__).parent
+
+# From the bottom up: each imports only from itself and from those before it.
+LAYERS = [
+    "errors",
+    "ids",
+    "current",
+    "options",
+    "wire",
+    "security",
+    "transport",
+    "agent",
+    "functions",
+    "refs",
+    "autograd",
+    "optim",
+    "nn",
+    "profiler",
+    "dropin",
+    "rendezvous",
+    "launch",
+    "worker",
+    "rpc",
+    "cluster",
+    "testing",
+    # The package itself and its command offer what the others make.
+    "__init__",
+    "__main__",
+]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+FILES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def layer(module: str) -> str:
+    return module.split(".")[0]
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker sees. Functions' insides count: cycles hide there."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from (each for part in node.orelse for each in (part, *runtime_nodes(part)))
+        else:
+            yield node
+            yield from runtime_nodes(node)
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The absolute names that an import statement names, members of packages included."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def own(name: str) -> str | None:
+    """The module of this package that a dotted name stands for, or is in."""
+    if name == "backhaul":
+        return "__init__"
+    if not name.startswith("backhaul."):
+        return None
+    rest = name.removeprefix("backhaul.")
+    while rest and rest not in FILES:
+        rest = rest.rpartition(".")[0]
+    return rest or "__init__"
+
+
+def imports_of(module: str) -> set[str]:
+    """The modules of this package that a module imports when it runs."""
+    tree = ast.parse(FILES[module].read_text())
+    found = {own(name) for node in runtime_nodes(tree) for name in imported(node)}
+    return {name for name in found if name is not None} - {module}
+
+
+IMPORTS = {module: imports_of(module) for module in FILES}
+
+
+def test_every_file_has_a_layer() -> None:
+    assert {layer(module) for module in FILES} <= set(LAYERS)
+
+
+def test_the_imports_are_found() -> None:
+    """Or nothing below would fail."""
+    assert {"errors", "wire.messages", "wire.frames", "wire.tensors"} <= IMPORTS["wire.decoder"]
+    assert "wire.pickles" in IMPORTS["wire.values"]  # inside a function
+    assert "agent.watch" not in IMPORTS["agent.serving"]  # for the type checker only
+    assert "functions" in IMPORTS["rpc"]  # a module, imported from its package
+    assert "cluster" in IMPORTS["__init__"]
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_module_imports_only_from_the_layers_above_it_in_the_list(module: str) -> None:
+    mine = LAYERS.index(layer(module))
+    wrong = {other for other in IMPORTS[module] if LAYERS.index(layer(other)) > mine}
+    assert not wrong
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    """Some path that leads back to where it started."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str] | None:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return None
+        for other in sorted(graph[module]):
+            found = visit(other, [*path, module])
+            if found:
+                return found
+        done.add(module)
+        return None
+
+    return next(filter(None, (visit(module, []) for module in graph)), None)
+
+
+def test_cycles_are_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert cycle(IMPORTS) is None
+
+
+def test_the_bottom_layers_know_nothing_of_sockets_or_threads() -> None:
+    """Sans-IO: bytes in, messages out."""
+    forbidden = {"socket", "select", "threading", "asyncio", "subprocess"}
+    for module, path in FILES.items():
+        if layer(module) == "wire" or module in ("errors", "ids", "options", "security.handshake"):
+            nodes = runtime_nodes(ast.parse(path.read_text()))
+            names = {name.split(".")[0] for node in nodes for name in imported(node)}
+            assert not names & forbidden, module
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_nothing_uses_torch_s_own_rpc(module: str) -> None:
+    """Not to import it, nor to reach it through `torch.distributed`."""
+    tree = ast.parse(FILES[module].read_text())
+    names = {name for node in ast.walk(tree) for name in imported(node)}
+    names |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for theirs in ("torch.distributed.rpc", "torch.distributed.autograd", "dist.rpc", "dist.autograd"):
+        assert not [name for name in names if f"{name}.".startswith(f"{theirs}.")]
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_each_module_says_what_it_is_for(module: str) -> None:
+    assert ast.get_docstring(ast.parse(FILES[module].read_text()))
+
+
+def test_launching_needs_no_torch() -> None:
+    """A launcher that imports torch would take seconds to say that a file does not exist."""
+    reached: set[str] = set()
+    todo = [module for module in FILES if layer(module) in ("launch", "__main__", "__init__")]
+    while todo:
+        module = todo.pop()
+        if module not in reached:
+            reached.add(module)
+            tree = ast.parse(FILES[module].read_text())
+            at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            names = [name for node in at_once for name in imported(node)]
+            assert not [name for name in names if name.split(".")[0] == "torch"], module
+            todo += [other for other in map(own, names) if other is not None]
+
+
+# -- the public surface ------------------------------------------------------------------------------------------
+
+RPC = [
+    "AuthenticationError",
+    "BackendType",
+    "BackhaulError",
+    "ForkedError",
+    "Future",
+    "LeakError",
+    "MisuseError",
+    "NotInitializedError",
+    "OptionError",
+    "ProtocolError",
+    "RRef",
+    "RemoteError",
+    "RpcOptions",
+    "RpcTimeoutError",
+    "UnknownWorkerError",
+    "UnsendableError",
+    "WorkerInfo",
+    "WorkerLostError",
+    "WorkerUnresponsiveError",
+    "functions",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+
+def test_what_backhaul_rpc_offers() -> None:
+    assert rpc.__all__ == RPC == sorted(RPC)
+
+
+def test_what_the_package_offers() -> None:
+    assert sorted(backhaul.__all__) == [
+        "RpcOptions",
+        "Worker",
+        "cluster",
+        "errors",
+        "functions",
+        "options",
+        "rpc",
+        "worker",
+    ]
+
+
+def test_what_the_testing_tools_are() -> None:
+    from backhaul import testing
+
+    assert sorted(testing.__all__) == ["Faults", "FaultyTransport", "InProcessCluster", "Scheduler"]
+
+
+def public_modules() -> Iterator[types.ModuleType]:
+    yield backhaul
+    for info in pkgutil.walk_packages(backhaul.__path__, "backhaul."):
+        if not info.name.endswith("__main__"):
+            module = importlib.import_module(info.name)
+            if hasattr(module, "__all__"):
+                yield module
+
+
+def test_everything_that_is_offered_exists() -> None:
+    checked = 0
+    for module in public_modules():
+        for name in module.__all__:
+            assert getattr(module, name) is not None, f"{module.__name__}.{name}"
+            checked += 1
+    assert checked > len(RPC)
+
+
+def test_nothing_is_offered_twice() -> None:
+    for module in public_modules():
+        assert len(set(module.__all__)) == len(module.__all__), module.__name__
+
+
+def test_nothing_public_is_defined_in_rpc_that_is_not_offered() -> None:
+    defined = {
+        name
+        for name, value in vars(rpc).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(value) or inspect.isclass(value))
+        and value.__module__ == rpc.__name__
+    }
+    assert defined == {"get_worker_info", "init_rpc", "is_available", "remote", "rpc_async", "rpc_sync", "shutdown"}
+
+
+def test_everything_public_in_rpc_is_documented() -> None:
+    for name in RPC:
+        assert inspect.getdoc(getattr(rpc, name)), name
+
+
+def test_an_unknown_name_of_the_package() -> None:
+    with pytest.raises(AttributeError, match="module 'backhaul' has no attribute 'nothing'"):
+        backhaul.nothing  # noqa: B018

@@ -1,0 +1,253 @@
+"""Where workers meet: a place from what is given and what launchers say, and a store from a URL."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
+from backhaul.rendezvous import INIT_METHOD_VARIABLE, NAME_VARIABLE, Place, meet, place_from
+
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    NAME_VARIABLE,
+    INIT_METHOD_VARIABLE,
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+# -- places ---------------------------------------------------------------------------------------------------
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "3"}
+NAMED = {**LAUNCHED, NAME_VARIABLE: "trainer"}
+
+PLACES: list[tuple[dict[str, str], tuple[Any, ...], Place]] = [
+    # no launcher
+    ({}, ("a", 0, 2), Place("a", 0, 2)),
+    ({}, (None, 1, 2), Place("worker1", 1, 2)),
+    ({}, ("a", 3, None), Place("a", 3, None)),
+    ({}, (None, 3, None), Place("worker3", 3, None)),
+    ({}, ("a", -1, None), Place("a", None, None)),
+    ({}, (None, -1, None), Place(None, None, None)),
+    # torchrun
+    (LAUNCHED, (None, -1, None), Place("worker1", 1, 3)),
+    (LAUNCHED, ("a", -1, None), Place("a", 1, 3)),
+    (LAUNCHED, ("a", -1, 3), Place("a", 1, 3)),
+    (LAUNCHED, ("a", 2, 3), Place("a", 2, 3)),
+    (LAUNCHED, (None, 0, 1), Place("worker0", 0, 1)),
+    # a rank alone is a dynamic group, whatever the launcher says
+    (LAUNCHED, ("a", 7, None), Place("a", 7, None)),
+    # ours gives a name too
+    (NAMED, (None, -1, None), Place("trainer", 1, 3)),
+    (NAMED, ("a", -1, None), Place("a", 1, 3)),
+    ({NAME_VARIABLE: ""}, (None, 0, 1), Place("worker0", 0, 1)),
+    # half of what a launcher says
+    ({"RANK": "1"}, ("a", -1, None), Place("a", None, None)),
+    ({"WORLD_SIZE": "3"}, ("a", -1, None), Place("a", None, None)),
+    ({"RANK": "1"}, ("a", -1, 2), Place("a", 1, 2)),
+]
+
+
+@pytest.mark.parametrize(("environment", "given", "expected"), PLACES)
+def test_places(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], given: tuple[Any, ...], expected: Place
+) -> None:
+    for variable, text in environment.items():
+        monkeypatch.setenv(variable, text)
+    assert place_from(*given) == expected
+
+
+BAD_PLACES: list[tuple[dict[str, str], tuple[Any, ...], str]] = [
+    ({}, ("a", -2, 2), "rank -2 must be a whole number"),
+    ({}, ("a", "0", 2), "rank '0' must be a whole number"),
+    ({}, ("a", True, 2), "rank True must be a whole number"),
+    ({}, ("a", 0.0, 2), "rank 0.0 must be a whole number"),
+    ({}, ("a", None, 2), "rank None must be a whole number"),
+    ({}, ("a", 0, 0), "world_size 0 must be at least 1; None means a dynamic group"),
+    ({}, ("a", 0, -1), "world_size -1 must be at least 1"),
+    ({}, ("a", 0, "2"), "world_size '2' must be at least 1"),
+    ({}, ("a", 0, True), "world_size True must be at least 1"),
+    ({}, ("", 0, 1), "name '' must be a string of 1 to 128 characters"),
+    ({}, (5, 0, 1), "name 5 must be a string"),
+    ({}, ("x" * 129, 0, 1), "must be a string of 1 to 128 characters"),
+    ({}, ("a", 2, 2), r"rank 2 is not in 0..1 \(world_size 2\)"),
+    ({}, ("a", -1, 2), "init_rpc needs a rank: give one, or start the script with `backhaul run` or torchrun"),
+    (LAUNCHED, ("a", -1, 1), r"rank 1 is not in 0..0 \(world_size 1\)"),
+    ({"RANK": "one", "WORLD_SIZE": "3"}, ("a", -1, None), "the environment variable RANK='one' must be a whole number"),
+    ({"RANK": "1", "WORLD_SIZE": ""}, ("a", -1, None), "the environment variable WORLD_SIZE='' must be a whole number"),
+    ({"RANK": "-3", "WORLD_SIZE": "3"}, ("a", -1, None), "rank -3 is not in 0..2"),
+    ({"RANK": "0", "WORLD_SIZE": "0"}, ("a", -1, None), "rank 0 is not in"),
+]
+
+
+@pytest.mark.parametrize(("environment", "given", "text"), BAD_PLACES)
+def test_bad_places(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], given: tuple[Any, ...], text: str
+) -> None:
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(OptionError, match=text):
+        place_from(*given)
+
+
+def test_the_longest_name() -> None:
+    assert place_from("x" * 128, 0, 1).name == "x" * 128
+
+
+# -- stores ----------------------------------------------------------------------------------------------------
+
+FIRST, SECOND = Place("a", 0, 2), Place("b", 1, 2)
+
+
+def check_meeting(first: dist.Store, second: dist.Store) -> None:
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+
+
+def test_a_file(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/point"
+    check_meeting(meet(method, FIRST, 5), meet(method, SECOND, 5))
+
+
+def test_a_file_and_a_dynamic_group(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/point"
+    check_meeting(meet(method, Place("a", None, None), 5), meet(method, Place("b", None, None), 5))
+
+
+def test_tcp() -> None:
+    method = f"tcp://127.0.0.1:{free_port()}"
+    first = meet(method, FIRST, 5)
+    check_meeting(first, meet(method, SECOND, 5))
+    assert first is not None
+
+
+def test_the_host_may_come_later() -> None:
+    method = f"tcp://127.0.0.1:{free_port()}"
+    made: dict[int, dist.Store] = {}
+    thread = threading.Thread(target=lambda: made.update({1: meet(method, SECOND, 20)}))
+    thread.start()
+    made[0] = meet(method, FIRST, 20)
+    thread.join()
+    check_meeting(made[0], made[1])
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    first = meet("env://", FIRST, 5)
+    check_meeting(first, meet("env://", SECOND, 5))
+
+
+def test_our_launcher_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(INIT_METHOD_VARIABLE, f"file://{tmp_path}/point")
+    check_meeting(meet("env://", FIRST, 5), meet(f"file://{tmp_path}/point", SECOND, 5))
+
+
+def test_a_launcher_s_env_that_points_at_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INIT_METHOD_VARIABLE, "env://")
+    with pytest.raises(OptionError, match="needs MASTER_ADDR and MASTER_PORT"):
+        meet("env://", FIRST, 5)
+
+
+def test_torchrun_hosts_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    check_meeting(meet("env://", FIRST, 5), meet("env://", SECOND, 5))
+    # And then a dynamic group needs no ranks.
+    check_meeting(meet("env://", Place("a", None, None), 5), meet("env://", Place("b", None, None), 5))
+    assert agent is not None
+
+
+def test_a_group_that_meets_again_in_the_same_store_gets_a_part_of_its_own(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/point"
+    before = meet(method, FIRST, 5), meet(method, SECOND, 5)
+    check_meeting(*before)
+    after = meet(method, FIRST, 5), meet(method, SECOND, 5)
+    assert not after[0].check(["key"])
+    check_meeting(*after)
+
+
+def test_two_groups_of_different_kinds_do_not_meet(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/point"
+    fixed, dynamic = meet(method, FIRST, 5), meet(method, Place("a", None, None), 5)
+    fixed.set("key", "value")
+    assert not dynamic.check(["key"])
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        ("file://", "needs a path: file:///tmp/meeting-point"),
+        ("file:///no/such/directory/point", "must be a file in a directory that exists"),
+        ("file:///tmp", "must be a file in a directory that exists"),
+        ("tcp://", "needs a host and a port: tcp://127.0.0.1:29500"),
+        ("tcp://127.0.0.1", "needs a host and a port"),
+        ("tcp://:29500", "needs a host and a port"),
+        ("tcp://127.0.0.1:port", "needs a host and a port"),
+        ("tcp://127.0.0.1:99999", "needs a host and a port"),
+        ("env://", "needs MASTER_ADDR and MASTER_PORT in the environment"),
+    ],
+)
+def test_bad_methods(method: str, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        meet(method, FIRST, 5)
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "text"),
+    [
+        ("", "29500", "needs MASTER_ADDR and MASTER_PORT"),
+        ("127.0.0.1", None, "needs MASTER_ADDR and MASTER_PORT"),
+        ("127.0.0.1", "http", "the environment variable MASTER_PORT='http' must be a whole number"),
+        ("127.0.0.1", "99999", "MASTER_PORT=99999 is not a port"),
+        ("127.0.0.1", "-1", "MASTER_PORT=-1 is not a port"),
+    ],
+)
+def test_a_bad_environment(monkeypatch: pytest.MonkeyPatch, address: str, port: str | None, text: str) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    if port is not None:
+        monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(OptionError, match=text):
+        meet("env://", FIRST, 5)
+
+
+def test_a_dynamic_group_over_tcp_needs_to_know_who_hosts() -> None:
+    with pytest.raises(OptionError, match="needs a rank for each worker; rank 0 hosts the store"):
+        meet("tcp://127.0.0.1:29500", Place("a", None, None), 5)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(MisuseError, match=f"cannot host the store at 127.0.0.1:{port}: .*in use"):
+            meet(f"tcp://127.0.0.1:{port}", FIRST, 1)
+
+
+def test_nobody_hosts_the_store(capfd: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    with pytest.raises(RpcTimeoutError, match=f"no store at 127.0.0.1:{port}; is rank 0 up?"):
+        meet(f"tcp://127.0.0.1:{port}", SECOND, 0.5)
+    capfd.readouterr()  # torch says so at length
