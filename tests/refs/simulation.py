@@ -193,34 +193,40 @@ class Simulation:
         self.lost: set[RefId] = set()  # creations that never will
         self.failed: set[RefId] = set()  # creations of which the creator does not know whether they happened
         self.slow: dict[Any, bool] = {}
-        self.slowness = {kind: self.random.choice([0.0, 0.2, 0.5, 0.8]) for kind in ("calls", "mail", "worker")}
-        self.passes_on = self.random.choice([0.0, 0.3, 0.9])
-        self.last_sender = -1
-        self.most_refs = self.random.choice([2, 4, 100])
-        self.drops_after_share = self.random.choice([0.0, 0.5, 1.0])
+        pick = self.random.choice
+        self.slowness = {kind: pick([0.0, 0.2, 0.5, 0.8]) for kind in ("calls", "mail", "worker")}
+        self.most_refs = pick([2, 4, 100])
+        self.drops_after_share = pick([0.0, 0.5, 1.0])
+        self.passes_on = pick([0.0, 0.3])
+        self.mortality = pick([0.0, 0.1, 0.3])
+        self.mortals = pick([0, 0, 1, 1, 2, 3])
+        self.size = pick([2, 3, 4, 4, 5])
+        self.potato = pick([False, True])
+        if self.potato:
+            self.size = pick([4, 5])
+            self.most_refs = 2
+            self.drops_after_share = 1.0
+            self.passes_on = 0.9
+            self.mortals = pick([1, 2, 3])
+            self.mortality = pick([0.1, 0.3, 0.6])
         self.deaths = 0
         self.breaks = 0
         self.steps = 0
 
     def run(self) -> None:
         random = self.random
-        for _ in range(random.randint(2, 4)):
+        for _ in range(self.size):
             self.join()
         length = random.randint(10, 200)
         pace = random.choice([0.4, 0.6, 0.75])  # how much of what happens is delivery
-        deaths = random.choice([0, 0, 1, 1, 2, 3])
-        risk = random.choice([0.0, 0.02, 0.06])
+        risk = random.choice([0.0, 0.05, 0.15])
         for _ in range(length):
             if random.random() < pace:
                 self.happen()
             elif random.random() < risk:
                 self.break_something()
-            elif deaths and random.random() < 0.08 and len(self.living()) > 1:
-                deaths -= 1
-                victim = self.workers.get(self.last_sender)
-                if victim is None or not victim.alive or random.random() < 0.5:
-                    victim = random.choice(self.living())
-                self.kill(victim)
+            elif random.random() < 0.03:
+                self.kill(random.choice(self.living()))
             else:
                 self.program_step()
         self.settle()
@@ -286,7 +292,7 @@ class Simulation:
         """Some things are slow in a program, and others fast: that makes for the longest detours."""
         if isinstance(what, Queue):
             kind = "mail" if what is what.connection.mail[what.sender] else "calls"
-            which: Any = kind, what.sender, what.receiver, what.connection.number % 3
+            which: Any = kind, what.sender, what.receiver, what.connection.broken and what.connection
         else:
             kind = "worker"
             which = act.__name__, what.rank
@@ -296,6 +302,7 @@ class Simulation:
 
     def settle(self) -> None:
         """Let everything happen that is under way."""
+        self.passes_on = 0.0
         limit = self.steps + 20_000
         while self.happen():
             if self.steps > limit:
@@ -418,12 +425,15 @@ class Simulation:
 
     def unpack(self, worker: Worker, ref: RefId) -> None:
         """The user gets some copies of what a message brought."""
-        for _ in range(self.random.choice([0, 1, 1, 2])):
+        for _ in range(1 if self.potato else self.random.choice([0, 1, 1, 2])):
             self.hold(worker, ref)
         if worker.hands[ref] and self.random.random() < self.passes_on:
             self.send(worker, [ref])
             while worker.hands[ref]:
                 self.drop(worker, ref)
+            if not worker.counting.is_confirmed(ref) and self.random.random() < self.mortality:
+                self.kill(worker)
+                return
         worker.temps[ref] -= 1
         if not worker.temps[ref]:
             del worker.temps[ref]
@@ -457,6 +467,8 @@ class Simulation:
     # -- deaths ------------------------------------------------------------------------------------
 
     def kill(self, worker: Worker) -> None:
+        if self.deaths == self.mortals or len(self.living()) == 1:
+            return
         self.log("dies", worker.rank)
         self.deaths += 1
         worker.alive = False
@@ -617,8 +629,10 @@ class Simulation:
 
     def send(self, worker: Worker, refs: list[RefId]) -> None:
         """A call that takes references somewhere, or the late reply to one."""
-        to = self.random.choice(list(self.workers))
-        self.last_sender = worker.rank
+        ranks = list(self.workers)
+        if self.potato:
+            ranks = [rank for rank in ranks if rank not in (worker.rank, refs[0].owner) and rank not in worker.dead]
+        to = self.random.choice(ranks or list(self.workers))
         if to == worker.rank:
             brings = tuple(self.share(worker, ref, to, None) for ref in refs)
             worker.todo.append((None, to, Call(brings)))

@@ -89,7 +89,8 @@ def test_the_bytes_are_those_of_the_table() -> None:
     _, _, (challenge, hello, answer) = join()
     assert challenge[:4] == hello[:4] == b"BHL1"
     assert len(challenge) == 4 + 32
-    message = bytes.fromhex("94 a5") + b"group" + b"\x01\xa7worker1\x00"
+    addresses = msgspec.msgpack.encode(HELLO.addresses)
+    message = b"\x95\xa5group\x01\xa7worker1\x00" + addresses
     assert hello[4 + 32 + 32 :] == struct.pack("<H", len(message)) + message
     message = b"\x93\x00\xa7worker0\xa0"
     assert answer[32:] == struct.pack("<H", len(message)) + message

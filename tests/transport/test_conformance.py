@@ -104,7 +104,7 @@ class Group:
     def transport(self, **options: Any) -> Transport:
         made: Transport
         if self.kind == "memory":
-            made = MemoryTransport(self._network)
+            made = MemoryTransport(self._network, RpcOptions(**options))
         else:
             secret = SECRET if self.kind == "tcp" else None
             made = StreamTransport(RpcOptions(**{"transport": self.kind, "secret": secret, **options}))
@@ -261,6 +261,28 @@ def test_no_address_at_all(group: Group) -> None:
         group.transport().connect(Addresses(), HELLO, soon())
 
 
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_connections_that_come_to_nothing_leave_no_descriptor(group: Group) -> None:
+    transport, door = group.door(lambda hello: Welcome(0, "worker0", "no"))
+    asking = group.transport()
+    before = descriptors()
+    for _ in range(5):
+        with pytest.raises(AuthenticationError):
+            asking.connect(transport.addresses, HELLO, soon())
+        assert isinstance(door.outcomes.get(timeout=SOON), AuthenticationError)
+    assert descriptors() == before
+    door.close()
+    transport.close()
+    before = descriptors()
+    for _ in range(5):
+        with pytest.raises(ChannelClosed):
+            asking.connect(transport.addresses, HELLO, soon())
+    assert descriptors() == before
+
+
 def test_a_visitor_that_is_turned_away_is_told_nothing(group: Group) -> None:
     transport = group.transport()
     (listener,) = transport.listen()
@@ -398,6 +420,15 @@ def test_garbage_is_a_protocol_error(group: Group) -> None:
     near, far = group.pair()
     assert near.write(Frame([b"GET / HTTP/1.1\r\n\r\n" * 3], 54))
     with pytest.raises(ProtocolError, match="not a frame"):
+        receive(far)
+
+
+def test_messages_over_the_limit_are_refused(group: Group) -> None:
+    near, far = group.pair(max_message_bytes=1000)
+    send(near, Result(1, "x" * 900))
+    assert receive(far).message == Result(1, "x" * 900)
+    send(near, Result(1, "x" * 1000))
+    with pytest.raises(ProtocolError, match="over the limit of 1000; option max_message_bytes"):
         receive(far)
 
 
@@ -540,6 +571,22 @@ def test_shutdown_wakes_who_waits(group: Group, side: str) -> None:
 
     run(wait, end)
     assert is_readable(near)
+
+
+@pytest.mark.parametrize("side", ["near", "far"])
+def test_a_hang_up_shows_although_nobody_reads(group: Group, side: str) -> None:
+    """It is how the watch thread notices a peer that died while no call was under way."""
+    near, far = group.pair()
+    ending, other = (near, far) if side == "near" else (far, near)
+    with select.epoll() as epoll:
+        epoll.register(other.fileno(), select.EPOLLRDHUP | select.EPOLLONESHOT)
+        assert epoll.poll(0) == []
+        send(ending, Ping(1))
+        ending.close()
+        ((descriptor, event),) = epoll.poll(SOON)
+    assert descriptor == other.fileno()
+    assert event & select.EPOLLRDHUP
+    assert receive(other).message == Ping(1)
 
 
 def test_the_end_in_the_middle_of_a_frame(group: Group) -> None:
@@ -725,15 +772,6 @@ def test_flush_after_the_end(sockets: Group) -> None:
     far.close()
     with pytest.raises(ChannelClosed):
         near.flush()
-
-
-def test_messages_over_the_limit_are_refused(sockets: Group) -> None:
-    near, far = sockets.pair(max_message_bytes=1000)
-    send(near, Result(1, "x" * 900))
-    assert receive(far).message == Result(1, "x" * 900)
-    send(near, Result(1, "x" * 1000))
-    with pytest.raises(ProtocolError, match="over the limit of 1000; option max_message_bytes"):
-        receive(far)
 
 
 def test_waiting_on_a_closed_channel(sockets: Group) -> None:

@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backhaul.errors import MisuseError, ProtocolError
+from backhaul.ids import RefId, ShareId
 from backhaul.wire import decoder as decoder_module
 from backhaul.wire import headers, spans
 from backhaul.wire.decoder import Decoder, Envelope
@@ -35,11 +36,21 @@ from backhaul.wire.messages import (
     AwaitEnd,
     AwaitReady,
     Call,
+    Create,
     Failure,
+    Fetch,
     Goodbye,
+    Notices,
     Ping,
+    Recall,
+    Register,
+    Registered,
+    Release,
     Result,
+    Sweep,
+    Swept,
     Tally,
+    Unpin,
 )
 from backhaul.wire.values import Codec
 
@@ -140,7 +151,7 @@ def outcome(data: bytes, pieces: Iterable[bytes] | None = None, limit: int = 64 
 def unpack(envelopes: Sequence[Envelope]) -> None:
     """What a worker does with trees next: that, too, may only blame the peer or the names it gave."""
     for message, tensors in envelopes:
-        if isinstance(message, Call | Result | Failure):
+        if isinstance(message, Call | Result | Failure | Create):
             # No pickles: a mutated one may name anything that can be called, and unpickling calls it.
             try:
                 CODECS[1].unpack(message.tree, tensors)
@@ -177,10 +188,15 @@ def recorded() -> list[tuple[Any, Sequence[torch.Tensor]]]:
     exchange.append((Result(1, tree), packing.tensors))
     tree, packing = CODECS[0].pack(ValueError)
     exchange.append((Failure(2, "worker1", "builtins.ValueError", "no", "Traceback ...", tree), packing.tensors))
-    exchange += [(AwaitReady(3), ()), (AwaitEnd(4), ()), (Tally(5), ()), (Result(5, [1, True, {}, {}]), ())]
+    exchange += [(AwaitReady(3, 0), ()), (AwaitEnd(4, 1), ()), (Tally(5), ()), (Result(5, [1, True, {}, {}]), ())]
+    ref, share = RefId(1, 300, 1 << 40), ShareId(2, 70_000)
+    exchange.append((Call(6, None, ((ref, share), (RefId(0, 0, 0), ShareId(0, 0)))), ()))
+    exchange += [(Create(7, ref, tree, ((ref, share),)), packing.tensors), (Fetch(8, ref), ())]
+    notices = (Register(ref), Registered(ref), Registered(ref, False), Unpin(share), Release(ref))
+    exchange.append((Notices(9, 1, (*notices, Sweep((1, 2)), Swept((3,)), Recall((share,)))), ()))
     batch = [torch.arange(48.0).reshape(4, 12), torch.arange(100, dtype=torch.uint8), torch.zeros(40).bool()]
     tree, packing = CODECS[0].pack((operator.mul, (batch, {"lr": 0.1, "names": ["a", "b", "c" * 40]}), {"x": None}))
-    exchange.append((Call(6, tree), packing.tensors))
+    exchange.append((Call(10, tree), packing.tensors))
     exchange.append((Goodbye(), ()))
     return exchange
 
@@ -199,16 +215,26 @@ def test_the_recording_shows_every_kind() -> None:
 
 NO_TENSORS = "00000000 0000000000000000"
 
+REF, SHARE = RefId(1, 2, 3), ShareId(4, 5)
+
 LITERAL = [
     (f"4248 01 01 03000000 {NO_TENSORS} 92 01 c0", Call(1, None)),
+    (f"4248 01 01 04000000 {NO_TENSORS} 93 01 c0 90", Call(1, None)),
+    (f"4248 01 01 0c000000 {NO_TENSORS} 93 01 c0 91 92 93010203 920405", Call(1, None, ((REF, SHARE),))),
     (f"4248 01 02 0e000000 {NO_TENSORS} 92 02 93 00 c3 cb3ff8000000000000", Result(2, [0, True, 1.5])),
     (f"4248 01 03 0a000000 {NO_TENSORS} 95 03 a177 a154 a178 a174", Failure(3, "w", "T", "x", "t")),
     (f"4248 01 03 0b000000 {NO_TENSORS} 96 03 a177 a154 a178 a174 05", Failure(3, "w", "T", "x", "t", 5)),
     (f"4248 01 04 02000000 {NO_TENSORS} 91 04", Ping(4)),
-    (f"4248 01 05 02000000 {NO_TENSORS} 91 05", AwaitReady(5)),
-    (f"4248 01 06 02000000 {NO_TENSORS} 91 06", AwaitEnd(6)),
+    (f"4248 01 05 03000000 {NO_TENSORS} 92 05 00", AwaitReady(5, 0)),
+    (f"4248 01 06 03000000 {NO_TENSORS} 92 06 01", AwaitEnd(6, 1)),
     (f"4248 01 07 04000000 {NO_TENSORS} 91 cd012c", Tally(300)),
     (f"4248 01 08 01000000 {NO_TENSORS} 90", Goodbye()),
+    (f"4248 01 09 08000000 {NO_TENSORS} 94 07 93010203 c0 90", Create(7, REF, None)),
+    (f"4248 01 0a 06000000 {NO_TENSORS} 92 08 93010203", Fetch(8, REF)),
+    (
+        f"4248 01 0b 0f000000 {NO_TENSORS} 93 09 0a 92 9201 93010203 9203 920405",
+        Notices(9, 10, (Register(REF), Unpin(SHARE))),
+    ),
 ]
 
 
@@ -266,9 +292,8 @@ def test_a_message_comes_with_its_last_byte_and_not_before() -> None:
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: memoryview(data).cast("I")])
 def test_any_buffer_will_do(kind: Any) -> None:
-    data = bytes(encode(Result(1, "a")))
-    assert len(data) % 4 == 0
-    assert Decoder().receive_data(kind(data)) == [(Result(1, "a"), [])]
+    message = next(made for made in (Result(1, "a" * length) for length in range(4)) if encode(made).size % 4 == 0)
+    assert Decoder().receive_data(kind(bytes(encode(message)))) == [(message, [])]
 
 
 def test_what_arrived_does_not_depend_on_the_chunk() -> None:

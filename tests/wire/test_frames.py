@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from backhaul.errors import UnsendableError
+from backhaul.ids import RefId, ShareId
 from backhaul.wire import frames
 from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import (
@@ -17,29 +18,52 @@ from backhaul.wire.messages import (
     AwaitEnd,
     AwaitReady,
     Call,
+    Create,
     Failure,
+    Fetch,
     Goodbye,
+    Notices,
     Ping,
+    Recall,
+    Register,
+    Registered,
+    Release,
     Result,
+    Sweep,
+    Swept,
     Tally,
+    Unpin,
 )
 
 # magic, version, kind, then M, T and P: all numbers little-endian
 HEAD = "42 48 01"
 NO_TENSORS = "00000000 0000000000000000"
 
+REF, SHARE = RefId(1, 2, 3), ShareId(4, 5)
+
 LITERAL = [
-    (Call(1, None), f"{HEAD} 01 03000000 {NO_TENSORS} 92 01 c0"),
-    (Result(2, [0, True, 1.5]), f"{HEAD} 02 0e000000 {NO_TENSORS} 92 02 93 00 c3 cb3ff8000000000000"),
+    (Call(1, None), f"{HEAD} 01 04000000 {NO_TENSORS} 93 01 c0 90"),
+    (Call(1, None, ((REF, SHARE),)), f"{HEAD} 01 0c000000 {NO_TENSORS} 93 01 c0 91 92 93010203 920405"),
+    (Result(2, [0, True, 1.5]), f"{HEAD} 02 0f000000 {NO_TENSORS} 93 02 93 00 c3 cb3ff8000000000000 90"),
     (
         Failure(3, "w", "T", "x", "t"),
-        f"{HEAD} 03 0b000000 {NO_TENSORS} 96 03 a177 a154 a178 a174 c0",
+        f"{HEAD} 03 0c000000 {NO_TENSORS} 97 03 a177 a154 a178 a174 c0 90",
     ),
     (Ping(4), f"{HEAD} 04 02000000 {NO_TENSORS} 91 04"),
-    (AwaitReady(5), f"{HEAD} 05 02000000 {NO_TENSORS} 91 05"),
-    (AwaitEnd(6), f"{HEAD} 06 02000000 {NO_TENSORS} 91 06"),
+    (AwaitReady(5, 0), f"{HEAD} 05 03000000 {NO_TENSORS} 92 05 00"),
+    (AwaitEnd(6, 1), f"{HEAD} 06 03000000 {NO_TENSORS} 92 06 01"),
     (Tally(300), f"{HEAD} 07 04000000 {NO_TENSORS} 91 cd012c"),
     (Goodbye(), f"{HEAD} 08 01000000 {NO_TENSORS} 90"),
+    (Create(7, REF, None), f"{HEAD} 09 08000000 {NO_TENSORS} 94 07 93010203 c0 90"),
+    (Fetch(8, REF), f"{HEAD} 0a 06000000 {NO_TENSORS} 92 08 93010203"),
+    (
+        Notices(9, 10, (Register(REF), Registered(REF, False), Unpin(SHARE), Release(REF))),
+        f"{HEAD} 0b 1c000000 {NO_TENSORS} 93 09 0a 94 9201 93010203 9302 93010203 c2 9203 920405 9204 93010203",
+    ),
+    (
+        Notices(9, 11, (Sweep((1, 2)), Swept(()), Recall((SHARE,)))),
+        f"{HEAD} 0b 12000000 {NO_TENSORS} 93 09 0b 93 9205 920102 9206 90 9207 91 920405",
+    ),
 ]
 
 
@@ -59,8 +83,8 @@ def test_the_literals_show_every_kind() -> None:
 def test_a_tensor_adds_its_table_and_its_bytes() -> None:
     frame = encode(Result(9, [3, 0]), [torch.tensor([1.0, -2.0])])
     expected = bytes.fromhex(
-        f"{HEAD} 02 05000000 29000000 0800000000000000"
-        "92 09 92 03 00"  # the message: [9, [TENSOR, 0]]
+        f"{HEAD} 02 06000000 29000000 0800000000000000"
+        "93 09 92 03 00 90"  # the message: [9, [TENSOR, 0], no references]
         "01000000 01000000 0800000000000000"  # one tensor, one buffer, of 8 bytes
         "00 0b 00 00 01 00000000 0000000000000000"  # strided, float32, no flags, cpu, 1 dimension, buffer 0 at 0
         "0200000000000000"
@@ -142,9 +166,13 @@ def test_the_limits_fit_the_header() -> None:
     assert len(packed) == frames.HEADER.size == 20
 
 
+class Special(torch.Tensor):
+    pass
+
+
 def test_an_unsendable_tensor_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(UnsendableError, match="not a plain tensor"):
-        encode(Ping(1), [torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)])
+        encode(Ping(1), [torch.ones(1).as_subclass(Special)])
 
 
 def test_bytes_of_a_frame_are_its_pieces_in_order() -> None:

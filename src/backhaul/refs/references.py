@@ -316,7 +316,7 @@ class References:
                         freed.append(cell)
                 elif isinstance(action, Void):
                     voided.append(self._cells.setdefault(action.ref, Cell()))
-                elif isinstance(action, Confirm) and not action.exists:
+                elif isinstance(action, Confirm) and not action.exists and self._counting.knows(action.ref):
                     self._gone.setdefault(action.ref, self._lost_value(action.ref))
         for cell in voided:
             cell.fail(WorkerLostError("the worker that was to make this value was lost before it did"), self.me.name)

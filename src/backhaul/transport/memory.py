@@ -7,9 +7,10 @@ at once and in order; a subclass may hold messages back and decide the order
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
 import select
+import socket
 import threading
 import time
 from collections import deque
@@ -27,30 +28,35 @@ END = b""
 
 
 class _Bell:
-    """A descriptor that is readable after `ring` until `hush`."""
+    """A descriptor that is readable after `ring` until `hush`, and shows a hang-up after `hang_up`.
+
+    A pair of sockets, so that the watch thread sees of it what it sees of a real connection.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ear, self._rope = socket.socketpair()
+        self._ear.setblocking(False)
+        self._rope.setblocking(False)
 
     def fileno(self) -> int:
-        return self._fd
+        return self._ear.fileno()
 
     def ring(self) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                os.eventfd_write(self._fd, 1)
+        with self._lock, contextlib.suppress(OSError):  # full of rings, hung up, or closed
+            self._rope.send(b"!")
 
     def hush(self) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                try:
-                    os.eventfd_read(self._fd)
-                except BlockingIOError:
-                    pass
+        with self._lock, contextlib.suppress(OSError):
+            while self._ear.recv(4096):
+                pass
+
+    def hang_up(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._rope.shutdown(socket.SHUT_WR)
 
     def wait(self, timeout: float | None) -> bool:
-        fd = self._fd
+        fd = self._ear.fileno()
         if fd < 0:
             return True
         poll = select.poll()
@@ -59,9 +65,8 @@ class _Bell:
 
     def close(self) -> None:
         with self._lock:
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+            self._ear.close()
+            self._rope.close()
 
 
 class MemoryChannel(Channel):
@@ -126,6 +131,8 @@ class MemoryChannel(Channel):
         """Called by the network: this has arrived."""
         self._inbox.append(data)
         self._bell.ring()
+        if data == END:
+            self._bell.hang_up()
 
     def shutdown(self) -> None:
         if not self._ended and self.peer is not None:
@@ -146,9 +153,9 @@ class Network:
         self._listeners: dict[str, MemoryListener] = {}
         self._numbers = itertools.count()
 
-    def listen(self) -> MemoryListener:
+    def listen(self, max_message_bytes: int) -> MemoryListener:
         address = f"memory-{next(self._numbers)}"
-        listener = self._listeners[address] = MemoryListener(self, address)
+        listener = self._listeners[address] = MemoryListener(self, address, max_message_bytes)
         return listener
 
     def unlisten(self, listener: MemoryListener) -> None:
@@ -178,10 +185,10 @@ class Network:
 
 
 class MemoryVisitor(Visitor):
-    def __init__(self, network: Network, hello: Hello, max_message_bytes: int) -> None:
+    def __init__(self, network: Network, hello: Hello, near_limit: int, far_limit: int) -> None:
         self.hello = hello
-        self.near = MemoryChannel(network, f"{hello.name}->{hello.to_id}", max_message_bytes)
-        self.far = MemoryChannel(network, f"{hello.to_id}<-{hello.name}", max_message_bytes)
+        self.near = MemoryChannel(network, f"{hello.name}->{hello.to_id}", near_limit)
+        self.far = MemoryChannel(network, f"{hello.to_id}<-{hello.name}", far_limit)
         self.near.peer, self.far.peer = self.far, self.near
         self.welcome: Welcome | None = None
         self.answered = threading.Event()
@@ -200,18 +207,25 @@ class MemoryVisitor(Visitor):
 
 
 class MemoryListener(Listener):
-    def __init__(self, network: Network, address: str) -> None:
+    def __init__(self, network: Network, address: str, max_message_bytes: int) -> None:
         self.address = address
+        self.max_message_bytes = max_message_bytes
         self._network = network
         self._bell = _Bell()
         self._visitors: deque[MemoryVisitor] = deque()
+        self._closing = threading.Lock()
+        self._closed = False
 
     def fileno(self) -> int:
         return self._bell.fileno()
 
     def visit(self, visitor: MemoryVisitor) -> None:
-        self._visitors.append(visitor)
-        self._bell.ring()
+        with self._closing:
+            if not self._closed:
+                self._visitors.append(visitor)
+                self._bell.ring()
+                return
+        visitor.turn_away()
 
     def accept(self) -> Visitor | None:
         self._bell.hush()
@@ -225,6 +239,8 @@ class MemoryListener(Listener):
 
     def close(self) -> None:
         self._network.unlisten(self)
+        with self._closing:
+            self._closed = True
         while self._visitors:
             self._visitors.popleft().turn_away()
         self._bell.close()
@@ -239,7 +255,7 @@ class MemoryTransport(Transport):
         self._listener: MemoryListener | None = None
 
     def listen(self) -> Sequence[Listener]:
-        self._listener = self._network.listen()
+        self._listener = self._network.listen(self._max_message_bytes)
         return [self._listener]
 
     @property
@@ -247,9 +263,10 @@ class MemoryTransport(Transport):
         return Addresses(memory=None if self._listener is None else self._listener.address)
 
     def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
-        visitor = MemoryVisitor(self._network, hello, self._max_message_bytes)
+        listener = self._network.listener(addresses.memory)
+        visitor = MemoryVisitor(self._network, hello, self._max_message_bytes, listener.max_message_bytes)
         try:
-            self._network.listener(addresses.memory).visit(visitor)
+            listener.visit(visitor)  # its far end is the listener's from here on
             if not visitor.answered.wait(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError("nobody answered")
             if visitor.welcome is None:
@@ -258,6 +275,7 @@ class MemoryTransport(Transport):
                 raise AuthenticationError(f"the worker there refused the connection: {visitor.welcome.refused}")
         except BaseException:
             visitor.near.close()
+            visitor.far.close()  # of no use to the other side without this one
             raise
         return visitor.near, visitor.welcome
 

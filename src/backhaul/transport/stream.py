@@ -37,6 +37,7 @@ _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _WAKE_EVERY = 1  # second
 _MAX_PIECES = 512  # below IOV_MAX, which is 1024
 _BACKLOG = 128
+_QUEUE_PAUSE = 0.005
 
 # A silent loss of the network is noticed after about IDLE + COUNT * INTERVAL seconds of
 # silence, or when written data is not acknowledged for USER_TIMEOUT.
@@ -255,7 +256,7 @@ class StreamTransport(Transport):
             sock, _ = self._reach(addresses, deadline)
         except ChannelClosed:
             return False
-        except AuthenticationError:
+        except (AuthenticationError, TimeoutError):
             return True
         sock.close()
         return True
@@ -351,21 +352,31 @@ def _tune(sock: socket.socket) -> None:
 def _connect(family: int, address: str | tuple[str, int], deadline: float) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.settimeout(_remaining(deadline))
-        sock.connect(address)
+        while True:
+            try:
+                sock.settimeout(_remaining(deadline))
+                sock.connect(address)
+                return sock
+            except BlockingIOError:
+                # A unix socket whose queue of connections is full; a TCP one would make us wait.
+                time.sleep(_QUEUE_PAUSE)
+    except TimeoutError:
+        sock.close()
+        raise
     except OSError as error:
         sock.close()
         raise ChannelClosed(f"nobody answers at {address}: {error}") from error
     except BaseException:
         sock.close()
         raise
-    return sock
 
 
 def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
     try:
         sock.settimeout(_remaining(deadline))
         sock.sendall(data)
+    except TimeoutError:
+        raise
     except OSError as error:
         raise _closed(error) from error
 
@@ -376,6 +387,8 @@ def _receive(sock: socket.socket, count: int, deadline: float) -> bytes:
         try:
             sock.settimeout(_remaining(deadline))
             piece = sock.recv(count - len(data))
+        except TimeoutError:
+            raise
         except OSError as error:
             raise _closed(error) from error
         if not piece:
