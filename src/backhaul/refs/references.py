@@ -389,7 +389,7 @@ class References:
             if error is not None and ref.owner != self.me.id:
                 self._gone[ref] = kept(error, self.me.name)
             cell = self._cells.get(ref)
-            actions = self._counting.created(ref)
+            actions = self._counting.created(ref) if error is None else self._counting.creation_failed(ref)
         if error is not None and cell is not None:
             cell.fail(error, self.me.name)
         self._act(actions)
