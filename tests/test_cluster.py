@@ -124,7 +124,7 @@ def test_shutdown_in_the_block_ends_the_workers_too() -> None:
 
 def test_a_worker_that_dies_while_it_joins() -> None:
     start = time.monotonic()
-    with pytest.raises(WorkerLostError, match="(?s)exited with code 1 .*no/such/directory") as caught:
+    with pytest.raises(WorkerLostError, match=r"(?s)exited with code 1 .*no/such/directory") as caught:
         backhaul.cluster(2, env={"BACKHAUL_RUNTIME_DIR": "/no/such/directory"}, output=False)
     assert caught.value.worker in ("worker1", "worker2")
     assert time.monotonic() - start < 45, "it was waited for as if it could still come"

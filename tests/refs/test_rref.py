@@ -213,9 +213,10 @@ def test_proxies(workers: InProcessCluster) -> None:
         rref.rpc_sync().fail()
     with pytest.raises(AttributeError, match="missing"):
         rref.rpc_sync().missing()
+    _gates["never"] = threading.Event()
+    slow = rpc.remote("worker1", wait_then, args=("never", 1))
     with pytest.raises(rpc.RpcTimeoutError):
-        _gates["never"] = threading.Event()
-        rpc.remote("worker1", wait_then, args=("never", 1)).rpc_sync(timeout=0.1).bit_length()
+        slow.rpc_sync(timeout=0.1).bit_length()
     _gates["never"].set()
 
 
@@ -366,16 +367,25 @@ def test_a_cut_connection_between_living_workers_loses_no_value(kind: type) -> N
         assert safe.to_here().balance == 1
         faults.next("cut", kind)
         broken = rpc.remote("worker1", Account, args=(2,))
-        for use in (safe.to_here, broken.to_here, lambda: rpc.rpc_sync("worker1", fetch, args=(safe,))):
-            try:
-                use()
-            except rpc.WorkerLostError:
-                continue
+        for rref in (safe, broken):
+            for use in (fetch, fetch_there):
+                try:
+                    use(rref)
+                except rpc.WorkerLostError:
+                    continue
         assert safe.to_here().balance == 1
         assert rpc.rpc_sync("worker1", fetch_kept, args=("back",)) == "mine"
         rpc.rpc_sync("worker1", let_go, args=("back",))
-        del safe, broken, use
+        del safe, broken, rref
         assert_all_free(workers)
+
+
+def call_method(rref: RRef[Any]) -> Any:
+    return rref.rpc_async().bit_length().wait()
+
+
+def fetch_there(rref: RRef[Any]) -> Any:
+    return rpc.rpc_sync("worker1", fetch, args=(rref,))
 
 
 def fetch_kept(name: str) -> Any:
@@ -392,11 +402,11 @@ def test_what_a_lost_worker_held_is_freed_and_what_it_owned_raises() -> None:
         assert values_on(workers[1]) == 10
         workers[2].shutdown(graceful=False)
         wait_until(lambda: values_on(workers[1]) == 0)
-        for use in (owned.to_here, lambda: owned.rpc_sync().bit_length(), lambda: rpc.rpc_sync(1, same, args=(owned,))):
+        for use in (fetch, fetch_there, call_method):
             with pytest.raises(rpc.WorkerLostError, match="worker2"):
-                use()
+                use(owned)
         _kept.clear()
-        del owned, use
+        del owned
         assert_all_free(workers)
 
 

@@ -210,25 +210,30 @@ class Membership:
         while missing:
             check()
             # Asked and not waited for: a store that waits in vain says so on standard error.
-            if not self._store.check([f"member/{missing[0]}"]):
-                if time.monotonic() > deadline:
-                    raise RpcTimeoutError(
-                        f"{len(missing)} of {world_size} workers did not join in time: ranks "
-                        f"{', '.join(map(str, missing))}; start them, or check that all use the same init_method"
-                    )
+            came = [id for id in missing if self._store.check([f"member/{id}"])]
+            for id in came:
+                self._learn(self._member_of_rank(id))
+            missing = [id for id in missing if id not in came]
+            if missing and time.monotonic() > deadline:
+                raise RpcTimeoutError(
+                    f"{len(missing)} of {world_size} workers did not join in time: ranks "
+                    f"{', '.join(map(str, missing))}; start them, or check that all use the same init_method"
+                )
+            if not came:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
-                continue
-            id = missing.pop(0)
-            member = self._decode(self._store.get(f"member/{id}"))
-            if member is None or member.id != id:
-                raise MisuseError(f"the store's record of rank {id} is not one; does another program use the store?")
-            other = self._by_name.get(member.name)
-            if other is not None and other.id != id:
-                raise OptionError(
-                    f"ranks {other.id} and {id} both call themselves {member.name!r}; every worker needs its own name"
-                )
-            self._learn(member)
+
+    def _member_of_rank(self, id: int) -> Member:
+        """The store's record of a member of a fixed group, checked."""
+        member = self._decode(self._store.get(f"member/{id}"))
+        if member is None or member.id != id:
+            raise MisuseError(f"the store's record of rank {id} is not one; does another program use the store?")
+        other = self._by_name.get(member.name)
+        if other is not None and other.id != id:
+            raise OptionError(
+                f"ranks {other.id} and {id} both call themselves {member.name!r}; every worker needs its own name"
+            )
+        return member
 
     def _learn(self, member: Member) -> None:
         with self._lock:
