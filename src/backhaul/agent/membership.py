@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE = 0.002
 _LONGEST_PAUSE = 0.1
+_NAME_BYTES = 16
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -85,20 +86,17 @@ class Membership:
         Raises `OptionError` if the name or the rank is taken, `RpcTimeoutError` naming the ranks
         that did not come.
         """
-        mine = secrets.token_hex(16)
-        self.group = self._store.compare_set("group", "", mine).decode()
+        self.group = self._join_group()
         if self.world_size is None:
             rank = self._take_id(rank)
             name = f"worker{rank}" if name is None else name
             self.refresh()
             self._refuse_taken(name, rank)
-            self._store.set(f"member/{rank}", "")  # of a predecessor that died here
         elif rank is None or not 0 <= rank < self.world_size:
             raise OptionError(f"rank {rank} is not in 0..{self.world_size - 1} (world_size {self.world_size})")
         me = Member(rank, f"worker{rank}" if name is None else name, addresses)
-        key = f"member/{rank}"
-        before = self._store.compare_set(key, "", msgspec.json.encode(me).decode())
-        if before != msgspec.json.encode(me):
+        before = self._store.compare_set(f"member/{rank}", "", _encode(me))
+        if before != _encode(me).encode():
             taken = self._decode(before)
             raise OptionError(
                 f"rank {rank} is taken by worker {taken.name if taken else '?'!r}; every worker needs its own"
@@ -181,15 +179,27 @@ class Membership:
         for id in [id for id in list(self._by_id) if id not in present]:
             self.forget(id)
 
+    def _join_group(self) -> str:
+        """The group's name, which the first to come makes up."""
+        found = self._store.compare_set("group", "", secrets.token_hex(_NAME_BYTES))
+        if len(found) != 2 * _NAME_BYTES or not found.isalnum():
+            raise MisuseError("the store's name of the group is not one; does another program use the store?")
+        return found.decode("ascii")
+
     def _take_id(self, rank: int | None) -> int:
         """An id in a dynamic group: the given rank, or the next free one."""
-        if rank is None:
-            return self._store.add("count", 1) - 1
-        if rank < 0:
+        if rank is not None and rank < 0:
             raise OptionError(f"rank {rank} is negative")
-        # Ids given out automatically must not meet this one later.
-        while (count := self._store.add("count", 0)) <= rank:
-            self._store.add("count", rank + 1 - count)
+        try:
+            if rank is None:
+                return self._store.add("count", 1) - 1
+            # Ids given out automatically must not meet this one later.
+            while (count := self._store.add("count", 0)) <= rank:
+                self._store.add("count", rank + 1 - count)
+        except (ValueError, IndexError, OverflowError) as error:  # what C++ makes of text that is no number
+            raise MisuseError(
+                f"the store's count of members is not one ({error}); does another program use the store?"
+            ) from error
         return rank
 
     def _refuse_taken(self, name: str, rank: int) -> None:
@@ -201,7 +211,8 @@ class Membership:
                     f"worker {member.name!r} of rank {member.id} is in the group already; "
                     f"{name!r} of rank {rank} needs a name and a rank of its own"
                 )
-            self._store.set(f"member/{member.id}", "")
+            # It died here. Another successor may have come first: then its record is not this one any more.
+            self._store.compare_set(f"member/{member.id}", _encode(member), "")
             self.forget(member.id)
 
     def _gather(self, world_size: int, deadline: float, check: Callable[[], None]) -> None:
@@ -252,5 +263,9 @@ class Membership:
     def _decode(raw: bytes) -> Member | None:
         try:
             return msgspec.json.decode(raw, type=Member)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
+
+
+def _encode(member: Member) -> str:
+    return msgspec.json.encode(member).decode()
