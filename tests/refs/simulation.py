@@ -311,6 +311,8 @@ class Simulation:
             if self.random.random() < 0.5:
                 self.receive(worker, message)
                 message = message._replace(brings=())
+                if isinstance(message, Call):
+                    return
             worker.todo.append((queue.connection, sender, message))
             if self.random.random() < 0.7:
                 self.handle(worker, len(worker.todo) - 1)
@@ -404,13 +406,13 @@ class Simulation:
                 self.message_lost(connection, message)
 
     def can_learn(self, worker: Worker, dead: int) -> bool:
-        """There was a connection, and all that came over it has been received."""
+        """There was a connection, and all that came over it has been dealt with."""
         connections = self.network.between(worker.rank, dead)
         return (
             bool(connections)
             and dead not in worker.dead
             and all(queue.ended for connection in connections for queue in connection.queues_from(dead))
-            and not any(sender == dead and message.brings for _, sender, message in worker.todo)
+            and not any(sender == dead and not isinstance(message, Created) for _, sender, message in worker.todo)
         )
 
     def learn_death(self, worker: Worker, dead: int) -> None:

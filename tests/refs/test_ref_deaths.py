@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import threading
 import time
@@ -137,6 +138,45 @@ def wait_until_used_none(seconds: float) -> bool:
     while counts()["used"] and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     return counts()["used"] == 0
+
+
+def join(place: dict[str, Any]) -> None:
+    rpc.init_rpc(**place)
+
+
+def test_a_worker_that_takes_the_place_of_a_dead_one_starts_anew() -> None:
+    with Crew(4, group=False) as crew:
+        for rank in range(3):
+            crew[rank].run(join, crew.place(rank, None))
+        crew[1].run(make, "worker0", 3)
+        crew[1].run(hand_on, "worker2", 3)
+        crew[1].kill()
+        crew[3].run(join, crew.place(1, None))
+        # Its references count, and are not taken for those of the dead one that had the same rank.
+        assert crew[3].run(make, "worker0", 3) == 3
+        assert crew[2].run(numbers) == [0, 1, 2]
+        assert crew[0].run(wait_until_values, 6, 6.0) < 6.0
+        crew[2].run(hand_on, "worker1", 3)
+        crew[2].run(let_go)
+        assert crew[3].run(numbers) == [0, 1, 2, 0, 1, 2]
+        crew[3].run(let_go)
+        crew[0].run(wait_until_values, 0, 6.0)
+
+
+def test_a_worker_that_was_stopped_and_goes_on_can_be_given_references() -> None:
+    with Crew(3, unresponsive_after=1.0, rpc_timeout=8.0) as crew:
+        crew[0].run(make, "worker2", 2)
+        crew[0].run(hand_on, "worker1", 1)
+        crew[1].signal(signal.SIGSTOP)
+        with pytest.raises(rpc.BackhaulError):
+            crew[0].run(hand_on, "worker1", 1)
+        crew[1].signal(signal.SIGCONT)
+        crew[1].run(let_go)
+        crew[0].run(hand_on, "worker1", 2)
+        crew[0].run(let_go)
+        assert crew[1].run(numbers)[-2:] == [0, 1]
+        crew[1].run(let_go)
+        crew[2].run(wait_until_values, 0, 8.0)
 
 
 @pytest.mark.parametrize("attempt", range(3))

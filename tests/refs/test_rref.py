@@ -220,6 +220,12 @@ def test_proxies(workers: InProcessCluster) -> None:
     _gates["never"].set()
 
 
+def test_a_proxy_can_be_called(workers: InProcessCluster) -> None:
+    layer = rpc.remote("worker1", torch.nn.Identity)
+    assert layer.rpc_sync()(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert layer.rpc_async()(3).wait() == 3
+
+
 def test_a_reference_is_not_pickled_by_other_means(workers: InProcessCluster) -> None:
     with pytest.raises(rpc.UnsendableError, match="only be sent"):
         pickle.dumps(RRef(1))
@@ -448,11 +454,16 @@ def shut_down_all(workers: InProcessCluster) -> list[BaseException]:
 def test_graceful_shutdown_leaves_no_value_and_no_leak() -> None:
     with InProcessCluster(3, options=RpcOptions(forbid_leaks=True)) as workers:
         rrefs = [workers[i % 3].remote((i + 1) % 3, Account, args=(i,)) for i in range(9)]
+        rrefs.append(workers[0].remote(0, Account))
         workers[0].rpc_sync("worker1", keep, args=("still", rrefs[0]))
         assert shut_down_all(workers) == []
         assert [worker.references.counts()["values"] for worker in workers] == [0, 0, 0]
-        with pytest.raises(rpc.BackhaulError):
-            rrefs[0].to_here()
+        with workers[0].as_current():
+            start = time.monotonic()
+            for rref in rrefs:
+                with pytest.raises(rpc.NotInitializedError, match="shut down"):
+                    rref.to_here()
+            assert time.monotonic() - start < 5
         _kept.clear()
 
 

@@ -193,7 +193,7 @@ def recorded() -> list[tuple[Any, Sequence[torch.Tensor]]]:
     exchange.append((Call(6, None, ((ref, share), (RefId(0, 0, 0), ShareId(0, 0)))), ()))
     exchange += [(Create(7, ref, tree, ((ref, share),)), packing.tensors), (Fetch(8, ref), ())]
     notices = (Register(ref), Registered(ref), Registered(ref, False), Unpin(share), Release(ref))
-    exchange.append((Notices(9, 1, (*notices, Sweep((1, 2)), Swept((3,)), Recall((share,)))), ()))
+    exchange.append((Notices(9, 1 << 60, 1, (*notices, Sweep((1, 2)), Swept((3,)), Recall((share,)))), ()))
     batch = [torch.arange(48.0).reshape(4, 12), torch.arange(100, dtype=torch.uint8), torch.zeros(40).bool()]
     tree, packing = CODECS[0].pack((operator.mul, (batch, {"lr": 0.1, "names": ["a", "b", "c" * 40]}), {"x": None}))
     exchange.append((Call(10, tree), packing.tensors))
@@ -232,8 +232,8 @@ LITERAL = [
     (f"4248 01 09 08000000 {NO_TENSORS} 94 07 93010203 c0 90", Create(7, REF, None)),
     (f"4248 01 0a 06000000 {NO_TENSORS} 92 08 93010203", Fetch(8, REF)),
     (
-        f"4248 01 0b 0f000000 {NO_TENSORS} 93 09 0a 92 9201 93010203 9203 920405",
-        Notices(9, 10, (Register(REF), Unpin(SHARE))),
+        f"4248 01 0b 10000000 {NO_TENSORS} 94 09 0c 0a 92 9201 93010203 9203 920405",
+        Notices(9, 12, 10, (Register(REF), Unpin(SHARE))),
     ),
 ]
 

@@ -57,12 +57,12 @@ LITERAL = [
     (Create(7, REF, None), f"{HEAD} 09 08000000 {NO_TENSORS} 94 07 93010203 c0 90"),
     (Fetch(8, REF), f"{HEAD} 0a 06000000 {NO_TENSORS} 92 08 93010203"),
     (
-        Notices(9, 10, (Register(REF), Registered(REF, False), Unpin(SHARE), Release(REF))),
-        f"{HEAD} 0b 1c000000 {NO_TENSORS} 93 09 0a 94 9201 93010203 9302 93010203 c2 9203 920405 9204 93010203",
+        Notices(9, 12, 10, (Register(REF), Registered(REF, False), Unpin(SHARE), Release(REF))),
+        f"{HEAD} 0b 1d000000 {NO_TENSORS} 94 09 0c 0a 94 9201 93010203 9302 93010203 c2 9203 920405 9204 93010203",
     ),
     (
-        Notices(9, 11, (Sweep((1, 2)), Swept(()), Recall((SHARE,)))),
-        f"{HEAD} 0b 12000000 {NO_TENSORS} 93 09 0b 93 9205 920102 9206 90 9207 91 920405",
+        Notices(9, 12, 11, (Sweep((1, 2)), Swept(()), Recall((SHARE,)))),
+        f"{HEAD} 0b 13000000 {NO_TENSORS} 94 09 0c 0b 93 9205 920102 9206 90 9207 91 920405",
     ),
 ]
 

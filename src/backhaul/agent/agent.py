@@ -81,6 +81,8 @@ class Agent:
         self.on_connection_ended: list[Callable[[object, WorkerInfo, WorkerLostError], None]] = []
         """Called, on any thread, when a connection breaks, or its peer dies or leaves. For upper layers."""
 
+        self.on_connected: list[Callable[[WorkerInfo], None]] = []
+        """Called, on any thread, when there is a new connection with a peer. For upper layers."""
         self.idle_checks: list[Callable[[], bool]] = []
         """Whether nothing of an upper layer's is under way; asked before a graceful shutdown ends."""
 
@@ -127,21 +129,38 @@ class Agent:
 
     # -- calling -------------------------------------------------------------------------------
 
-    def call(self, to: To, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float) -> Any:
-        """The value of ``function(*args, **kwargs)`` on worker ``to``. ``timeout`` in seconds, or infinity."""
+    def call(
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: float,
+        what: str | None = None,
+    ) -> Any:
+        """The value of ``function(*args, **kwargs)`` on worker ``to``.
+
+        ``timeout`` is in seconds, or infinity; ``what`` is what errors call it.
+        """
         deadline = time.monotonic() + timeout
         outbound = self._route(to, deadline)
         make = self._request(outbound, function, args, kwargs)
-        return outbound.ask(make, name_for_people(function), deadline, is_call=True)
+        return outbound.ask(make, what or name_for_people(function), deadline, is_call=True)
 
     def call_async(
-        self, to: To, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: float,
+        what: str | None = None,
     ) -> Future[Any]:
         """A future of that value."""
         deadline = time.monotonic() + timeout
         outbound = self._route(to, deadline)
         make = self._request(outbound, function, args, kwargs)
-        return outbound.ask_async(make, name_for_people(function), deadline, is_call=True)
+        return outbound.ask_async(make, what or name_for_people(function), deadline, is_call=True)
 
     def ask_now(self, to: WorkerInfo, make: Callable[[int], Any], what: str, timeout: float) -> Any:
         """The answer to a request that counts as a call of the user's: ``make(id)`` is the message."""
@@ -258,6 +277,8 @@ class Agent:
                 f"at the address of worker {member.name!r} (rank {member.id}) answers {welcome.name!r} "
                 f"(rank {welcome.id})"
             )
+        for callback in list(self.on_connected):
+            callback(member.info)
         return Outbound(
             member.info,
             channel,
@@ -333,6 +354,8 @@ class Agent:
                 self._visitors -= 1
         self.membership.met(Member(hello.id, hello.name, hello.addresses))
         inbound = Inbound(WorkerInfo(hello.id, hello.name), channel, self.serving)
+        for callback in list(self.on_connected):
+            callback(inbound.peer)
         self.serving.add(inbound)
         if self.closed.is_set():
             inbound.shutdown()

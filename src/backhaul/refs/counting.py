@@ -177,13 +177,15 @@ class _Question:
 class Counting:
     """One worker's part. ``me`` is its rank."""
 
-    def __init__(self, me: int) -> None:
+    def __init__(self, me: int, first_number: int = 0) -> None:
+        """``first_number`` must be far from that of any other process that ever has this rank."""
         self.me = me
+        self._first_number = first_number
         self._owned: dict[RefId, _Owned] = {}
         self._used: dict[RefId, _Used] = {}
         self._pins: dict[ShareId, _Pin] = {}
         self._refs: dict[int, int] = {}  # owner -> how many there are; one count for each owner keeps `_Numbers` short
-        self._shares = 0
+        self._shares = first_number
         self._settled: dict[int, _Numbers] = {}  # creator -> its creations here that have come, or never will
         # Deaths:
         self._dead: set[int] = set()  # and all that they sent here has been read
@@ -221,7 +223,7 @@ class Counting:
 
     def new_ref(self, owner: int) -> RefId:
         """A name for a value. If it is another worker's, `creating` and `created` must follow."""
-        number = self._refs[owner] = self._refs.get(owner, 0) + 1
+        number = self._refs[owner] = self._refs.get(owner, self._first_number) + 1
         return RefId(owner, self.me, number)
 
     def own(self, ref: RefId) -> None:
@@ -440,6 +442,18 @@ class Counting:
         if self._unswept is not None or self._concerned(worker):
             actions += self._start_sweep()
         return actions + self._answer_sweeps()
+
+    def revived(self, worker: int) -> list[Action]:
+        """A worker that was taken for dead is there again, or another process has taken its place.
+
+        What it held is gone; what it is given from now on counts.
+        """
+        if worker not in self._dead:
+            return []
+        actions = self.give_up_sweep()  # which was about what it held before
+        self._dead.discard(worker)
+        self._living.add(worker)
+        return actions
 
     def _concerned(self, worker: int) -> bool:
         return any(worker in entry.users for entry in self._owned.values()) or any(

@@ -36,6 +36,10 @@ class Outbox:
         """The batch under way, to be sent once more."""
         return (self._number, self._under_way) if self._under_way else None
 
+    def clear(self) -> None:
+        """Throw all of it away; the numbers go on."""
+        self._waiting, self._under_way = [], ()
+
     def answered(self, number: int) -> None:
         """The peer has the batch of that number."""
         if number == self._number:
@@ -43,13 +47,16 @@ class Outbox:
 
 
 class Inbox:
-    """Notices from one peer."""
+    """Notices from one peer, or from the process that takes its place."""
 
     def __init__(self) -> None:
+        self._process = 0
         self._last = 0
 
-    def accept(self, number: int) -> bool:
-        """Whether a batch is new."""
+    def accept(self, number: int, process: int = 0) -> bool:
+        """Whether a batch is new. ``process`` tells one process from the next that counts anew."""
+        if process != self._process:
+            self._process, self._last = process, 0
         if number <= self._last:
             return False
         self._last = number

@@ -31,6 +31,9 @@ class Proxy:
 
         return method
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._rref, "__call__", args, kwargs, self._timeout)
+
     def __repr__(self) -> str:
         return f"<proxy of {self._rref!r}>"
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import threading
 import time
 from collections import deque
@@ -24,7 +25,16 @@ from backhaul.agent.agent import Agent, To, name_for_people
 from backhaul.agent.execution import Execution, follow
 from backhaul.agent.future import Future
 from backhaul.agent.serving import Inbound
-from backhaul.errors import BackhaulError, MisuseError, ProtocolError, RpcTimeoutError, WorkerLostError, fresh, kept
+from backhaul.errors import (
+    BackhaulError,
+    MisuseError,
+    NotInitializedError,
+    ProtocolError,
+    RpcTimeoutError,
+    WorkerLostError,
+    fresh,
+    kept,
+)
 from backhaul.ids import RefId, WorkerInfo
 from backhaul.refs.cell import Cell
 from backhaul.refs.counting import Action, Confirm, Counting, Free, Send, Void
@@ -41,6 +51,8 @@ _log = logging.getLogger(__name__)
 
 _PROBE_SECONDS = 2.0
 _SWEEP_SECONDS = 3.0
+_PROCESS_BITS = 30
+_NUMBER_BITS = 32
 
 
 class References:
@@ -54,7 +66,8 @@ class References:
         self._seconds = seconds
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._counting = Counting(agent.me.id)
+        self._process = secrets.randbits(_PROCESS_BITS) + 1  # tells this process from others that have had its rank
+        self._counting = Counting(agent.me.id, first_number=self._process << _NUMBER_BITS)
         self._cells: dict[RefId, Cell] = {}  # values of ours
         self._gone: dict[RefId, BaseException] = {}  # why a value of others cannot be had
         self._creations: dict[RefId, Future[Any]] = {}  # under way
@@ -71,6 +84,7 @@ class References:
         agent.register(Fetch, self._on_fetch)
         agent.register(Notices, self._on_notices)
         agent.on_connection_ended.append(self._on_connection_ended)
+        agent.on_connected.append(self._on_connected)
         agent.idle_checks.append(self.idle)
         agent.execution.traffic = self
         agent.serving.arriving = self.arriving
@@ -171,11 +185,13 @@ class References:
 
     def call_method(self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float) -> Any:
         self._require(rref._ref)
-        return self._agent.call(rref.owner(), invoke, (rref, name, args, kwargs), {}, self._seconds(timeout))
+        arguments = (rref, name, args, kwargs)
+        return self._agent.call(rref.owner(), invoke, arguments, {}, self._seconds(timeout), f"method {name}")
 
     def call_method_async(self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
         self._require(rref._ref)
-        return self._agent.call_async(rref.owner(), invoke, (rref, name, args, kwargs), {}, self._seconds(timeout))
+        arguments = (rref, name, args, kwargs)
+        return self._agent.call_async(rref.owner(), invoke, arguments, {}, self._seconds(timeout), f"method {name}")
 
     def remote_method(self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
         self._require(rref._ref)
@@ -288,7 +304,7 @@ class References:
         message: Notices = envelope.message
         actions: list[Action] = []
         with self._lock:
-            if self._inboxes.setdefault(inbound.peer.id, Inbox()).accept(message.number):
+            if self._inboxes.setdefault(inbound.peer.id, Inbox()).accept(message.number, message.process):
                 for notice in message.notices:
                     actions += self._counting.handle(inbound.peer.id, notice)
         self._act(actions)
@@ -302,7 +318,7 @@ class References:
 
     def _act(self, actions: Iterable[Action]) -> None:
         """Carry out actions. Does not hold the lock, and waits for nobody."""
-        voided: list[Cell] = []
+        voided: list[tuple[RefId, Cell]] = []
         freed: list[Cell] = []
         mail = False
         with self._lock:
@@ -315,11 +331,11 @@ class References:
                     if cell is not None:
                         freed.append(cell)
                 elif isinstance(action, Void):
-                    voided.append(self._cells.setdefault(action.ref, Cell()))
+                    voided.append((action.ref, self._cells.setdefault(action.ref, Cell())))
                 elif isinstance(action, Confirm) and not action.exists and self._counting.knows(action.ref):
                     self._gone.setdefault(action.ref, self._lost_value(action.ref))
-        for cell in voided:
-            cell.fail(WorkerLostError("the worker that was to make this value was lost before it did"), self.me.name)
+        for ref, cell in voided:
+            cell.fail(self._lost_creation(ref), self.me.name)
         if mail:
             self._flush_later()
         freed.clear()
@@ -340,7 +356,9 @@ class References:
 
     def _mail(self, to: int, number: int, notices: tuple[Notice, ...]) -> None:
         try:
-            future = self._agent.ask_later(self._info(to), lambda id: Notices(id, number, notices), "notices", math.inf)
+            future = self._agent.ask_later(
+                self._info(to), lambda id: Notices(id, self._process, number, notices), "notices", math.inf
+            )
         except BackhaulError:
             self._examine_later(to)
             return
@@ -396,6 +414,12 @@ class References:
 
     # Deaths.
 
+    def _on_connected(self, peer: WorkerInfo) -> None:
+        with self._lock:
+            self._names[peer.id] = peer
+            actions = self._counting.revived(peer.id)
+        self._act(actions)
+
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, _: WorkerLostError) -> None:
         with self._lock:
             actions = self._counting.connection_ended(connection)
@@ -423,8 +447,8 @@ class References:
                 box = self._outboxes.get(rank)
                 again = None if box is None else box.again()
             else:
-                self._outboxes.pop(rank, None)
-                self._inboxes.pop(rank, None)
+                if rank in self._outboxes:
+                    self._outboxes[rank].clear()
                 again = None
                 actions = self._counting.died(rank)
             sweeping = self._counting.sweeping
@@ -505,6 +529,8 @@ class References:
 
     def _cell(self, ref: RefId) -> Cell:
         with self._lock:
+            if self._closed:
+                raise NotInitializedError(f"worker {self.me.name!r} has been shut down, and its values are gone")
             cell = self._cells.get(ref)
             if cell is None:
                 if not self._counting.expects(ref):
@@ -535,6 +561,11 @@ class References:
         if info is None:
             info = self._names[rank] = self._agent.membership.find(rank).info
         return info
+
+    def _lost_creation(self, ref: RefId) -> BackhaulError:
+        info = self._names.get(ref.creator)
+        name = f"rank {ref.creator}" if info is None else info.name
+        return WorkerLostError(f"the value {ref} will not be made: the request of worker {name!r} for it is lost", name)
 
     def _lost_value(self, ref: RefId) -> BackhaulError:
         """Holds the lock."""

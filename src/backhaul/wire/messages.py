@@ -149,9 +149,10 @@ Notice = Register | Registered | Unpin | Release | Sweep | Swept | Recall
 
 
 class Notices(msgspec.Struct, frozen=True, array_like=True):
-    """A request to take note of these, in order; ``number`` counts such requests from one sender."""
+    """A request to take note of these, in order; ``number`` counts such requests from one ``process``."""
 
     id: int
+    process: int
     number: int
     notices: tuple[Notice, ...]
 
