@@ -412,7 +412,7 @@ class Simulation:
             bool(connections)
             and dead not in worker.dead
             and all(queue.ended for connection in connections for queue in connection.queues_from(dead))
-            and not any(sender == dead and not isinstance(message, Created) for _, sender, message in worker.todo)
+            and not any(sender == dead and _matters(message) for _, sender, message in worker.todo)
         )
 
     def learn_death(self, worker: Worker, dead: int) -> None:
@@ -674,6 +674,10 @@ class Simulation:
 
 def _has_news(box: Outbox) -> bool:
     return bool(box._waiting and not box._under_way)
+
+
+def _matters(message: UserMessage) -> bool:
+    return bool(message.brings) or isinstance(message, Create)
 
 
 def _take_one(copies: Counter[RefId], ref: RefId) -> None:

@@ -127,8 +127,6 @@ class Agent:
         """Let ``handler`` have the messages of this type. It must not raise, nor wait for peers."""
         self._handlers[message] = handler
 
-    # -- calling -------------------------------------------------------------------------------
-
     def call(
         self,
         to: To,
@@ -379,8 +377,6 @@ class Agent:
         if self.membership.dynamic:
             return True
         return WorkerInfo(hello.id, hello.name) in self.membership.members()
-
-    # -- the end --------------------------------------------------------------------------------
 
     def members(self) -> list[WorkerInfo]:
         return self.membership.members()

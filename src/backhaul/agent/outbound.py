@@ -96,8 +96,6 @@ class Outbound:
     def outstanding(self) -> int:
         return len(self._pending)
 
-    # -- asking ------------------------------------------------------------------------
-
     def ask(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Any:
         """Send a request and return its reply's value, or raise."""
         slot = Slot(next(self._ids), what, deadline, is_call)
@@ -171,8 +169,6 @@ class Outbound:
                 self._pass_on()
             self._channel.wait(read=reads, write=True, timeout=min(_SEND_POLL, deadline - now))
         self._unflushed = False
-
-    # -- waiting -----------------------------------------------------------------------
 
     def wait(self, slot: Slot) -> None:
         """Return when the slot is done, reading replies as long as it is not."""
@@ -292,8 +288,6 @@ class Outbound:
             with self._guard:
                 self.calls_settled += 1
 
-    # -- looked after by the watch thread -------------------------------------------------
-
     def drain(self) -> bool:
         """Read what is there without waiting. False if another thread is reading."""
         if not self._reading.acquire(blocking=False):
@@ -367,8 +361,6 @@ class Outbound:
                     self.peer.name,
                 )
             )
-
-    # -- the end --------------------------------------------------------------------------
 
     def lose(self, reason: Exception) -> None:
         """Close the connection and fail everything that waits for it."""

@@ -193,8 +193,6 @@ class Counting:
         self._unswept: set[int] | None = None  # who has not answered the sweep that is going on
         self._questions: dict[int, _Question] = {}  # who asks -> the last it has asked
 
-    # -- seen from outside ------------------------------------------------------------------------
-
     @property
     def owned(self) -> Iterable[RefId]:
         return self._owned.keys()
@@ -218,8 +216,6 @@ class Counting:
     @property
     def pinned(self) -> int:
         return len(self._pins)
-
-    # -- this worker's own doings -------------------------------------------------------------------
 
     def new_ref(self, owner: int) -> RefId:
         """A name for a value. If it is another worker's, `creating` and `created` must follow."""
@@ -340,8 +336,6 @@ class Counting:
             return self._confirm(ref, exists=False)
         return self._tell(ref.owner, Register(ref)) if is_new else []
 
-    # -- notices -------------------------------------------------------------------------------------
-
     def handle(self, peer: int, notice: Notice) -> list[Action]:
         """A notice has come from ``peer``."""
         if isinstance(notice, Register):
@@ -414,8 +408,6 @@ class Counting:
             if question.awaited is not None:
                 question.awaited.discard(ref)
         return actions + self._answer_sweeps()
-
-    # -- deaths --------------------------------------------------------------------------------------
 
     def joined(self, worker: int) -> None:
         """Another worker of the group, alive as far as is known.
@@ -507,8 +499,6 @@ class Counting:
                 del self._questions[peer]
                 actions += self._tell(peer, Swept(question.dead))
         return actions
-
-    # -- helpers -------------------------------------------------------------------------------------
 
     def _entry(self, ref: RefId) -> _Owned | _Used | None:
         return self._owned.get(ref) if ref.owner == self.me else self._used.get(ref)

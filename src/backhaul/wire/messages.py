@@ -82,9 +82,6 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True):
     """The sender leaves on purpose and makes no more calls. One-way."""
 
 
-# -- references --------------------------------------------------------------------------------------
-
-
 class Create(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """A request to run a function and keep its value under ``ref``. Answered before it runs."""
 
