@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -360,6 +361,55 @@ def test_of_two_successors_of_a_dead_member_one_gets_its_rank(memory: dist.Store
         enter(interrupted, "slow", 3, lambda addresses: addresses != died)
     winners[0].refresh()
     assert winners[0].members() == [WorkerInfo(3, "quick")]
+
+
+class Breaking:
+    """A store that goes away with the process that hosted it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.gone = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.gone:
+            raise dist.DistNetworkError("Connection reset by peer")
+        return getattr(self._store, name)
+
+
+def test_those_who_have_met_go_on_without_their_store(memory: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+    store = Breaking(memory)
+    first = enter(store, "a")
+    enter(store, "b")
+    first.find("b")
+    store.gone = True
+    with caplog.at_level(logging.WARNING):
+        with pytest.raises(UnknownWorkerError, match=r"the workers of this group are 'a' .*, 'b'"):
+            first.find("c")
+        with pytest.raises(UnknownWorkerError):
+            first.find("d")
+    assert first.find("b").id == 1
+    assert caplog.text.count("the store of this group is gone") == 1
+    first.leave()
+
+
+def test_leaving_a_group_whose_store_is_gone(memory: dist.Store) -> None:
+    store = Breaking(memory)
+    first = enter(store, "a")
+    store.gone = True
+    first.leave()
+    first.leave()
+    assert first.find("a").id == 0
+
+
+def test_who_introduces_itself_is_known(memory: dist.Store) -> None:
+    """A newcomer's greeting says where it is: nobody needs the store for it."""
+    first = enter(memory, "a")
+    first.met(Member(5, "new", at("there")))
+    assert first.find("new").addresses == at("there")
+    fixed = gather(dist.HashStore(), "a")[0]
+    fixed.met(Member(5, "new", at("there")))
+    with pytest.raises(UnknownWorkerError):
+        fixed.find("new")
 
 
 # -- a store is not trusted -----------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from backhaul.agent.pending import Pending, Slot, wake
 from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError, WorkerUnresponsiveError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
+from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Failure, Goodbye, Ping, Result
 
@@ -99,8 +100,9 @@ class Outbound:
     def ask(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Any:
         """Send a request and return its reply's value, or raise."""
         slot = Slot(next(self._ids), what, deadline, is_call)
+        frame = make(slot.id)
         self._pending.open(slot, watched=False)
-        self._send_request(slot, make(slot.id))
+        self._send_request(slot, frame)
         if not slot.done:
             self.wait(slot)
         return self._open_reply(slot)
@@ -110,9 +112,10 @@ class Outbound:
         slot = Slot(next(self._ids), what, deadline, is_call)
         future: Future[Any] = Future(help=lambda: self.wait(slot), attend=lambda: self._watch.attend(self))
         slot.future = future
+        frame = make(slot.id)
         with self._guard:
             self._pending.open(slot, watched=True)
-        self._send_request(slot, make(slot.id))
+        self._send_request(slot, frame)
         self._watch.look_after(self, deadline)
         return future
 
@@ -125,6 +128,7 @@ class Outbound:
                 self._fail(slot, self._loss(), inline=True)
         except BaseException:
             self._pending.take(slot.id)
+            self._count_settled(slot)
             raise
 
     def post(self, message: Any, deadline: float = math.inf) -> None:
@@ -151,8 +155,11 @@ class Outbound:
 
     def _push(self, deadline: float) -> None:
         """Finish the frame that did not fit, reading replies meanwhile. Holds ``_sending``."""
+        heard = time.monotonic()
         while not self._channel.flush():
             now = time.monotonic()
+            if now - heard > self._patience:
+                raise ChannelClosed(f"it has taken nothing of a message for {self._patience:g} s")
             if now >= deadline:
                 raise RpcTimeoutError(
                     f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than "
@@ -167,7 +174,8 @@ class Outbound:
             self._settle_all(finished, inline=False)
             if reads:
                 self._pass_on()
-            self._channel.wait(read=reads, write=True, timeout=min(_SEND_POLL, deadline - now))
+            if self._channel.wait(read=reads, write=True, timeout=min(_SEND_POLL, deadline - now)):
+                heard = now
         self._unflushed = False
 
     def wait(self, slot: Slot) -> None:
@@ -238,20 +246,30 @@ class Outbound:
         finished: list[Slot] = []
         if channel.read(timeout):
             self._pinged = None
-            while (envelope := channel.next()) is not None:
-                message = envelope.message
-                if not isinstance(message, _REPLIES):
-                    raise ProtocolError(f"a {type(message).__name__} where replies are expected")
-                if message.refs:
-                    self._execution.traffic.arriving(message.refs)
-                slot = self._pending.take(message.id)
-                if slot is None:  # it comes too late, or answers a ping
-                    self._execution.discard(envelope)
-                else:
-                    slot.envelope = envelope
-                    slot.finish()
-                    finished.append(slot)
+            try:
+                while (envelope := channel.next()) is not None:
+                    slot = self._take(envelope)
+                    if slot is not None:
+                        finished.append(slot)
+            except BaseException:
+                self._settle_all(finished, inline=False)  # what came before the bad bytes is good
+                raise
         return finished
+
+    def _take(self, envelope: Envelope) -> Slot | None:
+        """The slot that waits for this reply, finished."""
+        message = envelope.message
+        if not isinstance(message, _REPLIES):
+            raise ProtocolError(f"a {type(message).__name__} where replies are expected")
+        if message.refs:
+            self._execution.traffic.arriving(message.refs)
+        slot = self._pending.take(message.id)
+        if slot is None:  # it comes too late, or answers a ping
+            self._execution.discard(envelope)
+            return None
+        slot.envelope = envelope
+        slot.finish()
+        return slot
 
     def _settle_all(self, finished: list[Slot], *, inline: bool) -> None:
         for slot in finished:

@@ -154,8 +154,8 @@ class FaultyChannel(Channel):
         except ChannelClosed:
             pass  # delayed beyond the end of its channel
 
-    def wait(self, *, read: bool, write: bool, timeout: float | None) -> None:
-        self._inside.wait(read=read, write=write, timeout=timeout)
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
+        return self._inside.wait(read=read, write=write, timeout=timeout)
 
     def read(self, timeout: float | None) -> bool:
         return self._inside.read(timeout)

@@ -38,8 +38,8 @@ class Channel(ABC):
         """Go on with an unfinished `write`."""
 
     @abstractmethod
-    def wait(self, *, read: bool, write: bool, timeout: float | None) -> None:
-        """Return when the channel is ready for one of those, or closed, or at the timeout."""
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
+        """Return True when the channel is ready for one of those, or closed, and False at the timeout."""
 
     @abstractmethod
     def read(self, timeout: float | None) -> bool:

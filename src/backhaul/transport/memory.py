@@ -94,9 +94,8 @@ class MemoryChannel(Channel):
     def flush(self) -> bool:
         return True
 
-    def wait(self, *, read: bool, write: bool, timeout: float | None) -> None:
-        if not write:
-            self._bell.wait(timeout)
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
+        return write or self._bell.wait(timeout)
 
     def read(self, timeout: float | None) -> bool:
         self._network.reading(self)

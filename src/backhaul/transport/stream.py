@@ -104,13 +104,13 @@ class StreamChannel(Channel):
         self._keep = None
         return True
 
-    def wait(self, *, read: bool, write: bool, timeout: float | None) -> None:
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
         poll = select.poll()
         try:
             poll.register(self._socket, (select.POLLIN if read else 0) | (select.POLLOUT if write else 0))
         except (OSError, ValueError) as error:
             raise ChannelClosed("closed here") from error
-        poll.poll(None if timeout is None else timeout * 1000)
+        return bool(poll.poll(None if timeout is None else timeout * 1000))
 
     def read(self, timeout: float | None) -> bool:
         try:
