@@ -133,23 +133,12 @@ def futures_until_lost_unattended(to: str) -> tuple[float, bool]:
     return time.time(), heard.wait(15)
 
 
-def send_until_lost(to: str) -> tuple[float, str]:
-    for _ in range(100):
-        future = rpc.rpc_async(to, len, args=([torch.zeros(1_000_000)],), timeout=0)
-        try:
-            if future.done():
-                future.wait()
-        except rpc.WorkerLostError as error:
-            return time.time(), error.worker
-    raise AssertionError("all of it was taken")
-
-
 def test_a_message_that_a_stopped_worker_does_not_take_is_given_up() -> None:
     with Crew(2, unresponsive_after=1.5) as crew:
         assert crew[0].run(call, "worker1", who) == "worker1"
         crew[1].signal(signal.SIGSTOP)
         start = time.time()
-        at, worker = crew[0].run(send_until_lost, "worker1")
+        at, _, worker = crew[0].run(seconds_until_lost, "worker1", torch.sum, torch.zeros(20_000_000))
         assert 1.0 < at - start < 10
         assert worker == "worker1"
         crew[1].signal(signal.SIGCONT)

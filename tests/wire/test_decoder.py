@@ -602,6 +602,21 @@ scripts = st.integers(0, 1 << 64).map(Script)
 cutting = st.binary(max_size=6).map(lambda data: [byte % 64 + 1 for byte in data])
 
 
+def same(got: Any, sent: Any) -> bool:
+    """Equal, NaNs included, and of the same types."""
+    if type(got) is not type(sent):
+        return False
+    if isinstance(sent, dict):
+        return same(list(got.items()), list(sent.items()))
+    if isinstance(sent, list | tuple):
+        return len(got) == len(sent) and all(map(same, got, sent))
+    if isinstance(sent, msgspec.Struct):
+        return same(msgspec.structs.astuple(got), msgspec.structs.astuple(sent))
+    if isinstance(sent, float) and math.isnan(sent):
+        return math.isnan(got)
+    return bool(got == sent)
+
+
 def judge(data: bytes, cuts: Sequence[int]) -> None:
     """In one piece or in many, by either way in: the same, and within bounds."""
     whole = outcome(data)
@@ -613,8 +628,7 @@ def judge(data: bytes, cuts: Sequence[int]) -> None:
     assert (parts is None) == (whole is None)
     if whole is None or parts is None:
         return
-    # By representation: a NaN is not equal to itself.
-    assert repr([envelope.message for envelope in parts]) == repr([envelope.message for envelope in whole])
+    assert same([envelope.message for envelope in parts], [envelope.message for envelope in whole])
     assert [len(envelope.tensors) for envelope in parts] == [len(envelope.tensors) for envelope in whole]
     unpack(whole)
 
@@ -747,19 +761,6 @@ def test_trees_that_no_codec_made(script: Script) -> None:
     got = outcome(bytes(encode(Result(1, tree_from(script)), tensors)))
     assert got is not None
     unpack(got)
-
-
-def same(got: Any, sent: Any) -> bool:
-    """Equal, NaNs included, and of the same types."""
-    if type(got) is not type(sent):
-        return False
-    if isinstance(sent, dict):
-        return list(got) == list(sent) and all(same(got[key], sent[key]) for key in sent)
-    if isinstance(sent, list | tuple):
-        return len(got) == len(sent) and all(map(same, got, sent))
-    if isinstance(sent, float) and math.isnan(sent):
-        return math.isnan(got)
-    return bool(got == sent)
 
 
 ATOMS = [None, True, -1, 1 << 70, -(1 << 64), 0.1, math.inf, math.nan, "", "\u20ac\U0001f600", b"", b"\xff" * 40, 2j]
