@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
 # The layers without sockets, threads or a clock: cheap to test to the last branch.
-PURE := wire errors ids options agent.pending security
+PURE := wire errors ids options agent.pending security refs.counting refs.mailbox
 COVER_PURE := $(PURE:%=--cov=backhaul.%)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench coverage clean
+.PHONY: help demo test lint slow bench coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,6 +27,9 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+slow: $(STAMP) ## the suites that take minutes: 10,000 simulated programs, the speed floor
+	$(BIN)/pytest -q -m slow
 
 bench: $(STAMP) ## measure calls against torch.distributed.rpc and a bare socket
 	$(BIN)/python benchmarks/compare.py

@@ -107,7 +107,7 @@ def test_a_remote_traceback_is_shown_as_the_cause() -> None:
     assert "Traceback on worker 'worker3':\nTraceback (most recent call last): over there" in text
 
 
-# -- exceptions that are kept ---------------------------------------------------------------------------------
+# Exceptions that are kept.
 
 
 class Odd(Exception):

@@ -188,7 +188,7 @@ def test_launching_needs_no_torch() -> None:
             todo += [other for other in map(own, names) if other is not None]
 
 
-# -- the public surface ------------------------------------------------------------------------------------------
+# The public surface.
 
 RPC = [
     "AuthenticationError",

@@ -128,7 +128,7 @@ def test_options_can_be_copied_and_pickled() -> None:
         dataclasses.replace(options, rpc_timeout=-1)
 
 
-# -- the secret -------------------------------------------------------------------------------------------
+# The secret.
 
 
 def test_a_secret_is_not_shown() -> None:

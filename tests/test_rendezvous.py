@@ -36,7 +36,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-# -- places ---------------------------------------------------------------------------------------------------
+# Places.
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "3"}
 NAMED = {**LAUNCHED, NAME_VARIABLE: "trainer"}
@@ -114,7 +114,7 @@ def test_the_longest_name() -> None:
     assert place_from("x" * 128, 0, 1).name == "x" * 128
 
 
-# -- stores ----------------------------------------------------------------------------------------------------
+# Stores.
 
 FIRST, SECOND = Place("a", 0, 2), Place("b", 1, 2)
 

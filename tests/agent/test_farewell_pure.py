@@ -57,7 +57,7 @@ def test_settled_means_that_nothing_is_under_way() -> None:
         assert settled(tallies) is (not under_way)
 
 
-# -- promises -------------------------------------------------------------------------------------------------
+# Promises.
 
 
 class FakePeer:

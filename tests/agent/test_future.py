@@ -38,7 +38,7 @@ def later(action: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-# -- values and errors ---------------------------------------------------------------------------------------
+# Values and errors.
 
 
 def test_it_is_a_future_of_torch() -> None:
@@ -97,7 +97,7 @@ def test_errors_that_are_no_exceptions(kind: type[BaseException]) -> None:
         failed(kind("over")).wait()
 
 
-# -- help ------------------------------------------------------------------------------------------------------
+# Help.
 
 
 def test_who_waits_helps() -> None:
@@ -165,7 +165,7 @@ def test_what_a_future_needs_for_its_help_is_freed_when_it_is_done() -> None:
     assert future.wait() == 1
 
 
-# -- callbacks --------------------------------------------------------------------------------------------------
+# Callbacks.
 
 
 def test_then_chains() -> None:
@@ -267,7 +267,7 @@ def test_callbacks_run_once_and_in_order() -> None:
     assert ran == [0, 1, 2, 3, 4, 5]
 
 
-# -- torch's own functions -----------------------------------------------------------------------------------------
+# Torch's own functions.
 
 
 def test_collect_all_and_wait_all() -> None:
@@ -291,7 +291,7 @@ def test_torch_s_own_then_on_ours() -> None:
     assert total.wait() == 3
 
 
-# -- asyncio ---------------------------------------------------------------------------------------------------------
+# Asyncio.
 
 
 def test_awaiting_what_is_done() -> None:
@@ -401,7 +401,7 @@ def test_awaiting_does_not_mark_a_future_as_carrying_user_code() -> None:
     assert not future.has_callbacks
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# Memory.
 
 
 def test_a_failed_future_keeps_nothing_alive() -> None:

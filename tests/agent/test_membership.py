@@ -62,7 +62,7 @@ def gather(store: dist.Store, *names: str | None) -> list[Membership]:
     return members
 
 
-# -- fixed groups ----------------------------------------------------------------------------------------------
+# Fixed groups.
 
 
 def test_all_of_a_fixed_group_know_each_other(store: dist.Store) -> None:
@@ -159,7 +159,7 @@ def test_nobody_leaves_a_fixed_group(memory: dist.Store) -> None:
     assert memory.get("member/1")
 
 
-# -- finding ---------------------------------------------------------------------------------------------------
+# Finding.
 
 
 def test_by_name_rank_or_info(memory: dist.Store) -> None:
@@ -194,7 +194,7 @@ def test_nobody_is_there_at_all(memory: dist.Store) -> None:
         Membership(memory, None).find("a")
 
 
-# -- dynamic groups ----------------------------------------------------------------------------------------------
+# Dynamic groups.
 
 
 def enter(
@@ -412,7 +412,7 @@ def test_who_introduces_itself_is_known(memory: dist.Store) -> None:
         fixed.find("new")
 
 
-# -- a store is not trusted -----------------------------------------------------------------------------------------
+# A store is not trusted.
 
 GARBAGE = {
     "text": "garbage",

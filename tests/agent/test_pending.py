@@ -27,7 +27,7 @@ def ids(slots: list[Slot]) -> list[int]:
     return [each.id for each in slots]
 
 
-# -- replies ------------------------------------------------------------------------------------------------
+# Replies.
 
 
 def test_a_reply_is_taken_once() -> None:
@@ -52,7 +52,7 @@ def test_draining_takes_all_and_leaves_nothing() -> None:
     assert pending.next_deadline() == 3.0
 
 
-# -- deadlines ----------------------------------------------------------------------------------------------
+# Deadlines.
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_against_a_plain_model() -> None:
             assert pending.next_deadline() == min(model.values(), default=math.inf)
 
 
-# -- slots ---------------------------------------------------------------------------------------------------
+# Slots.
 
 
 def test_finishing_wakes_all_who_sleep_on_it() -> None:

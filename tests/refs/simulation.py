@@ -77,17 +77,17 @@ class Style:
 
     def __init__(self, random: Random) -> None:
         pick = random.choice
-        self.length = random.randint(10, 120)
-        self.pace = pick([0.4, 0.6, 0.8])  # how much of what happens is not the program's doing
-        self.chance = pick([0.1, 0.3, 1.0])  # the rest of the choices goes by priorities: see `happen`
+        self.pace = pick([0.4, 0.55, 0.7])  # how much of what happens is not the program's doing
+        self.chance = pick([0.03, 0.3, 1.0])  # the other choices go by priorities: see `happen`
         self.breaks = pick([0.0, 0.03, 0.1])
-        # A ring program has few references, and passes them on from worker to worker, without keeping them.
+        # A ring program passes references on from worker to worker, and none keeps them.
         self.ring = pick([True, False])
-        self.workers = pick([4, 5] if self.ring else [2, 3, 4])
-        self.references = pick([1, 2] if self.ring else [2, 4, 100])
+        self.length = random.randint(20, 120 if self.ring else 200)
+        self.workers = pick([4, 4, 5] if self.ring else [2, 3, 4])
+        self.references = pick([4, 20] if self.ring else [2, 4, 20])
         self.passing_on = 0.9 if self.ring else pick([0.0, 0.3])
         self.deaths = pick([1, 2, 3] if self.ring else [0, 1, 2])
-        self.deaths_when_passing = pick([0.1, 0.3, 0.6])
+        self.deaths_when_passing = pick([0.05, 0.3])
 
 
 class Worker:

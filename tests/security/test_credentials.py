@@ -56,7 +56,7 @@ def test_a_socket_that_is_not_unix_has_no_user_to_trust() -> None:
         require_same_user(client)
 
 
-# -- a peer of another user --------------------------------------------------------------------------------
+# A peer of another user.
 
 # In the process itself, with all imports done: another user may not be able to read the interpreter's files.
 BECOME = """

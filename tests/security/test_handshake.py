@@ -75,7 +75,7 @@ def flip(place: int) -> Change:
     return change
 
 
-# -- a good greeting ---------------------------------------------------------------------------------
+# A good greeting.
 
 
 @pytest.mark.parametrize("key", [KEY, b"", secrets.token_bytes(100)], ids=["secret", "unix", "long"])
@@ -117,7 +117,7 @@ def test_the_secret_is_never_sent() -> None:
     assert secret.hex().encode() not in said
 
 
-# -- a wrong secret ------------------------------------------------------------------------------------
+# A wrong secret.
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_server_that_proves_nothing_is_refused() -> None:
         receive_welcome(client, server.answer(WELCOME, trusted=False))
 
 
-# -- bytes changed on the way -----------------------------------------------------------------------------
+# Bytes changed on the way.
 
 
 @pytest.mark.parametrize("place", range(4, CHALLENGE_SIZE))
@@ -201,7 +201,7 @@ def test_a_recorded_answer_is_of_no_use_with_another_client() -> None:
         receive_welcome(client, recorded)
 
 
-# -- not our protocol at all --------------------------------------------------------------------------------
+# Not our protocol at all.
 
 
 def test_a_server_says_what_plain_text_is() -> None:
@@ -232,7 +232,7 @@ def test_the_longest_greeting_is_within_the_limit() -> None:
     assert receive_hello(server, client.receive_challenge(server.challenge)) == hello
 
 
-# -- nothing is decoded before the proof -----------------------------------------------------------------------
+# Nothing is decoded before the proof.
 
 GARBAGE = {
     "not msgpack": b"\xc1",
@@ -294,7 +294,7 @@ def test_a_garbled_answer_with_a_wrong_proof_is_not_decoded(name: str) -> None:
         receive_welcome(client, secrets.token_bytes(PROOF) + struct.pack("<H", len(message)) + message)
 
 
-# -- refusals ----------------------------------------------------------------------------------------------
+# Refusals.
 
 
 def test_the_client_is_told_why_it_is_refused() -> None:

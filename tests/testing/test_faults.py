@@ -78,7 +78,7 @@ def forward(to: str) -> int:
     return rpc_sync(to, count_runs)
 
 
-# -- what is decided -------------------------------------------------------------------------------------
+# What is decided.
 
 
 def test_nothing_happens_unless_asked_for() -> None:
@@ -142,7 +142,7 @@ def test_what_is_held_leaves_by_itself() -> None:
     assert sent.wait(SOON)
 
 
-# -- what is written ----------------------------------------------------------------------------------------
+# What is written.
 
 
 class FakeChannel(Channel):
@@ -301,7 +301,7 @@ def test_a_joined_write_of_which_nothing_is_left() -> None:
     assert inside.written == []
 
 
-# -- what the workers make of it ----------------------------------------------------------------------------------
+# What the workers make of it.
 
 
 @pytest.fixture(params=["memory", "sockets"])

@@ -27,7 +27,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "PATIENCE", SOON)
 
 
-# -- remote functions ------------------------------------------------------------------------------------
+# Remote functions.
 
 seen: list[int] = []
 gate = threading.Event()
@@ -84,7 +84,7 @@ async def add_async(to: int, value: int) -> int:
     return await rpc_async(to, operator.add, args=(value, 1))
 
 
-# -- the order -----------------------------------------------------------------------------------------------
+# The order.
 
 
 def log_of(seed: int, depth: int = 2) -> list[str]:
@@ -172,7 +172,7 @@ def test_two_channels_are_interleaved_as_the_seed_says() -> None:
     assert len(orders) >= 4
 
 
-# -- holding ----------------------------------------------------------------------------------------------------
+# Holding.
 
 
 def test_nothing_is_delivered_while_held() -> None:
@@ -226,7 +226,7 @@ def test_messages_to_a_closed_channel_are_dropped() -> None:
     assert "0<-test" not in network.log
 
 
-# -- programs -------------------------------------------------------------------------------------------------------
+# Programs.
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -179,7 +179,7 @@ def run(*jobs: Callable[[], None]) -> None:
             done.result(timeout=60)
 
 
-# -- the greeting ---------------------------------------------------------------------------------------
+# The greeting.
 
 
 def test_both_learn_who_the_other_is(group: Group) -> None:
@@ -338,7 +338,7 @@ def test_listeners_are_readable_when_somebody_is_there(group: Group) -> None:
     assert not is_readable(listener)
 
 
-# -- frames -------------------------------------------------------------------------------------------------
+# Frames.
 
 
 def test_messages_go_both_ways(group: Group) -> None:
@@ -432,7 +432,7 @@ def test_messages_over_the_limit_are_refused(group: Group) -> None:
         receive(far)
 
 
-# -- waiting -------------------------------------------------------------------------------------------------
+# Waiting.
 
 
 def test_reading_nothing(group: Group) -> None:
@@ -487,7 +487,7 @@ def test_a_reader_is_woken_by_a_message(group: Group) -> None:
     assert got == [Ping(1)]
 
 
-# -- the end --------------------------------------------------------------------------------------------------
+# The end.
 
 
 @pytest.mark.parametrize("side", ["near", "far"])
@@ -598,7 +598,7 @@ def test_the_end_in_the_middle_of_a_frame(group: Group) -> None:
         receive(far)
 
 
-# -- sockets only -----------------------------------------------------------------------------------------------
+# Sockets only.
 
 
 def raw(transport: Transport) -> socket.socket:

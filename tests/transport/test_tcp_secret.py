@@ -85,7 +85,7 @@ def tcp_listener(transport: StreamTransport) -> StreamListener:
     return listener
 
 
-# -- where it listens ----------------------------------------------------------------------------------------
+# Where it listens.
 
 
 def own_addresses() -> list[str]:
@@ -156,7 +156,7 @@ def test_the_launcher_s_secret_is_taken_from_the_environment(
     there.result()[0].close()
 
 
-# -- who does not know the secret -------------------------------------------------------------------------------
+# Who does not know the secret.
 
 
 def test_a_wrong_secret_is_refused_at_both_ends(make: Made, threads: ThreadPoolExecutor) -> None:
@@ -228,7 +228,7 @@ def test_the_empty_key_of_unix_sockets_opens_no_tcp(make: Made, threads: ThreadP
     assert unix._socket.family == socket.AF_UNIX
 
 
-# -- what goes over the wire ---------------------------------------------------------------------------------------
+# What goes over the wire.
 
 
 class Relay:

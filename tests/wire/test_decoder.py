@@ -79,7 +79,7 @@ def fuzz(kind: str) -> settings:
     )
 
 
-# -- how bytes are fed ----------------------------------------------------------------------------
+# How bytes are fed.
 
 
 def chunks(data: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
@@ -159,7 +159,7 @@ def unpack(envelopes: Sequence[Envelope]) -> None:
                 pass
 
 
-# -- a recorded exchange -----------------------------------------------------------------------------
+# A recorded exchange.
 
 
 def recorded() -> list[tuple[Any, Sequence[torch.Tensor]]]:
@@ -211,7 +211,7 @@ def test_the_recording_shows_every_kind() -> None:
     assert 1_000 < len(STREAM) < 4_000
 
 
-# -- literal frames ----------------------------------------------------------------------------------
+# Literal frames.
 
 NO_TENSORS = "00000000 0000000000000000"
 
@@ -263,7 +263,7 @@ def test_nothing_is_nothing() -> None:
     assert decoder.next() is None
 
 
-# -- chunks -------------------------------------------------------------------------------------------
+# Chunks.
 
 
 def test_many_frames_in_one_chunk() -> None:
@@ -303,7 +303,7 @@ def test_what_arrived_does_not_depend_on_the_chunk() -> None:
     check_all(got, EXCHANGE)
 
 
-# -- large tensors -------------------------------------------------------------------------------------
+# Large tensors.
 
 
 def large(numel: int = 300_000) -> torch.Tensor:
@@ -363,7 +363,7 @@ def test_the_buffer_does_not_grow_with_the_stream() -> None:
     assert len(decoder._buffer) <= 4 * SMALL
 
 
-# -- headers that lie ------------------------------------------------------------------------------------
+# Headers that lie.
 
 
 def head(
@@ -471,7 +471,7 @@ def test_nesting_that_msgpack_takes_is_refused_by_the_codec() -> None:
                 CODECS[0].unpack(got[0].message.tree, [])
 
 
-# -- lengths that are claimed, and do not come -------------------------------------------------------------
+# Lengths that are claimed, and do not come.
 
 
 def one_tensor(nbytes: int) -> bytes:
@@ -534,7 +534,7 @@ def test_collecting_costs_in_proportion_to_what_arrived() -> None:
         assert len(decoder._buffer) <= 4 * arrived + 2 * SMALL
 
 
-# -- every single-bit flip ----------------------------------------------------------------------------------
+# Every single-bit flip.
 
 
 def test_every_single_bit_flip_of_the_exchange() -> None:
@@ -576,7 +576,7 @@ def test_a_flip_in_the_middle_of_the_stream_leaves_what_came_before() -> None:
         check_all(got[:complete], EXCHANGE[:complete])
 
 
-# -- Hypothesis ---------------------------------------------------------------------------------------------
+# Hypothesis.
 
 # One draw makes an example: many small draws take longer than what they test.
 

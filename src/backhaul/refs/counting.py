@@ -113,10 +113,9 @@ class _Owned:
 class _Used:
     """A user's entry."""
 
-    __slots__ = ("confirmed", "copies", "pins", "released", "to_unpin")
+    __slots__ = ("confirmed", "copies", "pins", "to_unpin")
 
     def __init__(self) -> None:
-        self.released = False  # the owner has been told already
         self.copies = 0
         self.pins: set[ShareId] = set()
         self.confirmed = False
@@ -245,17 +244,6 @@ class Counting:
     def created(self, ref: RefId) -> list[Action]:
         """The owner has confirmed the creation, or it is not known whether it ever happened. Once for each."""
         return self._confirm(ref, exists=True)
-
-    def creation_failed(self, ref: RefId) -> list[Action]:
-        """It is not known whether the creation ever happened, and this worker will not use the value.
-
-        So the owner is told at once, and not only when the last copy here goes: others may wait for the value.
-        """
-        entry = self._used.get(ref)
-        if entry is None or entry.confirmed:
-            return []
-        entry.released = True
-        return [*self._tell(ref.owner, Release(ref)), *self._confirm(ref, exists=False)]
 
     def hold(self, ref: RefId) -> bool:
         """One more copy here. False if nothing is known of that reference."""
@@ -510,7 +498,7 @@ class Counting:
         if entry is None or not entry.idle():
             return []
         del self._used[ref]
-        return [] if entry.released else self._tell(ref.owner, Release(ref))
+        return self._tell(ref.owner, Release(ref))
 
     def _free_if_idle(self, ref: RefId) -> list[Action]:
         entry = self._owned.get(ref)

@@ -139,6 +139,7 @@ class References:
         seconds = self._seconds(timeout)
         if ref.owner == self.me.id:
             return self._local(ref, time.monotonic() + seconds)
+        self._await_creation(ref, seconds)
         self._require(ref)
         to = self._info(ref.owner)
         return self._agent.ask_now(to, lambda id: Fetch(id, ref), f"to_here of {ref}", seconds)
@@ -184,6 +185,7 @@ class References:
         return rref
 
     def call_method(self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float) -> Any:
+        self._await_creation(rref._ref, self._seconds(timeout))
         self._require(rref._ref)
         arguments = (rref, name, args, kwargs)
         return self._agent.call(rref.owner(), invoke, arguments, {}, self._seconds(timeout), f"method {name}")
@@ -407,7 +409,7 @@ class References:
             if error is not None and ref.owner != self.me.id:
                 self._gone[ref] = kept(error, self.me.name)
             cell = self._cells.get(ref)
-            actions = self._counting.created(ref) if error is None else self._counting.creation_failed(ref)
+            actions = self._counting.created(ref)
         if error is not None and cell is not None:
             cell.fail(error, self.me.name)
         self._act(actions)
@@ -549,6 +551,23 @@ class References:
                 if handling:
                     self._agent.serving.resumed()
         return cell.get()
+
+    def _await_creation(self, ref: RefId, seconds: float) -> None:
+        """Wait for the owner to confirm a creation of ours, and raise what went wrong with it.
+
+        Otherwise a request for a value whose creation was lost on the way would wait for it on the owner.
+        """
+        creation = self._creations.get(ref)
+        if creation is None:
+            return
+        if seconds >= self._seconds(-1.0):
+            creation.wait()
+            return
+        over = threading.Event()
+        creation.when_done(lambda _: over.set())
+        if not over.wait(seconds):
+            raise RpcTimeoutError(f"RPC ran for more than set timeout: the creation of {ref} is not confirmed yet")
+        creation.wait()
 
     def _require(self, ref: RefId) -> None:
         """Raise if the value is known to be unreachable."""
