@@ -26,8 +26,8 @@ A *claim* is what counting owes something to: a worker that has a reference, or 
 one to a living worker. Only one thing voids a claim: that the message had not come when it was
 recalled. A reference of such a message, and what is made of it, is a claim only once the owner has confirmed it.
 
-At all times: nothing is freed that somebody has a claim to, and nobody who has one is told that the value is gone, unless
-its owner is, or the message that was to create it.
+At all times: nothing is freed that somebody has a claim to, and nobody who has one is told that the value is gone,
+unless its owner is, or the message that was to create it.
 When all is quiet: what has claims is there, with exactly those listed who have it; and of the rest nothing is left,
 no entries, no pins, no notices, no sweeps. What a broken connection still has in it may come before that or after.
 """

@@ -185,8 +185,16 @@ class Agent:
     def is_reachable(self, info: WorkerInfo, seconds: float) -> bool:
         """Whether a worker answers, over a new connection if need be. Raises if it does not."""
         deadline = time.monotonic() + seconds
-        self._route(info, deadline).ask(lambda id: encode(Ping(id)), "an answer", deadline, is_call=False)
-        return True
+        while True:
+            outbound = self._route(info, deadline)
+            try:
+                outbound.ask(lambda id: encode(Ping(id)), "an answer", deadline, is_call=False)
+            except WorkerLostError:
+                # That connection has broken, too. Only one that cannot be made says that nobody is there.
+                if time.monotonic() >= deadline:
+                    raise
+            else:
+                return True
 
     def cut_off(self, rank: int) -> None:
         """End the connections with a worker that is as good as dead; returns when they have been read to the end."""
