@@ -12,6 +12,7 @@ references that messages have brought and that are not unpacked yet (``temps``),
 
 This file is also the model of the driver, that is, of what `Counting` requires of it:
 
+- What a method of `Counting` answers is in the outboxes before any method is called again.
 - A connection is made when there is first something to send. Messages that were read may be handled later and in
   another order; what they bring is received when they are read, or later.
 - Each end of a broken connection notices that at a time of its own, and writes in vain until then. Then it tells
@@ -20,16 +21,7 @@ This file is also the model of the driver, that is, of what `Counting` requires 
 - A worker learns of a death when it has received all that the dead one sent it. One that never had a
   connection with it learns nothing, until it tries to send something, or is asked in a sweep.
 
-The judge
----------
-A *claim* is what counting owes something to: a worker that has a reference, or a message that brings
-one to a living worker. Only one thing voids a claim: that the message had not come when it was
-recalled. A reference of such a message, and what is made of it, is a claim only once the owner has confirmed it.
-
-At all times: nothing is freed that somebody has a claim to, and nobody who has one is told that the value is gone,
-unless its owner is, or the message that was to create it.
-When all is quiet: what has claims is there, with exactly those listed who have it; and of the rest nothing is left,
-no entries, no pins, no notices, no sweeps. What a broken connection still has in it may come before that or after.
+What counting promises is judged in `simulated_world`.
 """
 
 from __future__ import annotations
@@ -50,26 +42,22 @@ from simulated_network import (
     Create,
     Created,
     End,
-    Message,
-    Network,
     Queue,
     UserMessage,
 )
-from simulated_trace import Trace, show
+from simulated_world import SimulationError, Worker, World
 
 from backhaul.ids import RefId, ShareId
-from backhaul.refs.counting import Action, Counting, Free, Send, Void
+from backhaul.refs.counting import Counting
 from backhaul.refs.mailbox import Inbox, Outbox
 from backhaul.wire.messages import Recall, Sweep
+
+__all__ = ["Simulation", "SimulationError", "run"]
 
 _MOST_WORKERS = 5
 
 Happening: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]
 """What to call, with what."""
-
-
-class SimulationError(AssertionError):
-    """Counting did not keep a promise. The text says which, and how to replay it."""
 
 
 class Style:
@@ -90,34 +78,7 @@ class Style:
         self.deaths_when_passing = pick([0.05, 0.3])
 
 
-class Worker:
-    """One worker, as its driver and its user see it."""
-
-    def __init__(self, rank: int, counting: Counting) -> None:
-        self.rank = rank
-        self.counting = counting
-        self.alive = True
-        self.outboxes: dict[int, Outbox] = {}
-        self.inboxes: dict[int, Inbox] = {}
-        self.outbound: dict[int, Connection] = {}
-        self.todo: list[tuple[Connection | None, int, UserMessage]] = []  # what was read, over what, of whom
-        self.creating: dict[RefId, Connection] = {}  # not answered yet
-        self.dead: set[int] = set()  # whose deaths this worker knows of
-        self.suspects: set[int] = set()  # of whom it has been asked
-        self.values: set[RefId] = set()
-        self.hands: Counter[RefId] = Counter()
-        self.temps: Counter[RefId] = Counter()
-        # For the judge:
-        self.claims: set[RefId] = set()
-        self.gone: set[RefId] = set()  # entries without a value
-        self.received: set[ShareId] = set()
-        self.recalled: set[ShareId] = set()  # before they were received
-
-    def has(self, ref: RefId) -> bool:
-        return bool(self.hands[ref] or self.temps[ref])
-
-
-class Simulation:
+class Simulation(World):
     """One random program. `run` raises `SimulationError`."""
 
     def __init__(
@@ -127,20 +88,13 @@ class Simulation:
         outbox: type[Outbox] = Outbox,
         inbox: type[Inbox] = Inbox,
     ) -> None:
-        self.seed = seed
-        self.counting, self.outbox, self.inbox = counting, outbox, inbox
-        self.random = Random(seed)
+        super().__init__(seed, outbox)
+        self.counting, self.inbox = counting, inbox
         self.style = Style(self.random)
-        self.trace = Trace()
-        self.network = Network(self.random, self.message_lost)
-        self.workers: dict[int, Worker] = {}
+        self.refs: list[RefId] = []
+        self.sent_over: dict[ShareId, Connection] = {}
         self.priorities: dict[Any, float] = {}
         self.tally: Counter[str] = Counter(programs=1)
-        self.refs: list[RefId] = []
-        # Creations:
-        self.under_way: set[RefId] = set()
-        self.lost: set[RefId] = set()  # those that never arrive
-        self.in_doubt: set[RefId] = set()  # those that the creator has given up
 
     def run(self) -> None:
         random, style = self.random, self.style
@@ -171,11 +125,6 @@ class Simulation:
             self.drop_all(ref)
         self.settle(stale=True)
         self.check_empty()
-
-    def living(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.alive]
-
-    # -- what happens without anybody's will ------------------------------------------------------------
 
     def happenings(self, stale: bool = True) -> list[Happening]:
         """All that can happen next. Unless ``stale``, what broken connections have in them waits."""
@@ -243,8 +192,6 @@ class Simulation:
                 raise self.failure("it never comes to rest")
         self.check_all()
 
-    # -- connections ------------------------------------------------------------------------------------
-
     def connect(self, opener: Worker, to: int) -> Connection:
         connection = opener.outbound.get(to)
         if connection is None:
@@ -261,12 +208,6 @@ class Simulation:
             self.trace.add(connection, "breaks")
             self.tally["breaks"] += 1
             self.network.break_(connection)
-
-    def message_lost(self, connection: Connection, message: Message) -> None:
-        self.trace.add(connection, "loses", message)
-        if isinstance(message, Create):
-            self.under_way.discard(message.ref)
-            self.lost.add(message.ref)
 
     def is_stale(self, queue: Queue) -> bool:
         """It belongs to a broken connection that both ends, alive, have given up."""
@@ -296,8 +237,6 @@ class Simulation:
         self.act(worker, worker.counting.created(ref))
         if worker.hands[ref] and self.random.random() < 0.5:
             self.drop(worker, ref)
-
-    # -- messages ---------------------------------------------------------------------------------------
 
     def deliver(self, queue: Queue) -> None:
         worker, sender = self.workers[queue.receiver], queue.sender
@@ -385,14 +324,15 @@ class Simulation:
             for notice in batch.notices:
                 self.trace.add(worker.rank, "is told by", sender, notice)
                 if isinstance(notice, Recall):
-                    worker.recalled |= set(notice.shares) - worker.received
+                    lost = {
+                        share for share in notice.shares if share in self.sent_over and self.sent_over[share].broken
+                    }
+                    worker.recalled |= lost - worker.received
                 elif isinstance(notice, Sweep):
                     worker.suspects |= set(notice.dead) - worker.dead
                 self.act(worker, worker.counting.handle(sender, notice))
         if worker.rank not in connection.noticed:
             self.network.post(connection.mail[worker.rank], Answer(batch.number))
-
-    # -- deaths -----------------------------------------------------------------------------------------
 
     def kill(self, worker: Worker) -> None:
         if self.tally["deaths"] == self.style.deaths or len(self.living()) == 1:
@@ -436,8 +376,6 @@ class Simulation:
         worker.suspects.discard(rank)
         if rank not in worker.dead:
             self.connect(worker, rank)
-
-    # -- what programs do -------------------------------------------------------------------------------
 
     def do_something(self) -> None:
         random = self.random
@@ -530,6 +468,8 @@ class Simulation:
     def share(self, worker: Worker, refs: Iterable[RefId], to: int, over: Connection | None) -> tuple[Brought, ...]:
         brings = tuple(Brought(ref, worker.counting.share(ref, to, over), ref in worker.claims) for ref in refs)
         for brought in brings:
+            if over is not None:
+                self.sent_over[brought.share] = over
             self.trace.add(worker.rank, "shares with", to, brought, "over", over or "nothing")
         return brings
 
@@ -555,121 +495,12 @@ class Simulation:
             while worker.hands[ref]:
                 self.drop(worker, ref)
 
-    def use(self, worker: Worker, ref: RefId) -> None:
-        """See what `to_here` would find."""
-        owner = self.workers[ref.owner]
-        is_there = ref in owner.values or ref in self.under_way or ref in self.lost
-        if ref in worker.claims and owner.alive and not is_there:
-            raise self.failure(f"worker {worker.rank} uses {ref}, which is not there", ref)
-
     def end_group(self) -> None:
         """All give up what they have; the finalizers run later."""
         for worker in self.living():
             for ref in list(worker.counting.used):
                 worker.claims.discard(ref)
                 self.act(worker, worker.counting.abandon(ref))
-
-    # -- the judge --------------------------------------------------------------------------------------
-
-    def act(self, worker: Worker, actions: Iterable[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Send):
-                if action.to == worker.rank or action.to in worker.dead:
-                    raise self.failure(f"worker {worker.rank} is to tell {action.to} {show(action.notice)}")
-                worker.outboxes.setdefault(action.to, self.outbox()).add(action.notice)
-                continue
-            self.trace.add(worker.rank, "has to", action)
-            if isinstance(action, Free):
-                self.check_free(action.ref)
-                worker.values.discard(action.ref)
-            elif isinstance(action, Void):
-                self.check_void(worker, action.ref)
-            elif not action.exists:
-                self.check_gone(worker, action.ref)
-            elif worker.has(action.ref):
-                worker.claims.add(action.ref)
-
-    def check_free(self, ref: RefId) -> None:
-        if ref in self.lost:
-            return  # there never was a value
-        for worker in self.living():
-            if ref in worker.claims:
-                raise self.failure(f"{ref} is freed, but worker {worker.rank} has it", ref)
-            self.check_messages(worker, ref, [message for _, _, message in worker.todo])
-        for queue in self.network.filled:
-            self.check_messages(self.workers[queue.receiver], ref, queue.items)
-
-    def check_messages(self, receiver: Worker, ref: RefId, messages: Iterable[Message]) -> None:
-        for message in messages:
-            for brought in message.brings if isinstance(message, UserMessage) else ():
-                if brought.ref == ref and brought.claim and brought.share not in receiver.recalled:
-                    raise self.failure(f"{ref} is freed, but is on its way to worker {receiver.rank}", ref)
-
-    def check_void(self, worker: Worker, ref: RefId) -> None:
-        """Nobody waits for a value that will not come."""
-        if ref in self.under_way and ref not in self.in_doubt and self.workers[ref.creator].alive:
-            raise self.failure(f"worker {worker.rank} gives up {ref}, which is being created", ref)
-        if worker.counting.expects(ref):
-            return  # it is an entry that others registered for
-        if ref in worker.claims and ref not in self.lost:
-            raise self.failure(f"worker {worker.rank} receives {ref}, which is gone", ref)
-        worker.claims.discard(ref)
-        worker.gone.add(ref)
-
-    def check_gone(self, worker: Worker, ref: RefId) -> None:
-        never_made = ref in self.lost and not self.workers[ref.creator].alive
-        if ref in worker.claims and ref.owner not in worker.dead and not never_made:
-            raise self.failure(f"worker {worker.rank} has {ref} and is told that it is gone", ref)
-        worker.claims.discard(ref)
-        if worker.counting.knows(ref):
-            worker.gone.add(ref)
-
-    def check_all(self) -> None:
-        """All is quiet: what has claims is there, and nothing else."""
-        living = self.living()
-        # Of creations that did not arrive, the owner may have heard of others, or not at all.
-        missing = self.lost | self.under_way
-        for worker in living:
-            rank, counting = worker.rank, worker.counting
-            for ref in worker.hands:
-                self.use(worker, ref)
-                if not counting.is_confirmed(ref) and not (ref.owner == rank and ref in worker.gone):
-                    raise self.failure(f"worker {rank} has {ref}, which was never confirmed", ref)
-            self.compare(f"used by {rank}", set(counting.used), {ref for ref in worker.hands if ref.owner != rank})
-            self.compare(f"pins of {rank}", {pin.ref for pin in counting._pins.values()}, set())
-            self.compare(
-                f"peers that {rank} has news for", {to for to, box in worker.outboxes.items() if len(box)}, set()
-            )
-            if counting.sweeping or counting._questions:
-                raise self.failure(f"worker {rank} still sweeps, or is asked")
-            held: dict[RefId, set[int]] = {ref: set() for ref in worker.hands if ref.owner == rank}
-            for user in living:
-                for ref in user.claims:
-                    if ref.owner == rank and user is not worker:
-                        held.setdefault(ref, set()).add(user.rank)
-            owned = set(counting.owned)
-            self.compare(f"owned in vain by {rank}", owned - set(held), set())
-            self.compare(f"missing at {rank}", set(held) - owned - missing, set())
-            self.compare(f"values in vain at {rank}", worker.values - owned, set())
-            for ref in owned:
-                known = {ref.creator} if ref in missing else set()
-                self.compare(f"listed for {ref}", counting.holders(ref) - known, held[ref] - known, ref)
-
-    def compare(self, what: str, found: set[Any], expected: set[Any], *about: RefId) -> None:
-        if found != expected:
-            refs = [ref for ref in found ^ expected if isinstance(ref, RefId)]
-            raise self.failure(f"{what}: {show(found)}, not {show(expected)}", *about, *refs)
-
-    def check_empty(self) -> None:
-        """Owners do not remember creations one by one."""
-        for worker in self.living():
-            for creator, numbers in worker.counting._settled.items():
-                if len(numbers) > 1 and creator not in worker.dead:
-                    raise self.failure(f"worker {worker.rank} waits for a creation by {creator}")
-
-    def failure(self, what: str, *about: RefId) -> SimulationError:
-        lines = "\n    ".join([what, *self.trace.lines(*about)])
-        return SimulationError(f"{lines}\nreplay: python tests/refs/simulation.py {self.seed}")
 
 
 def _has_news(box: Outbox) -> bool:

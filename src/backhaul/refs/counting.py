@@ -411,7 +411,6 @@ class Counting:
             return []
         self._dead.add(worker)
         self._living.discard(worker)
-        self._settled.pop(worker, None)
         self._questions.pop(worker, None)
         actions: list[Action] = []
         for ref in [ref for ref, entry in self._owned.items() if ref.creator == worker and entry.expected]:
