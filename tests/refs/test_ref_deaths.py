@@ -53,7 +53,15 @@ def numbers() -> list[int]:
     return [rref.to_here().number for rref in _kept]
 
 
-def kept() -> int:
+def kept_of(dead: str) -> int:
+    """What a dead worker has left here, once everything that it sent has been read and run."""
+    inbounds = [inbound for inbound in list(current().agent.serving.inbounds) if inbound.peer.name == dead]
+    for inbound in inbounds:
+        assert inbound.over.wait(10)
+    deadline = time.monotonic() + 10
+    while any(inbound.calls_started != inbound.calls_finished for inbound in inbounds):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
     return len(_kept)
 
 
@@ -186,7 +194,7 @@ def test_a_sharer_that_is_killed_at_once_takes_no_value_along(attempt: int) -> N
         crew[1].run(make, "worker0", 20)
         crew[1].run(hand_on_without_waiting, "worker2")
         crew[1].kill()
-        arrived = crew[2].run(kept)
+        arrived = crew[2].run(kept_of, "worker1")
         assert arrived in (0, 20)
         if arrived:
             assert crew[2].run(numbers) == list(range(20))

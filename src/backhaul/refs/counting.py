@@ -51,8 +51,9 @@ who was not in the group while the dead one lived has nothing from it.
 that, over connections that may break). Nothing is assumed of their order relative to calls. A worker
 that one takes for dead is dead, and the driver makes sure that every worker named in a `Sweep` is examined.
 
-Methods return the messages to send, and the values to free; they do nothing else. One driver calls them,
-under one lock.
+Methods return the messages to send, and the values to free; they do nothing else. One driver calls them, under
+one lock, and does not let go of it before the messages are in their outboxes: a `Register` that overtakes the
+`Release` before it takes the reference away from who has just got it.
 """
 
 from __future__ import annotations
@@ -406,7 +407,10 @@ class Counting:
             self._living.add(worker)
 
     def died(self, worker: int) -> list[Action]:
-        """A worker is dead, and what it has sent to us has been read to the end."""
+        """A worker is dead, and what it has sent to us has been read to the end.
+
+        That is, `receive` and `own_for` have been called for all of it.
+        """
         if worker in self._dead or worker == self.me:
             return []
         self._dead.add(worker)
