@@ -37,7 +37,7 @@ from backhaul.errors import (
 )
 from backhaul.ids import RefId, WorkerInfo
 from backhaul.refs.cell import Cell
-from backhaul.refs.counting import Action, Confirm, Counting, Free, Send, Void
+from backhaul.refs.counting import Action, Counting, Free, Send, Void
 from backhaul.refs.mailbox import Inbox, Outbox
 from backhaul.refs.proxy import invoke, type_of
 from backhaul.refs.rref import RRef
@@ -53,6 +53,17 @@ _PROBE_SECONDS = 2.0
 _SWEEP_SECONDS = 3.0
 _PROCESS_BITS = 30
 _NUMBER_BITS = 32
+
+
+class _Aftermath:
+    """What is left to do after the state machine has decided, and the lock is released."""
+
+    __slots__ = ("freed", "mail", "voided")
+
+    def __init__(self) -> None:
+        self.mail = False
+        self.voided: list[tuple[RefId, Cell]] = []
+        self.freed: list[Cell | None] = []  # their values go when this list does
 
 
 class References:
@@ -212,18 +223,18 @@ class References:
 
     def stayed(self, refs: Refs) -> None:
         with self._lock:
-            actions = [action for _, share in refs for action in self._counting.unpin(share)]
-        self._act(actions)
+            after = self._apply([action for _, share in refs for action in self._counting.unpin(share)])
+        self._act(after)
 
     def arriving(self, refs: Refs) -> None:
         with self._lock:
-            actions = [action for ref, share in refs for action in self._counting.receive(ref, share)]
-        self._act(actions)
+            after = self._apply([action for ref, share in refs for action in self._counting.receive(ref, share)])
+        self._act(after)
 
     def arrived(self, refs: Refs) -> None:
         with self._lock:
-            actions = [action for ref, _ in refs for action in self._counting.drop(ref)]
-        self._act(actions)
+            after = self._apply([action for ref, _ in refs for action in self._counting.drop(ref)])
+        self._act(after)
 
     def _lower(self, rref: RRef[Any], packing: Packing) -> Any:
         if rref._references is not self:
@@ -252,8 +263,8 @@ class References:
             raise ProtocolError(f"a creation of {ref} by rank {peer.id} on rank {self.me.id}")
         with self._lock:
             cell = self._cells.setdefault(ref, Cell())
-            actions = [] if peer == self.me else self._counting.own_for(ref, peer.id)
-        self._act(actions)
+            after = self._apply([] if peer == self.me else self._counting.own_for(ref, peer.id))
+        self._act(after)
         inbound.calls_started += 1
         # Before the function runs: the creator is listed, and that is all it waits for.
         inbound.reply(self._agent.answer(message.id, None))
@@ -309,7 +320,8 @@ class References:
             if self._inboxes.setdefault(inbound.peer.id, Inbox()).accept(message.number, message.process):
                 for notice in message.notices:
                     actions += self._counting.handle(inbound.peer.id, notice)
-        self._act(actions)
+            after = self._apply(actions)
+        self._act(after)
         for notice in message.notices:
             if isinstance(notice, Sweep):
                 for rank in notice.dead:
@@ -318,29 +330,28 @@ class References:
 
     # Acting on what the state machine decides.
 
-    def _act(self, actions: Iterable[Action]) -> None:
-        """Carry out actions. Does not hold the lock, and waits for nobody."""
-        voided: list[tuple[RefId, Cell]] = []
-        freed: list[Cell] = []
-        mail = False
-        with self._lock:
-            for action in actions:
-                if isinstance(action, Send):
-                    self._outboxes.setdefault(action.to, Outbox()).add(action.notice)
-                    mail = True
-                elif isinstance(action, Free):
-                    cell = self._cells.pop(action.ref, None)
-                    if cell is not None:
-                        freed.append(cell)
-                elif isinstance(action, Void):
-                    voided.append((action.ref, self._cells.setdefault(action.ref, Cell())))
-                elif isinstance(action, Confirm) and not action.exists and self._counting.knows(action.ref):
-                    self._gone.setdefault(action.ref, self._lost_value(action.ref))
-        for ref, cell in voided:
+    def _apply(self, actions: Iterable[Action]) -> _Aftermath:
+        """Holds the lock, the same that ``actions`` were decided under: two threads must not swap their notices."""
+        after = _Aftermath()
+        for action in actions:
+            if isinstance(action, Send):
+                self._outboxes.setdefault(action.to, Outbox()).add(action.notice)
+                after.mail = True
+            elif isinstance(action, Free):
+                after.freed.append(self._cells.pop(action.ref, None))
+            elif isinstance(action, Void):
+                after.voided.append((action.ref, self._cells.setdefault(action.ref, Cell())))
+            elif not action.exists and self._counting.knows(action.ref):
+                self._gone.setdefault(action.ref, self._lost_value(action.ref))
+        return after
+
+    def _act(self, after: _Aftermath) -> None:
+        """Do what is left to do without the lock. Waits for nobody."""
+        for ref, cell in after.voided:
             cell.fail(self._lost_creation(ref), self.me.name)
-        if mail:
+        if after.mail:
             self._flush_later()
-        freed.clear()
+        after.freed.clear()
 
     def _flush_later(self) -> None:
         with self._lock:
@@ -393,7 +404,8 @@ class References:
                 actions += self._counting.drop(ref)
                 if not self._counting.knows(ref):
                     self._gone.pop(ref, None)
-        self._act(actions)
+            after = self._apply(actions)
+        self._act(after)
 
     def _on_created(self, ref: RefId, done: Any) -> None:
         try:
@@ -409,23 +421,23 @@ class References:
             if error is not None and ref.owner != self.me.id:
                 self._gone[ref] = kept(error, self.me.name)
             cell = self._cells.get(ref)
-            actions = self._counting.created(ref)
+            after = self._apply(self._counting.created(ref))
         if error is not None and cell is not None:
             cell.fail(error, self.me.name)
-        self._act(actions)
+        self._act(after)
 
     # Deaths.
 
     def _on_connected(self, peer: WorkerInfo) -> None:
         with self._lock:
             self._names[peer.id] = peer
-            actions = self._counting.revived(peer.id)
-        self._act(actions)
+            after = self._apply(self._counting.revived(peer.id))
+        self._act(after)
 
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, _: WorkerLostError) -> None:
         with self._lock:
-            actions = self._counting.connection_ended(connection)
-        self._act(actions)
+            after = self._apply(self._counting.connection_ended(connection))
+        self._act(after)
         self._examine_later(peer.id)
 
     def _examine_later(self, rank: int) -> None:
@@ -438,6 +450,8 @@ class References:
     def _examine(self, rank: int) -> None:
         """Find out whether a peer that seems lost is dead, and act on it."""
         alive = self._is_alive(rank)
+        if not alive and self._agent.membership.dynamic:
+            self._agent.membership.refresh()  # a sweep has to ask all who were there
         with self._lock:
             self._examining.discard(rank)
             if self._closed:
@@ -453,10 +467,11 @@ class References:
                     self._outboxes[rank].clear()
                 again = None
                 actions = self._counting.died(rank)
+            after = self._apply(actions)
             sweeping = self._counting.sweeping
         if again is not None:
             self._mail(rank, *again)
-        self._act(actions)
+        self._act(after)
         if sweeping:
             self._limit_sweep()
 
@@ -483,9 +498,10 @@ class References:
         with self._lock:
             self._sweep_timer = None
             actions = self._counting.give_up_sweep()
+            after = self._apply(actions)
         if actions:
             _log.warning("some worker did not say whether it has references from a dead one; they may be freed now")
-        self._act(actions)
+        self._act(after)
 
     # The end.
 
@@ -497,8 +513,8 @@ class References:
     def release_all(self) -> None:
         """Give up all references to values of others, whoever still has copies: the group ends."""
         with self._lock:
-            actions = [action for ref in list(self._counting.used) for action in self._counting.abandon(ref)]
-        self._act(actions)
+            after = self._apply([action for ref in list(self._counting.used) for action in self._counting.abandon(ref)])
+        self._act(after)
 
     def leaks(self) -> list[str]:
         """Values of ours that others are listed for, at a time when nobody should be."""
