@@ -20,6 +20,7 @@ from backhaul import rpc
 from backhaul.agent.pending import Slot
 from backhaul.rpc import RpcOptions
 from backhaul.testing import Faults, InProcessCluster
+from backhaul.wire.frames import encode
 from backhaul.wire.messages import Call, Ping, Result
 from backhaul.worker import current
 
@@ -577,7 +578,7 @@ def test_nobody_waits_for_a_reply_that_another_thread_has_read(
 
     slot = Slot(10_000, "a ping", math.inf, is_call=False)
     outbound._pending.open(slot, watched=False)
-    outbound.post(Ping(slot.id))
+    outbound.post(encode(Ping(slot.id)))
     outbound._channel.wait(read=True, write=False, timeout=10)
     monkeypatch.setattr(outbound, "_settle_all", settle_late)
     reader = threading.Thread(target=read_until_done)

@@ -8,6 +8,7 @@
     │   ├── NotInitializedError         no worker here: call init_rpc first
     │   ├── ForkedError                 a worker does not survive a fork
     │   ├── UnknownWorkerError          no worker of that name or rank
+    │   ├── ContextError                a distributed autograd context that is over, or not the right one
     │   └── UnsendableError(TypeError)  a value or function that cannot travel
     ├── ProtocolError               theirs: bytes that no correct peer sends
     ├── AuthenticationError         a peer that may not talk to us, or we to it
@@ -53,6 +54,10 @@ class ForkedError(MisuseError):
 
 class UnknownWorkerError(MisuseError):
     """No worker has that name or rank; the message lists those that exist."""
+
+
+class ContextError(MisuseError):
+    """A distributed autograd context that does not exist, is over, or is not the one that it should be."""
 
 
 class UnsendableError(MisuseError, TypeError):

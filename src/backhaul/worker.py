@@ -19,6 +19,8 @@ from backhaul.agent.agent import Agent, To
 from backhaul.agent.farewell import LAST, WORK
 from backhaul.agent.future import Future
 from backhaul.agent.membership import Membership
+from backhaul.autograd.autograd import Autograd
+from backhaul.autograd.context_id import ContextId
 from backhaul.errors import LeakError, MisuseError, OptionError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.options import RpcOptions
@@ -76,6 +78,8 @@ class Worker:
             check=check,
         )
         self.references = References(self._agent, self.codec, self._seconds)
+        self.autograd = Autograd(self._agent)
+        self.codec.register(ContextId, "context", lambda id, _: int(id), lambda id, _: ContextId.lift(id))
         self._agent.start()
 
     def __repr__(self) -> str:
@@ -173,6 +177,7 @@ class Worker:
         finally:
             self._agent.membership.leave()
             self.references.close()
+            self.autograd.close()
             self._agent.close(patience)
         if lost:
             names = ", ".join(map(repr, lost))

@@ -7,12 +7,15 @@ to each peer, made when it is first needed; the inbound ones; the table of messa
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from backhaul.agent.completions import Completions
 from backhaul.agent.execution import Execution
@@ -39,7 +42,7 @@ from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import ChannelClosed, Listener, Transport, Visitor
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Call, Goodbye, Ping, Refs, Result
+from backhaul.wire.messages import Call, Goodbye, Mark, Ping, Refs, Result
 from backhaul.wire.values import Codec
 
 _log = logging.getLogger(__name__)
@@ -160,15 +163,33 @@ class Agent:
         make = self._request(outbound, function, args, kwargs)
         return outbound.ask_async(make, what or name_for_people(function), deadline, is_call=True)
 
-    def ask_now(self, to: WorkerInfo, make: Callable[[int], Any], what: str, timeout: float) -> Any:
-        """The answer to a request that counts as a call of the user's: ``make(id)`` is the message."""
+    def ask_now(self, to: WorkerInfo, make: Callable[[int, Mark | None], Any], what: str, timeout: float) -> Any:
+        """The answer to a request that counts as a call of the user's: ``make(id, mark)`` is the message."""
         deadline = time.monotonic() + timeout
-        return self._route(to, deadline).ask(lambda id: encode(make(id)), what, deadline, is_call=True)
+        mark, _ = self.execution.recording.asking((), to)
+        return self._route(to, deadline).ask(lambda id: encode(make(id, mark)), what, deadline, is_call=True)
+
+    def post(self, to: WorkerInfo, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send a one-way message. Raises `WorkerLostError`."""
+        self._post(self._route(to, math.inf), encode(message, tensors))
+
+    def post_failure(self, to: WorkerInfo, make: Callable[..., Any], error: BaseException) -> None:
+        """Send a one-way message about an exception; see `Execution.tell_failure`. Raises `WorkerLostError`."""
+        outbound = self._route(to, math.inf)
+        self._post(outbound, self.execution.tell_failure(make, error, outbound))
+
+    def _post(self, outbound: Outbound, frame: Frame) -> None:
+        try:
+            outbound.post(frame)
+        except (ChannelClosed, ProtocolError) as error:
+            outbound.lose(error)
+            lost = outbound.lost or error
+            raise WorkerLostError(str(lost), outbound.peer.name) from error
 
     def prepare(
-        self, to: WorkerInfo, value: Any, make: Callable[[int, Any, Refs], Any]
+        self, to: WorkerInfo, value: Any, make: Callable[[int, Any, Refs, Mark | None], Any]
     ) -> Callable[[str, float], Future[Any]]:
-        """Pack a value; returns a function that sends ``make(id, tree, refs)`` as a call of the user's.
+        """Pack a value; returns a function that sends ``make(id, tree, refs, mark)`` as a call of the user's.
 
         That function takes what to call it in errors, and a timeout. What cannot travel raises here.
         """
@@ -177,7 +198,10 @@ class Agent:
         def send(what: str, timeout: float) -> Future[Any]:
             deadline = time.monotonic() + timeout
             outbound = self._route(to, deadline)
-            frame = lambda id: self.execution.frame(lambda refs: make(id, tree, refs), packing, outbound)  # noqa: E731
+
+            def frame(id: int) -> Frame:
+                return self.execution.request(lambda refs, mark: make(id, tree, refs, mark), packing, outbound)
+
             return outbound.ask_async(frame, what, deadline, is_call=True)
 
         return send
@@ -216,7 +240,7 @@ class Agent:
         self, to: Outbound, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[int], Frame]:
         tree, packing = self._codec.pack((function, tuple(args), dict(kwargs)), ("func", "args", "kwargs"))
-        return lambda id: self.execution.frame(lambda refs: Call(id, tree, refs), packing, to)
+        return lambda id: self.execution.request(lambda refs, mark: Call(id, tree, refs, mark), packing, to)
 
     def _route(self, to: To, deadline: float) -> Outbound:
         outbound = self._routes.get(to)

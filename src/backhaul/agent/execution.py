@@ -13,12 +13,13 @@ from typing import Any, Protocol
 import torch
 
 from backhaul.agent.future import Future
+from backhaul.agent.recording import NoRecording, Recording, Tensors
 from backhaul.agent.traffic import NoTraffic, Traffic
 from backhaul.errors import RemoteError, RemoteTraceback, UnsendableError, user_frames
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Failure, Refs, Result
+from backhaul.wire.messages import Failed, Failure, Mark, Refs, Result
 from backhaul.wire.trees import Packing
 from backhaul.wire.values import Codec
 
@@ -38,6 +39,7 @@ class Execution:
 
     def __init__(self, me: WorkerInfo, codec: Codec, enter: Callable[[], None], max_message_bytes: int) -> None:
         self.traffic: Traffic = NoTraffic()
+        self.recording: Recording = NoRecording()
         self._max_message_bytes = max_message_bytes
         self._me = me
         self._codec = codec
@@ -53,22 +55,31 @@ class Execution:
         Returns the reply, or None if ``send_late`` will get it: the function is a coroutine, or
         returned a future and says so.
         """
-        id = envelope.message.id
+        id, asked = envelope.message.id, envelope.message.mark
         try:
-            value, later = self.invoke(*self.unpack(envelope))
+            value, later = self.execute(envelope, to.peer)
             if later:
-                follow(value, lambda done: send_late(self._reply(id, done, to)))
+                follow(value, lambda done: send_late(self._reply(id, done, to, asked)))
                 return None
-            return self.result(id, value, to)
+            return self.result(id, value, to, asked)
         except BaseException as error:
             return self.failure(id, error, to)
 
-    def invoke(self, function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """Run a function. ``(value, False)``, or ``(a future of the value, True)``."""
+    def execute(self, envelope: Envelope, sender: WorkerInfo) -> tuple[Any, bool]:
+        """Run the function of a request. ``(value, False)``, or ``(a future of the value, True)``."""
         # In a context of its own, so that what it sets does not reach the thread's next call.
-        value = contextvars.copy_context().run(function, *args, **kwargs)
+        context = contextvars.copy_context()
+        mark = envelope.message.mark
+        if mark is not None:
+            context.run(self.recording.enter, mark, sender)
+        function, args, kwargs = self.unpack(envelope, sender)
+        return self.invoke(context, function, args, kwargs)
+
+    def invoke(self, context: contextvars.Context, function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Run a function in a context. ``(value, False)``, or ``(a future of the value, True)``."""
+        value = context.run(function, *args, **kwargs)
         if type(value) is types.CoroutineType:
-            return self._start(value), True
+            return context.run(self._start, value), True
         if not getattr(function, ASYNC_MARK, False):
             return value, False
         if not isinstance(value, torch._C.Future):
@@ -78,11 +89,15 @@ class Execution:
             )
         return value, True
 
-    def unpack(self, envelope: Envelope) -> Any:
+    def unpack(self, envelope: Envelope, sender: WorkerInfo) -> Any:
         """The value of a message's tree."""
         message = envelope.message
+        tensors: Tensors = envelope.tensors
         try:
-            return self._codec.unpack(message.tree, envelope.tensors)
+            mark = getattr(message, "mark", None)
+            if mark is not None and mark.message:
+                tensors = self.recording.received(mark, tensors, sender)
+            return self._codec.unpack(message.tree, tensors)
         finally:
             if message.refs:
                 self.traffic.arrived(message.refs)
@@ -92,18 +107,26 @@ class Execution:
         if envelope.message.refs:
             self.traffic.arrived(envelope.message.refs)
 
-    def result(self, id: int, value: Any, to: Peer) -> Frame:
-        """The frame that answers request ``id`` of ``to`` with a value."""
-        tree, packing = self._codec.pack(value)
-        return self.frame(lambda refs: Result(id, tree, refs), packing, to)
+    def request(self, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
+        """The frame of a request with a packed value, made by the calling thread."""
+        mark, tensors = self.recording.asking(packing.tensors, to.peer)
+        return self._frame(lambda refs: make(refs, mark), packing, tensors, to)
 
-    def frame(self, make: Callable[[Refs], Any], packing: Packing, to: Peer) -> Frame:
-        """The frame of a message with a packed value."""
+    def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
+        """The frame that answers request ``id`` of ``to``, which had the mark ``asked``, with a value."""
+        tree, packing = self._codec.pack(value)
+        tensors: Tensors = packing.tensors
+        mark = None
+        if asked is not None:
+            mark, tensors = self.recording.answering(asked, tensors, to.peer)
+        return self._frame(lambda refs: Result(id, tree, refs, mark), packing, tensors, to)
+
+    def _frame(self, make: Callable[[Refs], Any], packing: Packing, tensors: Tensors, to: Peer) -> Frame:
         if not packing.attached:
-            return self._checked(encode(make(()), packing.tensors))
+            return self._checked(encode(make(()), tensors))
         refs = self.traffic.departing(packing.attached, to.peer, to)
         try:
-            return self._checked(encode(make(refs), packing.tensors))
+            return self._checked(encode(make(refs), tensors))
         except BaseException:
             self.traffic.stayed(refs)
             raise
@@ -119,20 +142,24 @@ class Execution:
 
     def failure(self, id: int, error: BaseException, to: Peer) -> Frame:
         """The frame that answers request ``id`` of ``to`` with an exception. Never raises."""
+        return self.tell_failure(lambda *what: Failure(id, *what), error, to)
+
+    def tell_failure(self, make: Callable[..., Any], error: BaseException, to: Peer) -> Frame:
+        """The frame of a message about an exception: ``make(worker, type name, text, traceback, tree, refs)``."""
         text = "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
         kind = type(error)
         texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", _safe_str(error), text)
         try:
             tree, packing = self._codec.pack(error)
-            return self.frame(lambda refs: Failure(id, *texts, tree, refs), packing, to)
+            return self._frame(lambda refs: make(*texts, tree, refs), packing, packing.tensors, to)
         except Exception:  # an exception that cannot travel: its texts do
-            return encode(Failure(id, *texts))
+            return encode(make(*texts))
 
-    def open(self, envelope: Envelope) -> Any:
+    def open(self, envelope: Envelope, sender: WorkerInfo) -> Any:
         """The value of a reply; raises what the other side raised."""
         if type(envelope.message) is Result:
-            return self.unpack(envelope)
-        raise self._rebuild(envelope.message, envelope)
+            return self.unpack(envelope, sender)
+        raise self.rebuild(envelope, sender)
 
     def close(self, seconds: float) -> None:
         """Cancel the coroutines, and wait that long for their loop to end."""
@@ -143,17 +170,19 @@ class Execution:
             asyncio.run_coroutine_threadsafe(_cancel_all(), loop)
             thread.join(max(0.0, seconds))
 
-    def _reply(self, id: int, done: Any, to: Peer) -> Frame:
+    def _reply(self, id: int, done: Any, to: Peer, asked: Mark | None) -> Frame:
         try:
-            return self.result(id, done.value(), to)
+            return self.result(id, done.value(), to, asked)
         except BaseException as error:
             return self.failure(id, error, to)
 
-    def _rebuild(self, message: Failure, envelope: Envelope) -> BaseException:
+    def rebuild(self, envelope: Envelope, sender: WorkerInfo) -> BaseException:
+        """The exception that a message from another worker tells of."""
+        message: Failure | Failed = envelope.message
         error: Any = None
         if message.tree is not None:
             try:
-                error = self.unpack(envelope)
+                error = self.unpack(envelope, sender)
             except Exception:  # its type cannot be had here
                 error = None
         # SystemExit and KeyboardInterrupt over there must not end this process.

@@ -131,9 +131,9 @@ class Outbound:
             self._count_settled(slot)
             raise
 
-    def post(self, message: Any, deadline: float = math.inf) -> None:
+    def post(self, frame: Frame) -> None:
         """Send a one-way message. Raises `ChannelClosed`."""
-        self._send(encode(message), deadline, is_call=False)
+        self._send(frame, math.inf, is_call=False)
 
     def _send(self, frame: Frame, deadline: float, *, is_call: bool) -> None:
         with self._sending:
@@ -298,7 +298,7 @@ class Outbound:
 
     def _open_reply(self, slot: Slot) -> Any:
         if slot.envelope is not None:
-            return self._execution.open(slot.envelope)
+            return self._execution.open(slot.envelope, self.peer)
         raise slot.error or ProtocolError("a request ended without a reply")
 
     def _count_settled(self, slot: Slot) -> None:

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from backhaul.agent.pool import Pool
@@ -210,8 +211,8 @@ class Serving:
         self.on_end: Callable[[Inbound, Exception], None] = lambda inbound, error: None
         self.arriving: Callable[[Refs], None] = lambda refs: None
         """Called with the references that a request brings, in the order of reading."""
-        self.on_activity: Callable[[int], None] | None = None
-        """A test's scheduler counts with it how many requests run and do not wait."""
+        self.on_pause: Callable[[int], None] = lambda change: None
+        """Called with -1 and +1 around a `pause`; a test's scheduler counts with it what runs and does not wait."""
         self.state = _ThreadState()
         self.detached: set[int] = set()
         self.finished = 0  # a count that only its changes matter of; not exact
@@ -241,16 +242,24 @@ class Serving:
             lead[0].give_away(lead[1])
         self.detached.discard(threading.get_ident())
         state.handling = False
-        if self.on_activity is not None:
-            self.on_activity(-1)
         return True
 
     def resumed(self) -> None:
         """The wait is over; the request goes on."""
         self.state.handling = True
         self.detached.add(threading.get_ident())
-        if self.on_activity is not None:
-            self.on_activity(1)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, the calling thread waits for something other than a reply that only peers can bring about."""
+        handling = self.about_to_wait()
+        self.on_pause(-1)
+        try:
+            yield
+        finally:
+            self.on_pause(1)
+            if handling:
+                self.resumed()
 
     def tick(self) -> bool:
         """Give away the leads of requests that take long. False when all has been quiet.

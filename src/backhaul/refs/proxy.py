@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +43,14 @@ def invoke(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
     """Run a method of the value, once there is one. Runs on the owner, and holds no thread until then."""
     references = rref._references
     future: Future[Any] = Future()
+    context = contextvars.copy_context()
 
     def run(cell: Cell) -> None:
         if (failed := cell.error) is not None:
             future.settle(None, failed)
             return
         try:
-            value, later = references.execution.invoke(getattr(cell.get(), name), args, kwargs)
+            value, later = references.execution.invoke(context, getattr(cell.get(), name), args, kwargs)
         except BaseException as error:
             future.settle(None, error)
             return

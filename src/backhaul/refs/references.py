@@ -153,7 +153,7 @@ class References:
         self._await_creation(ref, seconds)
         self._require(ref)
         to = self._info(ref.owner)
-        return self._agent.ask_now(to, lambda id: Fetch(id, ref), f"to_here of {ref}", seconds)
+        return self._agent.ask_now(to, lambda id, mark: Fetch(id, ref, mark), f"to_here of {ref}", seconds)
 
     def local_value(self, ref: RefId) -> Any:
         return self._local(ref, time.monotonic() + self._seconds(-1.0))
@@ -172,8 +172,11 @@ class References:
         self._names[owner.id] = owner
         with self._lock:
             ref = self._counting.new_ref(owner.id)
-        message = lambda id, tree, refs: Create(id, ref, tree, refs)  # noqa: E731
-        send = self._agent.prepare(owner, (function, tuple(args), dict(kwargs)), message)
+        send = self._agent.prepare(
+            owner,
+            (function, tuple(args), dict(kwargs)),
+            lambda id, tree, refs, mark: Create(id, ref, tree, refs, mark),
+        )
         with self._lock:
             if owner == self.me:
                 self._counting.own(ref)
@@ -269,7 +272,7 @@ class References:
         # Before the function runs: the creator is listed, and that is all it waits for.
         inbound.reply(self._agent.answer(message.id, None))
         try:
-            value, later = self.execution.invoke(*self.execution.unpack(envelope))
+            value, later = self.execution.execute(envelope, peer)
         except BaseException as error:
             cell.fail(error, self.me.name)
             inbound.count_finished()
@@ -291,7 +294,7 @@ class References:
         inbound.count_finished()
 
     def _on_fetch(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
-        id, ref = envelope.message.id, envelope.message.ref
+        id, ref, asked = envelope.message.id, envelope.message.ref, envelope.message.mark
         inbound.calls_started += 1
         try:
             cell = self._cell(ref)
@@ -303,7 +306,7 @@ class References:
             try:
                 if (error := cell.error) is not None:
                     return self.execution.failure(id, error, inbound)
-                return self.execution.result(id, cell.get(), inbound)
+                return self.execution.result(id, cell.get(), inbound, asked)
             except BaseException as unsendable:
                 return self.execution.failure(id, unsendable, inbound)
             finally:

@@ -67,6 +67,7 @@ class Scheduler(Network):
     def attach(self, agent: Agent) -> None:
         """Count what this agent does. Before anybody connects to it."""
         agent.serving.handle = self._counting_requests(agent.serving.handle)
+        agent.serving.on_pause = self._paused
         agent.completions.add = self._counting_jobs(agent.completions.add)  # type: ignore[method-assign, assignment]
         add_inbound, add_outbound = agent.serving.add, agent.watch.add
 
@@ -236,6 +237,11 @@ class Scheduler(Network):
         owed, self._state.owed = self._state.owed, 0
         if owed:
             self._count(-owed)
+
+    def _paused(self, change: int) -> None:
+        if self._state.counted:
+            self._pay()
+            self._count(change)
 
     def _quiet(self) -> bool:
         return (

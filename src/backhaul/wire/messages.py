@@ -20,12 +20,25 @@ Refs = tuple[tuple[RefId, ShareId], ...]
 """The references that a message brings; its trees refer to them by index."""
 
 
+class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a message of a distributed autograd context says about itself.
+
+    ``message`` numbers it if tensors of it are recorded, those that require grad; else it is 0. A request
+    with ``grad`` False was made under ``no_grad``: nothing of its reply is to be recorded either.
+    """
+
+    context: int
+    message: int = 0
+    grad: bool = True
+
+
 class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """Run ``function(*args, **kwargs)``; the tree holds ``(function, args, kwargs)``."""
 
     id: int
     tree: Any
     refs: Refs = ()
+    mark: Mark | None = None
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -34,6 +47,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, g
     id: int
     tree: Any
     refs: Refs = ()
+    mark: Mark | None = None
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -89,6 +103,7 @@ class Create(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     ref: RefId
     tree: Any
     refs: Refs = ()
+    mark: Mark | None = None
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +111,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     ref: RefId
+    mark: Mark | None = None
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -154,7 +170,117 @@ class Notices(msgspec.Struct, frozen=True, array_like=True):
     notices: tuple[Notice, ...]
 
 
-Message = Call | Result | Failure | Ping | AwaitReady | AwaitEnd | Tally | Goodbye | Create | Fetch | Notices
+class Pass(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A backward pass, as every message of it says.
+
+    The high bits of ``id`` name the worker that started it. Passes of that worker in this context with ids
+    below ``floor`` are over.
+    """
+
+    id: int
+    context: int
+    floor: int
+    retain_graph: bool
+    into_grad: bool
+
+
+class Gradients(msgspec.Struct, frozen=True, array_like=True):
+    """The gradients of message ``message``, to who sent it. One-way.
+
+    ``present`` lists which of its recorded tensors have one; the frame's tensors are these.
+    """
+
+    backward: Pass
+    message: int
+    present: tuple[int, ...]
+
+
+class TakePart(msgspec.Struct, frozen=True, array_like=True):
+    """These messages, which the receiver sent, take part in the pass. One-way."""
+
+    backward: Pass
+    messages: tuple[int, ...]
+
+
+class Resolve(msgspec.Struct, frozen=True, array_like=True):
+    """To who started the pass: find out what takes part in it, and tell me. One-way."""
+
+    backward: Pass
+
+
+class Resolved(msgspec.Struct, frozen=True, array_like=True):
+    """All that takes part in the pass has been told so. One-way."""
+
+    backward: Pass
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """To who started the pass: a run, or a step of resolving it, is over. One-way.
+
+    ``consumed`` are the messages that it was about, ``emitted`` those that it has passed on to.
+    """
+
+    backward: Pass
+    resolving: bool
+    consumed: tuple[int, ...]
+    emitted: tuple[int, ...]
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True):
+    """The pass has failed, as in `Failure`: stop waiting for it, and tell the other workers of the context. One-way."""
+
+    backward: Pass
+    worker: str
+    type_name: str
+    text: str
+    traceback: str
+    tree: Any = None
+    refs: Refs = ()
+
+
+class Check(msgspec.Struct, frozen=True, array_like=True):
+    """A request that is answered at once: see that those whom you gave work of this pass are alive."""
+
+    id: int
+    backward: Pass
+    round: int
+
+
+class Leave(msgspec.Struct, frozen=True, array_like=True):
+    """The context is over: forget it, and tell the other workers of it. One-way."""
+
+    context: int
+
+
+class Inquire(msgspec.Struct, frozen=True, array_like=True):
+    """A request to who made these contexts: which of them are over?"""
+
+    id: int
+    contexts: tuple[int, ...]
+
+
+Message = (
+    Call
+    | Result
+    | Failure
+    | Ping
+    | AwaitReady
+    | AwaitEnd
+    | Tally
+    | Goodbye
+    | Create
+    | Fetch
+    | Notices
+    | Gradients
+    | TakePart
+    | Resolve
+    | Resolved
+    | Report
+    | Failed
+    | Check
+    | Leave
+    | Inquire
+)
 
 KINDS: dict[int, type[Any]] = {
     1: Call,
@@ -168,6 +294,15 @@ KINDS: dict[int, type[Any]] = {
     9: Create,
     10: Fetch,
     11: Notices,
+    12: Gradients,
+    13: TakePart,
+    14: Resolve,
+    15: Resolved,
+    16: Report,
+    17: Failed,
+    18: Check,
+    19: Leave,
+    20: Inquire,
 }
 """The kind byte of a frame -> the message in it. Numbers are never reused."""
 

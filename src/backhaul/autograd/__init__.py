@@ -1,0 +1,80 @@
+"""Distributed autograd: one backward pass over all workers that took part in a forward pass.
+
+The names and meanings are those of ``torch.distributed.autograd``::
+
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", forward, args=(x,)).sum()
+        dist_autograd.backward(context_id, [loss])
+        gradients = dist_autograd.get_gradients(context_id)
+
+Gradients belong to the context and to the worker on which their leaf lives. All functions are thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import Token
+from typing import Literal
+
+import torch
+
+from backhaul import current as _current
+from backhaul.autograd.context_id import ContextId
+from backhaul.autograd.contexts import current as _context
+from backhaul.autograd.entry import Root, run_backward
+from backhaul.errors import ContextError
+
+__all__ = ["ContextId", "backward", "context", "get_gradients"]
+
+
+class context:
+    """A context manager: what is called inside is recorded. Gives the context's id.
+
+    Leaving it forgets what was recorded, and the gradients, on all workers.
+    """
+
+    def __enter__(self) -> ContextId:
+        if _context.get() is not None:
+            raise ContextError(
+                "Already have an autograd context id for this thread. Contexts cannot be nested, and a remote function "
+                "runs in its caller's: leave that out, or open the context on a thread of its own"
+            )
+        self._autograd = _current.worker().autograd
+        self._id = self._autograd.contexts.new().id
+        self._token: Token[int | None] = _context.set(self._id)
+        return ContextId(self._id)
+
+    def __exit__(self, *_: object) -> None:
+        _context.reset(self._token)
+        self._autograd.leave(self._id)
+
+
+def backward(
+    context_id: int,
+    roots: Root | Sequence[Root],
+    retain_graph: bool = False,
+    *,
+    grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    timeout: float | None = None,
+    accumulate: Literal["context", "grad"] = "context",
+) -> None:
+    """Compute the gradients of the roots with respect to all leaves, on all workers. Returns when they are there.
+
+    - ``roots`` are tensors of this worker, or RRefs to tensors. Those that need no grad are passed over.
+    - ``retain_graph``: keep what is needed for another pass over the same graph.
+    - ``grad_tensors``: a gradient for each root; None, or no list at all, means 1 and is for scalars only.
+    - ``timeout`` in seconds; None or 0 means no limit.
+    - ``accumulate="grad"`` adds the gradients to the leaves' ``.grad`` on each worker, for ordinary optimizers,
+      instead of keeping them in the context for `get_gradients`.
+
+    Raises what a backward function raised on any worker, with the traceback there as the cause; `WorkerLostError` if a
+    worker is lost that takes part; `RpcTimeoutError`; `ContextError` if there is no such context here.
+    """
+    run_backward(_current.worker(), context_id, roots, grad_tensors, retain_graph, timeout, accumulate)
+
+
+def get_gradients(context_id: int) -> Mapping[torch.Tensor, torch.Tensor]:
+    """The gradients that passes of this context have accumulated for the leaves of this worker."""
+    record = _current.worker().autograd.contexts.find(context_id)
+    with record.lock:
+        return dict(record.gradients)

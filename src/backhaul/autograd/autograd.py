@@ -1,0 +1,109 @@
+"""Autograd: one worker's distributed autograd. Makes contexts, ends them, and notices when their makers die."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from backhaul.agent.agent import Agent
+from backhaul.agent.serving import Inbound
+from backhaul.autograd.contexts import Contexts, Record, gone
+from backhaul.autograd.engine import Engine
+from backhaul.autograd.recording import Recorder
+from backhaul.errors import BackhaulError, WorkerLostError
+from backhaul.ids import WorkerInfo
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Inquire, Leave
+
+_log = logging.getLogger(__name__)
+
+_INQUIRE_SECONDS = 4.0
+
+
+class Autograd:
+    """Thread-safe."""
+
+    def __init__(self, agent: Agent) -> None:
+        anchor = torch.zeros((), device="cpu", requires_grad=True)
+        self.me = agent.me
+        self.contexts = Contexts(agent.me)
+        self.engine = Engine(agent, self.contexts, anchor)
+        self._agent = agent
+        agent.execution.recording = Recorder(self.contexts, anchor)
+        agent.register(Leave, self._on_leave)
+        agent.register(Inquire, self._on_inquire)
+        agent.on_connection_ended.append(self._on_connection_ended)
+        agent.idle_checks.append(self.engine.idle)
+
+    def leave(self, id: int) -> None:
+        """End a context here and, by way of those who know of it, everywhere."""
+        record = self.contexts.end(id)
+        if record is None:
+            return
+        self._free(record, gone(id, self.me))
+        self.engine.tell(record.told - {self.me.id}, Leave(id))
+
+    def _free(self, record: Record, error: BaseException) -> None:
+        self.engine.abandon(record, error)
+        with record.lock:
+            record.sends.clear()
+            record.recvs.clear()
+            record.gradients.clear()
+
+    def _on_leave(self, inbound: Inbound, envelope: Envelope) -> None:
+        self._end(envelope.message.context, inbound.peer.id, gone(envelope.message.context, self.me))
+
+    def _end(self, id: int, sender: int, error: BaseException) -> None:
+        record = self.contexts.end(id)
+        if record is None:
+            return
+        self._free(record, error)
+        others = record.told - {self.me.id, sender, record.initiator}
+        if others:
+            self._agent.pool.run(lambda: self.engine.tell(others, Leave(id)))
+
+    def _on_inquire(self, inbound: Inbound, envelope: Envelope) -> Frame:
+        message: Inquire = envelope.message
+        return self._agent.answer(message.id, [id for id in message.contexts if self.contexts.get(id) is None])
+
+    def _on_connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
+        self.engine.lost(peer, error)
+        # Whoever told this worker of a context may have been the one to tell it of its end.
+        suspects: dict[int, list[int]] = {}
+        for record in self.contexts:
+            if record.initiator != self.me.id and (record.initiator == peer.id or peer.id in record.workers()):
+                suspects.setdefault(record.initiator, []).append(record.id)
+        for initiator, ids in suspects.items():
+            self._agent.pool.run(lambda initiator=initiator, ids=ids: self._inquire(initiator, ids))  # type: ignore[misc]
+
+    def _inquire(self, initiator: int, ids: Iterable[int]) -> None:
+        """End those of these contexts that their initiator has ended, or all if it is dead."""
+        why = f"the initiator of its context, rank {initiator}, is lost"
+        try:
+            info = self._agent.membership.find(initiator).info
+            deadline = time.monotonic() + _INQUIRE_SECONDS
+            over: Any = self._agent.ask_later(info, lambda id: Inquire(id, tuple(ids)), "contexts", deadline).wait()
+        except BackhaulError as error:
+            _log.debug("= contexts of rank %s end: %s", initiator, error)
+            over = ids
+        for id in over:
+            self._end(id, initiator, WorkerLostError(why, str(initiator)))
+
+    def close(self) -> None:
+        for record in self.contexts:
+            self.contexts.end(record.id)
+            self._free(record, gone(record.id, self.me))
+
+    def counts(self) -> dict[str, int]:
+        """How much there is of what; for tests and tools."""
+        shares = [share for record in self.contexts for share in list(record.shares.values())]
+        return {
+            "contexts": len(self.contexts),
+            "passes": len(shares),
+            "gates": sum(share.gates for share in shares),
+        }

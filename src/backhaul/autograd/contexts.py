@@ -1,0 +1,143 @@
+"""Contexts: what one worker has recorded, by context.
+
+A context is made by its *initiator*. Other workers get to know of it by messages that carry its id, and keep a
+`Record` of it until they are told that it is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from backhaul.autograd.functions import ID_BITS, rank_of
+from backhaul.errors import ContextError
+from backhaul.ids import WorkerInfo
+
+if TYPE_CHECKING:
+    from backhaul.autograd.graph import Node
+    from backhaul.autograd.share import Share
+
+current: ContextVar[int | None] = ContextVar("backhaul_autograd_context", default=None)
+"""The id of the context that this thread, or coroutine, is in."""
+
+_REMEMBERED = 4096
+# Leaves as many ids again to count up to; a process that has the rank of a dead one hardly meets its ids.
+_START_BITS = ID_BITS - 1
+
+
+class Send(NamedTuple):
+    """A message with recorded tensors, at its sender."""
+
+    to: WorkerInfo
+    output: torch.Tensor
+    """The dummy output: its ``grad_fn`` is the graph node."""
+    tensors: int
+    """How many are recorded."""
+
+    @property
+    def node(self) -> Node:
+        return self.output.grad_fn
+
+
+class Record:
+    """A context, as one worker knows it. ``lock`` guards what is not said to be constant."""
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.initiator = rank_of(id)
+        self.lock = threading.Lock()
+        self.sends: dict[int, Send] = {}
+        self.recvs: dict[int, Node] = {}
+        self.told: set[int] = set()
+        """Ranks of the workers that this one has sent messages of the context to."""
+        self.heard: set[int] = set()
+        """Ranks of those that it has such messages from."""
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.shares: dict[int, Share] = {}
+        """What this worker has to do with passes, by their ids."""
+        self.aborted: set[int] = set()
+        """Passes that have failed."""
+        self.floors: dict[int, int] = {}
+        """By who starts passes: those with lower ids are over."""
+        self.over = False
+
+    def workers(self) -> set[int]:
+        with self.lock:
+            return self.told | self.heard
+
+
+class Contexts:
+    """The contexts that one worker knows. Thread-safe."""
+
+    def __init__(self, me: WorkerInfo) -> None:
+        self._me = me
+        self._lock = threading.Lock()
+        self._records: dict[int, Record] = {}
+        self._over: OrderedDict[int, None] = OrderedDict()  # the latest: a message of theirs may still come
+        self._ids = itertools.count((me.id << ID_BITS) + secrets.randbits(_START_BITS) + 1)
+
+    def new_id(self) -> int:
+        """An id that no other context, message or pass has. Later ids of one worker are higher."""
+        return next(self._ids)
+
+    def new(self) -> Record:
+        """A context of this worker's."""
+        record = Record(self.new_id())
+        with self._lock:
+            self._records[record.id] = record
+        return record
+
+    def get(self, id: int) -> Record | None:
+        return self._records.get(id)
+
+    def find(self, id: int) -> Record:
+        """The record of a context. Raises `ContextError`."""
+        record = self._records.get(id)
+        if record is None:
+            raise gone(id, self._me)
+        return record
+
+    def join(self, id: int, sender: WorkerInfo) -> Record | None:
+        """The record of a context that a message of ``sender`` belongs to; None if it is over."""
+        record = self._records.get(id)
+        if record is None:
+            with self._lock:
+                if id in self._over or rank_of(id) == self._me.id:
+                    return None
+                record = self._records.setdefault(id, Record(id))
+        record.heard.add(sender.id)
+        return record
+
+    def end(self, id: int) -> Record | None:
+        """Forget a context; its record, if there was one."""
+        with self._lock:
+            record = self._records.pop(id, None)
+            self._over[id] = None
+            if len(self._over) > _REMEMBERED:
+                self._over.popitem(last=False)
+        if record is not None:
+            with record.lock:
+                record.over = True
+        return record
+
+    def __iter__(self) -> Iterator[Record]:
+        with self._lock:
+            return iter(list(self._records.values()))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+def gone(id: int, me: WorkerInfo) -> ContextError:
+    return ContextError(
+        f"Could not find autograd context with id: {id} on worker {me.name!r}. Either its `with context()` block has "
+        "been left, by its own thread or because of an error in it, or its initiator has died, or this worker never "
+        "took part in it"
+    )

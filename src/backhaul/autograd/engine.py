@@ -1,0 +1,434 @@
+"""Engine: runs one worker's share of backward passes with torch's own engine.
+
+How a pass goes::
+
+    backward()      runs from the roots ──► Recv.backward ──► Gradients to the sender of each message
+    Gradients       runs from that Send ──► Recv.backward ──► Gradients to …          (and so on)
+    each run        ──► Report, straight to who started the pass, whose ledger says when all is over
+
+A component with several candidates first has the pass resolved: `Resolve` to the starter, from there
+`TakePart` along the same ways as the gradients will take, with Reports of their own, and `Resolved` to who asked.
+
+Whatever goes wrong, goes wrong for the whole pass: the worker that notices it tells the starter and all workers of
+the context (`Failed`, which each passes on once), so that nobody waits for it any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from backhaul.agent.agent import Agent
+from backhaul.agent.serving import Inbound
+from backhaul.autograd import functions, gradients
+from backhaul.autograd.contexts import Contexts, Record, current, gone
+from backhaul.autograd.functions import Recv, rank_of
+from backhaul.autograd.graph import ROOT, Component, put_gates_last
+from backhaul.autograd.passes import Running
+from backhaul.autograd.share import Roots, Share
+from backhaul.errors import BackhaulError, ContextError, ProtocolError, RpcTimeoutError, WorkerLostError
+from backhaul.ids import WorkerInfo
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import (
+    Check,
+    Failed,
+    Gradients,
+    Pass,
+    Report,
+    Resolve,
+    Resolved,
+    TakePart,
+)
+
+_log = logging.getLogger(__name__)
+
+_run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
+
+
+class _Run:
+    """One run of torch's engine, on one thread: a `functions.Run`."""
+
+    def __init__(self, engine: Engine, share: Share) -> None:
+        self.emitted: list[int] = []
+        self._engine = engine
+        self._share = share
+
+    def take(self, message: int) -> Sequence[torch.Tensor | None]:
+        return self._share.take(message, self._engine.agent.serving)
+
+    def emit(self, recv: Recv, gradients: Sequence[torch.Tensor | None]) -> None:
+        share = self._share
+        self._engine.require(share, recv)
+        share.giving_to(recv.sender.id)
+        self.emitted.append(recv.message)
+        present = tuple(place for place, gradient in enumerate(gradients) if gradient is not None)
+        tensors = [gradient for gradient in gradients if gradient is not None]
+        self._engine.agent.post(recv.sender, Gradients(share.backward, recv.message, present), tensors)
+
+
+class Engine:
+    """One worker's part in backward passes, its own and those of others. Thread-safe."""
+
+    def __init__(self, agent: Agent, contexts: Contexts, anchor: torch.Tensor) -> None:
+        self.agent = agent
+        self._me = agent.me
+        self._contexts = contexts
+        self._anchor = anchor
+        self._nothing = torch.zeros((), device="cpu")
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._running: dict[int, Running] = {}  # passes that were started here
+        self._runs = 0
+        patience = agent.options.unresponsive_after
+        self._check_every = math.inf if patience is None else patience / 4
+        for message, handler in (
+            (Gradients, self._on_gradients),
+            (TakePart, self._on_take_part),
+            (Resolve, self._on_resolve),
+            (Resolved, self._on_resolved),
+            (Report, self._on_report),
+            (Failed, self._on_failed),
+        ):
+            agent.register(message, partial(self._handle, handler))
+        agent.register(Check, self._on_check)
+
+    def backward(self, record: Record, roots: Roots, *, retain_graph: bool, into_grad: bool, timeout: float) -> None:
+        """Run a pass from these roots; returns when it is over on all workers."""
+        deadline = time.monotonic() + timeout
+        running = self._begin(record, roots, retain_graph, into_grad, deadline)
+        share = running.share
+        try:
+            component, ask = share.arrive(ROOT)
+            if ask:
+                self._ask(running, self._me.id)
+            elif component is not None:
+                self.run(share, component)
+            with self.agent.serving.pause():
+                running.wait(deadline, partial(self.run, share), self._check_every, share.check)
+        except TimeoutError as error:
+            if not isinstance(error, BackhaulError):
+                error = RpcTimeoutError(f"backward ran for more than its timeout of {timeout:g} s: {error}")
+            self.fail(share, error)
+            raise error from None
+        except BaseException as error:
+            self.fail(share, error)
+            raise
+        finally:
+            with self._lock:
+                del self._running[share.backward.id]
+            with record.lock:
+                record.shares.pop(share.backward.id, None)
+
+    def _begin(self, record: Record, roots: Roots, retain_graph: bool, into_grad: bool, deadline: float) -> Running:
+        with self._lock:
+            id = self._contexts.new_id()
+            floor = min([id, *(other for other, r in self._running.items() if r.share.record is record)])
+            share = Share(Pass(id, record.id, floor, retain_graph, into_grad), record, roots)
+            share.deadline, share.check_every, share.check = deadline, self._check_every, partial(self._check, share)
+            running = self._running[id] = Running(share)
+        with record.lock:
+            over = record.over
+            if not over:
+                record.shares[id] = share
+        if over:
+            with self._lock:
+                del self._running[id]
+            raise gone(record.id, self._me)
+        return running
+
+    def run(self, share: Share, component: Component) -> None:
+        """Run a component, and report. Does not raise: what goes wrong fails the pass."""
+        leaves = [leaf.variable for leaf in component.leaves]
+        run = _Run(self, share)
+        self._count(1)
+        before, functions.thread.run = functions.thread.run, run
+        # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
+        token = current.set(share.record.id)
+        try:
+            if len(component.sources) > 1:
+                put_gates_last(component)
+            tensors, starts = self._starts(share, component)
+            backward = share.backward
+            inputs = () if backward.into_grad else (*leaves, self._anchor)
+            captured = _run_backward(
+                tensors, starts, backward.retain_graph, False, inputs, True, accumulate_grad=backward.into_grad
+            )
+            if leaves and not backward.into_grad:
+                self._store(share, leaves, captured)
+        except BaseException as error:
+            self.fail(share, error)
+            return
+        finally:
+            functions.thread.run = before
+            current.reset(token)
+            component.leaves = component.nodes = ()
+            self._count(-1)
+        self._report(share, False, component.sources, run.emitted)
+
+    def _starts(self, share: Share, component: Component) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        tensors: list[torch.Tensor] = []
+        starts: list[torch.Tensor] = []
+        for source in component.sources:
+            if source != ROOT:
+                tensors.append(share.record.sends[source].output)
+                starts.append(self._nothing)
+            elif share.roots is not None:
+                tensors += share.roots.tensors
+                starts += share.roots.gradients
+        return tuple(tensors), tuple(starts)
+
+    def _store(self, share: Share, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
+        if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
+            captured = gradients.run_hooks(leaves, captured)
+        record = share.record
+        with record.lock:
+            if not record.over and not share.failed:
+                gradients.store(record.gradients, leaves, captured)
+
+    def require(self, share: Share, recv: Recv) -> None:
+        """Raise unless a Recv can be part of this pass."""
+        if recv.context != share.backward.context:
+            raise ContextError(
+                f"a tensor from worker {recv.sender.name!r} was received in autograd context {recv.context}, and this "
+                f"backward pass is of context {share.backward.context}: gradients cannot go back across contexts. Send "
+                "or fetch the value again inside this context, or detach() it"
+            )
+        if share.record.over:
+            raise gone(recv.context, self._me)
+
+    def _report(self, share: Share, resolving: bool, consumed: Iterable[int], emitted: Iterable[int]) -> None:
+        """Tell the starter of the pass that a run, or a step of resolving, is over."""
+        backward = share.backward
+        report = Report(backward, resolving, tuple(consumed), tuple(emitted))
+        if rank_of(backward.id) == self._me.id:
+            self._take_report(report)
+            return
+        try:
+            self.agent.post(self._info(rank_of(backward.id)), report)
+        except BackhaulError as error:
+            self.fail(share, error)
+
+    def _take_report(self, report: Report) -> None:
+        running = self._running.get(report.backward.id)
+        if running is None:
+            return
+        for rank in running.report(report.resolving, report.consumed, report.emitted):
+            self._tell_resolved(running.share, rank)
+
+    def _ask(self, running: Running, rank: int) -> None:
+        """A worker wants this pass to be resolved."""
+        begin, done = running.ask(rank)
+        if done:
+            self._tell_resolved(running.share, rank)
+        elif begin:
+            self._take_part(running.share, (ROOT,))
+
+    def _tell_resolved(self, share: Share, rank: int) -> None:
+        if rank == self._me.id:
+            self._resolve(share)
+        else:
+            self.agent.post(self._info(rank), Resolved(share.backward))
+
+    def _resolve(self, share: Share) -> None:
+        running = self._running.get(share.backward.id)
+        mine: list[Component] = []
+        for component in share.resolve():
+            if running is not None and component.sources[0] == ROOT:
+                running.give(component)
+            else:
+                mine.append(component)
+        for component in mine[1:]:
+            self.agent.pool.run(partial(self.run, share, component))
+        if mine:
+            self.run(share, mine[0])
+
+    def _take_part(self, share: Share, sources: Sequence[int]) -> None:
+        """One step of resolving: tell the senders of what these sources reach."""
+        messages: dict[WorkerInfo, list[int]] = {}
+        for node in share.take_part(sources):
+            recv: Recv = node.recv
+            self.require(share, recv)
+            messages.setdefault(recv.sender, []).append(recv.message)
+        for sender, ids in messages.items():
+            share.giving_to(sender.id)
+            self.agent.post(sender, TakePart(share.backward, tuple(ids)))
+        self._report(share, True, sources, [id for ids in messages.values() for id in ids])
+
+    def fail(self, share: Share, error: BaseException) -> None:
+        """The pass has failed here: free who waits, and tell the starter and all others."""
+        if not share.fail(error, self._me.name):
+            return
+        starter = rank_of(share.backward.id)
+        self._tell_failed(starter, share.backward, error)
+        others = share.record.workers() - {self._me.id, starter}
+        if others:
+            self.agent.pool.run(partial(self._tell_all_failed, others, share.backward, error))
+
+    def _tell_all_failed(self, ranks: Iterable[int], backward: Pass, error: BaseException) -> None:
+        for rank in ranks:
+            self._tell_failed(rank, backward, error)
+
+    def _tell_failed(self, rank: int, backward: Pass, error: BaseException) -> None:
+        if rank == self._me.id:
+            running = self._running.get(backward.id)
+            if running is not None:
+                running.fail(error)
+            return
+        try:
+            self.agent.post_failure(self._info(rank), lambda *what: Failed(backward, *what), error)
+        except BackhaulError as lost:
+            _log.debug("= rank %s cannot be told that pass %s failed with %r: %s", rank, backward.id, error, lost)
+
+    def tell(self, ranks: Iterable[int], message: Any) -> None:
+        """Send a one-way message to those who can be reached."""
+        for rank in ranks:
+            try:
+                self.agent.post(self._info(rank), message)
+            except BackhaulError as error:
+                _log.debug("= rank %s is not told %s: %s", rank, type(message).__name__, error)
+
+    def lost(self, peer: WorkerInfo, error: WorkerLostError) -> None:
+        """The connection with a peer has ended: fail the passes that cannot do without it."""
+        for record in self._contexts:
+            with record.lock:
+                shares = list(record.shares.values())
+            for share in shares:
+                if share.depends_on(peer.id) or rank_of(share.backward.id) == peer.id:
+                    self.agent.pool.run(partial(self.fail, share, WorkerLostError(str(error), peer.name)))
+
+    def abandon(self, record: Record, error: BaseException) -> None:
+        """The context is over: free who waits in it."""
+        with record.lock:
+            shares = list(record.shares.values())
+            record.shares.clear()
+        for share in shares:
+            if share.fail(error, self._me.name) and rank_of(share.backward.id) == self._me.id:
+                self._tell_failed(self._me.id, share.backward, error)
+
+    def idle(self) -> bool:
+        """Nothing is run here, and no pass that was started here goes on."""
+        with self._lock:
+            return not self._running and not self._runs
+
+    def _handle(
+        self, handler: Callable[[Inbound, Envelope, Share], None], inbound: Inbound, envelope: Envelope
+    ) -> None:
+        """Handle a message of a pass; what goes wrong fails the pass."""
+        backward: Pass = envelope.message.backward
+        share: Share | None = None
+        try:
+            record = self._contexts.get(backward.context)
+            if record is None:
+                if not isinstance(envelope.message, Report | Failed):
+                    raise gone(backward.context, self._me)
+                return
+            share = self._share(record, backward)
+            if share is not None:
+                handler(inbound, envelope, share)
+        except Exception as error:
+            if share is None:
+                self._tell_failed(rank_of(backward.id), backward, error)
+            else:
+                self.fail(share, error)
+
+    def _share(self, record: Record, backward: Pass) -> Share | None:
+        """This worker's share of a pass, new if need be; None if the pass is over."""
+        starter = rank_of(backward.id)
+        with record.lock:
+            share = record.shares.get(backward.id)
+            if share is not None:
+                return share
+            if record.over or starter == self._me.id or backward.id in record.aborted:
+                return None
+            if backward.id < record.floors.get(starter, 0):
+                return None
+            record.floors[starter] = max(backward.floor, record.floors.get(starter, 0))
+            for id in [id for id in record.shares if rank_of(id) == starter and id < backward.floor]:
+                del record.shares[id]
+            record.aborted -= {id for id in record.aborted if rank_of(id) == starter and id < backward.floor}
+            share = record.shares[backward.id] = Share(backward, record)
+            return share
+
+    def _on_gradients(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+        message: Gradients = envelope.message
+        send = share.record.sends.get(message.message)
+        if send is None or send.to.id != inbound.peer.id:
+            raise ProtocolError(f"gradients for message {message.message}, which was not sent to {inbound.peer.name!r}")
+        arrived: list[torch.Tensor | None] = [None] * send.tensors
+        for place, gradient in zip(message.present, envelope.tensors, strict=True):
+            arrived[place] = gradient
+        component, ask = share.arrive(message.message, arrived)
+        if component is not None:
+            self.run(share, component)
+        elif ask:
+            starter = rank_of(share.backward.id)
+            running = self._running.get(share.backward.id)
+            if running is not None:
+                self._ask(running, self._me.id)
+            elif starter != self._me.id:
+                self.agent.post(self._info(starter), Resolve(share.backward))
+
+    def _on_take_part(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+        self._take_part(share, envelope.message.messages)
+
+    def _on_resolve(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+        running = self._running.get(share.backward.id)
+        if running is not None:
+            self._ask(running, inbound.peer.id)
+
+    def _on_resolved(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+        self._resolve(share)
+
+    def _on_report(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+        self._take_report(envelope.message)
+
+    def _on_failed(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+        message: Failed = envelope.message
+        error = self.agent.execution.rebuild(envelope, inbound.peer)
+        if not share.fail(error, self._me.name):
+            return
+        if rank_of(share.backward.id) == self._me.id:
+            self._tell_failed(self._me.id, share.backward, error)
+        if message.refs or envelope.tensors:  # the texts will do
+            message = msgspec.structs.replace(message, tree=None, refs=())
+        others = share.record.workers() - {self._me.id, inbound.peer.id}
+        self.agent.pool.run(lambda: self.tell(others, message))
+
+    def _on_check(self, inbound: Inbound, envelope: Envelope) -> Frame:
+        message: Check = envelope.message
+        record = self._contexts.get(message.backward.context)
+        share = None if record is None else record.shares.get(message.backward.id)
+        if share is not None and share.round < message.round:
+            share.round = message.round
+            self.agent.pool.run(partial(self._check_helpers, share))
+        return self.agent.answer(message.id, None)
+
+    def _check(self, share: Share) -> None:
+        """See that all that work on this pass are alive. A peer that owes an answer is watched by the agent."""
+        share.round += 1
+        self._check_helpers(share)
+
+    def _check_helpers(self, share: Share) -> None:
+        for rank in share.helpers - {self._me.id}:
+            try:
+                self.agent.ask_later(
+                    self._info(rank), lambda id: Check(id, share.backward, share.round), "a sign of life", math.inf
+                )
+            except BackhaulError as error:
+                self.fail(share, error)
+
+    def _info(self, rank: int) -> WorkerInfo:
+        return self.agent.membership.find(rank).info
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._runs += change

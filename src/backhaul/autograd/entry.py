@@ -1,0 +1,115 @@
+"""What a user gives to backward, checked and turned into roots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from backhaul.autograd.contexts import current
+from backhaul.autograd.share import Roots
+from backhaul.errors import MisuseError, OptionError
+from backhaul.refs.rref import RRef
+
+Root = torch.Tensor | RRef[Any]
+
+
+def run_backward(
+    worker: Any,
+    context_id: int,
+    roots: Any,
+    grad_tensors: Any,
+    retain_graph: bool,
+    timeout: float | None,
+    accumulate: str,
+) -> None:
+    """See `backhaul.autograd.backward`."""
+    if isinstance(context_id, bool) or not isinstance(context_id, int):
+        raise TypeError(f"incompatible function arguments: the context id is an int, not a {type(context_id).__name__}")
+    if accumulate not in ("context", "grad"):
+        raise OptionError(f'accumulate={accumulate!r} must be "context" or "grad"')
+    seconds = _seconds(timeout)
+    record = worker.autograd.contexts.find(context_id)
+    chosen = choose(fetch(_listed(roots), record.id), grad_tensors)
+    worker.autograd.engine.backward(
+        record, chosen, retain_graph=bool(retain_graph), into_grad=accumulate == "grad", timeout=seconds
+    )
+
+
+def fetch(roots: Sequence[Any], context_id: int) -> list[torch.Tensor]:
+    """The tensors of roots that are references, fetched in the context."""
+    found = []
+    for root in roots:
+        if isinstance(root, RRef):
+            token = current.set(context_id)
+            try:
+                with torch.enable_grad():
+                    root = root.to_here()
+            finally:
+                current.reset(token)
+            if not isinstance(root, torch.Tensor):
+                raise MisuseError(f"RRef should contain a tensor for .backward(), not a {type(root).__name__}")
+        found.append(root)
+    return found
+
+
+def choose(roots: Sequence[torch.Tensor], grad_tensors: Any) -> Roots:
+    """The roots that need grad, and the gradients to start with."""
+    if not roots:
+        raise MisuseError("No tensors provided for gradient computation.")
+    given = _gradients(roots, grad_tensors)
+    tensors: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for number, (root, gradient) in enumerate(zip(roots, given, strict=True)):
+        if not root.requires_grad:
+            continue
+        if gradient is None:
+            if root.numel() != 1:
+                raise MisuseError(
+                    f"root {number}, of shape {tuple(root.shape)}, is not a scalar, all roots need to be scalar or to "
+                    "have their gradient in grad_tensors"
+                )
+            gradient = torch.ones_like(root, memory_format=torch.preserve_format)
+        elif gradient.shape != root.shape:
+            raise MisuseError(
+                f"grad_tensors[{number}] has shape {tuple(gradient.shape)}, its root has {tuple(root.shape)}"
+            )
+        if root.grad_fn is None:
+            raise MisuseError(
+                f"root {number} does not have a valid gradient function: it is a leaf, not computed from anything"
+            )
+        tensors.append(root)
+        gradients.append(gradient.detach())
+    if not tensors:
+        raise MisuseError("requires_grad not set on root: none of the roots depends on a tensor that requires grad")
+    return Roots(tensors, gradients)
+
+
+def _listed(roots: Any) -> Sequence[Any]:
+    if isinstance(roots, torch.Tensor | RRef):
+        return [roots]
+    if not isinstance(roots, list | tuple) or not all(isinstance(root, torch.Tensor | RRef) for root in roots):
+        raise TypeError("incompatible function arguments: roots must be a tensor, an RRef, or a list of them")
+    return roots
+
+
+def _gradients(roots: Sequence[torch.Tensor], given: Any) -> Sequence[torch.Tensor | None]:
+    if given is None:
+        return [None] * len(roots)
+    if isinstance(given, torch.Tensor):
+        given = [given]
+    if not isinstance(given, list | tuple) or not all(g is None or isinstance(g, torch.Tensor) for g in given):
+        raise TypeError("grad_tensors must be a tensor, or a list of tensors and None")
+    if len(given) != len(roots):
+        raise MisuseError(f"{len(given)} grad_tensors for {len(roots)} roots: give one for each, or None")
+    return given
+
+
+def _seconds(timeout: float | None) -> float:
+    if timeout is None:
+        return math.inf
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise OptionError(f"timeout {timeout!r} must be in seconds; None or 0 means no limit")
+    return float(timeout) or math.inf

@@ -1,0 +1,120 @@
+"""Send and Recv: where a graph leaves a worker, and where it enters one.
+
+Both are real nodes of torch's graph. Forward::
+
+        worker A                          worker B
+    x ──► SendRpc ─ ─ ─ message 7 ─ ─ ─► RecvRpc ──► x' ──► …
+
+`SendRpc` has the sent tensors as inputs and a dummy as its output. `RecvRpc` has an *anchor* as its input, a
+leaf of no other use, and the received tensors as its outputs. Backward, ``RecvRpc`` sends the gradients of its
+outputs to A; ``SendRpc`` is run on A from its dummy, takes them and passes them on to x's own nodes.
+
+Torch's engine pops the ready node with the highest sequence number first. A Recv has the highest there are,
+so it sends as soon as its gradients are complete. A Send has one below those of all other nodes of its run
+(`graph.put_gates_last`), in the order of sending: see `graph` for why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from backhaul.errors import ContextError
+from backhaul.ids import WorkerInfo
+
+ID_BITS = 48
+"""Ids of contexts, messages and passes have the rank of who made them above this many bits of a count."""
+
+_COUNT = (1 << ID_BITS) - 1
+_FIRST = (1 << 62) - 1
+
+
+def rank_of(id: int) -> int:
+    """The rank of the worker that made an id."""
+    return id >> ID_BITS
+
+
+class Recv(NamedTuple):
+    """A message with recorded tensors, at its receiver."""
+
+    context: int
+    message: int
+    sender: WorkerInfo
+
+
+class Run(Protocol):
+    """What Send and Recv ask of the run of torch's engine that they are in: see `engine`."""
+
+    def take(self, message: int) -> Sequence[torch.Tensor | None]: ...
+    def emit(self, recv: Recv, gradients: Sequence[torch.Tensor | None]) -> None: ...
+
+
+class _ThreadState(threading.local):
+    run: Run | None = None
+
+
+thread = _ThreadState()
+"""The run of this thread, if it is in one."""
+
+
+class SendRpc(torch.autograd.Function):
+    """The sender's end of a message."""
+
+    @staticmethod
+    def forward(ctx: Any, message: int, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.message = message
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor | None) -> tuple[Any, ...]:
+        if thread.run is None:
+            raise ContextError("a Send is run by distributed autograd only: see backhaul.autograd.backward")
+        return None, *thread.run.take(ctx.message)
+
+
+class RecvRpc(torch.autograd.Function):
+    """The receiver's end of a message."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        # The tensors are no inputs: inputs that are returned as they are could not be changed in place.
+        ctx.set_materialize_grads(False)
+        ctx.recv = recv
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+        if thread.run is None:
+            raise ContextError(
+                f"a tensor that came from worker {ctx.recv.sender.name!r} in autograd context {ctx.recv.context} is "
+                "part of this graph: a local backward() ends there. Use backhaul.autograd.backward(context_id, [loss])"
+            )
+        thread.run.emit(ctx.recv, gradients)
+        return None, None, None
+
+
+SendNode: Any = SendRpc._backward_cls
+RecvNode: Any = RecvRpc._backward_cls
+"""The types of their graph nodes."""
+
+
+def send(message: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The dummy output of a Send of these tensors."""
+    with torch.enable_grad():
+        output: torch.Tensor = SendRpc.apply(message, *tensors)  # type: ignore[no-untyped-call]
+    output.grad_fn._set_sequence_nr(message & _COUNT)  # type: ignore[union-attr]
+    return output
+
+
+def receive(anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The outputs of a Recv; their gradients go back to the sender."""
+    with torch.enable_grad():
+        outputs: tuple[torch.Tensor, ...] = RecvRpc.apply(anchor, recv, tensors)  # type: ignore[no-untyped-call]
+    outputs[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
+    return outputs

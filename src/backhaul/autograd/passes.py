@@ -1,0 +1,89 @@
+"""Running: a pass, at the worker that started it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from backhaul.autograd.completion import Ledger
+from backhaul.autograd.graph import Component
+from backhaul.autograd.share import Share
+
+
+class Running:
+    """What the starter of a pass knows of it. Thread-safe."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self._changed = threading.Condition()
+        # Guarded by _changed:
+        self._ledger = Ledger()
+        self._resolving: Ledger | None = None
+        self._askers: set[int] = set()
+        self._resolved = False
+        self._todo: deque[Component] = deque()
+        self._error: BaseException | None = None
+        self._over = False
+
+    def ask(self, rank: int) -> tuple[bool, bool]:
+        """A worker wants the pass to be resolved: ``(begin with it, it is done already)``."""
+        with self._changed:
+            if self._resolved:
+                return False, True
+            self._askers.add(rank)
+            begin = self._resolving is None
+            if begin:
+                self._resolving = Ledger()
+            return begin, False
+
+    def report(self, resolving: bool, consumed: Sequence[int], emitted: Sequence[int]) -> set[int]:
+        """Take note of a report; who is to be told that the pass is resolved now."""
+        with self._changed:
+            if not resolving:
+                self._over = self._ledger.report(consumed, emitted)
+                if self._over:
+                    self._changed.notify_all()
+                return set()
+            if self._resolving is None or not self._resolving.report(consumed, emitted):
+                return set()
+            self._resolved = True
+            return self._askers
+
+    def give(self, component: Component) -> None:
+        """Let the thread that waits for the pass run this."""
+        with self._changed:
+            self._todo.append(component)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._error is None:
+                self._error = error
+                self._changed.notify_all()
+
+    def wait(self, deadline: float, run: Callable[[Component], None], every: float, check: Callable[[], None]) -> None:
+        """Return when the pass is over; raise what it failed with, or `TimeoutError` at the deadline.
+
+        Runs what it is given meanwhile, and calls ``check`` now and then.
+        """
+        next_check = time.monotonic() + every
+        while True:
+            with self._changed:
+                until = min(deadline, next_check)
+                timeout = min(until - time.monotonic(), threading.TIMEOUT_MAX)
+                self._changed.wait_for(lambda: self._error is not None or self._over or self._todo, max(0.0, timeout))
+                if self._error is not None:
+                    raise self._error
+                if self._over:
+                    return
+                component = self._todo.popleft() if self._todo else None
+                open = self._ledger.open
+            if component is not None:
+                run(component)
+            elif time.monotonic() >= deadline:
+                raise TimeoutError(f"{len(open)} messages still open")
+            elif time.monotonic() >= next_check:
+                next_check = time.monotonic() + every
+                check()

@@ -1,0 +1,98 @@
+"""Recording: puts Send and Recv nodes into the graph as messages leave and arrive.
+
+Every request that is made inside a context carries the context's id, so that the function runs in
+it. Tensors that require grad are recorded as well, in requests and in replies, unless grad mode is off.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from backhaul.agent.recording import Tensors
+from backhaul.autograd.contexts import Contexts, Record, Send, current
+from backhaul.autograd.functions import Recv, rank_of, receive, send
+from backhaul.errors import ProtocolError
+from backhaul.ids import WorkerInfo
+from backhaul.wire.messages import Mark
+
+
+class Recorder:
+    """Records the messages of one worker: an `agent.recording.Recording`."""
+
+    def __init__(self, contexts: Contexts, anchor: torch.Tensor) -> None:
+        self._contexts = contexts
+        self._anchor = anchor
+
+    def asking(self, tensors: Tensors, to: WorkerInfo) -> tuple[Mark | None, Tensors]:
+        id = current.get()
+        if id is None:
+            return None, tensors
+        record = self._contexts.get(id)
+        if record is None:  # a function that has outlived its caller's context
+            return None, tensors
+        record.told.add(to.id)
+        if not torch.is_grad_enabled():
+            return Mark(id, 0, False), _detached(tensors)
+        return self._record(record, tensors, to)
+
+    def answering(self, asked: Mark, tensors: Tensors, to: WorkerInfo) -> tuple[Mark | None, Tensors]:
+        if not asked.grad:
+            return None, _detached(tensors)
+        record = self._contexts.join(asked.context, to)
+        if record is None:
+            return None, tensors
+        mark, tensors = self._record(record, tensors, to)
+        return (mark if mark.message else None), tensors
+
+    def received(self, mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
+        if rank_of(mark.message) != sender.id:
+            raise ProtocolError(f"a message {mark.message} that worker {sender.name!r} did not number")
+        places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
+        if not places:
+            raise ProtocolError(f"message {mark.message} is marked as recorded and has no tensor that requires grad")
+        # After its end too: the values are good, and who asks for gradients is told what has happened.
+        record = self._contexts.join(mark.context, sender)
+        recv = Recv(mark.context, mark.message, sender)
+        outputs = receive(self._anchor, recv, _separate(tensors, places))
+        if record is not None:
+            record.recvs[mark.message] = outputs[0].grad_fn
+        result = list(tensors)
+        for place, output in zip(places, outputs, strict=True):
+            result[place] = output
+        return result
+
+    def enter(self, mark: Mark, sender: WorkerInfo) -> None:
+        if self._contexts.join(mark.context, sender) is not None:
+            current.set(mark.context)
+
+    def _record(self, record: Record, tensors: Tensors, to: WorkerInfo) -> tuple[Mark, Tensors]:
+        recorded = [tensor for tensor in tensors if tensor.requires_grad]
+        if not recorded:
+            return Mark(record.id), tensors
+        message = self._contexts.new_id()
+        record.sends[message] = Send(to, send(message, recorded), len(recorded))
+        record.told.add(to.id)
+        return Mark(record.id, message), tensors
+
+
+def _detached(tensors: Tensors) -> Tensors:
+    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+
+
+def _separate(tensors: Tensors, places: list[int]) -> list[torch.Tensor]:
+    """The tensors at these places as plain ones, none sharing memory with another of the message.
+
+    Autograd would not know that they share it, and an in-place operation on one would spoil the other's gradient.
+    """
+    found = [tensors[place].data for place in places]
+    if len(tensors) > 1:
+        storages = [_storage(tensor) for tensor in tensors]
+        found = [
+            plain.clone() if storages.count(storages[place]) > 1 and storages[place] else plain
+            for place, plain in zip(places, found, strict=True)
+        ]
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
