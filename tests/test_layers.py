@@ -229,6 +229,7 @@ def test_what_the_package_offers() -> None:
     assert sorted(backhaul.__all__) == [
         "RpcOptions",
         "Worker",
+        "autograd",
         "cluster",
         "errors",
         "functions",

@@ -36,19 +36,30 @@ from backhaul.wire.messages import (
     AwaitEnd,
     AwaitReady,
     Call,
+    Check,
     Create,
+    Failed,
     Failure,
     Fetch,
     Goodbye,
+    Gradients,
+    Inquire,
+    Leave,
+    Mark,
     Notices,
+    Pass,
     Ping,
     Recall,
     Register,
     Registered,
     Release,
+    Report,
+    Resolve,
+    Resolved,
     Result,
     Sweep,
     Swept,
+    TakePart,
     Tally,
     Unpin,
 )
@@ -197,6 +208,12 @@ def recorded() -> list[tuple[Any, Sequence[torch.Tensor]]]:
     batch = [torch.arange(48.0).reshape(4, 12), torch.arange(100, dtype=torch.uint8), torch.zeros(40).bool()]
     tree, packing = CODECS[0].pack((operator.mul, (batch, {"lr": 0.1, "names": ["a", "b", "c" * 40]}), {"x": None}))
     exchange.append((Call(10, tree), packing.tensors))
+    backward, big = Pass((3 << 48) + 7, (3 << 48) + 1, (3 << 48) + 7, False, True), (2 << 48) + (1 << 46)
+    exchange.append((Call(11, tree, (), Mark(backward.context, big)), packing.tensors))
+    exchange.append((Gradients(backward, big, (0, 2)), [torch.ones(3), torch.ones(2).expand(4, 2)]))
+    exchange += [(TakePart(backward, (big, big + 1)), ()), (Resolve(backward), ()), (Resolved(backward), ())]
+    exchange += [(Report(backward, True, (0,), (big,)), ()), (Failed(backward, "w", "T", "x", "t"), ())]
+    exchange += [(Check(12, backward, 1), ()), (Leave(backward.context), ()), (Inquire(13, (backward.context,)), ())]
     exchange.append((Goodbye(), ()))
     return exchange
 
@@ -208,7 +225,7 @@ STREAM = b"".join(FRAMES)
 
 def test_the_recording_shows_every_kind() -> None:
     assert {type(message) for message, _ in EXCHANGE} == set(KINDS.values())
-    assert 1_000 < len(STREAM) < 4_000
+    assert 1_000 < len(STREAM) < 5_000
 
 
 # Literal frames.

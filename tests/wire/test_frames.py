@@ -18,19 +18,30 @@ from backhaul.wire.messages import (
     AwaitEnd,
     AwaitReady,
     Call,
+    Check,
     Create,
+    Failed,
     Failure,
     Fetch,
     Goodbye,
+    Gradients,
+    Inquire,
+    Leave,
+    Mark,
     Notices,
+    Pass,
     Ping,
     Recall,
     Register,
     Registered,
     Release,
+    Report,
+    Resolve,
+    Resolved,
     Result,
     Sweep,
     Swept,
+    TakePart,
     Tally,
     Unpin,
 )
@@ -40,11 +51,13 @@ HEAD = "42 48 01"
 NO_TENSORS = "00000000 0000000000000000"
 
 REF, SHARE = RefId(1, 2, 3), ShareId(4, 5)
+PASS, PASS_BYTES = Pass(1, 2, 3, True, False), "95 01 02 03 c3 c2"
 
 LITERAL = [
-    (Call(1, None), f"{HEAD} 01 04000000 {NO_TENSORS} 93 01 c0 90"),
-    (Call(1, None, ((REF, SHARE),)), f"{HEAD} 01 0c000000 {NO_TENSORS} 93 01 c0 91 92 93010203 920405"),
-    (Result(2, [0, True, 1.5]), f"{HEAD} 02 0f000000 {NO_TENSORS} 93 02 93 00 c3 cb3ff8000000000000 90"),
+    (Call(1, None), f"{HEAD} 01 05000000 {NO_TENSORS} 94 01 c0 90 c0"),
+    (Call(1, None, (), Mark(2, 3, False)), f"{HEAD} 01 08000000 {NO_TENSORS} 94 01 c0 90 93 02 03 c2"),
+    (Call(1, None, ((REF, SHARE),)), f"{HEAD} 01 0d000000 {NO_TENSORS} 94 01 c0 91 92 93010203 920405 c0"),
+    (Result(2, [0, True, 1.5]), f"{HEAD} 02 10000000 {NO_TENSORS} 94 02 93 00 c3 cb3ff8000000000000 90 c0"),
     (
         Failure(3, "w", "T", "x", "t"),
         f"{HEAD} 03 0c000000 {NO_TENSORS} 97 03 a177 a154 a178 a174 c0 90",
@@ -54,8 +67,8 @@ LITERAL = [
     (AwaitEnd(6, 1), f"{HEAD} 06 03000000 {NO_TENSORS} 92 06 01"),
     (Tally(300), f"{HEAD} 07 04000000 {NO_TENSORS} 91 cd012c"),
     (Goodbye(), f"{HEAD} 08 01000000 {NO_TENSORS} 90"),
-    (Create(7, REF, None), f"{HEAD} 09 08000000 {NO_TENSORS} 94 07 93010203 c0 90"),
-    (Fetch(8, REF), f"{HEAD} 0a 06000000 {NO_TENSORS} 92 08 93010203"),
+    (Create(7, REF, None), f"{HEAD} 09 09000000 {NO_TENSORS} 95 07 93010203 c0 90 c0"),
+    (Fetch(8, REF), f"{HEAD} 0a 07000000 {NO_TENSORS} 93 08 93010203 c0"),
     (
         Notices(9, 12, 10, (Register(REF), Registered(REF, False), Unpin(SHARE), Release(REF))),
         f"{HEAD} 0b 1d000000 {NO_TENSORS} 94 09 0c 0a 94 9201 93010203 9302 93010203 c2 9203 920405 9204 93010203",
@@ -64,6 +77,18 @@ LITERAL = [
         Notices(9, 12, 11, (Sweep((1, 2)), Swept(()), Recall((SHARE,)))),
         f"{HEAD} 0b 13000000 {NO_TENSORS} 94 09 0c 0b 93 9205 920102 9206 90 9207 91 920405",
     ),
+    (Gradients(PASS, 6, (0, 2)), f"{HEAD} 0c 0b000000 {NO_TENSORS} 93 {PASS_BYTES} 06 92 00 02"),
+    (TakePart(PASS, (6, 7)), f"{HEAD} 0d 0a000000 {NO_TENSORS} 92 {PASS_BYTES} 92 06 07"),
+    (Resolve(PASS), f"{HEAD} 0e 07000000 {NO_TENSORS} 91 {PASS_BYTES}"),
+    (Resolved(PASS), f"{HEAD} 0f 07000000 {NO_TENSORS} 91 {PASS_BYTES}"),
+    (Report(PASS, False, (6,), ()), f"{HEAD} 10 0b000000 {NO_TENSORS} 94 {PASS_BYTES} c2 91 06 90"),
+    (
+        Failed(PASS, "w", "T", "x", "t"),
+        f"{HEAD} 11 11000000 {NO_TENSORS} 97 {PASS_BYTES} a177 a154 a178 a174 c0 90",
+    ),
+    (Check(8, PASS, 9), f"{HEAD} 12 09000000 {NO_TENSORS} 93 08 {PASS_BYTES} 09"),
+    (Leave(5), f"{HEAD} 13 02000000 {NO_TENSORS} 91 05"),
+    (Inquire(6, (5, 4)), f"{HEAD} 14 05000000 {NO_TENSORS} 92 06 92 05 04"),
 ]
 
 
@@ -83,8 +108,8 @@ def test_the_literals_show_every_kind() -> None:
 def test_a_tensor_adds_its_table_and_its_bytes() -> None:
     frame = encode(Result(9, [3, 0]), [torch.tensor([1.0, -2.0])])
     expected = bytes.fromhex(
-        f"{HEAD} 02 06000000 29000000 0800000000000000"
-        "93 09 92 03 00 90"  # the message: [9, [TENSOR, 0], no references]
+        f"{HEAD} 02 07000000 29000000 0800000000000000"
+        "94 09 92 03 00 90 c0"  # the message: [9, [TENSOR, 0], no references, no mark]
         "01000000 01000000 0800000000000000"  # one tensor, one buffer, of 8 bytes
         "00 0b 00 00 01 00000000 0000000000000000"  # strided, float32, no flags, cpu, 1 dimension, buffer 0 at 0
         "0200000000000000"

@@ -21,7 +21,7 @@ import torch
 from backhaul import current as _current
 from backhaul.autograd.context_id import ContextId
 from backhaul.autograd.contexts import current as _context
-from backhaul.autograd.entry import Root, run_backward
+from backhaul.autograd.entry import Root
 from backhaul.errors import ContextError
 
 __all__ = ["ContextId", "backward", "context", "get_gradients"]
@@ -70,7 +70,7 @@ def backward(
     Raises what a backward function raised on any worker, with the traceback there as the cause; `WorkerLostError` if a
     worker is lost that takes part; `RpcTimeoutError`; `ContextError` if there is no such context here.
     """
-    run_backward(_current.worker(), context_id, roots, grad_tensors, retain_graph, timeout, accumulate)
+    _current.worker().autograd.backward(context_id, roots, retain_graph, grad_tensors, timeout, accumulate)
 
 
 def get_gradients(context_id: int) -> Mapping[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 
 from backhaul.agent.agent import Agent
 from backhaul.agent.serving import Inbound
+from backhaul.autograd import entry
 from backhaul.autograd.contexts import Contexts, Record, gone
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.recording import Recorder
 from backhaul.errors import BackhaulError, WorkerLostError
 from backhaul.ids import WorkerInfo
+from backhaul.refs.rref import RRef
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Inquire, Leave
@@ -23,6 +26,13 @@ from backhaul.wire.messages import Inquire, Leave
 _log = logging.getLogger(__name__)
 
 _INQUIRE_SECONDS = 4.0
+
+
+def backward_here(rref: RRef[Any], retain_graph: bool) -> None:
+    """A local backward from the value of a reference. Runs on its owner."""
+    value = rref.local_value()
+    entry.require_tensor(value)
+    value.backward(retain_graph=retain_graph)
 
 
 class Autograd:
@@ -39,6 +49,26 @@ class Autograd:
         agent.register(Inquire, self._on_inquire)
         agent.on_connection_ended.append(self._on_connection_ended)
         agent.idle_checks.append(self.engine.idle)
+
+    def backward(
+        self, context_id: int, roots: Any, retain_graph: bool, grad_tensors: Any, timeout: float | None, accumulate: str
+    ) -> None:
+        """See `backhaul.autograd.backward`."""
+        into_grad, seconds = entry.into_grad(accumulate), entry.seconds(timeout)
+        record = self.contexts.find(entry.check_id(context_id))
+        chosen = entry.choose(entry.fetch(roots, record.id), grad_tensors)
+        self.engine.backward(record, chosen, retain_graph=bool(retain_graph), into_grad=into_grad, timeout=seconds)
+
+    def backward_of(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+        """See `RRef.backward`."""
+        if context_id != -1:
+            self.backward(context_id, rref, retain_graph, None, None, "context")
+        elif rref.is_owner():
+            backward_here(rref, retain_graph)
+        else:
+            self._agent.call(
+                rref.owner(), backward_here, (rref, retain_graph), {}, self._agent.options.rpc_timeout or math.inf
+            )
 
     def leave(self, id: int) -> None:
         """End a context here and, by way of those who know of it, everywhere."""

@@ -8,7 +8,7 @@ import torch
 
 from backhaul import current
 from backhaul.autograd.contexts import Record
-from backhaul.autograd.entry import Root, run_backward
+from backhaul.autograd.entry import Root
 from backhaul.autograd.graph import Node
 from backhaul.errors import ProtocolError
 
@@ -36,7 +36,7 @@ class ContextId(int):
         accumulate: Literal["context", "grad"] = "context",
     ) -> None:
         """See `backhaul.autograd.backward`."""
-        run_backward(current.worker(), self, roots, grad_tensors, retain_graph, timeout, accumulate)
+        current.worker().autograd.backward(self, roots, retain_graph, grad_tensors, timeout, accumulate)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """See `backhaul.autograd.get_gradients`."""

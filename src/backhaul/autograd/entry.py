@@ -16,32 +16,23 @@ from backhaul.refs.rref import RRef
 Root = torch.Tensor | RRef[Any]
 
 
-def run_backward(
-    worker: Any,
-    context_id: int,
-    roots: Any,
-    grad_tensors: Any,
-    retain_graph: bool,
-    timeout: float | None,
-    accumulate: str,
-) -> None:
-    """See `backhaul.autograd.backward`."""
+def check_id(context_id: Any) -> int:
+    """A context's id as a plain int."""
     if isinstance(context_id, bool) or not isinstance(context_id, int):
         raise TypeError(f"incompatible function arguments: the context id is an int, not a {type(context_id).__name__}")
+    return int(context_id)
+
+
+def into_grad(accumulate: str) -> bool:
     if accumulate not in ("context", "grad"):
         raise OptionError(f'accumulate={accumulate!r} must be "context" or "grad"')
-    seconds = _seconds(timeout)
-    record = worker.autograd.contexts.find(context_id)
-    chosen = choose(fetch(_listed(roots), record.id), grad_tensors)
-    worker.autograd.engine.backward(
-        record, chosen, retain_graph=bool(retain_graph), into_grad=accumulate == "grad", timeout=seconds
-    )
+    return accumulate == "grad"
 
 
-def fetch(roots: Sequence[Any], context_id: int) -> list[torch.Tensor]:
+def fetch(roots: Any, context_id: int) -> list[torch.Tensor]:
     """The tensors of roots that are references, fetched in the context."""
     found = []
-    for root in roots:
+    for root in _listed(roots):
         if isinstance(root, RRef):
             token = current.set(context_id)
             try:
@@ -49,10 +40,14 @@ def fetch(roots: Sequence[Any], context_id: int) -> list[torch.Tensor]:
                     root = root.to_here()
             finally:
                 current.reset(token)
-            if not isinstance(root, torch.Tensor):
-                raise MisuseError(f"RRef should contain a tensor for .backward(), not a {type(root).__name__}")
+            require_tensor(root)
         found.append(root)
     return found
+
+
+def require_tensor(value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise MisuseError(f"RRef should contain a tensor for .backward(), not a {type(value).__name__}")
 
 
 def choose(roots: Sequence[torch.Tensor], grad_tensors: Any) -> Roots:
@@ -107,7 +102,7 @@ def _gradients(roots: Sequence[torch.Tensor], given: Any) -> Sequence[torch.Tens
     return given
 
 
-def _seconds(timeout: float | None) -> float:
+def seconds(timeout: float | None) -> float:
     if timeout is None:
         return math.inf
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:

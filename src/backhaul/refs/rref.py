@@ -97,6 +97,14 @@ class RRef(Generic[T]):
         """A proxy as of `rpc_sync` whose methods return references to their values, on the same owner."""
         return Proxy(self, self._references.remote_method, timeout)
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run a backward pass with the value, a tensor, as its root.
+
+        With the id of a context it is a distributed one: see `backhaul.autograd.backward`. Without, it is local to
+        the owner, as ``value.backward()`` there.
+        """
+        current.worker().autograd.backward_of(self, dist_autograd_ctx_id, retain_graph)
+
     def _get_type(self, timeout: float = DEFAULT_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; a future of it unless ``blocking``."""
         return self._references.type_of(self, timeout, blocking)
