@@ -173,6 +173,11 @@ class Agent:
         """Send a one-way message. Raises `WorkerLostError`."""
         self._post(self._route(to, math.inf), encode(message, tensors))
 
+    def is_connected(self, rank: int) -> bool:
+        """Whether messages to that worker can leave without a new connection."""
+        outbound = self._routes.get(rank)
+        return outbound is not None and outbound.lost is None
+
     def post_failure(self, to: WorkerInfo, make: Callable[..., Any], error: BaseException) -> None:
         """Send a one-way message about an exception; see `Execution.tell_failure`. Raises `WorkerLostError`."""
         outbound = self._route(to, math.inf)

@@ -57,7 +57,7 @@ class Autograd:
         into_grad, seconds = entry.into_grad(accumulate), entry.seconds(timeout)
         record = self.contexts.find(entry.check_id(context_id))
         chosen = entry.choose(entry.fetch(roots, record.id), grad_tensors)
-        self.engine.backward(record, chosen, retain_graph=bool(retain_graph), into_grad=into_grad, timeout=seconds)
+        self.engine.backward(record, *chosen, retain_graph=bool(retain_graph), into_grad=into_grad, timeout=seconds)
 
     def backward_of(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
         """See `RRef.backward`."""
@@ -76,7 +76,11 @@ class Autograd:
         if record is None:
             return
         self._free(record, gone(id, self.me))
-        self.engine.tell(record.told - {self.me.id}, Leave(id))
+        others = record.told - {self.me.id}
+        at_hand = {rank for rank in others if self._agent.is_connected(rank)}
+        self.engine.tell(at_hand, Leave(record.id))
+        if len(at_hand) < len(others):  # a new connection may take time
+            self._agent.pool.run(lambda: self.engine.tell(others - at_hand, Leave(record.id)))
 
     def _free(self, record: Record, error: BaseException) -> None:
         self.engine.abandon(record, error)

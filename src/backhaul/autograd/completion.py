@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from backhaul.autograd.graph import ROOT
+from backhaul.autograd.functions import ROOT
 
 
 class Ledger:

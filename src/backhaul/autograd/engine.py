@@ -30,10 +30,10 @@ from backhaul.agent.agent import Agent
 from backhaul.agent.serving import Inbound
 from backhaul.autograd import functions, gradients
 from backhaul.autograd.contexts import Contexts, Record, current, gone
-from backhaul.autograd.functions import Recv, rank_of
-from backhaul.autograd.graph import ROOT, Component, put_gates_last
+from backhaul.autograd.functions import ROOT, Recv, rank_of
+from backhaul.autograd.graph import Component, put_gates_last
 from backhaul.autograd.passes import Running
-from backhaul.autograd.share import Roots, Share
+from backhaul.autograd.share import Share
 from backhaul.errors import BackhaulError, ContextError, ProtocolError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
@@ -59,14 +59,23 @@ class _Run:
 
     def __init__(self, engine: Engine, share: Share) -> None:
         self.emitted: list[int] = []
+        self._task = -1  # of torch's engine
         self._engine = engine
         self._share = share
 
     def take(self, message: int) -> Sequence[torch.Tensor | None]:
-        return self._share.take(message, self._engine.agent.serving)
+        self._task = torch._C._current_graph_task_id()
+        engine, share = self._engine, self._share
+        return share.take(message, engine.agent.serving, lambda: engine.check(share))
 
     def emit(self, recv: Recv, gradients: Sequence[torch.Tensor | None]) -> None:
         share = self._share
+        if torch._C._current_graph_task_id() != self._task:
+            raise ContextError(
+                "a local backward() that runs inside of a distributed one has come to a tensor from worker "
+                f"{recv.sender.name!r}, and cannot wait for its gradients to be used there. If it is a "
+                "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
+            )
         self._engine.require(share, recv)
         share.giving_to(recv.sender.id)
         self.emitted.append(recv.message)
@@ -101,19 +110,28 @@ class Engine:
             agent.register(message, partial(self._handle, handler))
         agent.register(Check, self._on_check)
 
-    def backward(self, record: Record, roots: Roots, *, retain_graph: bool, into_grad: bool, timeout: float) -> None:
-        """Run a pass from these roots; returns when it is over on all workers."""
+    def backward(
+        self,
+        record: Record,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        *,
+        retain_graph: bool,
+        into_grad: bool,
+        timeout: float,
+    ) -> None:
+        """Run a pass from these roots, with these gradients; returns when it is over on all workers."""
         deadline = time.monotonic() + timeout
-        running = self._begin(record, roots, retain_graph, into_grad, deadline)
+        running = self._begin(record, functions.start(roots), retain_graph, into_grad, deadline)
         share = running.share
         try:
-            component, ask = share.arrive(ROOT)
+            component, ask = share.arrive(ROOT, gradients)
             if ask:
                 self._ask(running, self._me.id)
             elif component is not None:
                 self.run(share, component)
             with self.agent.serving.pause():
-                running.wait(deadline, partial(self.run, share), self._check_every, share.check)
+                running.wait(deadline, partial(self.run, share), self._check_every, lambda: self.check(share))
         except TimeoutError as error:
             if not isinstance(error, BackhaulError):
                 error = RpcTimeoutError(f"backward ran for more than its timeout of {timeout:g} s: {error}")
@@ -128,12 +146,14 @@ class Engine:
             with record.lock:
                 record.shares.pop(share.backward.id, None)
 
-    def _begin(self, record: Record, roots: Roots, retain_graph: bool, into_grad: bool, deadline: float) -> Running:
+    def _begin(
+        self, record: Record, root: torch.Tensor, retain_graph: bool, into_grad: bool, deadline: float
+    ) -> Running:
         with self._lock:
             id = self._contexts.new_id()
             floor = min([id, *(other for other, r in self._running.items() if r.share.record is record)])
-            share = Share(Pass(id, record.id, floor, retain_graph, into_grad), record, roots)
-            share.deadline, share.check_every, share.check = deadline, self._check_every, partial(self._check, share)
+            share = Share(Pass(id, record.id, floor, retain_graph, into_grad), record, root)
+            share.deadline, share.check_every = deadline, self._check_every
             running = self._running[id] = Running(share)
         with record.lock:
             over = record.over
@@ -156,11 +176,17 @@ class Engine:
         try:
             if len(component.sources) > 1:
                 put_gates_last(component)
-            tensors, starts = self._starts(share, component)
+            outputs = tuple(map(share.output, component.sources))
             backward = share.backward
             inputs = () if backward.into_grad else (*leaves, self._anchor)
             captured = _run_backward(
-                tensors, starts, backward.retain_graph, False, inputs, True, accumulate_grad=backward.into_grad
+                outputs,
+                (self._nothing,) * len(outputs),
+                backward.retain_graph,
+                False,
+                inputs,
+                True,
+                accumulate_grad=backward.into_grad,
             )
             if leaves and not backward.into_grad:
                 self._store(share, leaves, captured)
@@ -173,18 +199,6 @@ class Engine:
             component.leaves = component.nodes = ()
             self._count(-1)
         self._report(share, False, component.sources, run.emitted)
-
-    def _starts(self, share: Share, component: Component) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        tensors: list[torch.Tensor] = []
-        starts: list[torch.Tensor] = []
-        for source in component.sources:
-            if source != ROOT:
-                tensors.append(share.record.sends[source].output)
-                starts.append(self._nothing)
-            elif share.roots is not None:
-                tensors += share.roots.tensors
-                starts += share.roots.gradients
-        return tuple(tensors), tuple(starts)
 
     def _store(self, share: Share, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
         if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
@@ -412,7 +426,7 @@ class Engine:
             self.agent.pool.run(partial(self._check_helpers, share))
         return self.agent.answer(message.id, None)
 
-    def _check(self, share: Share) -> None:
+    def check(self, share: Share) -> None:
         """See that all that work on this pass are alive. A peer that owes an answer is watched by the agent."""
         share.round += 1
         self._check_helpers(share)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from backhaul.autograd.contexts import current
-from backhaul.autograd.share import Roots
 from backhaul.errors import MisuseError, OptionError
 from backhaul.refs.rref import RRef
 
 Root = torch.Tensor | RRef[Any]
+
+
+class Roots(NamedTuple):
+    """Where a pass starts, and the gradients to start with."""
+
+    tensors: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
 
 
 def check_id(context_id: Any) -> int:

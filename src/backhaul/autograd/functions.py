@@ -11,7 +11,7 @@ outputs to A; ``SendRpc`` is run on A from its dummy, takes them and passes them
 
 Torch's engine pops the ready node with the highest sequence number first. A Recv has the highest there are,
 so it sends as soon as its gradients are complete. A Send has one below those of all other nodes of its run
-(`graph.put_gates_last`), in the order of sending: see `graph` for why.
+(`graph.put_gates_last`), in the order of sending: see `graph` for why. A pass starts from a Send as well, of the roots.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from backhaul.ids import WorkerInfo
 
 ID_BITS = 48
 """Ids of contexts, messages and passes have the rank of who made them above this many bits of a count."""
+
+ROOT = 0
+"""Stands for the id of a message where the roots of a pass are meant."""
 
 _COUNT = (1 << ID_BITS) - 1
 _FIRST = (1 << 62) - 1
@@ -102,6 +105,13 @@ class RecvRpc(torch.autograd.Function):
 SendNode: Any = SendRpc._backward_cls
 RecvNode: Any = RecvRpc._backward_cls
 """The types of their graph nodes."""
+
+
+def start(roots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The dummy output of a Send that stands for the roots of a pass: it is run as the others are, and first."""
+    output = send(ROOT, roots)
+    output.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
+    return output
 
 
 def send(message: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """What torch's engine is to run, and in which order: a walk over the graph of one worker. Pure.
 
-The **sources** of a pass on a worker are its roots, where it started, and the Sends that take part. Two
-sources are in one **component** when they reach a common node. Each component is one run of torch's engine,
-so that every node of it is run once, with the sum of all its gradients, as in one process. A leaf does not join
-components, since adding to its gradient can be done in parts, unless it has hooks, which must see the sum.
+The **sources** of a pass on a worker are the Sends that take part, by the ids of their messages, and where it was
+started the Send of its roots (`ROOT`). Two sources are in one **component** when they reach a common node. Each
+component is one run of torch's engine, so that every node of it is run once, with the sum of all its gradients, as in
+one process. A leaf does not join components, since adding to its gradient can be done in parts, unless it has hooks,
+which must see the sum.
 
 Why gates cannot deadlock
 -------------------------
@@ -28,13 +29,10 @@ from typing import Any
 
 import torch
 
-from backhaul.autograd.functions import ID_BITS, RecvNode, SendNode
+from backhaul.autograd.functions import ID_BITS, ROOT, RecvNode, SendNode
 
 Node = Any
 """A node of torch's graph."""
-
-ROOT = 0
-"""The source that stands for the roots; other sources are the ids of messages."""
 
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _LIFT = 1 << ID_BITS

@@ -6,13 +6,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from backhaul.agent.serving import Serving
 from backhaul.autograd.contexts import Record
-from backhaul.autograd.graph import ROOT, Component, Node
+from backhaul.autograd.functions import ROOT
+from backhaul.autograd.graph import Component, Node
 from backhaul.autograd.part import Part
 from backhaul.errors import RpcTimeoutError, fresh, kept
 from backhaul.wire.messages import Pass
@@ -20,24 +20,16 @@ from backhaul.wire.messages import Pass
 Gradients = Sequence[torch.Tensor | None]
 
 
-class Roots(NamedTuple):
-    """Where a pass starts, and the gradients to start with."""
-
-    tensors: Sequence[torch.Tensor]
-    gradients: Sequence[torch.Tensor]
-
-
 class Share:
     """Thread-safe."""
 
-    def __init__(self, backward: Pass, record: Record, roots: Roots | None = None) -> None:
+    def __init__(self, backward: Pass, record: Record, root: torch.Tensor | None = None) -> None:
+        """``root`` is the output of the Send of the roots, where the pass is started."""
         self.backward = backward
         self.record = record
-        self.roots = roots
+        self._root = root
         self.deadline = math.inf
         self.check_every = math.inf
-        """How often a thread that waits calls `check`."""
-        self.check: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._part: Part | None = None
@@ -48,20 +40,24 @@ class Share:
         self._error: BaseException | None = None
         self.round = 0
 
-    def arrive(self, source: int, gradients: Gradients = ()) -> tuple[Component | None, bool]:
+    def arrive(self, source: int, gradients: Gradients) -> tuple[Component | None, bool]:
         """Gradients are here: what can be run now, and whether the pass is to be resolved first."""
         with self._changed:
             if self._error is not None:
                 return None, False
-            if source != ROOT:
-                self._box[source] = gradients
+            self._box[source] = gradients
             part = self._planned()
-            send = None if source == ROOT else self.record.sends[source]
-            component = part.arrive(source, () if send is None else (send.node,))
+            component = part.arrive(source, (self.output(source).grad_fn,))
             ask = part.must_resolve and not self._asked
             self._asked = self._asked or ask
             self._changed.notify_all()
         return component, ask
+
+    def output(self, source: int) -> torch.Tensor:
+        """The dummy output of a source."""
+        if source == ROOT and self._root is not None:
+            return self._root
+        return self.record.sends[source].output
 
     def take_part(self, sources: Sequence[int]) -> list[Node]:
         """Recvs that are newly known to take part, since these sources do."""
@@ -73,8 +69,11 @@ class Share:
         with self._changed:
             return [] if self._error is not None else self._planned().resolve()
 
-    def take(self, message: int, serving: Serving) -> Gradients:
-        """The gradients of a message, when they have come. Raises what the pass has failed with."""
+    def take(self, message: int, serving: Serving, check: Callable[[], None]) -> Gradients:
+        """The gradients of a message, when they have come. Raises what the pass has failed with.
+
+        Calls ``check`` every ``check_every`` seconds, and raises `RpcTimeoutError` at the deadline.
+        """
         with self._changed:
             if message in self._box or self._error is not None:
                 return self._take(message)
@@ -91,7 +90,7 @@ class Share:
                         f"backward ran for more than its timeout: the gradients of message {message} have not come "
                         f"back from worker {self.record.sends[message].to.name!r}"
                     )
-                self.check()
+                check()
 
     def _take(self, message: int) -> Gradients:
         if self._error is not None:
@@ -143,7 +142,7 @@ class Share:
             sources: dict[int, Sequence[Node]] = {
                 message: (send.node,) for message, send in list(self.record.sends.items())
             }
-            if self.roots is not None:
-                sources[ROOT] = [root.grad_fn for root in self.roots.tensors]
+            if self._root is not None:
+                sources[ROOT] = (self._root.grad_fn,)
             self._part = Part(sources, needs_leaves=not self.backward.into_grad)
         return self._part
