@@ -17,7 +17,7 @@ COVER_PURE := $(PURE:%=--cov=backhaul.%)
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(STAMP) ## start three workers on this machine and call functions on them
+demo: $(STAMP) ## train a model that lives in three processes, and check its gradients
 	@$(BIN)/python examples/demo.py
 
 test: lint ## everything that has to pass before a commit

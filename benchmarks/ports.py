@@ -2,8 +2,8 @@
 
 A port is one end of a pair. Entering it joins the two processes, leaving it parts them; the
 client's end then answers `noop`, `echo`, `burst` and `nest`. The two RPC systems share an API and
-so a port. The socket is the limit: no calls, just bytes there and back, in memory that is
-already warm; it cannot nest.
+so a port, which shows their modules to the workloads that differentiate (`gradients`). The socket is the
+limit: no calls, just bytes there and back, in memory that is already warm; it cannot nest.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def descend(module: str, there: str, here: str, depth: int) -> int:
 
 
 class RpcPort:
-    """A worker of Backhaul or of torch.distributed.rpc: ``rpc`` is the module of either."""
+    """A worker of Backhaul or of torch.distributed.rpc: ``rpc`` and ``autograd`` are the modules of either."""
 
-    def __init__(self, rpc: Any, role: str, init: Callable[[str, int], None]) -> None:
-        self._rpc = rpc
+    def __init__(self, rpc: Any, autograd: Any, role: str, init: Callable[[str, int], None]) -> None:
+        self.rpc = rpc
+        self.autograd = autograd
         self._role = role
         self._init = init
 
@@ -74,37 +75,37 @@ class RpcPort:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._rpc.shutdown(graceful=kind is None)
+        self.rpc.shutdown(graceful=kind is None)
 
     def noop(self) -> None:
-        self._rpc.rpc_sync(SERVER, nothing)
+        self.rpc.rpc_sync(SERVER, nothing)
 
     def echo(self, tensor: torch.Tensor) -> torch.Tensor:
-        back: torch.Tensor = self._rpc.rpc_sync(SERVER, same, args=(tensor,))
+        back: torch.Tensor = self.rpc.rpc_sync(SERVER, same, args=(tensor,))
         return back
 
     def burst(self, count: int) -> None:
-        futures = [self._rpc.rpc_async(SERVER, nothing) for _ in range(count)]
+        futures = [self.rpc.rpc_async(SERVER, nothing) for _ in range(count)]
         for future in futures:
             future.wait()
 
     def nest(self, depth: int) -> int:
-        depth_reached: int = self._rpc.rpc_sync(SERVER, descend, args=(self._rpc.__name__, CLIENT, SERVER, depth))
+        depth_reached: int = self.rpc.rpc_sync(SERVER, descend, args=(self.rpc.__name__, CLIENT, SERVER, depth))
         return depth_reached
 
 
 def backhaul_port(role: str, directory: str) -> RpcPort:
-    from backhaul import rpc
+    from backhaul import autograd, rpc
 
     def init(name: str, rank: int) -> None:
         options = rpc.RpcOptions(init_method=f"file://{directory}/meeting-point")
         rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
 
-    return RpcPort(rpc, role, init)
+    return RpcPort(rpc, autograd, role, init)
 
 
 def torch_port(role: str, directory: str) -> RpcPort:
-    from torch.distributed import rpc
+    from torch.distributed import autograd, rpc
 
     def init(name: str, rank: int) -> None:
         # Torch's own code warns about itself when it starts.
@@ -112,7 +113,7 @@ def torch_port(role: str, directory: str) -> RpcPort:
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/meeting-point")
         rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]
 
-    return RpcPort(rpc, role, init)
+    return RpcPort(rpc, autograd, role, init)
 
 
 class SocketPort:

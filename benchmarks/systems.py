@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 import torch
 from ports import CLIENT, PORTS, SERVER
-from workloads import WORKLOADS, Samples
+from workloads import WORKLOADS, Samples, Workload
 
 _START_SECONDS = 60.0
 _RUN_SECONDS = 60.0
+_TRIAL_SECONDS = 6.0  # a trial takes milliseconds, the first in a process perhaps a second
 _STOP_SECONDS = 15.0
 _PR_SET_PDEATHSIG = 1
 
@@ -36,11 +37,21 @@ class SystemFailed(Exception):
     """A process of a system raised, died, or did not answer in time."""
 
 
+class TookTooLong(SystemFailed):
+    """A process did not answer in time: something hangs in it."""
+
+
 class Order(NamedTuple):
-    """Run a workload so many times. A process that gets None instead ends."""
+    """Run a workload so many times; 0 is for its trial. A process that gets None instead ends."""
 
     workload: str
     repetitions: int
+
+
+class Verdict(NamedTuple):
+    """What a trial found wrong, if anything."""
+
+    flaw: str | None
 
 
 class Failure(NamedTuple):
@@ -54,12 +65,12 @@ class System:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._directory = tempfile.TemporaryDirectory(prefix="backhaul-bench-")
         self._processes: dict[str, BaseProcess] = {}
         self._lines: dict[str, Connection] = {}
 
     def __enter__(self) -> System:
         """Start both processes and wait until they have met. They are frozen then."""
+        self._directory = tempfile.TemporaryDirectory(prefix="backhaul-bench-")
         context = multiprocessing.get_context("spawn")
         try:
             for role in (SERVER, CLIENT):
@@ -93,18 +104,36 @@ class System:
 
     def measure(self, order: Order) -> Samples:
         """What the client measured. Raises `SystemFailed`."""
+        samples = self._obey(order, _RUN_SECONDS)
+        if not isinstance(samples, Samples):
+            raise SystemFailed(f"{self.name}: {order.workload} gave {samples!r}")
+        return samples
+
+    def try_out(self, workload: str) -> str | None:
+        """What is wrong with how the system does a workload; None if nothing is.
+
+        A hang is an answer too; the system is then started afresh. Raises `SystemFailed` for anything else.
+        """
+        try:
+            verdict = self._obey(Order(workload, 0), _TRIAL_SECONDS)
+        except TookTooLong:
+            self._end()
+            self.__enter__()
+            return "hangs"
+        if not isinstance(verdict, Verdict):
+            raise SystemFailed(f"{self.name}: the trial of {workload} gave {verdict!r}")
+        return verdict.flaw
+
+    def _obey(self, order: Order, seconds: float) -> object:
         self._thaw()
         try:
             try:
                 self._lines[CLIENT].send(order)
             except OSError as error:
                 raise SystemFailed(f"{self.name}: the client is gone: {error}") from error
-            samples = self._answer(CLIENT, time.monotonic() + _RUN_SECONDS)
+            return self._answer(CLIENT, time.monotonic() + seconds)
         finally:
             self._freeze()
-        if not isinstance(samples, Samples):
-            raise SystemFailed(f"{self.name}: {order.workload} gave {samples!r}")
-        return samples
 
     def _answer(self, role: str, deadline: float) -> object:
         line = self._lines[role]
@@ -121,7 +150,7 @@ class System:
                 return answer
         if ready:
             raise SystemFailed(f"{self.name}: a process ended early ({self._exit_codes()})")
-        raise SystemFailed(f"{self.name}: the {role} did not answer in time")
+        raise TookTooLong(f"{self.name}: the {role} did not answer in time")
 
     def _part(self) -> None:
         self._thaw()
@@ -170,10 +199,19 @@ def _live(system: str, role: str, directory: str, line: Connection, driver: int)
         with PORTS[system](role, directory) as port:
             line.send("ready")
             while (order := line.recv()) is not None:
-                line.send(WORKLOADS[order.workload].run(port, order.repetitions))
+                workload = WORKLOADS[order.workload]
+                line.send(workload.run(port, order.repetitions) if order.repetitions else _try_out(workload, port))
     except Exception:
         line.send(Failure(traceback.format_exc()))
         raise
+
+
+def _try_out(workload: Workload, port: object) -> Verdict:
+    try:
+        return Verdict(workload.trial(port) if workload.trial else None)
+    except Exception as error:
+        traceback.print_exc()
+        return Verdict(f"raises {type(error).__name__}")
 
 
 def _die_with(driver: int) -> None:

@@ -51,10 +51,11 @@ class Stall(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: for each system that has it, seconds per call in each round."""
+    """One figure: for each system that has it, the number of each round; or a note why it has none."""
 
     figure: Figure
     rounds: Mapping[str, list[float]]
+    notes: Mapping[str, str]
 
     def spread(self, system: str) -> Spread | None:
         rounds = self.rounds.get(system)
@@ -77,7 +78,7 @@ def write(rows: Sequence[Row], stalls: Sequence[Stall], systems: Sequence[str], 
     for heading in (*systems, *(f"{over}/{under}" for over, under in RATIOS)):
         table.add_column(heading, justify="right", no_wrap=not terminal)
     for row in rows:
-        times = (_time_text(row.spread(system), row.figure) for system in systems)
+        times = (row.notes.get(system) or _text(row.spread(system), row.figure) for system in systems)
         ratios = (_ratio_text(row.ratio(over, under)) for over, under in RATIOS)
         table.add_row(row.figure.name, *times, *ratios)
     console.print(table)
@@ -86,7 +87,7 @@ def write(rows: Sequence[Row], stalls: Sequence[Stall], systems: Sequence[str], 
 
 
 def as_json(rows: Sequence[Row], stalls: Sequence[Stall], systems: Sequence[str], load: float) -> dict[str, Any]:
-    """The table as plain data; all times in seconds per call."""
+    """The table as plain data: times in seconds per call under "seconds", a share under "share"."""
     return {
         "host": {
             "cpus": os.cpu_count(),
@@ -100,11 +101,12 @@ def as_json(rows: Sequence[Row], stalls: Sequence[Stall], systems: Sequence[str]
         "rows": [
             {
                 "work": row.figure.name,
-                "seconds": {
+                "share" if row.figure.unit == "share" else "seconds": {
                     system: {**spread._asdict(), "rounds": list(row.rounds[system])}
                     for system in systems
                     if (spread := row.spread(system)) is not None
                 },
+                "notes": dict(row.notes),
                 "ratios": {
                     f"{over}/{under}": ratio._asdict()
                     for over, under in RATIOS
@@ -117,10 +119,13 @@ def as_json(rows: Sequence[Row], stalls: Sequence[Stall], systems: Sequence[str]
     }
 
 
-def _time_text(spread: Spread | None, figure: Figure) -> str:
+def _text(spread: Spread | None, figure: Figure) -> str:
     if spread is None:
         return "-"
-    if figure.is_rate:
+    if figure.unit == "share":
+        median, low, high = (_digits(100 * share) for share in spread)
+        return f"{median} % ({low}..{high})"
+    if figure.unit == "calls per second":
         return f"{1 / spread.median:,.0f}/s ({1 / spread.high:,.0f}..{1 / spread.low:,.0f})"
     scale, unit = (1e3, "ms") if spread.median >= 1e-3 else (1e6, "us")
     median, low, high = (_digits(seconds * scale) for seconds in spread)

@@ -100,18 +100,18 @@ def plan(sources: Mapping[int, Sequence[Node]]) -> list[Component]:
 
 def _leaves(starts: Sequence[Node]) -> list[Node]:
     """The leaves that one source reaches. The same walk, for the usual case."""
-    seen = set(starts)
-    stack = list(starts)
+    seen: set[Node] = set()
     leaves = []
+    stack: list[Iterable[tuple[Node, int]]] = [[(start, 0) for start in starts]]
     while stack:
-        for node, _ in stack.pop().next_functions:
+        for node, _ in stack.pop():
             if node is not None and node not in seen:
                 seen.add(node)
                 kind = type(node)
                 if kind is _AccumulateGrad:
                     leaves.append(node)
                 elif kind is not RecvNode:
-                    stack.append(node)
+                    stack.append(node.next_functions)
     return leaves
 
 
