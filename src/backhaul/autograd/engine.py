@@ -235,7 +235,9 @@ class Engine:
         running = self._running.get(report.backward.id)
         if running is None:
             return
-        for rank in running.report(report.resolving, report.consumed, report.emitted):
+        askers = running.report(report.resolving, report.consumed, report.emitted)
+        # This worker last: what it runs then may wait for what the others have to run.
+        for rank in sorted(askers, key=lambda rank: rank == self._me.id):
             self._tell_resolved(running.share, rank)
 
     def _ask(self, running: Running, rank: int) -> None:
