@@ -210,7 +210,7 @@ def recorded() -> list[tuple[Any, Sequence[torch.Tensor]]]:
     exchange.append((Call(10, tree), packing.tensors))
     backward, big = Pass((3 << 48) + 7, (3 << 48) + 1, (3 << 48) + 7, False, True), (2 << 48) + (1 << 46)
     exchange.append((Call(11, tree, (), Mark(backward.context, big)), packing.tensors))
-    exchange.append((Gradients(backward, big, (0, 2)), [torch.ones(3), torch.ones(2).expand(4, 2)]))
+    exchange.append((Gradients(backward, (big, big + 1), (0, 1)), [torch.ones(3), torch.ones(2).expand(4, 2)]))
     exchange += [(TakePart(backward, (big, big + 1)), ()), (Resolve(backward), ()), (Resolved(backward), ())]
     exchange += [(Report(backward, True, (0,), (big,)), ()), (Failed(backward, "w", "T", "x", "t"), ())]
     exchange += [(Check(12, backward, 1), ()), (Leave(backward.context), ()), (Inquire(13, (backward.context,)), ())]

@@ -6,7 +6,6 @@ A context is made by its *initiator*. Other workers get to know of it by message
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import threading
 from collections import OrderedDict
@@ -33,13 +32,12 @@ _START_BITS = ID_BITS - 1
 
 
 class Send(NamedTuple):
-    """A message with recorded tensors, at its sender."""
+    """A recorded tensor of a message, at its sender."""
 
+    message: int
     to: WorkerInfo
     output: torch.Tensor
     """The dummy output: its ``grad_fn`` is the graph node."""
-    tensors: int
-    """How many are recorded."""
 
     @property
     def node(self) -> Node:
@@ -54,7 +52,9 @@ class Record:
         self.initiator = rank_of(id)
         self.lock = threading.Lock()
         self.sends: dict[int, Send] = {}
+        """By the id of the message for its first recorded tensor, and ids that follow for the others."""
         self.recvs: dict[int, Node] = {}
+        """By the id of the message."""
         self.told: set[int] = set()
         """Ranks of the workers that this one has sent messages of the context to."""
         self.heard: set[int] = set()
@@ -81,11 +81,14 @@ class Contexts:
         self._lock = threading.Lock()
         self._records: dict[int, Record] = {}
         self._over: OrderedDict[int, None] = OrderedDict()  # the latest: a message of theirs may still come
-        self._ids = itertools.count((me.id << ID_BITS) + secrets.randbits(_START_BITS) + 1)
+        self._next_id = (me.id << ID_BITS) + secrets.randbits(_START_BITS) + 1
 
-    def new_id(self) -> int:
-        """An id that no other context, message or pass has. Later ids of one worker are higher."""
-        return next(self._ids)
+    def new_id(self, count: int = 1) -> int:
+        """An id that no other context, message or pass has, or the first of so many. Later ones are higher."""
+        with self._lock:
+            first = self._next_id
+            self._next_id += count
+            return first
 
     def new(self) -> Record:
         """A context of this worker's."""

@@ -31,7 +31,7 @@ from backhaul.agent.serving import Inbound
 from backhaul.autograd import functions, gradients
 from backhaul.autograd.contexts import Contexts, Record, current, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
-from backhaul.autograd.graph import Component, put_gates_last
+from backhaul.autograd.graph import Component
 from backhaul.autograd.passes import Running
 from backhaul.autograd.share import Share
 from backhaul.errors import BackhaulError, ContextError, ProtocolError, RpcTimeoutError, WorkerLostError
@@ -57,19 +57,20 @@ _run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.V
 class _Run:
     """One run of torch's engine, on one thread: a `functions.Run`."""
 
-    def __init__(self, engine: Engine, share: Share) -> None:
+    def __init__(self, engine: Engine, share: Share, component: Component) -> None:
         self.emitted: list[int] = []
+        self._recvs = component.recvs
         self._task = -1  # of torch's engine
         self._engine = engine
         self._share = share
 
-    def take(self, message: int) -> Sequence[torch.Tensor | None]:
+    def take(self, source: int) -> Sequence[torch.Tensor | None]:
         self._task = torch._C._current_graph_task_id()
         engine, share = self._engine, self._share
-        return share.take(message, engine.agent.serving, lambda: engine.check(share))
+        return share.take(source, engine.agent.serving, lambda: engine.check(share))
 
-    def emit(self, recv: Recv, gradients: Sequence[torch.Tensor | None]) -> None:
-        share = self._share
+    def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        share, recv = self._share, node.recv
         if torch._C._current_graph_task_id() != self._task:
             raise ContextError(
                 "a local backward() that runs inside of a distributed one has come to a tensor from worker "
@@ -78,10 +79,12 @@ class _Run:
             )
         self._engine.require(share, recv)
         share.giving_to(recv.sender.id)
-        self.emitted.append(recv.message)
-        present = tuple(place for place, gradient in enumerate(gradients) if gradient is not None)
-        tensors = [gradient for gradient in gradients if gradient is not None]
-        self._engine.agent.post(recv.sender, Gradients(share.backward, recv.message, present), tensors)
+        outputs = sorted(self._recvs[node])
+        sources = tuple(recv.message + output for output in outputs)
+        present = tuple(place for place, output in enumerate(outputs) if gradients[output] is not None)
+        tensors = [gradient for output in outputs if (gradient := gradients[output]) is not None]
+        self.emitted += sources
+        self._engine.agent.post(recv.sender, Gradients(share.backward, sources, present), tensors)
 
 
 class Engine:
@@ -125,10 +128,10 @@ class Engine:
         running = self._begin(record, functions.start(roots), retain_graph, into_grad, deadline)
         share = running.share
         try:
-            component, ask = share.arrive(ROOT, gradients)
+            components, ask = share.arrive({ROOT: gradients})
             if ask:
                 self._ask(running, self._me.id)
-            elif component is not None:
+            for component in components:
                 self.run(share, component)
             with self.agent.serving.pause():
                 running.wait(deadline, partial(self.run, share), self._check_every, lambda: self.check(share))
@@ -168,14 +171,12 @@ class Engine:
     def run(self, share: Share, component: Component) -> None:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
         leaves = [leaf.variable for leaf in component.leaves]
-        run = _Run(self, share)
+        run = _Run(self, share, component)
         self._count(1)
         before, functions.thread.run = functions.thread.run, run
         # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
         token = current.set(share.record.id)
         try:
-            if len(component.sources) > 1:
-                put_gates_last(component)
             outputs = tuple(map(share.output, component.sources))
             backward = share.backward
             inputs = () if backward.into_grad else (*leaves, self._anchor)
@@ -196,7 +197,7 @@ class Engine:
         finally:
             functions.thread.run = before
             current.reset(token)
-            component.leaves = component.nodes = ()
+            component.leaves, component.recvs = (), {}
             self._count(-1)
         self._report(share, False, component.sources, run.emitted)
 
@@ -262,22 +263,28 @@ class Engine:
                 running.give(component)
             else:
                 mine.append(component)
-        for component in mine[1:]:
-            self.agent.pool.run(partial(self.run, share, component))
-        if mine:
-            self.run(share, mine[0])
+        self._run_all(share, mine)
+
+    def _run_all(self, share: Share, components: Sequence[Component]) -> None:
+        """Run these, none after another that may wait."""
+        ordered = sorted(components, key=lambda component: component.waits)
+        for component in ordered:
+            if component.waits and component is not ordered[-1]:
+                self.agent.pool.run(partial(self.run, share, component))
+            else:
+                self.run(share, component)
 
     def _take_part(self, share: Share, sources: Sequence[int]) -> None:
         """One step of resolving: tell the senders of what these sources reach."""
-        messages: dict[WorkerInfo, list[int]] = {}
-        for node in share.take_part(sources):
+        reached: dict[WorkerInfo, list[int]] = {}
+        for node, outputs in share.take_part(sources).items():
             recv: Recv = node.recv
             self.require(share, recv)
-            messages.setdefault(recv.sender, []).append(recv.message)
-        for sender, ids in messages.items():
+            reached.setdefault(recv.sender, []).extend(recv.message + output for output in outputs)
+        for sender, theirs in reached.items():
             share.giving_to(sender.id)
-            self.agent.post(sender, TakePart(share.backward, tuple(ids)))
-        self._report(share, True, sources, [id for ids in messages.values() for id in ids])
+            self.agent.post(sender, TakePart(share.backward, tuple(theirs)))
+        self._report(share, True, sources, [source for theirs in reached.values() for source in theirs])
 
     def fail(self, share: Share, error: BaseException) -> None:
         """The pass has failed here: free who waits, and tell the starter and all others."""
@@ -376,25 +383,25 @@ class Engine:
 
     def _on_gradients(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
         message: Gradients = envelope.message
-        send = share.record.sends.get(message.message)
-        if send is None or send.to.id != inbound.peer.id:
-            raise ProtocolError(f"gradients for message {message.message}, which was not sent to {inbound.peer.name!r}")
-        arrived: list[torch.Tensor | None] = [None] * send.tensors
+        for source in message.sources:
+            send = share.record.sends.get(source)
+            if send is None or send.to.id != inbound.peer.id:
+                raise ProtocolError(f"gradients for tensor {source}, which was not sent to {inbound.peer.name!r}")
+        arrived: dict[int, tuple[torch.Tensor | None]] = dict.fromkeys(message.sources, (None,))
         for place, gradient in zip(message.present, envelope.tensors, strict=True):
-            arrived[place] = gradient
-        component, ask = share.arrive(message.message, arrived)
-        if component is not None:
-            self.run(share, component)
-        elif ask:
+            arrived[message.sources[place]] = (gradient,)
+        components, ask = share.arrive(arrived)
+        if ask:
             starter = rank_of(share.backward.id)
             running = self._running.get(share.backward.id)
             if running is not None:
                 self._ask(running, self._me.id)
             elif starter != self._me.id:
                 self.agent.post(self._info(starter), Resolve(share.backward))
+        self._run_all(share, components)
 
     def _on_take_part(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
-        self._take_part(share, envelope.message.messages)
+        self._take_part(share, envelope.message.sources)
 
     def _on_resolve(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
         running = self._running.get(share.backward.id)

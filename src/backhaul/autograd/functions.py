@@ -5,7 +5,8 @@ Both are real nodes of torch's graph. Forward::
         worker A                          worker B
     x ──► SendRpc ─ ─ ─ message 7 ─ ─ ─► RecvRpc ──► x' ──► …
 
-`SendRpc` has the sent tensors as inputs and a dummy as its output. `RecvRpc` has an *anchor* as its input, a
+`SendRpc` has a sent tensor as its input and a dummy as its output; each recorded tensor of a message has one of its
+own, since not all of them may get gradients. `RecvRpc` has an *anchor* as its input, a
 leaf of no other use, and the received tensors as its outputs. Backward, ``RecvRpc`` sends the gradients of its
 outputs to A; ``SendRpc`` is run on A from its dummy, takes them and passes them on to x's own nodes.
 
@@ -51,8 +52,8 @@ class Recv(NamedTuple):
 class Run(Protocol):
     """What Send and Recv ask of the run of torch's engine that they are in: see `engine`."""
 
-    def take(self, message: int) -> Sequence[torch.Tensor | None]: ...
-    def emit(self, recv: Recv, gradients: Sequence[torch.Tensor | None]) -> None: ...
+    def take(self, source: int) -> Sequence[torch.Tensor | None]: ...
+    def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None: ...
 
 
 class _ThreadState(threading.local):
@@ -64,23 +65,23 @@ thread = _ThreadState()
 
 
 class SendRpc(torch.autograd.Function):
-    """The sender's end of a message."""
+    """The sender's end of a recorded tensor; or the start of a pass, of all its roots."""
 
     @staticmethod
-    def forward(ctx: Any, message: int, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, source: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.message = message
+        ctx.source = source
         return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[Any, ...]:
         if thread.run is None:
             raise ContextError("a Send is run by distributed autograd only: see backhaul.autograd.backward")
-        return None, *thread.run.take(ctx.message)
+        return None, *thread.run.take(ctx.source)
 
 
 class RecvRpc(torch.autograd.Function):
-    """The receiver's end of a message."""
+    """The receiver's end of the recorded tensors of a message."""
 
     @staticmethod
     def forward(
@@ -98,7 +99,7 @@ class RecvRpc(torch.autograd.Function):
                 f"a tensor that came from worker {ctx.recv.sender.name!r} in autograd context {ctx.recv.context} is "
                 "part of this graph: a local backward() ends there. Use backhaul.autograd.backward(context_id, [loss])"
             )
-        thread.run.emit(ctx.recv, gradients)
+        thread.run.emit(ctx, gradients)
         return None, None, None
 
 
@@ -114,11 +115,11 @@ def start(roots: Sequence[torch.Tensor]) -> torch.Tensor:
     return output
 
 
-def send(message: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The dummy output of a Send of these tensors."""
+def send(source: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The dummy output of a Send."""
     with torch.enable_grad():
-        output: torch.Tensor = SendRpc.apply(message, *tensors)  # type: ignore[no-untyped-call]
-    output.grad_fn._set_sequence_nr(message & _COUNT)  # type: ignore[union-attr]
+        output: torch.Tensor = SendRpc.apply(source, *tensors)  # type: ignore[no-untyped-call]
+    output.grad_fn._set_sequence_nr(source & _COUNT)  # type: ignore[union-attr]
     return output
 
 

@@ -1,10 +1,10 @@
 """What torch's engine is to run, and in which order: a walk over the graph of one worker. Pure.
 
-The **sources** of a pass on a worker are the Sends that take part, by the ids of their messages, and where it was
-started the Send of its roots (`ROOT`). Two sources are in one **component** when they reach a common node. Each
-component is one run of torch's engine, so that every node of it is run once, with the sum of all its gradients, as in
-one process. A leaf does not join components, since adding to its gradient can be done in parts, unless it has hooks,
-which must see the sum.
+The **sources** of a pass on a worker are the Sends that take part, one for each tensor that was sent, and where the
+pass was started the Send of its roots (`ROOT`). Two sources are in one **component** when they reach a common node.
+Each component is one run of torch's engine, so that every node of it is run once, with the sum of all its gradients,
+as in one process. A leaf does not join components, since adding to its gradient can be done in parts, unless it has
+hooks, which must see the sum.
 
 Why gates cannot deadlock
 -------------------------
@@ -24,7 +24,7 @@ because the latest of its gates has no gradients yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,94 +39,133 @@ _LIFT = 1 << ID_BITS
 
 
 class Component:
-    """Sources that have to be run together, and the leaves that they reach."""
+    """Sources that have to be run together, and what they reach."""
 
-    __slots__ = ("leaves", "nodes", "sources", "started")
+    __slots__ = ("leaves", "nodes", "recvs", "sources", "started", "waits")
 
-    def __init__(self, sources: Sequence[int], leaves: Sequence[Node], nodes: Sequence[Node]) -> None:
+    def __init__(
+        self,
+        sources: Sequence[int],
+        leaves: Sequence[Node],
+        recvs: Mapping[Node, Collection[int]],
+        nodes: Sequence[Node] = (),
+    ) -> None:
         self.sources = sorted(sources, key=_order, reverse=True)
         """As they are to be run: the roots first, then the latest Send."""
         self.leaves = leaves
+        self.recvs = recvs
+        """Recvs, and which of their outputs."""
         self.nodes = nodes
         """All others; only if there are several sources."""
         self.started = False
+        self.waits = False
+        """Whether gates of its run will have to wait."""
+
+
+def together(components: Sequence[Component]) -> Component:
+    """Several components as one, so that they are one run although they need not be."""
+    return Component(
+        [source for component in components for source in component.sources],
+        list({leaf: None for component in components for leaf in component.leaves}),
+        {node: outputs for component in components for node, outputs in component.recvs.items()},
+        [node for component in components for node in component.nodes],
+    )
 
 
 def _order(source: int) -> tuple[bool, int]:
     return source == ROOT, source
 
 
-def plan(sources: Mapping[int, Sequence[Node]]) -> list[Component]:
-    """The components of these sources, each given by the nodes that it starts from. Linear in the graph."""
+def plan(sources: Mapping[int, Node]) -> list[Component]:
+    """The components of these sources, each given by its node. Linear in the graph."""
     if len(sources) == 1:
-        ((source, starts),) = sources.items()
-        return [Component([source], _leaves(starts), ())]
+        ((source, start),) = sources.items()
+        return [Component([source], *_walk(start))]
     owner: dict[Node, int] = {}
     leaves: dict[int, dict[Node, None]] = {source: {} for source in sources}
+    recvs: dict[Node, set[int]] = {}
     groups = _Groups(sources)
-    for source, starts in sources.items():
+    for source, start in sources.items():
         mine = leaves[source]
-        stack: list[Iterable[tuple[Node, int]]] = [[(start, 0) for start in starts]]
+        stack: list[Iterable[tuple[Node, int]]] = [[(start, 0)]]
         while stack:
-            for node, _ in stack.pop():
-                if node is None:
-                    continue
+            for node, output in stack.pop():
                 other = owner.get(node)
                 if other is None:
+                    if node is None:
+                        continue
                     owner[node] = source
                     kind = type(node)
                     if kind is _AccumulateGrad:
                         mine[node] = None
-                    elif kind is not RecvNode:
+                    elif kind is RecvNode:
+                        recvs[node] = {output}
+                    else:
                         stack.append(node.next_functions)
-                elif other != source:
+                    continue
+                if node in recvs:
+                    recvs[node].add(output)
+                if other != source:
                     if type(node) is _AccumulateGrad:
                         mine[node] = None
                         if not _has_hooks(node.variable):
                             continue
                     groups.join(other, source)
-    members = groups.members()
-    nodes: dict[int, list[Node]] = {first: [] for first, group in members.items() if len(group) > 1}
-    if nodes:
-        for node, source in owner.items():
-            first = groups.find(source)
-            if first in nodes and type(node) is not _AccumulateGrad and type(node) is not RecvNode:
-                nodes[first].append(node)
     return [
-        Component(group, list({leaf: None for source in group for leaf in leaves[source]}), nodes.get(first, ()))
-        for first, group in members.items()
+        Component(
+            group,
+            list({leaf: None for source in group for leaf in leaves[source]}),
+            {node: outputs for node, outputs in recvs.items() if groups.find(owner[node]) == first},
+            _others(owner, groups, first) if len(group) > 1 else (),
+        )
+        for first, group in groups.members().items()
     ]
 
 
-def _leaves(starts: Sequence[Node]) -> list[Node]:
-    """The leaves that one source reaches. The same walk, for the usual case."""
-    seen: set[Node] = set()
-    leaves = []
-    stack: list[Iterable[tuple[Node, int]]] = [[(start, 0) for start in starts]]
+def _others(owner: Mapping[Node, int], groups: _Groups, group: int) -> list[Node]:
+    """The nodes of a group that are neither leaves nor Recvs."""
+    return [
+        node
+        for node, source in owner.items()
+        if groups.find(source) == group and type(node) is not _AccumulateGrad and type(node) is not RecvNode
+    ]
+
+
+def _walk(start: Node) -> tuple[list[Node], dict[Node, set[int]]]:
+    """The leaves that one source reaches, and the Recvs: the same, for the usual case."""
+    seen: set[Node] = {None}
+    leaves: list[Node] = []
+    recvs: dict[Node, set[int]] = {}
+    stack: list[Iterable[tuple[Node, int]]] = [[(start, 0)]]
     while stack:
-        for node, _ in stack.pop():
-            if node is not None and node not in seen:
+        for node, output in stack.pop():
+            if node not in seen:
                 seen.add(node)
                 kind = type(node)
                 if kind is _AccumulateGrad:
                     leaves.append(node)
-                elif kind is not RecvNode:
-                    stack.append(node.next_functions)
-    return leaves
-
-
-def reach(starts: Iterable[Node], seen: set[Node]) -> list[Node]:
-    """The Recvs that can be reached from these nodes and are not in ``seen``, to which all nodes met are added."""
-    found = []
-    stack: list[Iterable[tuple[Node, int]]] = [[(start, 0) for start in starts]]
-    while stack:
-        for node, _ in stack.pop():
-            if node is not None and node not in seen:
-                seen.add(node)
-                if type(node) is RecvNode:
-                    found.append(node)
+                elif kind is RecvNode:
+                    recvs[node] = {output}
                 else:
                     stack.append(node.next_functions)
+            elif node in recvs:
+                recvs[node].add(output)
+    return leaves, recvs
+
+
+def reach(starts: Iterable[Node], seen: set[Any]) -> dict[Node, list[int]]:
+    """The Recvs, and which of their outputs, that can be reached and are not in ``seen``; all met are added to it."""
+    found: dict[Node, list[int]] = {}
+    stack: list[Iterable[tuple[Node, int]]] = [[(start, 0) for start in starts]]
+    while stack:
+        for node, output in stack.pop():
+            if type(node) is RecvNode:
+                if (node, output) not in seen:
+                    seen.add((node, output))
+                    found.setdefault(node, []).append(output)
+            elif node is not None and node not in seen:
+                seen.add(node)
+                stack.append(node.next_functions)
     return found
 
 

@@ -71,8 +71,9 @@ class Recorder:
         recorded = [tensor for tensor in tensors if tensor.requires_grad]
         if not recorded:
             return Mark(record.id), tensors
-        message = self._contexts.new_id()
-        record.sends[message] = Send(to, send(message, recorded), len(recorded))
+        message = self._contexts.new_id(len(recorded))
+        for source, tensor in enumerate(recorded, message):
+            record.sends[source] = Send(message, to, send(source, [tensor]))
         record.told.add(to.id)
         return Mark(record.id, message), tensors
 

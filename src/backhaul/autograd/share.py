@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from backhaul.agent.serving import Serving
 from backhaul.autograd.contexts import Record
 from backhaul.autograd.functions import ROOT
-from backhaul.autograd.graph import Component, Node
-from backhaul.autograd.part import Part
+from backhaul.autograd.graph import Component, Node, put_gates_last
+from backhaul.autograd.part import Part, Source
 from backhaul.errors import RpcTimeoutError, fresh, kept
 from backhaul.wire.messages import Pass
 
 Gradients = Sequence[torch.Tensor | None]
+"""Of the inputs of a Send: one, but for that of the roots."""
 
 
 class Share:
@@ -34,24 +35,38 @@ class Share:
         # Guarded by _changed:
         self._part: Part | None = None
         self._box: dict[int, Gradients] = {}  # have arrived, and are to be consumed
-        self._waiting: dict[int, int] = {}  # messages that gates wait for -> rank of who is to send them
+        self._waiting: dict[int, int] = {}  # sources that gates wait for -> rank of who is to send their gradients
         self._gave_to: set[int] = set()  # ranks that have got work of this pass from here
         self._asked = False
         self._error: BaseException | None = None
         self.round = 0
 
-    def arrive(self, source: int, gradients: Gradients) -> tuple[Component | None, bool]:
-        """Gradients are here: what can be run now, and whether the pass is to be resolved first."""
+    def arrive(self, gradients: Mapping[int, Gradients]) -> tuple[list[Component], bool]:
+        """Gradients of one message are here: what can be run now, and whether the pass is to be resolved first."""
         with self._changed:
             if self._error is not None:
-                return None, False
-            self._box[source] = gradients
+                return [], False
+            self._box.update(gradients)
             part = self._planned()
-            component = part.arrive(source, (self.output(source).grad_fn,))
+            components = part.arrive({source: self._source(source) for source in gradients})
+            for component in components:
+                self._prepare(component, part)
             ask = part.must_resolve and not self._asked
             self._asked = self._asked or ask
             self._changed.notify_all()
-        return component, ask
+        return components, ask
+
+    def _prepare(self, component: Component, part: Part) -> None:
+        component.waits = part.waits(component)
+        if component.waits:
+            put_gates_last(component)
+        component.nodes = ()
+
+    def _source(self, source: int) -> Source:
+        if source == ROOT:
+            return Source(self.output(ROOT).grad_fn, ROOT)
+        send = self.record.sends[source]
+        return Source(send.node, send.message)
 
     def output(self, source: int) -> torch.Tensor:
         """The dummy output of a source."""
@@ -59,43 +74,50 @@ class Share:
             return self._root
         return self.record.sends[source].output
 
-    def take_part(self, sources: Sequence[int]) -> list[Node]:
-        """Recvs that are newly known to take part, since these sources do."""
+    def take_part(self, sources: Sequence[int]) -> dict[Node, list[int]]:
+        """Recvs, and which of their outputs, that are newly known to take part, since these sources do."""
         with self._changed:
-            return [] if self._error is not None else self._planned().take_part(sources)
+            return {} if self._error is not None else self._planned().take_part(sources)
 
     def resolve(self) -> list[Component]:
         """All that takes part is known: what can be run now."""
         with self._changed:
-            return [] if self._error is not None else self._planned().resolve()
+            if self._error is not None:
+                return []
+            part = self._planned()
+            components = part.resolve()
+            for component in components:
+                self._prepare(component, part)
+            return components
 
-    def take(self, message: int, serving: Serving, check: Callable[[], None]) -> Gradients:
-        """The gradients of a message, when they have come. Raises what the pass has failed with.
+    def take(self, source: int, serving: Serving, check: Callable[[], None]) -> Gradients:
+        """The gradients of a source, when they have come. Raises what the pass has failed with.
 
         Calls ``check`` every ``check_every`` seconds, and raises `RpcTimeoutError` at the deadline.
         """
         with self._changed:
-            if message in self._box or self._error is not None:
-                return self._take(message)
-            self._waiting[message] = self.record.sends[message].to.id
+            if source in self._box or self._error is not None:
+                return self._take(source)
+            to = self.record.sends[source].to
+            self._waiting[source] = to.id
         with serving.pause():
             while True:
                 timeout = min(self.deadline - time.monotonic(), self.check_every, threading.TIMEOUT_MAX)
                 with self._changed:
-                    if self._changed.wait_for(lambda: message in self._box or self._error is not None, timeout):
-                        del self._waiting[message]
-                        return self._take(message)
+                    if self._changed.wait_for(lambda: source in self._box or self._error is not None, timeout):
+                        del self._waiting[source]
+                        return self._take(source)
                 if time.monotonic() >= self.deadline:
                     raise RpcTimeoutError(
-                        f"backward ran for more than its timeout: the gradients of message {message} have not come "
-                        f"back from worker {self.record.sends[message].to.name!r}"
+                        "backward ran for more than its timeout: the gradients of a tensor that was sent to worker "
+                        f"{to.name!r} have not come back"
                     )
                 check()
 
-    def _take(self, message: int) -> Gradients:
+    def _take(self, source: int) -> Gradients:
         if self._error is not None:
             raise fresh(self._error)
-        return self._box.pop(message)
+        return self._box.pop(source)
 
     def giving_to(self, rank: int) -> None:
         """A worker is about to get work of this pass from here. Raises what the pass has failed with."""
@@ -139,10 +161,8 @@ class Share:
 
     def _planned(self) -> Part:
         if self._part is None:
-            sources: dict[int, Sequence[Node]] = {
-                message: (send.node,) for message, send in list(self.record.sends.items())
-            }
+            sources = {source: Source(send.node, send.message) for source, send in list(self.record.sends.items())}
             if self._root is not None:
-                sources[ROOT] = (self._root.grad_fn,)
-            self._part = Part(sources, needs_leaves=not self.backward.into_grad)
+                sources[ROOT] = self._source(ROOT)
+            self._part = Part(sources)
         return self._part

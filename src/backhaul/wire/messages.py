@@ -23,8 +23,9 @@ Refs = tuple[tuple[RefId, ShareId], ...]
 class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a message of a distributed autograd context says about itself.
 
-    ``message`` numbers it if tensors of it are recorded, those that require grad; else it is 0. A request
-    with ``grad`` False was made under ``no_grad``: nothing of its reply is to be recorded either.
+    ``message`` is the id of the first of its tensors that are recorded, those that require grad; the others have the
+    ids that follow. It is 0 if there are none. A request with ``grad`` False was made under ``no_grad``: nothing of its
+    reply is to be recorded either.
     """
 
     context: int
@@ -185,21 +186,22 @@ class Pass(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Gradients(msgspec.Struct, frozen=True, array_like=True):
-    """The gradients of message ``message``, to who sent it. One-way.
+    """The gradients of a message, to who sent it. One-way.
 
-    ``present`` lists which of its recorded tensors have one; the frame's tensors are these.
+    ``sources`` are its recorded tensors that take part in the pass, by id; the frame's tensors are the gradients of
+    those at the places ``present``. Those of the others are undefined.
     """
 
     backward: Pass
-    message: int
+    sources: tuple[int, ...]
     present: tuple[int, ...]
 
 
 class TakePart(msgspec.Struct, frozen=True, array_like=True):
-    """These messages, which the receiver sent, take part in the pass. One-way."""
+    """These tensors, which the receiver sent, take part in the pass. One-way."""
 
     backward: Pass
-    messages: tuple[int, ...]
+    sources: tuple[int, ...]
 
 
 class Resolve(msgspec.Struct, frozen=True, array_like=True):
@@ -217,7 +219,7 @@ class Resolved(msgspec.Struct, frozen=True, array_like=True):
 class Report(msgspec.Struct, frozen=True, array_like=True):
     """To who started the pass: a run, or a step of resolving it, is over. One-way.
 
-    ``consumed`` are the messages that it was about, ``emitted`` those that it has passed on to.
+    ``consumed`` are the sources that it was about, ``emitted`` those that it has passed on to.
     """
 
     backward: Pass
