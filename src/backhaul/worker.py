@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from backhaul import current as _current
 from backhaul.agent.agent import Agent, To
 from backhaul.agent.farewell import LAST, WORK
@@ -201,6 +203,8 @@ class Worker:
 
     def _enter(self) -> None:
         _current.variable.set(self)
+        # A new thread takes torch.set_num_threads over when it is first asked for: small operations do not ask.
+        torch.get_num_threads()
 
     def _prepare(self, to: To, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         info = self._agent.membership.find(to).info

@@ -213,17 +213,20 @@ class Agent:
 
     def is_reachable(self, info: WorkerInfo, seconds: float) -> bool:
         """Whether a worker answers, over a new connection if need be. Raises if it does not."""
+        self.insist(info, Ping, "an answer", seconds)
+        return True
+
+    def insist(self, to: WorkerInfo, make: Callable[[int], Any], what: str, seconds: float) -> Any:
+        """The answer to a question of our own, over new connections if need be. Raises if nobody is there."""
         deadline = time.monotonic() + seconds
         while True:
-            outbound = self._route(info, deadline)
+            outbound = self._route(to, deadline)
             try:
-                outbound.ask(lambda id: encode(Ping(id)), "an answer", deadline, is_call=False)
+                return outbound.ask(lambda id: encode(make(id)), what, deadline, is_call=False)
             except WorkerLostError:
                 # That connection has broken, too. Only one that cannot be made says that nobody is there.
                 if time.monotonic() >= deadline:
                     raise
-            else:
-                return True
 
     def cut_off(self, rank: int) -> None:
         """End the connections with a worker that is as good as dead; returns when they have been read to the end."""

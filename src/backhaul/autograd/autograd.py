@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -117,16 +116,17 @@ class Autograd:
 
     def _inquire(self, initiator: int, ids: Iterable[int]) -> None:
         """End those of these contexts that their initiator has ended, or all if it is dead."""
-        why = f"the initiator of its context, rank {initiator}, is lost"
+        name = f"rank {initiator}"
         try:
             info = self._agent.membership.find(initiator).info
-            deadline = time.monotonic() + _INQUIRE_SECONDS
-            over: Any = self._agent.ask_later(info, lambda id: Inquire(id, tuple(ids)), "contexts", deadline).wait()
+            name = info.name
+            over = self._agent.insist(info, lambda id: Inquire(id, tuple(ids)), "contexts", _INQUIRE_SECONDS)
         except BackhaulError as error:
             _log.debug("= contexts of rank %s end: %s", initiator, error)
             over = ids
         for id in over:
-            self._end(id, initiator, WorkerLostError(why, str(initiator)))
+            why = f"worker {name!r}, which made autograd context {id}, is lost or has left it"
+            self._end(id, initiator, WorkerLostError(why, name))
 
     def close(self) -> None:
         for record in self.contexts:

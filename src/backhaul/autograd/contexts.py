@@ -68,6 +68,16 @@ class Record:
         """By who starts passes: those with lower ids are over."""
         self.over = False
 
+    def raise_floor(self, starter: int, floor: int) -> list[Share]:
+        """Passes of that worker below ``floor`` are over: forgets them, and returns them. Under the lock."""
+        self.floors[starter] = max(floor, self.floors.get(starter, 0))
+        self.aborted = {id for id in self.aborted if not self.is_over(id)}
+        return [self.shares.pop(id) for id in list(self.shares) if self.is_over(id)]
+
+    def is_over(self, backward: int) -> bool:
+        """Whether a pass is known to be over, since a later one has begun after it."""
+        return backward < self.floors.get(rank_of(backward), 0)
+
     def workers(self) -> set[int]:
         with self.lock:
             return self.told | self.heard

@@ -87,6 +87,15 @@ class _Run:
         self._engine.agent.post(recv.sender, Gradients(share.backward, sources, present), tensors)
 
 
+def _gradients(message: Gradients, envelope: Envelope) -> dict[int, tuple[torch.Tensor | None]]:
+    """What a message brings, by source. It is taken out of the envelope: who stores it will be the only one to have it."""
+    found: dict[int, tuple[torch.Tensor | None]] = dict.fromkeys(message.sources, (None,))
+    for place, gradient in zip(message.present, envelope.tensors, strict=True):
+        found[message.sources[place]] = (gradient,)
+    envelope.tensors.clear()
+    return found
+
+
 class Engine:
     """One worker's part in backward passes, its own and those of others. Thread-safe."""
 
@@ -134,12 +143,8 @@ class Engine:
             for component in components:
                 self.run(share, component)
             with self.agent.serving.pause():
-                running.wait(deadline, partial(self.run, share), self._check_every, lambda: self.check(share))
-        except TimeoutError as error:
-            if not isinstance(error, BackhaulError):
-                error = RpcTimeoutError(f"backward ran for more than its timeout of {timeout:g} s: {error}")
-            self.fail(share, error)
-            raise error from None
+                if not running.wait(deadline, partial(self.run, share), self._check_every, lambda: self.check(share)):
+                    raise RpcTimeoutError(f"backward ran for more than its timeout of {timeout:g} s")
         except BaseException as error:
             self.fail(share, error)
             raise
@@ -161,6 +166,7 @@ class Engine:
         with record.lock:
             over = record.over
             if not over:
+                record.raise_floor(self._me.id, floor)
                 record.shares[id] = share
         if over:
             with self._lock:
@@ -370,16 +376,13 @@ class Engine:
             share = record.shares.get(backward.id)
             if share is not None:
                 return share
-            if record.over or starter == self._me.id or backward.id in record.aborted:
+            if record.over or starter == self._me.id or backward.id in record.aborted or record.is_over(backward.id):
                 return None
-            if backward.id < record.floors.get(starter, 0):
-                return None
-            record.floors[starter] = max(backward.floor, record.floors.get(starter, 0))
-            for id in [id for id in record.shares if rank_of(id) == starter and id < backward.floor]:
-                del record.shares[id]
-            record.aborted -= {id for id in record.aborted if rank_of(id) == starter and id < backward.floor}
+            ended = record.raise_floor(starter, backward.floor)
             share = record.shares[backward.id] = Share(backward, record)
-            return share
+        for old in ended:  # it has failed, if somebody still waits in it, and the news of that comes late
+            old.fail(ContextError("this backward pass is over: it failed on another worker"), self._me.name)
+        return share
 
     def _on_gradients(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
         message: Gradients = envelope.message
@@ -387,10 +390,7 @@ class Engine:
             send = share.record.sends.get(source)
             if send is None or send.to.id != inbound.peer.id:
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {inbound.peer.name!r}")
-        arrived: dict[int, tuple[torch.Tensor | None]] = dict.fromkeys(message.sources, (None,))
-        for place, gradient in zip(message.present, envelope.tensors, strict=True):
-            arrived[message.sources[place]] = (gradient,)
-        components, ask = share.arrive(arrived)
+        components, ask = share.arrive(_gradients(message, envelope))
         if ask:
             starter = rank_of(share.backward.id)
             running = self._running.get(share.backward.id)

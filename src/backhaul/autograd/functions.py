@@ -107,6 +107,10 @@ SendNode: Any = SendRpc._backward_cls
 RecvNode: Any = RecvRpc._backward_cls
 """The types of their graph nodes."""
 
+# What `apply` comes down to without functorch, which has nothing to do here.
+_apply_send: Any = super(torch.autograd.Function, SendRpc).apply
+_apply_recv: Any = super(torch.autograd.Function, RecvRpc).apply
+
 
 def start(roots: Sequence[torch.Tensor]) -> torch.Tensor:
     """The dummy output of a Send that stands for the roots of a pass: it is run as the others are, and first."""
@@ -117,15 +121,23 @@ def start(roots: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def send(source: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The dummy output of a Send."""
-    with torch.enable_grad():
-        output: torch.Tensor = SendRpc.apply(source, *tensors)  # type: ignore[no-untyped-call]
+    output: torch.Tensor
+    if torch.is_grad_enabled():
+        output = _apply_send(source, *tensors)
+    else:
+        with torch.enable_grad():
+            output = _apply_send(source, *tensors)
     output.grad_fn._set_sequence_nr(source & _COUNT)  # type: ignore[union-attr]
     return output
 
 
 def receive(anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The outputs of a Recv; their gradients go back to the sender."""
-    with torch.enable_grad():
-        outputs: tuple[torch.Tensor, ...] = RecvRpc.apply(anchor, recv, tensors)  # type: ignore[no-untyped-call]
+    outputs: tuple[torch.Tensor, ...]
+    if torch.is_grad_enabled():
+        outputs = _apply_recv(anchor, recv, tensors)
+    else:
+        with torch.enable_grad():
+            outputs = _apply_recv(anchor, recv, tensors)
     outputs[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
     return outputs

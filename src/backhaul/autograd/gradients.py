@@ -19,15 +19,14 @@ def store(into: dict[torch.Tensor, torch.Tensor], leaves: Sequence[torch.Tensor]
     seen: set[int] = set()
     with torch.no_grad():
         for place, leaf in enumerate(leaves):
+            ours = _is_ours(captured, place) and id(captured[place]) not in seen
             gradient = captured[place]
             if gradient is None:
                 continue
             before = into.get(leaf)
             if before is None:
-                if id(gradient) in seen or not _is_ours(captured, place):
-                    gradient = gradient.clone()
-                seen.add(id(captured[place]))
-                into[leaf] = _laid_out_as(gradient, leaf)
+                seen.add(id(gradient))
+                into[leaf] = _laid_out_as(gradient if ours else gradient.clone(), leaf)
             elif before.layout is not torch.strided:
                 into[leaf] = gradient + before  # a dense one and a sparse one can be added in this order only
             else:
@@ -55,19 +54,13 @@ def run_hooks(leaves: Sequence[torch.Tensor], captured: Captured) -> list[torch.
     return result
 
 
-def _references(captured: Captured, place: int) -> int:
-    return sys.getrefcount(captured[place])
-
-
 def _is_ours(captured: Captured, place: int) -> bool:
     """Whether nobody else has a captured gradient, or a view of its memory."""
+    references = sys.getrefcount(captured[place])
     gradient = captured[place]
-    if gradient is None or gradient.layout is not torch.strided:
+    if gradient is None or gradient.layout is not torch.strided or references > _OUR_REFERENCES:
         return False
-    storage = gradient.untyped_storage()
-    return _references(captured, place) <= _OUR_REFERENCES and (
-        torch._C._storage_Use_Count(storage._cdata) <= _OUR_STORAGE
-    )
+    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= _OUR_STORAGE
 
 
 def _laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -78,12 +71,12 @@ def _laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _count_ours() -> tuple[int, int]:
-    """How many references there are to a gradient, and to its storage, in `_is_ours` if nobody else has one."""
+    """How many references there are in `_is_ours` to a gradient that nobody else has, and to its memory."""
     captured: Captured = (torch.zeros(1),)
+    references = sys.getrefcount(captured[0])
     gradient = captured[0]
     assert gradient is not None
-    storage = gradient.untyped_storage()
-    return _references(captured, 0), torch._C._storage_Use_Count(storage._cdata)
+    return references, torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
 
 
 _OUR_REFERENCES, _OUR_STORAGE = _count_ours()

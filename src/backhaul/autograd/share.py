@@ -136,7 +136,8 @@ class Share:
             self._part = None
             self._changed.notify_all()
         with self.record.lock:
-            self.record.aborted.add(self.backward.id)
+            if not self.record.is_over(self.backward.id):
+                self.record.aborted.add(self.backward.id)
         return True
 
     def depends_on(self, rank: int) -> bool:
