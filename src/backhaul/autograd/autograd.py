@@ -85,6 +85,7 @@ class Autograd:
         self.engine.abandon(record, error)
         with record.lock:
             record.sends.clear()
+            record.sent.clear()
             record.recvs.clear()
             record.gradients.clear()
 

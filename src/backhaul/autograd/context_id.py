@@ -47,7 +47,7 @@ class ContextId(int):
     @property
     def sends(self) -> dict[int, Node]:
         """The graph nodes of messages that this worker has sent, by message id."""
-        return {message: send.node for message, send in list(self._record().sends.items())}
+        return dict(self._record().sent)
 
     @property
     def recvs(self) -> dict[int, Node]:

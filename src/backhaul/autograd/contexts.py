@@ -53,6 +53,8 @@ class Record:
         self.lock = threading.Lock()
         self.sends: dict[int, Send] = {}
         """By the id of the message for its first recorded tensor, and ids that follow for the others."""
+        self.sent: dict[int, Node] = {}
+        """Sends of whole messages, to look at only, by the id of the message."""
         self.recvs: dict[int, Node] = {}
         """By the id of the message."""
         self.told: set[int] = set()

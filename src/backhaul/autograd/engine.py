@@ -88,7 +88,7 @@ class _Run:
 
 
 def _gradients(message: Gradients, envelope: Envelope) -> dict[int, tuple[torch.Tensor | None]]:
-    """What a message brings, by source. It is taken out of the envelope: who stores it will be the only one to have it."""
+    """What a message brings, by source. Taken out of the envelope: who stores it will be the only one to have it."""
     found: dict[int, tuple[torch.Tensor | None]] = dict.fromkeys(message.sources, (None,))
     for place, gradient in zip(message.present, envelope.tensors, strict=True):
         found[message.sources[place]] = (gradient,)

@@ -74,6 +74,8 @@ class Recorder:
         message = self._contexts.new_id(len(recorded))
         for source, tensor in enumerate(recorded, message):
             record.sends[source] = Send(message, to, send(source, [tensor]))
+        whole = record.sends[message].output if len(recorded) == 1 else send(message, recorded)
+        record.sent[message] = whole.grad_fn
         record.told.add(to.id)
         return Mark(record.id, message), tensors
 
