@@ -43,7 +43,7 @@ class Half(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.layers = nn.Sequential(nn.Linear(inputs, size), nn.Tanh(), nn.Linear(size, size), nn.Tanh())
-        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.005)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.004)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)  # type: ignore[no-any-return]
@@ -80,7 +80,7 @@ def two_spirals(count: int) -> tuple[Tensor, Tensor]:
 
 def train(first: rpc.RRef[Half], other: rpc.RRef[Half], head: nn.Module, points: Tensor, which: Tensor) -> None:
     """Leaves the gradients of the last step in ``.grad``, on every worker."""
-    optimizer = torch.optim.Adam(head.parameters(), lr=0.005)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.004)
     losses: list[float] = []
     with Live(console=console, auto_refresh=False) as live:
         for step in range(STEPS + 1):
@@ -118,8 +118,8 @@ def main() -> int:
     points, which = two_spirals(400)
     console.print("starting worker1 and worker2 …")
     with backhaul.cluster(2):
-        first = rpc.remote("worker1", Half, args=(1, 2, 48))
-        other = rpc.remote("worker2", Half, args=(2, 48, 48))
+        first = rpc.remote("worker1", Half, args=(3, 2, 48))
+        other = rpc.remote("worker2", Half, args=(1, 48, 48))
         head = nn.Linear(96, 2)
         start = time.perf_counter()
         train(first, other, head, points, which)

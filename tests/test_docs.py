@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import inspect
 import os
 import re
 import subprocess
@@ -28,6 +29,7 @@ from typing import NamedTuple
 
 import pytest
 
+import backhaul.autograd as dist_autograd
 from backhaul import errors
 from backhaul.options import RpcOptions
 from backhaul.wire.messages import KINDS
@@ -200,3 +202,45 @@ def test_the_guide_has_every_error_and_its_message() -> None:
         assert hasattr(errors, kind) or hasattr(builtins, kind), kind
         for piece in message.split(" … "):
             assert piece in sources, f"no message says {piece!r}"
+
+
+AUTOGRAD = (ROOT / "docs" / "autograd.md").read_text()
+
+
+def raised_by_autograd() -> Iterator[tuple[str, str]]:
+    """The errors that autograd/ makes for its users, with their texts; what is filled in is left out of them."""
+    for path in (ROOT / "src" / "backhaul" / "autograd").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not node.args:
+                continue
+            kind, message = node.func.id, node.args[0]
+            if kind.endswith("Error") and kind not in ("ProtocolError", "TimeoutError", "WorkerLostError"):
+                texts = [part.value for part in ast.walk(message) if isinstance(part, ast.Constant)]
+                yield kind, "".join(text for text in texts if isinstance(text, str))
+
+
+def test_the_page_on_autograd_has_every_error_and_its_message() -> None:
+    raised = list(raised_by_autograd())
+    rows = re.findall(r"^\| `([^`]+)` \| `(\w+)` \|", AUTOGRAD, flags=re.MULTILINE)
+    for message, kind in rows:
+        pieces = message.split(" … ")
+        assert any(kind == error and all(piece in text for piece in pieces) for error, text in raised), message
+    for error, text in raised:
+        shown = any(kind == error and message.split(" … ")[0] in text for message, kind in rows)
+        assert shown, f"the table of messages lacks {error}: {text}"
+
+
+def test_the_page_on_autograd_has_every_argument_of_backward() -> None:
+    section = AUTOGRAD.partition("\n## backward\n")[2].partition("\n## ")[0]
+    arguments = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
+    assert arguments == list(inspect.signature(dist_autograd.backward).parameters)
+    call = re.match(r"\s*`dist_autograd\.(backward\(.*?\))`", section, flags=re.DOTALL)
+    assert call is not None
+    shown = ast.parse(f"def {' '.join(call[1].split())}: ...").body[0]
+    assert isinstance(shown, ast.FunctionDef)
+    defaults = [default for default in [*shown.args.defaults, *shown.args.kw_defaults] if default is not None]
+    assert [ast.literal_eval(default) for default in defaults] == [
+        parameter.default
+        for parameter in inspect.signature(dist_autograd.backward).parameters.values()
+        if parameter.default is not parameter.empty
+    ]

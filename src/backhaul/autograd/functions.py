@@ -6,9 +6,9 @@ Both are real nodes of torch's graph. Forward::
     x ──► SendRpc ─ ─ ─ message 7 ─ ─ ─► RecvRpc ──► x' ──► …
 
 `SendRpc` has a sent tensor as its input and a dummy as its output; each recorded tensor of a message has one of its
-own, since not all of them may get gradients. `RecvRpc` has an *anchor* as its input, a
-leaf of no other use, and the received tensors as its outputs. Backward, ``RecvRpc`` sends the gradients of its
-outputs to A; ``SendRpc`` is run on A from its dummy, takes them and passes them on to x's own nodes.
+own, since not all of them may get gradients. `RecvRpc` has an *anchor* as its input, a leaf of no other use, and the
+received tensors as its outputs, with a `RecvItem` in between if there are several. Backward, ``RecvRpc`` sends the
+gradients of its outputs to A; ``SendRpc`` is run on A from its dummy, takes them and passes them on to x's own nodes.
 
 Torch's engine pops the ready node with the highest sequence number first. A Recv has the highest there are,
 so it sends as soon as its gradients are complete. A Send has one below those of all other nodes of its run
@@ -103,6 +103,22 @@ class RecvRpc(torch.autograd.Function):
         return None, None, None
 
 
+class RecvItem(torch.autograd.Function):
+    """One of several tensors of a message: an identity, for hooks on it.
+
+    Hooks on an output of ``RecvRpc`` would be called whenever one of the others has a gradient, with None.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, tensor: Sequence[torch.Tensor]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return tensor[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return gradient, None
+
+
 SendNode: Any = SendRpc._backward_cls
 RecvNode: Any = RecvRpc._backward_cls
 """The types of their graph nodes."""
@@ -110,6 +126,7 @@ RecvNode: Any = RecvRpc._backward_cls
 # What `apply` comes down to without functorch, which has nothing to do here.
 _apply_send: Any = super(torch.autograd.Function, SendRpc).apply
 _apply_recv: Any = super(torch.autograd.Function, RecvRpc).apply
+_apply_item: Any = super(torch.autograd.Function, RecvItem).apply
 
 
 def start(roots: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -121,23 +138,26 @@ def start(roots: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def send(source: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The dummy output of a Send."""
-    output: torch.Tensor
-    if torch.is_grad_enabled():
-        output = _apply_send(source, *tensors)
-    else:
+    if not torch.is_grad_enabled():
         with torch.enable_grad():
-            output = _apply_send(source, *tensors)
+            return send(source, tensors)
+    output: torch.Tensor = _apply_send(source, *tensors)
     output.grad_fn._set_sequence_nr(source & _COUNT)  # type: ignore[union-attr]
     return output
 
 
-def receive(anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The outputs of a Recv; their gradients go back to the sender."""
-    outputs: tuple[torch.Tensor, ...]
-    if torch.is_grad_enabled():
-        outputs = _apply_recv(anchor, recv, tensors)
-    else:
+def receive(anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
+    """The node of a Recv, and the tensors with it as their history: their gradients go back to the sender."""
+    if not torch.is_grad_enabled():
         with torch.enable_grad():
-            outputs = _apply_recv(anchor, recv, tensors)
-    outputs[0].grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
-    return outputs
+            return receive(anchor, recv, tensors)
+    outputs: Sequence[torch.Tensor] = _apply_recv(anchor, recv, tensors if len(tensors) == 1 else _aliases(tensors))
+    node: Any = outputs[0].grad_fn
+    node._set_sequence_nr(_FIRST)
+    if len(outputs) > 1:
+        outputs = [_apply_item(output, [tensor]) for output, tensor in zip(outputs, tensors, strict=True)]
+    return node, outputs
+
+
+def _aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.data for tensor in tensors]

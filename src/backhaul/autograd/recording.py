@@ -55,9 +55,9 @@ class Recorder:
         # After its end too: the values are good, and who asks for gradients is told what has happened.
         record = self._contexts.join(mark.context, sender)
         recv = Recv(mark.context, mark.message, sender)
-        outputs = receive(self._anchor, recv, _separate(tensors, places))
+        node, outputs = receive(self._anchor, recv, _separate(tensors, places))
         if record is not None:
-            record.recvs[mark.message] = outputs[0].grad_fn
+            record.recvs[mark.message] = node
         result = list(tensors)
         for place, output in zip(places, outputs, strict=True):
             result[place] = output
@@ -89,14 +89,14 @@ def _separate(tensors: Tensors, places: list[int]) -> list[torch.Tensor]:
 
     Autograd would not know that they share it, and an in-place operation on one would spoil the other's gradient.
     """
-    found = [tensors[place].data for place in places]
+    found = [tensors[place] for place in places]
     if len(tensors) > 1:
         storages = [_storage(tensor) for tensor in tensors]
         found = [
-            plain.clone() if storages.count(storages[place]) > 1 and storages[place] else plain
-            for place, plain in zip(places, found, strict=True)
+            tensor.detach().clone() if storages.count(storages[place]) > 1 and storages[place] else tensor
+            for place, tensor in zip(places, found, strict=True)
         ]
-    return found
+    return [tensor.data for tensor in found]
 
 
 def _storage(tensor: torch.Tensor) -> int:
