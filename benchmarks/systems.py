@@ -71,6 +71,8 @@ class System:
     def __enter__(self) -> System:
         """Start both processes and wait until they have met. They are frozen then."""
         self._directory = tempfile.TemporaryDirectory(prefix="backhaul-bench-")
+        # `torch.set_num_threads` does not reach every thread: those that serve would start helpers for a matmul.
+        os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("spawn")
         try:
             for role in (SERVER, CLIENT):

@@ -257,11 +257,12 @@ class Engine:
 
     def _tell_resolved(self, share: Share, rank: int) -> None:
         if rank == self._me.id:
-            self._resolve(share)
+            self._run_all(share, self._resolve(share), may_wait=False)
         else:
             self.agent.post(self._info(rank), Resolved(share.backward))
 
-    def _resolve(self, share: Share) -> None:
+    def _resolve(self, share: Share) -> list[Component]:
+        """What this worker can run, now that the pass is resolved; the roots are left to the thread of `backward`."""
         running = self._running.get(share.backward.id)
         mine: list[Component] = []
         for component in share.resolve():
@@ -269,13 +270,13 @@ class Engine:
                 running.give(component)
             else:
                 mine.append(component)
-        self._run_all(share, mine)
+        return mine
 
-    def _run_all(self, share: Share, components: Sequence[Component]) -> None:
-        """Run these, none after another that may wait."""
+    def _run_all(self, share: Share, components: Sequence[Component], *, may_wait: bool) -> None:
+        """Run these, none after another that waits. The calling thread may wait only if it has nothing else to do."""
         ordered = sorted(components, key=lambda component: component.waits)
         for component in ordered:
-            if component.waits and component is not ordered[-1]:
+            if component.waits and not (may_wait and component is ordered[-1]):
                 self.agent.pool.run(partial(self.run, share, component))
             else:
                 self.run(share, component)
@@ -398,7 +399,7 @@ class Engine:
                 self._ask(running, self._me.id)
             elif starter != self._me.id:
                 self.agent.post(self._info(starter), Resolve(share.backward))
-        self._run_all(share, components)
+        self._run_all(share, components, may_wait=True)
 
     def _on_take_part(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
         self._take_part(share, envelope.message.sources)
@@ -409,7 +410,7 @@ class Engine:
             self._ask(running, inbound.peer.id)
 
     def _on_resolved(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
-        self._resolve(share)
+        self._run_all(share, self._resolve(share), may_wait=True)
 
     def _on_report(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
         self._take_report(envelope.message)
