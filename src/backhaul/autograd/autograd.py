@@ -75,11 +75,7 @@ class Autograd:
         if record is None:
             return
         self._free(record, gone(id, self.me))
-        others = record.told - {self.me.id}
-        at_hand = {rank for rank in others if self._agent.is_connected(rank)}
-        self.engine.tell(at_hand, Leave(record.id))
-        if len(at_hand) < len(others):  # a new connection may take time
-            self._agent.pool.run(lambda: self.engine.tell(others - at_hand, Leave(record.id)))
+        self.engine.tell(record.told - {self.me.id}, Leave(record.id))
 
     def _free(self, record: Record, error: BaseException) -> None:
         self.engine.abandon(record, error)
@@ -97,12 +93,14 @@ class Autograd:
         if record is None:
             return
         self._free(record, error)
-        others = record.told - {self.me.id, sender, record.initiator}
-        if others:
-            self._agent.pool.run(lambda: self.engine.tell(others, Leave(id)))
+        self.engine.tell(record.told - {self.me.id, sender, record.initiator}, Leave(id))
 
     def _on_inquire(self, inbound: Inbound, envelope: Envelope) -> Frame:
         message: Inquire = envelope.message
+        for id in message.contexts:
+            record = self.contexts.get(id)
+            if record is not None:  # whoever was to tell it of the end may be dead
+                record.told.add(inbound.peer.id)
         return self._agent.answer(message.id, [id for id in message.contexts if self.contexts.get(id) is None])
 
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:

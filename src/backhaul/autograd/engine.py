@@ -33,6 +33,7 @@ from backhaul.autograd.contexts import Contexts, Record, current, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
 from backhaul.autograd.passes import Running
+from backhaul.autograd.run import Run
 from backhaul.autograd.share import Share
 from backhaul.errors import BackhaulError, ContextError, ProtocolError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
@@ -52,39 +53,6 @@ from backhaul.wire.messages import (
 _log = logging.getLogger(__name__)
 
 _run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
-
-
-class _Run:
-    """One run of torch's engine, on one thread: a `functions.Run`."""
-
-    def __init__(self, engine: Engine, share: Share, component: Component) -> None:
-        self.emitted: list[int] = []
-        self._recvs = component.recvs
-        self._task = -1  # of torch's engine
-        self._engine = engine
-        self._share = share
-
-    def take(self, source: int) -> Sequence[torch.Tensor | None]:
-        self._task = torch._C._current_graph_task_id()
-        engine, share = self._engine, self._share
-        return share.take(source, engine.agent.serving, lambda: engine.check(share))
-
-    def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-        share, recv = self._share, node.recv
-        if torch._C._current_graph_task_id() != self._task:
-            raise ContextError(
-                "a local backward() that runs inside of a distributed one has come to a tensor from worker "
-                f"{recv.sender.name!r}, and cannot wait for its gradients to be used there. If it is a "
-                "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
-            )
-        self._engine.require(share, recv)
-        share.giving_to(recv.sender.id)
-        outputs = sorted(self._recvs[node])
-        sources = tuple(recv.message + output for output in outputs)
-        present = tuple(place for place, output in enumerate(outputs) if gradients[output] is not None)
-        tensors = [gradient for output in outputs if (gradient := gradients[output]) is not None]
-        self.emitted += sources
-        self._engine.agent.post(recv.sender, Gradients(share.backward, sources, present), tensors)
 
 
 def _gradients(message: Gradients, envelope: Envelope) -> dict[int, tuple[torch.Tensor | None]]:
@@ -109,6 +77,7 @@ class Engine:
         # Guarded by _lock:
         self._running: dict[int, Running] = {}  # passes that were started here
         self._runs = 0
+        self._holding: set[Run] = set()
         patience = agent.options.unresponsive_after
         self._check_every = math.inf if patience is None else patience / 4
         for message, handler in (
@@ -121,6 +90,7 @@ class Engine:
         ):
             agent.register(message, partial(self._handle, handler))
         agent.register(Check, self._on_check)
+        agent.watch.ticks.append(self._tick)
 
     def backward(
         self,
@@ -177,7 +147,7 @@ class Engine:
     def run(self, share: Share, component: Component) -> None:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
         leaves = [leaf.variable for leaf in component.leaves]
-        run = _Run(self, share, component)
+        run = Run(self.agent, share, component, require=self.require, check=self.check, held=self._held)
         self._count(1)
         before, functions.thread.run = functions.thread.run, run
         # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
@@ -195,17 +165,40 @@ class Engine:
                 True,
                 accumulate_grad=backward.into_grad,
             )
+            run.flush()
             if leaves and not backward.into_grad:
                 self._store(share, leaves, captured)
         except BaseException as error:
             self.fail(share, error)
             return
         finally:
+            self._holding.discard(run)
             functions.thread.run = before
             current.reset(token)
             component.leaves, component.recvs = (), {}
             self._count(-1)
         self._report(share, False, component.sources, run.emitted)
+
+    def _held(self, run: Run) -> None:
+        """A run holds something back: see to it that it does not do so for long."""
+        self._holding.add(run)
+        if self.agent.watch.asleep:
+            self.agent.watch.wake()
+
+    def _tick(self) -> bool:
+        """Called by the watch thread."""
+        for run in list(self._holding):
+            run.ticks += 1
+            if run.ticks > 1:
+                self._holding.discard(run)
+                self.agent.pool.run(partial(self._flush, run))
+        return bool(self._holding)
+
+    def _flush(self, run: Run) -> None:
+        try:
+            run.flush()
+        except BackhaulError as error:
+            self.fail(run.share, error)
 
     def _store(self, share: Share, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
         if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
@@ -274,9 +267,9 @@ class Engine:
 
     def _run_all(self, share: Share, components: Sequence[Component], *, may_wait: bool) -> None:
         """Run these, none after another that waits. The calling thread may wait only if it has nothing else to do."""
-        ordered = sorted(components, key=lambda component: component.waits)
-        for component in ordered:
-            if component.waits and not (may_wait and component is ordered[-1]):
+        for number, component in enumerate(components, 1):
+            last = number == len(components)
+            if (component.waits and not may_wait) or not last:
                 self.agent.pool.run(partial(self.run, share, component))
             else:
                 self.run(share, component)
@@ -299,13 +292,18 @@ class Engine:
             return
         starter = rank_of(share.backward.id)
         self._tell_failed(starter, share.backward, error)
-        others = share.record.workers() - {self._me.id, starter}
-        if others:
-            self.agent.pool.run(partial(self._tell_all_failed, others, share.backward, error))
+        self.reach(
+            share.record.workers() - {self._me.id, starter},
+            lambda rank: self._tell_failed(rank, share.backward, error),
+        )
 
-    def _tell_all_failed(self, ranks: Iterable[int], backward: Pass, error: BaseException) -> None:
-        for rank in ranks:
-            self._tell_failed(rank, backward, error)
+    def reach(self, ranks: Iterable[int], tell: Callable[[int], None]) -> None:
+        """Call ``tell(rank)`` for all of these. Does not wait for connections to be made."""
+        for rank in sorted(ranks, key=self.agent.is_connected, reverse=True):
+            if self.agent.is_connected(rank):
+                tell(rank)
+            else:
+                self.agent.pool.run(partial(tell, rank))
 
     def _tell_failed(self, rank: int, backward: Pass, error: BaseException) -> None:
         if rank == self._me.id:
@@ -320,11 +318,14 @@ class Engine:
 
     def tell(self, ranks: Iterable[int], message: Any) -> None:
         """Send a one-way message to those who can be reached."""
-        for rank in ranks:
+
+        def tell(rank: int) -> None:
             try:
                 self.agent.post(self._info(rank), message)
             except BackhaulError as error:
                 _log.debug("= rank %s is not told %s: %s", rank, type(message).__name__, error)
+
+        self.reach(ranks, tell)
 
     def lost(self, peer: WorkerInfo, error: WorkerLostError) -> None:
         """The connection with a peer has ended: fail the passes that cannot do without it."""
@@ -391,6 +392,7 @@ class Engine:
             send = share.record.sends.get(source)
             if send is None or send.to.id != inbound.peer.id:
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {inbound.peer.name!r}")
+        share.got_from(inbound.peer.id)
         components, ask = share.arrive(_gradients(message, envelope))
         if ask:
             starter = rank_of(share.backward.id)
@@ -402,6 +404,7 @@ class Engine:
         self._run_all(share, components, may_wait=True)
 
     def _on_take_part(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+        share.got_from(inbound.peer.id)
         self._take_part(share, envelope.message.sources)
 
     def _on_resolve(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
@@ -424,8 +427,7 @@ class Engine:
             self._tell_failed(self._me.id, share.backward, error)
         if message.refs or envelope.tensors:  # the texts will do
             message = msgspec.structs.replace(message, tree=None, refs=())
-        others = share.record.workers() - {self._me.id, inbound.peer.id}
-        self.agent.pool.run(lambda: self.tell(others, message))
+        self.tell(share.record.workers() - {self._me.id, inbound.peer.id}, message)
 
     def _on_check(self, inbound: Inbound, envelope: Envelope) -> Frame:
         message: Check = envelope.message

@@ -41,13 +41,14 @@ _LIFT = 1 << ID_BITS
 class Component:
     """Sources that have to be run together, and what they reach."""
 
-    __slots__ = ("leaves", "nodes", "recvs", "sources", "started", "waits")
+    __slots__ = ("leaves", "nodes", "recvs", "size", "sources", "started", "waits")
 
     def __init__(
         self,
         sources: Sequence[int],
         leaves: Sequence[Node],
         recvs: Mapping[Node, Collection[int]],
+        size: int,
         nodes: Sequence[Node] = (),
     ) -> None:
         self.sources = sorted(sources, key=_order, reverse=True)
@@ -55,6 +56,8 @@ class Component:
         self.leaves = leaves
         self.recvs = recvs
         """Recvs, and which of their outputs."""
+        self.size = size
+        """How many nodes there are in all."""
         self.nodes = nodes
         """All others; only if there are several sources."""
         self.started = False
@@ -68,6 +71,7 @@ def together(components: Sequence[Component]) -> Component:
         [source for component in components for source in component.sources],
         list({leaf: None for component in components for leaf in component.leaves}),
         {node: outputs for component in components for node, outputs in component.recvs.items()},
+        sum(component.size for component in components),
         [node for component in components for node in component.nodes],
     )
 
@@ -84,9 +88,11 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
     owner: dict[Node, int] = {}
     leaves: dict[int, dict[Node, None]] = {source: {} for source in sources}
     recvs: dict[Node, set[int]] = {}
+    sizes: dict[int, int] = {}
     groups = _Groups(sources)
     for source, start in sources.items():
         mine = leaves[source]
+        before = len(owner)
         stack: list[Iterable[tuple[Node, int]]] = [[(start, 0)]]
         while stack:
             for node, output in stack.pop():
@@ -111,11 +117,13 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
                         if not _has_hooks(node.variable):
                             continue
                     groups.join(other, source)
+        sizes[source] = len(owner) - before
     return [
         Component(
             group,
             list({leaf: None for source in group for leaf in leaves[source]}),
             {node: outputs for node, outputs in recvs.items() if groups.find(owner[node]) == first},
+            sum(sizes[source] for source in group),
             _others(owner, groups, first) if len(group) > 1 else (),
         )
         for first, group in groups.members().items()
@@ -131,8 +139,8 @@ def _others(owner: Mapping[Node, int], groups: _Groups, group: int) -> list[Node
     ]
 
 
-def _walk(start: Node) -> tuple[list[Node], dict[Node, set[int]]]:
-    """The leaves that one source reaches, and the Recvs: the same, for the usual case."""
+def _walk(start: Node) -> tuple[list[Node], dict[Node, set[int]], int]:
+    """The leaves that one source reaches, the Recvs, and how many nodes: the same, for the usual case."""
     seen: set[Node] = {None}
     leaves: list[Node] = []
     recvs: dict[Node, set[int]] = {}
@@ -150,7 +158,7 @@ def _walk(start: Node) -> tuple[list[Node], dict[Node, set[int]]]:
                     stack.append(node.next_functions)
             elif node in recvs:
                 recvs[node].add(output)
-    return leaves, recvs
+    return leaves, recvs, len(seen) - 1
 
 
 def reach(starts: Iterable[Node], seen: set[Any]) -> dict[Node, list[int]]:

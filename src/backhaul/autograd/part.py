@@ -1,9 +1,9 @@
 """Part: what of a pass is one worker's, and when it can be run. A pure state machine.
 
-Any Send of the context may turn out to take part: these are the *candidates*. What one message brought is told of by
-one message as well: the gradients of all its tensors that take part come together. So a component whose candidates
-are of one message is run when its gradients come. For any other it must be known first which of the candidates take
-part: a Send whose result never reaches the loss would be waited for in vain. Then the pass has to be **resolved**:
+Any Send of the context may turn out to take part: these are the *candidates*. The gradients of all tensors of a
+message that take part come together. So if gradients are here for each message that a component has candidates of, it
+can be run. Otherwise it must be known first which of the candidates take part: a Send whose result never
+reaches the loss would be waited for in vain. Then the pass has to be **resolved**:
 beginning at the roots, each worker finds the Recvs that its known sources reach (`take_part`) and tells their senders,
 until nothing new is found. After that (`resolve`) the components are planned again, with those that take part only.
 """
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from backhaul.autograd.graph import Component, Node, plan, reach, together
+
+_SMALL = 64  # nodes
 
 
 class Source(NamedTuple):
@@ -29,6 +31,7 @@ class Part:
     def __init__(self, sources: Mapping[int, Source]) -> None:
         self._sources = dict(sources)
         self._arrived: set[int] = set()
+        self._messages: set[int] = set()  # of which gradients have arrived
         self._takes_part: set[int] = set()
         self._reached: set[Any] = set()
         self._resolved = False
@@ -38,27 +41,32 @@ class Part:
         """Something has arrived that cannot be run before the pass is resolved."""
 
     def arrive(self, sources: Mapping[int, Source]) -> list[Component]:
-        """The gradients of these sources, which are of one message, are here: what can be run now."""
+        """The gradients of these sources are here: what can be run now."""
         for source, late in sources.items():
             if source not in self._component:
                 # Recorded after the pass began, by what the pass itself runs: nothing else can lead there.
                 self._sources.setdefault(source, late)
                 self._plan([source])
         self._arrived.update(sources)
+        self._messages.update(self._sources[source].message for source in sources)
         found: list[Component] = []
         for component in dict.fromkeys(self._component[source] for source in sources):
-            if self._resolved:
+            missing = [source for source in component.sources if source not in self._arrived]
+            if self._resolved or not missing:
                 found += self._start(component)
-            elif len({self._sources[source].message for source in component.sources}) > 1:
+            elif not all(self._sources[source].message in self._messages for source in missing):
                 self.must_resolve = True
-            elif self._arrived.issuperset(component.sources):
-                found += self._start(component)
-            else:  # the others of the message do not take part
+            else:  # what is missing of messages whose gradients are here does not take part
                 for replaced in self._plan(filter(self._arrived.__contains__, component.sources)):
                     found += self._start(replaced)
-        if len(found) > 1 and not any(map(self.waits, found)):
-            return [together(found)]
-        return found
+        return self._merged(found)
+
+    def _merged(self, components: list[Component]) -> list[Component]:
+        """Small ones that do not wait as one: a run costs more than they do. Large ones may be run side by side."""
+        small = [component for component in components if component.size <= _SMALL and not self.waits(component)]
+        if len(small) < 2:
+            return components
+        return [together(small), *(component for component in components if component not in small)]
 
     def take_part(self, sources: Iterable[int]) -> dict[Node, list[int]]:
         """These sources take part: the Recvs that they reach and which outputs, those that are not known to, yet."""

@@ -37,12 +37,13 @@ class Share:
         self._box: dict[int, Gradients] = {}  # have arrived, and are to be consumed
         self._waiting: dict[int, int] = {}  # sources that gates wait for -> rank of who is to send their gradients
         self._gave_to: set[int] = set()  # ranks that have got work of this pass from here
+        self._got_from: set[int] = set()  # ranks that work of it has come from
         self._asked = False
         self._error: BaseException | None = None
         self.round = 0
 
     def arrive(self, gradients: Mapping[int, Gradients]) -> tuple[list[Component], bool]:
-        """Gradients of one message are here: what can be run now, and whether the pass is to be resolved first."""
+        """Gradients are here: what can be run now, and whether the pass is to be resolved first."""
         with self._changed:
             if self._error is not None:
                 return [], False
@@ -126,6 +127,14 @@ class Share:
                 raise fresh(self._error)
             self._gave_to.add(rank)
 
+    def got_from(self, rank: int) -> None:
+        """A worker has given work of this pass to this one."""
+        self._got_from.add(rank)
+
+    def has(self, source: int) -> bool:
+        """Whether the gradients of a source are here."""
+        return source in self._box
+
     def fail(self, error: BaseException, worker: str) -> bool:
         """The pass is over, and whoever waits in it is to raise. False if it was over already."""
         with self._changed:
@@ -143,7 +152,9 @@ class Share:
     def depends_on(self, rank: int) -> bool:
         """Whether the pass cannot end well without that worker, as far as is known here."""
         with self._changed:
-            return self._error is None and (rank in self._gave_to or rank in self._waiting.values())
+            return self._error is None and (
+                rank in self._gave_to or rank in self._got_from or rank in self._waiting.values()
+            )
 
     @property
     def helpers(self) -> set[int]:

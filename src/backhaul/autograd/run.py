@@ -1,0 +1,121 @@
+"""Run: one run of torch's engine over a component, on one thread. What Send and Recv ask for: a `functions.Run`.
+
+A Recv gives its gradients away as soon as they are complete, while the run goes on. If more Recvs of this run have
+the same sender, theirs are likely to follow at once, and a message for each would cost more than what is in it. So
+small gradients are *held* until the last of them, but not for long: not while a gate waits, not beyond the
+end of the run, and not beyond a tick or two of the watch thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from backhaul.agent.agent import Agent
+from backhaul.autograd.functions import Recv
+from backhaul.autograd.graph import Component
+from backhaul.autograd.share import Share
+from backhaul.errors import ContextError
+from backhaul.ids import WorkerInfo
+from backhaul.wire.messages import Gradients
+
+_MAX_HELD_BYTES = 64 * 1024
+
+
+class _Parcel:
+    """Gradients for one worker that have not left."""
+
+    __slots__ = ("nbytes", "present", "sources", "tensors", "to")
+
+    def __init__(self, to: WorkerInfo) -> None:
+        self.to = to
+        self.sources: list[int] = []
+        self.present: list[int] = []
+        self.tensors: list[torch.Tensor] = []
+        self.nbytes = 0
+
+    def add(self, source: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self.present.append(len(self.sources))
+            self.tensors.append(gradient)
+            self.nbytes += gradient.nbytes if gradient.layout is torch.strided else 0
+        self.sources.append(source)
+
+
+class Run:
+    """See the module's docstring. ``require(recv)`` raises if a Recv cannot be part of the pass."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        share: Share,
+        component: Component,
+        *,
+        require: Callable[[Share, Recv], None],
+        check: Callable[[Share], None],
+        held: Callable[[Run], None],
+    ) -> None:
+        self.share = share
+        self.emitted: list[int] = []
+        self.ticks = 0
+        """How many ticks have found that something is held."""
+        self._agent = agent
+        self._require = require
+        self._check = check
+        self._on_held = held
+        self._recvs = component.recvs
+        self._task = -1  # of torch's engine
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._left = Counter(node.recv.sender.id for node in component.recvs)
+        self._parcels: dict[int, _Parcel] = {}
+
+    def take(self, source: int) -> Sequence[torch.Tensor | None]:
+        self._task = torch._C._current_graph_task_id()
+        if self._parcels and not self.share.has(source):
+            self.flush()
+        return self.share.take(source, self._agent.serving, lambda: self._check(self.share))
+
+    def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+        recv: Recv = node.recv
+        if torch._C._current_graph_task_id() != self._task:
+            raise ContextError(
+                "a local backward() that runs inside of a distributed one has come to a tensor from worker "
+                f"{recv.sender.name!r}, and cannot wait for its gradients to be used there. If it is a "
+                "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
+            )
+        self._require(self.share, recv)
+        rank = recv.sender.id
+        self.share.giving_to(rank)
+        with self._lock:
+            parcel = self._parcels.get(rank)
+            first = parcel is None
+            if parcel is None:
+                parcel = self._parcels[rank] = _Parcel(recv.sender)
+            for output in sorted(self._recvs[node]):
+                parcel.add(recv.message + output, gradients[output])
+                self.emitted.append(recv.message + output)
+            self._left[rank] -= 1
+            full = not self._left[rank] or parcel.nbytes > _MAX_HELD_BYTES
+            if full:
+                del self._parcels[rank]
+        if full:
+            self._post(parcel)
+        elif first:
+            self._on_held(self)
+
+    def flush(self) -> bool:
+        """Send what is held. False if there is nothing."""
+        with self._lock:
+            parcels, self._parcels = self._parcels, {}
+        for parcel in parcels.values():
+            self._post(parcel)
+        return bool(parcels)
+
+    def _post(self, parcel: _Parcel) -> None:
+        message = Gradients(self.share.backward, tuple(parcel.sources), tuple(parcel.present))
+        self._agent.post(parcel.to, message, parcel.tensors)
