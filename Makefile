@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 
 # The layers without sockets, threads or a clock: cheap to test to the last branch.
-PURE := wire errors ids options agent.pending security refs.counting refs.mailbox
+PURE := wire errors ids options agent.pending security refs.counting refs.mailbox \
+	autograd.graph autograd.part autograd.completion
 COVER_PURE := $(PURE:%=--cov=backhaul.%)
 
 .DEFAULT_GOAL := help
@@ -28,7 +29,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-slow: $(STAMP) ## the suites that take minutes: 10,000 simulated programs, the speed floor
+slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 random programs, the speed floor
 	$(BIN)/pytest -q -m slow
 
 bench: $(STAMP) ## measure calls against torch.distributed.rpc and a bare socket

@@ -174,6 +174,7 @@ class Engine:
         finally:
             self._holding.discard(run)
             functions.thread.run = before
+            functions.tasks.pop(run.task, None)
             current.reset(token)
             component.leaves, component.recvs = (), {}
             self._count(-1)
@@ -291,9 +292,11 @@ class Engine:
         if not share.fail(error, self._me.name):
             return
         starter = rank_of(share.backward.id)
-        self._tell_failed(starter, share.backward, error)
+        others = share.record.workers() - {self._me.id, starter}
+        if starter == self._me.id:
+            self._tell_failed(starter, share.backward, error)
         self.reach(
-            share.record.workers() - {self._me.id, starter},
+            others if starter == self._me.id else [starter, *others],
             lambda rank: self._tell_failed(rank, share.backward, error),
         )
 

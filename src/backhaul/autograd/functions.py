@@ -61,7 +61,10 @@ class _ThreadState(threading.local):
 
 
 thread = _ThreadState()
-"""The run of this thread, if it is in one."""
+"""The run that this thread is in, if any."""
+
+tasks: dict[int, Run] = {}
+"""Runs, by what torch's engine calls a graph task. Nodes of one may be run on several threads."""
 
 
 class SendRpc(torch.autograd.Function):
@@ -77,6 +80,7 @@ class SendRpc(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[Any, ...]:
         if thread.run is None:
             raise ContextError("a Send is run by distributed autograd only: see backhaul.autograd.backward")
+        tasks[torch._C._current_graph_task_id()] = thread.run
         return None, *thread.run.take(ctx.source)
 
 
@@ -94,13 +98,24 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
-        if thread.run is None:
-            raise ContextError(
-                f"a tensor that came from worker {ctx.recv.sender.name!r} in autograd context {ctx.recv.context} is "
-                "part of this graph: a local backward() ends there. Use backhaul.autograd.backward(context_id, [loss])"
-            )
-        thread.run.emit(ctx, gradients)
+        run = tasks.get(torch._C._current_graph_task_id())
+        if run is None:
+            raise _out_of_place(ctx.recv)
+        run.emit(ctx, gradients)
         return None, None, None
+
+
+def _out_of_place(recv: Recv) -> ContextError:
+    if thread.run is not None:
+        return ContextError(
+            "a local backward() that runs inside of a distributed one has come to a tensor from worker "
+            f"{recv.sender.name!r}, and cannot wait for its gradients to be used there. If it is a "
+            "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
+        )
+    return ContextError(
+        f"a tensor that came from worker {recv.sender.name!r} in autograd context {recv.context} is part of this "
+        "graph: a local backward() ends there. Use backhaul.autograd.backward(context_id, [loss])"
+    )
 
 
 class RecvItem(torch.autograd.Function):

@@ -19,7 +19,6 @@ from backhaul.agent.agent import Agent
 from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import Component
 from backhaul.autograd.share import Share
-from backhaul.errors import ContextError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.messages import Gradients
 
@@ -61,6 +60,8 @@ class Run:
     ) -> None:
         self.share = share
         self.emitted: list[int] = []
+        self.task = -1
+        """The graph task of torch's engine, once it has begun."""
         self.ticks = 0
         """How many ticks have found that something is held."""
         self._agent = agent
@@ -68,26 +69,19 @@ class Run:
         self._check = check
         self._on_held = held
         self._recvs = component.recvs
-        self._task = -1  # of torch's engine
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._left = Counter(node.recv.sender.id for node in component.recvs)
         self._parcels: dict[int, _Parcel] = {}
 
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
-        self._task = torch._C._current_graph_task_id()
+        self.task = torch._C._current_graph_task_id()
         if self._parcels and not self.share.has(source):
             self.flush()
         return self.share.take(source, self._agent.serving, lambda: self._check(self.share))
 
     def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         recv: Recv = node.recv
-        if torch._C._current_graph_task_id() != self._task:
-            raise ContextError(
-                "a local backward() that runs inside of a distributed one has come to a tensor from worker "
-                f"{recv.sender.name!r}, and cannot wait for its gradients to be used there. If it is a "
-                "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
-            )
         self._require(self.share, recv)
         rank = recv.sender.id
         self.share.giving_to(rank)
