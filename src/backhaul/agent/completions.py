@@ -59,6 +59,8 @@ class Completions:
                 self._generation += 1
                 generation = self._generation
             active = self._active
+            if self._jobs:
+                self._watch.hurry()
         if stuck:
             self._pool.run(lambda: self._run(generation))
         return active

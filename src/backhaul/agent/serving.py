@@ -7,7 +7,7 @@ request itself, right where it read it, so that a short request costs no hand-ov
 threads. It gives the lead to another thread only when it must:
 
 - when its request is about to wait for a call of its own (`about_to_wait`), or
-- when its request has been running for a tick or two of the watch thread (`tick`).
+- when two ticks of the watch thread have found it at the same request (`tick`).
 
 The old leader then goes on with its request alone, replies, and returns to the pool. A
 leader's *generation* tells it whether it still leads: giving the lead away increments it.
@@ -35,7 +35,7 @@ from backhaul.errors import ProtocolError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame
+from backhaul.wire.frames import Frame, join
 from backhaul.wire.messages import Refs
 
 if TYPE_CHECKING:
@@ -179,13 +179,13 @@ class Inbound:
 
     def _take_over(self, held: list[Frame]) -> None:
         if held:
-            self.reply(_joined(held))
+            self.reply(join(held))
         self.lead()
 
     def _send_held(self) -> None:
         """Send the held replies. Only the leader calls it, and not while it runs a request."""
         held, self._out, self._out_bytes = self._out, [], 0
-        self.reply(_joined(held))
+        self.reply(join(held))
 
     def _end(self, error: Exception) -> None:
         with self._lock:
@@ -274,6 +274,7 @@ class Serving:
             seen[inbound] = turn
             if inbound.busy:
                 active = True
+                self.watch.hurry()  # to see whether it is the same request then
                 if before == turn and self._may_detach():
                     inbound.give_away_if_busy(turn)
             elif before != turn:
@@ -293,14 +294,3 @@ class Serving:
             return False
         self._stalled = 0
         return True
-
-
-def _joined(frames: list[Frame]) -> Frame:
-    """Several frames as one, so that they leave in one write."""
-    if len(frames) == 1:
-        return frames[0]
-    pieces = [piece for frame in frames for piece in frame.pieces]
-    size = sum(frame.size for frame in frames)
-    if size <= _MAX_HELD_BYTES:
-        return Frame([b"".join(pieces)], size)
-    return Frame(pieces, size, [frame.keep for frame in frames])

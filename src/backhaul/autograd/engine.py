@@ -165,7 +165,7 @@ class Engine:
                 True,
                 accumulate_grad=backward.into_grad,
             )
-            run.flush()
+            run.end()
             if leaves and not backward.into_grad:
                 self._store(share, leaves, captured)
         except BaseException as error:
@@ -178,7 +178,7 @@ class Engine:
             current.reset(token)
             component.leaves, component.recvs = (), {}
             self._count(-1)
-        self._report(share, False, component.sources, run.emitted)
+        self._report(share, False, component.sources, run.emitted, run)
 
     def _held(self, run: Run) -> None:
         """A run holds something back: see to it that it does not do so for long."""
@@ -193,6 +193,8 @@ class Engine:
             if run.ticks > 1:
                 self._holding.discard(run)
                 self.agent.pool.run(partial(self._flush, run))
+        if self._holding:
+            self.agent.watch.hurry()
         return bool(self._holding)
 
     def _flush(self, run: Run) -> None:
@@ -220,7 +222,9 @@ class Engine:
         if share.record.over:
             raise gone(recv.context, self._me)
 
-    def _report(self, share: Share, resolving: bool, consumed: Iterable[int], emitted: Iterable[int]) -> None:
+    def _report(
+        self, share: Share, resolving: bool, consumed: Iterable[int], emitted: Iterable[int], run: Run | None = None
+    ) -> None:
         """Tell the starter of the pass that a run, or a step of resolving, is over."""
         backward = share.backward
         report = Report(backward, resolving, tuple(consumed), tuple(emitted))
@@ -228,7 +232,11 @@ class Engine:
             self._take_report(report)
             return
         try:
-            self.agent.post(self._info(rank_of(backward.id)), report)
+            starter = self._info(rank_of(backward.id))
+            if run is None:
+                self.agent.post(starter, report)
+            else:
+                run.report(starter, report)
         except BackhaulError as error:
             self.fail(share, error)
 

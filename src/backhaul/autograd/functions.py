@@ -33,6 +33,7 @@ ROOT = 0
 """Stands for the id of a message where the roots of a pass are meant."""
 
 _COUNT = (1 << ID_BITS) - 1
+_CPU = torch.device("cpu")
 _FIRST = (1 << 62) - 1
 
 
@@ -72,9 +73,9 @@ class SendRpc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: int, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.source = source
-        return torch.zeros((), device="cpu")
+        return torch.zeros((), device=_CPU)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[Any, ...]:
@@ -92,7 +93,7 @@ class RecvRpc(torch.autograd.Function):
         ctx: Any, anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         # The tensors are no inputs: inputs that are returned as they are could not be changed in place.
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.recv = recv
         return tuple(tensors)
 
@@ -126,7 +127,7 @@ class RecvItem(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, tensor: Sequence[torch.Tensor]) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return tensor[0]
 
     @staticmethod

@@ -35,6 +35,9 @@ Node = Any
 """A node of torch's graph."""
 
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+SMALL = 64
+"""A component of up to this many nodes costs less to run than what is around its run."""
+
 _LIFT = 1 << ID_BITS
 
 

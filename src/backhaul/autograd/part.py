@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from backhaul.autograd.graph import Component, Node, plan, reach, together
-
-_SMALL = 64  # nodes
+from backhaul.autograd.graph import SMALL, Component, Node, plan, reach, together
 
 
 class Source(NamedTuple):
@@ -63,7 +61,7 @@ class Part:
 
     def _merged(self, components: list[Component]) -> list[Component]:
         """Small ones that do not wait as one: a run costs more than they do. Large ones may be run side by side."""
-        small = [component for component in components if component.size <= _SMALL and not self.waits(component)]
+        small = [component for component in components if component.size <= SMALL and not self.waits(component)]
         if len(small) < 2:
             return components
         return [together(small), *(component for component in components if component not in small)]

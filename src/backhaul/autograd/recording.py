@@ -49,19 +49,23 @@ class Recorder:
     def received(self, mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
         if rank_of(mark.message) != sender.id:
             raise ProtocolError(f"a message {mark.message} that worker {sender.name!r} did not number")
+        if len(tensors) == 1 and tensors[0].requires_grad:
+            return self._receive(mark, [tensors[0].data], sender)
         places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
         if not places:
             raise ProtocolError(f"message {mark.message} is marked as recorded and has no tensor that requires grad")
-        # After its end too: the values are good, and who asks for gradients is told what has happened.
-        record = self._contexts.join(mark.context, sender)
-        recv = Recv(mark.context, mark.message, sender)
-        node, outputs = receive(self._anchor, recv, _separate(tensors, places))
-        if record is not None:
-            record.recvs[mark.message] = node
         result = list(tensors)
-        for place, output in zip(places, outputs, strict=True):
+        for place, output in zip(places, self._receive(mark, _separate(tensors, places), sender), strict=True):
             result[place] = output
         return result
+
+    def _receive(self, mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
+        node, outputs = receive(self._anchor, Recv(mark.context, mark.message, sender), tensors)
+        # After the context's end too: the values are good, and who asks for gradients is told what has happened.
+        record = self._contexts.join(mark.context, sender)
+        if record is not None:
+            record.recvs[mark.message] = node
+        return outputs
 
     def enter(self, mark: Mark, sender: WorkerInfo) -> None:
         if self._contexts.join(mark.context, sender) is not None:

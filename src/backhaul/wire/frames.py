@@ -36,6 +36,7 @@ MAX_TABLE = 1 << 28
 
 # Up to here one copy into one piece is cheaper than several pieces to a system call.
 _JOIN_BELOW = 128 * 1024
+_COPY_BELOW = 256 * 1024
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -76,3 +77,14 @@ def encode(message: Any, tensors: Sequence[torch.Tensor] = ()) -> Frame:
     if total <= _JOIN_BELOW:
         return Frame([b"".join((head, *packed.buffers))], total)
     return Frame([head, *packed.buffers], total, packed.keep)
+
+
+def join(frames: Sequence[Frame]) -> Frame:
+    """Several frames as one, so that they leave in one write."""
+    if len(frames) == 1:
+        return frames[0]
+    pieces = [piece for frame in frames for piece in frame.pieces]
+    size = sum(frame.size for frame in frames)
+    if size <= _COPY_BELOW:
+        return Frame([b"".join(pieces)], size)
+    return Frame(pieces, size, [frame.keep for frame in frames])
