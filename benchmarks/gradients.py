@@ -1,0 +1,158 @@
+"""Gradients: models whose layers live on the server, differentiated through the calls to them.
+
+A forward pass is a function of an ``rpc`` module, so one text runs on either system and, with `Here` in that place,
+in one process; what local autograd finds there is what `flaw` expects of a system. Client and server
+build the same layers from the same seed.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from ports import SERVER, RpcPort
+from torch import Tensor, nn
+
+Forward = Callable[[Any], Tensor]
+"""Makes a loss by calls through an ``rpc`` module."""
+
+_WIDTH, _BATCH = 64, 16
+_TOLERANCE = 1e-4  # of a gradient's norm: sums in another order differ by less, a missing term by more
+
+with torch.random.fork_rng():
+    torch.manual_seed(1)
+    REMOTE = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(32))
+    _ENCODER = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(2))
+    _DECODER = nn.ModuleList(nn.Linear(2 * _WIDTH, _WIDTH) for _ in range(2))
+    _LOCAL = nn.Sequential(*(part for _ in range(300) for part in (nn.Linear(32, 32), nn.Tanh())))
+    for weight in list(_LOCAL.parameters())[::2]:
+        nn.init.orthogonal_(weight)  # or the gradients would vanish on their way through 300 layers
+    _INPUT = torch.rand(_BATCH, _WIDTH, requires_grad=True)
+    _NARROW_INPUT = torch.rand(_BATCH, 32, requires_grad=True)
+
+_CLIENT_LEAVES = (_INPUT, _NARROW_INPUT, *_ENCODER.parameters(), *_DECODER.parameters(), *_LOCAL.parameters())
+_SERVER_LEAVES = tuple(REMOTE.parameters())
+
+
+def layer(index: int, value: Tensor) -> Tensor:
+    output: Tensor = REMOTE[index](value)
+    return output
+
+
+def layer_gradients(module: str, context: int) -> list[Tensor | None]:
+    """What the context of a system's ``autograd`` module has for each of the server's leaves."""
+    found = sys.modules[module].get_gradients(context)
+    return [found.get(leaf) for leaf in _SERVER_LEAVES]
+
+
+def chain(hops: int, rpc: Any) -> Tensor:
+    """Layer after layer, each a call that takes the result of the one before."""
+    value: Tensor = _INPUT
+    for hop in range(hops):
+        value = rpc.rpc_sync(SERVER, layer, args=(hop, value))
+    return value.sum()
+
+
+def fan_out(width: int, unused: int, rpc: Any) -> Tensor:
+    """One leaf sent so many times at once; all results but the ``unused`` last are summed up."""
+    futures = [rpc.rpc_async(SERVER, layer, args=(index, _INPUT)) for index in range(width)]
+    values = [future.wait() for future in futures]
+    total: Tensor = reduce(operator.add, values[: width - unused])
+    return total.sum()
+
+
+def u_shape(rpc: Any) -> Tensor:
+    """Encoder and decoder here, the middle there, and skip connections around it."""
+    outer = torch.tanh(_ENCODER[0](_INPUT))
+    inner = torch.tanh(_ENCODER[1](outer))
+    middle = rpc.rpc_sync(SERVER, layer, args=(0, inner))
+    inner = torch.tanh(_DECODER[0](torch.cat((middle, inner), 1)))
+    decoded: Tensor = _DECODER[1](torch.cat((inner, outer), 1))
+    return decoded.sum()
+
+
+def no_calls(rpc: Any) -> Tensor:
+    """A graph of about 1,500 nodes that never leaves the client: what a context costs a local backward."""
+    output: Tensor = _LOCAL(_NARROW_INPUT)
+    return output.sum()
+
+
+@dataclass(frozen=True)
+class _Done:
+    value: Tensor
+
+    def wait(self) -> Tensor:
+        return self.value
+
+
+class Here:
+    """Stands in for an ``rpc`` module and calls in this process."""
+
+    @staticmethod
+    def rpc_sync(to: str, function: Callable[..., Tensor], args: Sequence[Any]) -> Tensor:
+        return function(*args)
+
+    @staticmethod
+    def rpc_async(to: str, function: Callable[..., Tensor], args: Sequence[Any]) -> _Done:
+        return _Done(function(*args))
+
+
+def step(forward: Forward, port: RpcPort) -> dict[Tensor, Tensor]:
+    """Forward and backward in a context of their own, as in a training loop; the client's gradients."""
+    with port.autograd.context() as context:
+        port.autograd.backward(context, [forward(port.rpc)])
+        gradients: dict[Tensor, Tensor] = port.autograd.get_gradients(context)
+        return gradients
+
+
+def flaw(forward: Forward, port: RpcPort) -> str | None:
+    """How the gradients of a system, on both of its ends, differ from local autograd's; None if they do not."""
+    with port.autograd.context() as context:
+        port.autograd.backward(context, [forward(port.rpc)])
+        here = port.autograd.get_gradients(context)
+        there = port.rpc.rpc_sync(SERVER, layer_gradients, args=(port.autograd.__name__, int(context)))
+    found = (*map(here.get, _CLIENT_LEAVES), *there)
+    expected = torch.autograd.grad(forward(Here), (*_CLIENT_LEAVES, *_SERVER_LEAVES), allow_unused=True)
+    if all(map(_alike, found, expected)):
+        return None
+    return "wrong gradients"
+
+
+def plan_share(port: RpcPort) -> float:
+    """The share that planning what to run has of Backhaul's backward, for the graph of `no_calls`."""
+    from backhaul.autograd.functions import ROOT
+    from backhaul.autograd.graph import plan
+
+    clock = time.perf_counter
+    with port.autograd.context() as context:
+        loss = no_calls(port.rpc)
+        start = clock()
+        plan({ROOT: loss.grad_fn})
+        planned = clock()
+        port.autograd.backward(context, [loss])
+        return (planned - start) / (clock() - planned)
+
+
+def _alike(found: Tensor | None, expected: Tensor | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    return bool((found - expected).norm() <= _TOLERANCE * expected.norm())
+
+
+FORWARDS: dict[str, Forward] = {
+    "chain of 1": partial(chain, 1),
+    "chain of 4": partial(chain, 4),
+    "chain of 16": partial(chain, 16),
+    "fan-out of 2": partial(fan_out, 2, 0),
+    "fan-out of 8": partial(fan_out, 8, 0),
+    "fan-out of 32": partial(fan_out, 32, 0),
+    "fan-out of 8, 1 unused": partial(fan_out, 8, 1),
+    "U-shape": u_shape,
+    "1,500 nodes, no calls": no_calls,
+}
