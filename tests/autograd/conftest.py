@@ -1,0 +1,28 @@
+"""Fixtures that several suites of autograd share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from acts import ACTS
+from models import new_weights
+
+from backhaul.testing import InProcessCluster
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No act stays from another test, and no thread of a worker meets an error that nobody expects."""
+    new_weights()
+    ACTS.clear()
+    with caplog.at_level(logging.ERROR, logger="backhaul"):
+        yield
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+@pytest.fixture
+def five() -> Iterator[InProcessCluster]:
+    with InProcessCluster(5) as workers:
+        yield workers

@@ -1,0 +1,113 @@
+"""The ledger: it is empty with the last report of a pass, whatever the order, and never before."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+
+from backhaul.autograd.completion import Ledger
+from backhaul.autograd.functions import ROOT
+
+
+class Report(NamedTuple):
+    consumed: tuple[int, ...]
+    emitted: tuple[int, ...]
+
+
+TABLE: dict[str, list[Report]] = {
+    "roots that reach no other worker": [Report((ROOT,), ())],
+    "one hop": [Report((ROOT,), (1,)), Report((1,), ())],
+    "there and back": [Report((ROOT,), (1,)), Report((1,), (2,)), Report((2,), ())],
+    "two ways": [Report((ROOT,), (1, 2)), Report((1,), (3,)), Report((2,), (4,)), Report((3,), ()), Report((4,), ())],
+    "two ways that meet": [Report((ROOT,), (1, 2)), Report((1,), (3,)), Report((2,), (4,)), Report((3, 4), ())],
+    "a gate in the run of the roots": [Report((ROOT, 2), (1,)), Report((1,), (2,))],
+    "a gate in the run of the roots that goes on": [
+        Report((ROOT, 2), (1, 3)),
+        Report((1,), (2,)),
+        Report((3,), ()),
+    ],
+    "a call to itself, in one run": [Report((ROOT, 1), (1,))],
+    "two runs that wait for each other by turns": [Report((ROOT, 2, 4), (1, 3)), Report((1, 3), (2, 4))],
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_over_with_the_last_report_in_every_order(name: str) -> None:
+    for order in itertools.permutations(TABLE[name]):
+        ledger = Ledger()
+        assert [ledger.report(*report) for report in order] == [False] * (len(order) - 1) + [True], order
+        assert not ledger.open
+
+
+def test_open_are_the_roots_and_what_has_been_told_of_once() -> None:
+    ledger = Ledger()
+    assert ledger.open == {ROOT}
+    ledger.report([ROOT], [1, 2])
+    assert ledger.open == {1, 2}
+    ledger.report([2], [3])
+    assert ledger.open == {1, 3}
+    # Ahead of the report that it was emitted.
+    ledger.report([4], [])
+    assert ledger.open == {1, 3, 4}
+    ledger.report([1], [4])
+    assert ledger.open == {3}
+
+
+def test_what_is_open_is_a_snapshot() -> None:
+    ledger = Ledger()
+    before = ledger.open
+    ledger.report([ROOT], [])
+    assert before == {ROOT}
+
+
+def random_pass(draw: random.Random) -> list[Report]:
+    """Runs that are all there because of a chain of messages from the roots, which are in the first.
+
+    A run consumes several messages if it has gates, also such as it has brought about itself.
+    """
+    runs = draw.randint(1, 9)
+    consumed: list[list[int]] = [[ROOT]] + [[] for _ in range(runs - 1)]
+    emitted: list[list[int]] = [[] for _ in range(runs)]
+    messages = itertools.count(1)
+    ends = [(draw.randrange(run), run) for run in range(1, runs)]
+    ends += [(draw.randrange(runs), draw.randrange(runs)) for _ in range(draw.randrange(2 * runs))]
+    draw.shuffle(ends)
+    for emitter, consumer in ends:
+        message = next(messages)
+        emitted[emitter].append(message)
+        consumed[consumer].append(message)
+    return [Report(tuple(c), tuple(e)) for c, e in zip(consumed, emitted, strict=True)]
+
+
+def under_way(reports: Sequence[Report], reported: Sequence[Report]) -> set[int]:
+    """By definition: messages that one end of has reported, and the other has not."""
+    consumed = {message for report in reported for message in report.consumed}
+    emitted = {ROOT} | {message for report in reported for message in report.emitted}
+    return consumed ^ emitted
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_passes_are_never_over_before_the_last_report(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(200):
+        reports = random_pass(draw)
+        draw.shuffle(reports)
+        ledger = Ledger()
+        for count, report in enumerate(reports, 1):
+            over = ledger.report(*report)
+            assert ledger.open == under_way(reports, reports[:count])
+            assert over == (count == len(reports)), (reports, count)
+
+
+def test_a_run_that_does_not_report_keeps_every_pass_open() -> None:
+    draw = random.Random(11)
+    for _ in range(300):
+        reports = random_pass(draw)
+        missing = draw.choice(reports)
+        ledger = Ledger()
+        assert not any(ledger.report(*report) for report in reports if report is not missing)
+        assert ledger.open

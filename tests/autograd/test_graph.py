@@ -1,0 +1,295 @@
+"""The walk over one worker's graph, against the definition of components, leaves and reachability."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from graphs import LEAF, RECV, Graph, expected, ignore, leaf, met, of, outputs, received, recv_of, rooted, sent
+from torch import Tensor
+
+from backhaul.autograd import functions
+from backhaul.autograd.functions import ROOT, SendNode, send, start
+from backhaul.autograd.graph import Component, Node, plan, put_gates_last, reach, together
+
+
+def variables(component: Component) -> set[int]:
+    return {id(node.variable) for node in component.leaves}
+
+
+def by_sources(components: Iterable[Component]) -> dict[tuple[int, ...], set[int]]:
+    """The leaves of components, by their sources."""
+    return {tuple(component.sources): variables(component) for component in components}
+
+
+def is_as_defined(component: Component, edges: set[tuple[Node, int]]) -> None:
+    """It has the leaves, Recvs and nodes that belong to what it comes to."""
+    assert set(component.leaves) == of(LEAF, edges)
+    assert len(component.leaves) == len(of(LEAF, edges))
+    assert {node: set(found) for node, found in component.recvs.items()} == outputs(edges)
+    others = {node for node, _ in edges if node.name() not in (LEAF, RECV)}
+    assert len(component.nodes) == len(set(component.nodes))
+    if len(component.sources) > 1:
+        assert set(component.nodes) == others
+    assert not component.started
+    assert not component.waits
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_graphs_have_the_components_of_the_definition(seed: int) -> None:
+    for number in range(40):
+        nodes = Graph(100 * seed + number).nodes
+        wanted = expected(nodes)
+        found = plan(nodes)
+        assert {frozenset(component.sources) for component in found} == set(wanted)
+        for component in found:
+            is_as_defined(component, wanted[frozenset(component.sources)])
+        # A leaf of several components is counted with one of them.
+        assert sum(component.size for component in found) == len({node for node, _ in met(nodes.values())})
+        for source, node in nodes.items():
+            (component,) = plan({source: node})
+            assert component.sources == [source]
+            is_as_defined(component, met([node]))
+            assert component.size == len({node for node, _ in met([node])})
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_graphs_reach_the_recvs_of_the_definition(seed: int) -> None:
+    """Whatever the steps in which they are asked for."""
+    for number in range(40):
+        draw = random.Random(number)
+        nodes = Graph(100 * seed + number).nodes
+        order = list(nodes)
+        draw.shuffle(order)
+        seen: set[Any] = set()
+        found: dict[Node, set[int]] = {}
+        known: list[Node] = []
+        while order:
+            step = [nodes[order.pop()] for _ in range(min(len(order), draw.randint(1, 3)))]
+            known += step
+            for node, new in reach(step, seen).items():
+                assert len(new) == len(set(new))
+                assert new
+                assert not found.get(node, set()) & set(new)
+                found.setdefault(node, set()).update(new)
+            assert found == outputs(met(known))
+
+
+def test_the_roots_come_first_and_then_the_latest_send() -> None:
+    assert Component([3, ROOT, 12, 7], [], {}, 4).sources == [ROOT, 12, 7, 3]
+    assert Component([7, 12], [], {}, 2).sources == [12, 7]
+
+
+def test_one_source_is_one_component() -> None:
+    a, b = leaf(), leaf()
+    assert by_sources(plan({5: sent(5, a * b)})) == {(5,): {id(a), id(b)}}
+    assert by_sources(plan({ROOT: rooted(a * 2, b * 2)})) == {(ROOT,): {id(a), id(b)}}
+
+
+def test_a_leaf_that_is_sent_as_it_is() -> None:
+    a = leaf()
+    assert by_sources(plan({5: sent(5, a)})) == {(5,): {id(a)}}
+    assert by_sources(plan({5: sent(5, a), 6: sent(6, a)})) == {(5,): {id(a)}, (6,): {id(a)}}
+
+
+def test_a_leaf_without_hooks_does_not_join() -> None:
+    a, b = leaf(), leaf()
+    found = plan({5: sent(5, a * 2), 6: sent(6, a * b), ROOT: rooted(b * 3)})
+    assert by_sources(found) == {(5,): {id(a)}, (6,): {id(a), id(b)}, (ROOT,): {id(b)}}
+
+
+@pytest.mark.parametrize("register", [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
+def test_a_leaf_with_hooks_joins(register: Callable[[Tensor, Any], Any]) -> None:
+    a = leaf()
+    register(a, ignore)
+    assert by_sources(plan({5: sent(5, a * 2), 6: sent(6, a * 3)})) == {(6, 5): {id(a)}}
+
+
+@pytest.mark.parametrize("register", [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
+def test_a_leaf_whose_hooks_were_removed_does_not_join(register: Callable[[Tensor, Any], Any]) -> None:
+    a = leaf()
+    register(a, ignore).remove()
+    assert by_sources(plan({5: sent(5, a * 2), 6: sent(6, a * 3)})) == {(5,): {id(a)}, (6,): {id(a)}}
+
+
+def test_a_common_node_joins() -> None:
+    a = leaf()
+    common = torch.sin(a)
+    (component,) = plan({5: sent(5, common * 2), 6: sent(6, common), 7: sent(7, common + 1)})
+    assert component.sources == [7, 6, 5]
+    assert variables(component) == {id(a)}
+    assert len(component.nodes) == 3 + 3  # the Sends; sin, mul and add
+
+
+def test_a_common_recv_joins() -> None:
+    """Its gradients leave once, summed."""
+    (x,) = received(1000)
+    (component,) = plan({5: sent(5, x * 2), ROOT: rooted(x * 3)})
+    assert component.sources == [ROOT, 5]
+    assert not component.leaves
+    assert component.recvs == {recv_of(x): {0}}
+    assert recv_of(x) not in component.nodes
+
+
+def test_two_outputs_of_one_recv_join() -> None:
+    x, y, _ = received(1000, 3)
+    (component,) = plan({5: sent(5, x), 6: sent(6, y)})
+    assert component.sources == [6, 5]
+    assert component.recvs == {recv_of(x): {0, 1}}
+
+
+def test_outputs_of_a_recv_that_one_source_reaches() -> None:
+    x, _, z = received(1000, 3)
+    (component,) = plan({5: sent(5, x * z + x)})
+    assert component.recvs == {recv_of(x): {0, 2}}
+
+
+def test_the_anchor_of_recvs_is_no_leaf_and_does_not_join() -> None:
+    (x,), (y,) = received(1000), received(1001)
+    assert by_sources(plan({5: sent(5, x * 2), 6: sent(6, y)})) == {(5,): set(), (6,): set()}
+    assert by_sources(plan({5: sent(5, x * 2)})) == {(5,): set()}
+
+
+def test_a_root_that_was_received_has_no_leaves() -> None:
+    (x,) = received(1000)
+    for start_ in (rooted(x), recv_of(x)):
+        (component,) = plan({ROOT: start_})
+        assert not component.leaves
+        assert component.recvs == {recv_of(x): {0}}
+        assert by_sources(plan({ROOT: start_, 5: sent(5, leaf())})).keys() == {(ROOT,), (5,)}
+
+
+def test_joining_is_transitive() -> None:
+    a, b, c = leaf(), leaf(), leaf()
+    x, y = a * 2, b * 2
+    found = plan({5: sent(5, x), 6: sent(6, x * y), 7: sent(7, y), 8: sent(8, c)})
+    assert by_sources(found) == {(7, 6, 5): {id(a), id(b)}, (8,): {id(c)}}
+
+
+def test_components_that_are_joined_late() -> None:
+    """The last source joins what two walks have found apart."""
+    x, y = leaf() * 2, leaf() * 2
+    a, b = x * 3, y * 3
+    found = plan({1: sent(1, a), 2: sent(2, b), 3: sent(3, x), 4: sent(4, y), 5: sent(5, a + b)})
+    assert [component.sources for component in found] == [[5, 4, 3, 2, 1]]
+
+
+def test_a_deep_graph() -> None:
+    x = y = leaf()
+    for _ in range(5_000):
+        y = y + 1
+    assert by_sources(plan({5: sent(5, y)})) == {(5,): {id(x)}}
+    assert by_sources(plan({5: sent(5, y), 6: sent(6, y)})) == {(6, 5): {id(x)}}
+    assert reach([sent(7, y)], set()) == {}
+
+
+def test_inputs_without_grad_are_passed_over() -> None:
+    a = leaf()
+    mixed = torch.stack([a, torch.ones(2)])
+    assert by_sources(plan({5: sent(5, mixed), 6: sent(6, mixed)})) == {(6, 5): {id(a)}}
+    assert by_sources(plan({5: sent(5, mixed)})) == {(5,): {id(a)}}
+    assert reach([sent(7, mixed)], set()) == {}
+
+
+def test_reach_finds_each_output_once() -> None:
+    (x, z), (y,) = received(1000, 2), received(1001)
+    seen: set[Any] = set()
+    assert reach([sent(5, x * 2), sent(6, x * 3)], seen) == {recv_of(x): [0]}
+    assert reach([sent(7, x * 2)], seen) == {}
+    assert reach([sent(8, x * y)], seen) == {recv_of(y): [0]}
+    assert reach([sent(9, z)], seen) == {recv_of(x): [1]}
+    assert reach([], seen) == {}
+    assert reach([None], seen) == {}
+
+
+def test_components_that_need_not_be_together_can_be() -> None:
+    a, b = leaf(), leaf()
+    (x,), common = received(1000), torch.sin(a)
+    nodes = {5: sent(5, common), 6: sent(6, common * 2), 7: sent(7, x * b), 8: sent(8, a)}
+    components = plan(nodes)
+    assert len(components) == 3
+    all_ = together(components)
+    assert all_.sources == [8, 7, 6, 5]
+    assert variables(all_) == {id(a), id(b)}
+    assert len(all_.leaves) == 2
+    assert all_.recvs == {recv_of(x): {0}}
+    assert set(all_.nodes) == {node for component in components for node in component.nodes}
+    assert all_.size == sum(component.size for component in components)
+    assert not all_.started
+
+
+def test_gates_come_last_and_everything_else_keeps_its_order() -> None:
+    for seed in range(60):
+        for component in plan(Graph(seed).nodes):
+            sends = [node for node in component.nodes if type(node) is SendNode and node.source != ROOT]
+            others = [node for node in component.nodes if type(node) is not SendNode]
+            numbers = [node._sequence_nr() for node in others]
+            gates = [node._sequence_nr() for node in sends]
+            put_gates_last(component)
+            after = [node._sequence_nr() for node in others]
+            assert [node._sequence_nr() for node in sends] == gates
+            assert not (gates and after) or max(gates) < min(after)
+            assert sorted(range(len(others)), key=numbers.__getitem__) == sorted(
+                range(len(others)), key=after.__getitem__
+            )
+            # A second pass over the same graph finds them in place.
+            put_gates_last(component)
+            assert [node._sequence_nr() for node in others] == after
+
+
+class Noted(torch.autograd.Function):
+    """The identity. Its backward is noted."""
+
+    order: list[str]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        Noted.order.append(ctx.name)
+        return gradient, None
+
+
+def noted(x: Tensor, name: str) -> Tensor:
+    result: Tensor = Noted.apply(x, name)  # type: ignore[no-untyped-call]
+    return result
+
+
+class NotedRun:
+    """Has the gradients of all sources."""
+
+    def take(self, source: int) -> Sequence[Tensor]:
+        Noted.order.append(f"gate {source}")
+        return [torch.ones(2)]
+
+    def emit(self, node: Any, gradients: Sequence[Tensor | None]) -> None:
+        Noted.order.append("recv")
+
+
+def test_the_engine_turns_to_a_gate_when_nothing_else_is_ready() -> None:
+    """And to the latest one first; a Recv goes before all."""
+    Noted.order = []
+    x = leaf()
+    (y,) = received(1000)
+    common = noted(x, "common")
+    first, second, third = (noted(common, name) for name in ("first", "second", "third"))
+    tops = {5: send(5, [first]), 6: send(6, [second])}
+    tops[ROOT] = start([noted(noted(third, "before the end") * noted(y, "other"), "end")])
+    (component,) = plan({source: top.grad_fn for source, top in tops.items()})
+    assert component.sources == [ROOT, 6, 5]
+    put_gates_last(component)
+    functions.thread.run = NotedRun()
+    try:
+        torch.autograd.backward(list(tops.values()), [torch.zeros(())] * 3)
+    finally:
+        functions.thread.run = None
+    order = ["gate 0", "end", "other", "recv", "before the end", "third", "gate 6", "second", "gate 5", "first"]
+    assert Noted.order == [*order, "common"]
+    assert x.grad is not None
+    assert x.grad.eq(3).all()

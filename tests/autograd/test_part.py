@@ -1,0 +1,363 @@
+"""Part: when what can be run, over tables of events; and against a model with random graphs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from graphs import Graph, expected, leaf, met, outputs, received, recv_of, rooted, sent
+from torch import Tensor
+
+from backhaul.autograd.functions import ROOT
+from backhaul.autograd.graph import Component, Node
+from backhaul.autograd.part import Part, Source
+
+
+def one(source: int, tensor: Tensor) -> dict[int, Source]:
+    """A message with one tensor."""
+    return {source: Source(sent(source, tensor), source)}
+
+
+def message(first: int, *tensors: Tensor) -> dict[int, Source]:
+    """A message with several; their sources are numbered from ``first``, as the message is."""
+    return {source: Source(sent(source, tensor), first) for source, tensor in enumerate(tensors, first)}
+
+
+def roots(*tensors: Tensor) -> dict[int, Source]:
+    return {ROOT: Source(rooted(*tensors), ROOT)}
+
+
+def come(part: Part, candidates: Mapping[int, Source], *sources: int) -> list[list[int]]:
+    """The gradients of these come: the sources of what can be run."""
+    return [component.sources for component in part.arrive({source: candidates[source] for source in sources})]
+
+
+def resolved(part: Part) -> list[list[int]]:
+    return sorted(component.sources for component in part.resolve())
+
+
+@pytest.fixture
+def common() -> Tensor:
+    """What several Sends depend on."""
+    return torch.sin(leaf())
+
+
+def test_one_candidate_is_run_as_its_gradients_come() -> None:
+    sources = one(50, leaf() * 2)
+    part = Part(sources)
+    assert come(part, sources, 50) == [[50]]
+    assert not part.must_resolve
+
+
+def test_candidates_apart_are_run_as_their_gradients_come() -> None:
+    x = leaf()
+    sources = {**one(50, x * 2), **one(60, x * 3), **roots(x * 4)}
+    part = Part(sources)
+    assert come(part, sources, 60) == [[60]]
+    assert come(part, sources, ROOT) == [[ROOT]]
+    assert come(part, sources, 50) == [[50]]
+    assert not part.must_resolve
+
+
+def test_one_message_is_one_run(common: Tensor) -> None:
+    """If its tensors depend on something in common, and if they do not."""
+    sources = {**message(50, common, common * 2), **message(60, leaf(), leaf() * 2, leaf())}
+    part = Part(sources)
+    assert come(part, sources, 50, 51) == [[51, 50]]
+    assert come(part, sources, 60, 61, 62) == [[62, 61, 60]]
+    assert not part.must_resolve
+
+
+def test_tensors_of_a_message_that_get_no_gradient_are_not_run(common: Tensor) -> None:
+    x = common * 2
+    sources = message(50, common, x, leaf(), common * 3)
+    part = Part(sources)
+    (component,) = part.arrive({source: sources[source] for source in (51, 53)})
+    assert component.sources == [53, 51]
+    assert sources[50].node not in component.nodes
+    assert not part.must_resolve
+
+
+def test_without_them_what_is_left_may_fall_apart() -> None:
+    """And is one run all the same."""
+    x, y = leaf() * 2, leaf() * 2
+    sources = message(50, x, x * y, y)
+    part = Part(sources)
+    assert come(part, sources, 50, 52) == [[52, 50]]
+
+
+def test_without_candidates_nothing_happens_before_one_comes() -> None:
+    part = Part({})
+    assert part.take_part([3]) == {}
+    assert part.resolve() == []
+    assert come(part, one(50, leaf()), 50) == [[50]]
+
+
+def test_candidates_of_several_messages_must_be_resolved_first(common: Tensor) -> None:
+    sources = {**one(50, common), **one(60, common)}
+    part = Part(sources)
+    assert come(part, sources, 60) == []
+    assert part.must_resolve
+    part.take_part([50, 60])
+    (component,) = part.resolve()
+    assert component.sources == [60, 50]
+    assert part.waits(component)
+    # Its run is going on, and waits for this itself.
+    assert come(part, sources, 50) == []
+    assert not part.waits(component)
+
+
+def test_candidates_that_have_all_come_need_not_be_resolved(common: Tensor) -> None:
+    """Also if the pass is about to be; and without those of their messages that get no gradient."""
+    sources = {**message(50, common, common * 2), **message(60, common * 3, common * 4, leaf())}
+    part = Part(sources)
+    assert come(part, sources, 61, 62) == [[62]]
+    assert part.must_resolve
+    assert come(part, sources, 50) == [[61, 50]]
+    part.take_part([50, 61, 62])
+    assert resolved(part) == []
+
+
+def test_several_messages_may_come_at_once(common: Tensor) -> None:
+    """They are one run."""
+    sources = {**one(50, common), **one(60, common), **one(70, leaf())}
+    part = Part(sources)
+    assert come(part, sources, 50, 60, 70) == [[70, 60, 50]]
+    assert not part.must_resolve
+
+
+def deep(count: int) -> Tensor:
+    x = leaf()
+    for _ in range(count):
+        x = x + 1
+    return x
+
+
+def test_large_components_are_runs_of_their_own() -> None:
+    """They may be run side by side; small ones are put together."""
+    sources = message(50, deep(100), leaf(), deep(80), leaf() * 2)
+    part = Part(sources)
+    assert sorted(come(part, sources, 50, 51, 52, 53)) == [[50], [52], [53, 51]]
+    sources = message(50, deep(100), leaf(), deep(80))
+    assert sorted(come(Part(sources), sources, 50, 51, 52)) == [[50], [51], [52]]
+
+
+def test_a_run_begins_when_its_first_source_is_here(common: Tensor) -> None:
+    sources = {**one(50, common), **one(60, common)}
+    part = Part(sources)
+    assert come(part, sources, 50) == []
+    part.take_part([50, 60])
+    assert resolved(part) == []
+    assert come(part, sources, 60) == [[60, 50]]
+
+
+def test_the_roots_are_the_first_source(common: Tensor) -> None:
+    sources = {**one(50, common), **roots(common * 2)}
+    part = Part(sources)
+    assert come(part, sources, ROOT) == []
+    assert part.must_resolve
+    part.take_part([ROOT, 50])
+    assert resolved(part) == [[ROOT, 50]]
+
+
+def test_a_candidate_that_takes_no_part_is_not_waited_for(common: Tensor) -> None:
+    sources = {**one(50, common), **one(60, common), **one(70, common)}
+    part = Part(sources)
+    assert come(part, sources, 50) == []
+    part.take_part([50, 60])
+    assert resolved(part) == []
+    assert come(part, sources, 60) == [[60, 50]]
+
+
+def test_without_it_components_may_fall_apart_too() -> None:
+    x, y = leaf() * 2, leaf() * 2
+    sources = {**one(50, x), **one(60, y), **one(70, x * y)}
+    part = Part(sources)
+    assert come(part, sources, 50) == []
+    part.take_part([50, 60])
+    assert resolved(part) == [[50]]
+    assert come(part, sources, 60) == [[60]]
+
+
+def test_a_message_of_which_one_tensor_waits_for_others(common: Tensor) -> None:
+    """What has no gates is run now, and not together with what has."""
+    sources = {**one(40, common), **message(50, common * 2, leaf()), **message(60, leaf(), leaf())}
+    part = Part(sources)
+    assert come(part, sources, 50, 51) == [[51]]
+    assert part.must_resolve
+    part.take_part([40, 50, 51])
+    assert resolved(part) == [[50, 40]]
+    # What is apart is run together also afterwards.
+    assert sorted(itertools.chain(*come(part, sources, 60, 61))) == [60, 61]
+
+
+def test_runs_that_wait_are_not_put_together(common: Tensor) -> None:
+    """A gate of one would hold up the other."""
+    other = torch.sin(leaf())
+    sources = {**one(40, common), **one(41, other), **message(50, common * 2, other * 2)}
+    part = Part(sources)
+    part.take_part(list(sources))
+    assert resolved(part) == []
+    assert sorted(come(part, sources, 50, 51)) == [[50, 40], [51, 41]]
+
+
+def test_what_has_come_takes_part(common: Tensor) -> None:
+    """Even if the message that says so is still on its way."""
+    sources = {**one(50, common), **one(60, common)}
+    part = Part(sources)
+    come(part, sources, 60)
+    assert resolved(part) == [[60]]
+
+
+def test_what_has_been_run_is_not_run_again_when_the_pass_is_resolved(common: Tensor) -> None:
+    sources = {**one(40, leaf()), **one(50, common), **one(60, common)}
+    part = Part(sources)
+    assert come(part, sources, 40) == [[40]]
+    come(part, sources, 60)
+    part.take_part([40, 50, 60])
+    assert resolved(part) == [[60, 50]]
+    assert come(part, sources, 40) == []
+
+
+def test_a_candidate_that_comes_though_it_was_not_to_is_run_alone(common: Tensor) -> None:
+    sources = {**one(50, common), **one(60, common)}
+    part = Part(sources)
+    come(part, sources, 60)
+    part.take_part([60])
+    assert resolved(part) == [[60]]
+    assert come(part, sources, 50) == [[50]]
+
+
+def test_a_source_that_was_recorded_since_is_run_alone(common: Tensor) -> None:
+    part = Part(one(50, common))
+    late = one(90, common)
+    (component,) = part.arrive(late)
+    assert component.sources == [90]
+    assert len(component.leaves) == 1
+
+
+def test_a_source_is_run_once() -> None:
+    sources = one(50, leaf())
+    part = Part(sources)
+    assert come(part, sources, 50) == [[50]]
+    assert come(part, sources, 50) == []
+
+
+def test_taking_part_finds_outputs_once() -> None:
+    (x, z), (y,) = received(1000, 2), received(1001)
+    part = Part({**one(50, x), **message(60, x * y, z), **roots(leaf() * 2)})
+    assert part.take_part([ROOT]) == {}
+    assert part.take_part([50, 50]) == {recv_of(x): [0]}
+    assert part.take_part([50]) == {}
+    assert part.take_part([60, 77]) == {recv_of(y): [0]}
+    assert part.take_part([61]) == {recv_of(x): [1]}
+
+
+class Model:
+    """By definition: what is run together, and when it begins."""
+
+    def __init__(self, sources: Mapping[int, Source]) -> None:
+        self.sources = sources
+        self.arrived: set[int] = set()
+        self.messages: set[int] = set()
+        self.takes_part: set[int] = set()
+        self.resolved = False
+        self.must_resolve = False
+        self.groups: dict[int, frozenset[int]] = {}
+        self.begun: set[frozenset[int]] = set()
+        self._group(sources)
+
+    def _group(self, sources: Sequence[int] | Mapping[int, Source]) -> list[frozenset[int]]:
+        groups = list(expected({source: self.sources[source].node for source in sources}))
+        self.groups.update({source: group for group in groups for source in group})
+        return groups
+
+    def arrive(self, batch: Sequence[int]) -> set[frozenset[int]]:
+        self.arrived.update(batch)
+        self.messages.update(self.sources[source].message for source in batch)
+        found: set[frozenset[int]] = set()
+        for group in {self.groups[source] for source in batch}:
+            if self.resolved or group <= self.arrived:
+                found |= self._begin(group)
+            elif {self.sources[source].message for source in group} <= self.messages:
+                for part in self._group([source for source in group if source in self.arrived]):
+                    found |= self._begin(part)
+            else:
+                self.must_resolve = True
+        return found
+
+    def resolve(self) -> set[frozenset[int]]:
+        self.resolved = True
+        known = self.takes_part | self.arrived
+        unclear = [source for source, group in self.groups.items() if group not in self.begun]
+        groups = self._group([source for source in unclear if source in known])
+        return set().union(*(self._begin(group) for group in groups)) if groups else set()
+
+    def _begin(self, group: frozenset[int]) -> set[frozenset[int]]:
+        first = ROOT if ROOT in group else max(group)
+        if group in self.begun or first not in self.arrived:
+            return set()
+        self.begun.add(group)
+        return {group}
+
+    def waits(self, group: frozenset[int]) -> bool:
+        return not group <= self.arrived
+
+
+def follows(started: Sequence[Component], wanted: set[frozenset[int]], model: Model) -> None:
+    """What the part starts is what the model does. Some that need not wait may be one run."""
+    for component in started:
+        sources = frozenset(component.sources)
+        edges = met(model.sources[source].node for source in sources)
+        assert {node: set(places) for node, places in component.recvs.items()} == outputs(edges)
+        parts = {group for group in wanted if group <= sources}
+        assert frozenset().union(*parts) == sources
+        assert len(parts) == 1 or not any(map(model.waits, parts))
+    assert sorted(source for component in started for source in component.sources) == sorted(
+        source for group in wanted for source in group
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_graphs_in_random_orders(seed: int) -> None:
+    """Which sources take part is random; they come in any order; the pass is resolved when it must be, or later."""
+    for number in range(30):
+        draw = random.Random(1000 * seed + number)
+        sources = Graph(1000 * seed + number).sources
+        taking_part = [source for source in sources if draw.random() < 0.7] or list(sources)[:1]
+        model = Model(sources)
+        part = Part(sources)
+        told = list(taking_part)
+        batches: dict[int, list[int]] = {}
+        for source in taking_part:
+            batches.setdefault(sources[source].message, []).append(source)
+        coming = list(batches.values())
+        draw.shuffle(told)
+        draw.shuffle(coming)
+        if len(coming) > 1 and draw.random() < 0.3:  # from one worker, and sent together
+            coming[-2:] = [coming[-1] + coming[-2]]
+        found: dict[Node, set[int]] = {}
+        run: list[int] = []
+        while coming or (model.must_resolve and not model.resolved):
+            if told and draw.random() < 0.5:
+                source = told.pop()
+                model.takes_part.add(source)
+                for node, places in part.take_part([source]).items():
+                    found.setdefault(node, set()).update(places)
+                if not model.resolved:
+                    assert found == outputs(met(sources[each].node for each in model.takes_part))
+            elif model.must_resolve and not model.resolved and not told and draw.random() < 0.5:
+                started = part.resolve()
+                follows(started, model.resolve(), model)
+                run += itertools.chain.from_iterable(component.sources for component in started)
+            elif coming:
+                batch = coming.pop()
+                started = part.arrive({source: sources[source] for source in batch})
+                follows(started, model.arrive(batch), model)
+                assert part.must_resolve == model.must_resolve
+                run += itertools.chain.from_iterable(component.sources for component in started)
+        # Everything that takes part is run once, and nothing else is.
+        assert sorted(run) == sorted(taking_part)
