@@ -32,7 +32,7 @@ def roots(*tensors: Tensor) -> dict[int, Source]:
 
 def come(part: Part, candidates: Mapping[int, Source], *sources: int) -> list[list[int]]:
     """The gradients of these come: the sources of what can be run."""
-    return [component.sources for component in part.arrive({source: candidates[source] for source in sources})]
+    return [component.sources for component in part.arrive(sources, candidates.__getitem__)]
 
 
 def resolved(part: Part) -> list[list[int]]:
@@ -75,7 +75,7 @@ def test_tensors_of_a_message_that_get_no_gradient_are_not_run(common: Tensor) -
     x = common * 2
     sources = message(50, common, x, leaf(), common * 3)
     part = Part(sources)
-    (component,) = part.arrive({source: sources[source] for source in (51, 53)})
+    (component,) = part.arrive((51, 53), sources.__getitem__)
     assert component.sources == [53, 51]
     assert sources[50].node not in component.nodes
     assert not part.must_resolve
@@ -234,7 +234,7 @@ def test_a_candidate_that_comes_though_it_was_not_to_is_run_alone(common: Tensor
 def test_a_source_that_was_recorded_since_is_run_alone(common: Tensor) -> None:
     part = Part(one(50, common))
     late = one(90, common)
-    (component,) = part.arrive(late)
+    (component,) = part.arrive(late, late.__getitem__)
     assert component.sources == [90]
     assert len(component.leaves) == 1
 
@@ -355,7 +355,7 @@ def test_random_graphs_in_random_orders(seed: int) -> None:
                 run += itertools.chain.from_iterable(component.sources for component in started)
             elif coming:
                 batch = coming.pop()
-                started = part.arrive({source: sources[source] for source in batch})
+                started = part.arrive(batch, sources.__getitem__)
                 follows(started, model.arrive(batch), model)
                 assert part.must_resolve == model.must_resolve
                 run += itertools.chain.from_iterable(component.sources for component in started)

@@ -169,7 +169,7 @@ class Agent:
         mark, _ = self.execution.recording.asking((), to)
         return self._route(to, deadline).ask(lambda id: encode(make(id, mark)), what, deadline, is_call=True)
 
-    def post(self, to: WorkerInfo, message: Any, tensors: Sequence[torch.Tensor] = (), *, then: Any = None) -> None:
+    def post(self, to: To, message: Any, tensors: Sequence[torch.Tensor] = (), *, then: Any = None) -> None:
         """Send a one-way message, and ``then`` another one right behind it. Raises `WorkerLostError`."""
         frame = encode(message, tensors)
         if then is not None:
@@ -181,7 +181,7 @@ class Agent:
         outbound = self._routes.get(rank)
         return outbound is not None and outbound.lost is None
 
-    def post_failure(self, to: WorkerInfo, make: Callable[..., Any], error: BaseException) -> None:
+    def post_failure(self, to: To, make: Callable[..., Any], error: BaseException) -> None:
         """Send a one-way message about an exception; see `Execution.tell_failure`. Raises `WorkerLostError`."""
         outbound = self._route(to, math.inf)
         self._post(outbound, self.execution.tell_failure(make, error, outbound))

@@ -58,6 +58,8 @@ class Watch:
         self._deadline = math.inf  # when to look at deadlines next
         self._check_at = math.inf
         self._closing = False
+        self._bell_lock = threading.Lock()
+        self._silent = False  # the bell's number may be somebody else's
         self._pace = _TICK
         self.ticks: list[Callable[[], bool]] = []
         """Called at every tick; True keeps the ticks coming."""
@@ -77,10 +79,13 @@ class Watch:
         with self._lock:
             self._outbounds.clear()
         self._epoll.close()
-        os.close(self._bell)
+        with self._bell_lock:
+            self._silent = True
+            os.close(self._bell)
 
     def abandon(self) -> None:
         """In a forked child, where this thread does not exist: close the descriptors."""
+        self._silent = True
         self._epoll.close()
         os.close(self._bell)
 
@@ -91,7 +96,9 @@ class Watch:
     def wake(self) -> None:
         self.asleep = False
         self._pace = _TICK
-        os.eventfd_write(self._bell, 1)
+        with self._bell_lock:
+            if not self._silent:
+                os.eventfd_write(self._bell, 1)
 
     def add_listener(self, listener: Listener, visit: Callable[[Listener], None]) -> None:
         self._listeners[listener.fileno()] = (listener, visit)

@@ -76,7 +76,7 @@ class Engine:
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._running: dict[int, Running] = {}  # passes that were started here
-        self._runs = 0
+        self._runs: set[Run] = set()
         self._holding: set[Run] = set()
         patience = agent.options.unresponsive_after
         self._check_every = math.inf if patience is None else patience / 4
@@ -148,7 +148,7 @@ class Engine:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
         leaves = [leaf.variable for leaf in component.leaves]
         run = Run(self.agent, share, component, require=self.require, check=self.check, held=self._held)
-        self._count(1)
+        self._runs.add(run)
         before, functions.thread.run = functions.thread.run, run
         # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
         token = current.set(share.record.id)
@@ -177,7 +177,7 @@ class Engine:
             functions.tasks.pop(run.task, None)
             current.reset(token)
             component.leaves, component.recvs = (), {}
-            self._count(-1)
+            self._runs.discard(run)
         self._report(share, False, component.sources, run.emitted, run)
 
     def _held(self, run: Run) -> None:
@@ -232,7 +232,7 @@ class Engine:
             self._take_report(report)
             return
         try:
-            starter = self._info(rank_of(backward.id))
+            starter = rank_of(backward.id)
             if run is None:
                 self.agent.post(starter, report)
             else:
@@ -261,7 +261,7 @@ class Engine:
         if rank == self._me.id:
             self._run_all(share, self._resolve(share), may_wait=False)
         else:
-            self.agent.post(self._info(rank), Resolved(share.backward))
+            self.agent.post(rank, Resolved(share.backward))
 
     def _resolve(self, share: Share) -> list[Component]:
         """What this worker can run, now that the pass is resolved; the roots are left to the thread of `backward`."""
@@ -323,7 +323,7 @@ class Engine:
                 running.fail(error)
             return
         try:
-            self.agent.post_failure(self._info(rank), lambda *what: Failed(backward, *what), error)
+            self.agent.post_failure(rank, lambda *what: Failed(backward, *what), error)
         except BackhaulError as lost:
             _log.debug("= rank %s cannot be told that pass %s failed with %r: %s", rank, backward.id, error, lost)
 
@@ -332,7 +332,7 @@ class Engine:
 
         def tell(rank: int) -> None:
             try:
-                self.agent.post(self._info(rank), message)
+                self.agent.post(rank, message)
             except BackhaulError as error:
                 _log.debug("= rank %s is not told %s: %s", rank, type(message).__name__, error)
 
@@ -411,7 +411,7 @@ class Engine:
             if running is not None:
                 self._ask(running, self._me.id)
             elif starter != self._me.id:
-                self.agent.post(self._info(starter), Resolve(share.backward))
+                self.agent.post(starter, Resolve(share.backward))
         self._run_all(share, components, may_wait=True)
 
     def _on_take_part(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
@@ -455,7 +455,7 @@ class Engine:
         self._check_helpers(share)
 
     def _check_helpers(self, share: Share) -> None:
-        for rank in share.helpers - {self._me.id}:
+        for rank in filter(self.agent.is_connected, share.helpers):  # if not, `lost` has been told
             try:
                 self.agent.ask_later(
                     self._info(rank), lambda id: Check(id, share.backward, share.round), "a sign of life", math.inf
@@ -465,7 +465,3 @@ class Engine:
 
     def _info(self, rank: int) -> WorkerInfo:
         return self.agent.membership.find(rank).info
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._runs += change

@@ -33,7 +33,7 @@ ROOT = 0
 """Stands for the id of a message where the roots of a pass are meant."""
 
 _COUNT = (1 << ID_BITS) - 1
-_CPU = torch.device("cpu")
+_NOTHING = torch.zeros((), device="cpu")
 _FIRST = (1 << 62) - 1
 
 
@@ -75,7 +75,7 @@ class SendRpc(torch.autograd.Function):
     def forward(ctx: Any, source: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.materialize_grads = False
         ctx.source = source
-        return torch.zeros((), device=_CPU)
+        return _NOTHING.data  # a tensor of its own, over the same memory
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[Any, ...]:

@@ -17,20 +17,19 @@ _slot = threading.Lock()
 def store(into: dict[torch.Tensor, torch.Tensor], leaves: Sequence[torch.Tensor], captured: Captured) -> None:
     """Add the captured gradients of these leaves to what is there. The caller serialises this for ``into``."""
     seen: set[int] = set()
-    with torch.no_grad():
-        for place, leaf in enumerate(leaves):
-            ours = _is_ours(captured, place) and id(captured[place]) not in seen
-            gradient = captured[place]
-            if gradient is None:
-                continue
-            before = into.get(leaf)
-            if before is None:
-                seen.add(id(gradient))
-                into[leaf] = _laid_out_as(gradient if ours else gradient.clone(), leaf)
-            elif before.layout is not torch.strided:
-                into[leaf] = gradient + before  # a dense one and a sparse one can be added in this order only
-            else:
-                before += gradient
+    for place, leaf in enumerate(leaves):
+        ours = _is_ours(captured, place) and id(captured[place]) not in seen
+        gradient = captured[place]
+        if gradient is None:
+            continue
+        before = into.get(leaf)
+        if before is None:
+            seen.add(id(gradient))
+            into[leaf] = _laid_out_as(gradient if ours else gradient.clone(), leaf)
+        elif before.layout is not torch.strided:
+            into[leaf] = gradient + before  # a dense one and a sparse one can be added in this order only
+        else:
+            before += gradient
 
 
 def run_hooks(leaves: Sequence[torch.Tensor], captured: Captured) -> list[torch.Tensor | None]:

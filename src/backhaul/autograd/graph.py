@@ -121,24 +121,25 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
                             continue
                     groups.join(other, source)
         sizes[source] = len(owner) - before
+    members = groups.members()
+    recvs_of: dict[int, dict[Node, set[int]]] = {first: {} for first in members}
+    for node, outputs in recvs.items():
+        recvs_of[groups.find(owner[node])][node] = outputs
+    nodes_of: dict[int, list[Node]] = {first: [] for first, group in members.items() if len(group) > 1}
+    if nodes_of:
+        for node, source in owner.items():
+            nodes = nodes_of.get(groups.find(source))
+            if nodes is not None and type(node) is not _AccumulateGrad and type(node) is not RecvNode:
+                nodes.append(node)
     return [
         Component(
             group,
             list({leaf: None for source in group for leaf in leaves[source]}),
-            {node: outputs for node, outputs in recvs.items() if groups.find(owner[node]) == first},
+            recvs_of[first],
             sum(sizes[source] for source in group),
-            _others(owner, groups, first) if len(group) > 1 else (),
+            nodes_of.get(first, ()),
         )
-        for first, group in groups.members().items()
-    ]
-
-
-def _others(owner: Mapping[Node, int], groups: _Groups, group: int) -> list[Node]:
-    """The nodes of a group that are neither leaves nor Recvs."""
-    return [
-        node
-        for node, source in owner.items()
-        if groups.find(source) == group and type(node) is not _AccumulateGrad and type(node) is not RecvNode
+        for first, group in members.items()
     ]
 
 

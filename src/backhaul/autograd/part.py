@@ -10,7 +10,7 @@ until nothing new is found. After that (`resolve`) the components are planned ag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from backhaul.autograd.graph import SMALL, Component, Node, plan, reach, together
@@ -38,12 +38,13 @@ class Part:
         self.must_resolve = False
         """Something has arrived that cannot be run before the pass is resolved."""
 
-    def arrive(self, sources: Mapping[int, Source]) -> list[Component]:
-        """The gradients of these sources are here: what can be run now."""
-        for source, late in sources.items():
+    def arrive(self, sources: Collection[int], find: Callable[[int], Source]) -> list[Component]:
+        """The gradients of these sources are here: what can be run now. ``find`` gets those that are no candidates."""
+        for source in sources:
             if source not in self._component:
                 # Recorded after the pass began, by what the pass itself runs: nothing else can lead there.
-                self._sources.setdefault(source, late)
+                if source not in self._sources:
+                    self._sources[source] = find(source)
                 self._plan([source])
         self._arrived.update(sources)
         self._messages.update(self._sources[source].message for source in sources)
@@ -61,6 +62,8 @@ class Part:
 
     def _merged(self, components: list[Component]) -> list[Component]:
         """Small ones that do not wait as one: a run costs more than they do. Large ones may be run side by side."""
+        if len(components) < 2:
+            return components
         small = [component for component in components if component.size <= SMALL and not self.waits(component)]
         if len(small) < 2:
             return components

@@ -10,7 +10,6 @@ thread.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,7 +73,10 @@ class Run:
         self._recvs = component.recvs
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._left = Counter(node.recv.sender.id for node in component.recvs)
+        self._left: dict[int, int] = {}  # Recvs to come, by the rank of their senders
+        for node in component.recvs:
+            rank = node.recv.sender.id
+            self._left[rank] = self._left.get(rank, 0) + 1
         self._parcels: dict[int, _Parcel] = {}
 
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
@@ -114,6 +116,8 @@ class Run:
 
     def end(self) -> None:
         """Send what is held, but for what goes with the report."""
+        if not self._parcels:
+            return
         with self._lock:
             parcels, self._parcels = self._parcels, {}
             if self._last in parcels:
@@ -121,10 +125,10 @@ class Run:
         for parcel in parcels.values():
             self._post(parcel)
 
-    def report(self, starter: WorkerInfo, report: Report) -> None:
+    def report(self, starter: int, report: Report) -> None:
         """Send the report of this run, with what is held for the same worker."""
         with self._lock:
-            parcel = self._parcels.pop(starter.id, None)
+            parcel = self._parcels.pop(starter, None)
         if parcel is None:
             self._agent.post(starter, report)
         else:

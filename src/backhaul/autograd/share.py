@@ -49,19 +49,21 @@ class Share:
                 return [], False
             self._box.update(gradients)
             part = self._planned()
-            components = part.arrive({source: self._source(source) for source in gradients})
+            components = part.arrive(gradients, self._source)
             for component in components:
                 self._prepare(component, part)
             ask = part.must_resolve and not self._asked
             self._asked = self._asked or ask
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
         return components, ask
 
     def _prepare(self, component: Component, part: Part) -> None:
-        component.waits = part.waits(component)
-        if component.waits:
-            put_gates_last(component)
-        component.nodes = ()
+        if len(component.sources) > 1:
+            component.waits = part.waits(component)
+            if component.waits:
+                put_gates_last(component)
+            component.nodes = ()
 
     def _source(self, source: int) -> Source:
         if source == ROOT:
