@@ -1,7 +1,7 @@
 """Channels over unix and TCP sockets.
 
-Sockets stay in blocking mode. A read that may wait for ever is then one system call;
-everything that must not wait says so with ``MSG_DONTWAIT``.
+Sockets stay in blocking mode; what must not wait says so with ``MSG_DONTWAIT``. Who waits for bytes does so in
+`readable`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from backhaul.security import handshake
 from backhaul.security.credentials import require_same_user
 from backhaul.security.handshake import ClientHandshake, Hello, ServerHandshake, Welcome
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor
+from backhaul.transport.readable import Readable
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
 
@@ -34,7 +34,6 @@ _SOCKET_BUFFER = 4 << 20
 # Plain integers: combining the enumeration's members costs a microsecond each time.
 _NO_WAIT = int(socket.MSG_DONTWAIT)
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-_WAKE_EVERY = 1  # second
 _MAX_PIECES = 512  # below IOV_MAX, which is 1024
 _BACKLOG = 128
 _QUEUE_PAUSE = 0.005
@@ -57,19 +56,13 @@ def host_id() -> str:
 class StreamChannel(Channel):
     """Frames over a connected socket."""
 
-    def __init__(self, sock: socket.socket, max_message_bytes: int, *, calls: bool = False) -> None:
-        """``calls``: it is the side that waits for replies, with deadlines; the other one waits for ever."""
+    def __init__(self, sock: socket.socket, max_message_bytes: int) -> None:
         self._socket = sock
-        self._wakes = calls
-        if calls:
-            # So that a wait with a deadline is one system call, too, until the deadline is near.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _WAKE_EVERY, 0))
         self._decoder = Decoder(max_message_bytes)
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._unsent: list[memoryview] = []
         self._keep: object = None
-        self._poll_read = select.poll()
-        self._poll_read.register(sock, select.POLLIN)
+        self._readable = Readable(sock)
         _tune(sock)
 
     def fileno(self) -> int:
@@ -114,14 +107,9 @@ class StreamChannel(Channel):
 
     def read(self, timeout: float | None) -> bool:
         try:
-            if timeout is None:
-                count = self._socket.recv_into(self._decoder.writable())
-            elif timeout >= _WAKE_EVERY and self._wakes:
-                count = self._receive_before(time.monotonic() + timeout)
-            else:
-                if timeout > 0 and not self._poll_read.poll(timeout * 1000):
-                    return False
-                count = self._socket.recv_into(self._decoder.writable(), 0, _NO_WAIT)
+            if timeout != 0 and not self._readable.wait(timeout):
+                return False
+            count = self._socket.recv_into(self._decoder.writable(), 0, _NO_WAIT)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -130,14 +118,6 @@ class StreamChannel(Channel):
             raise ChannelClosed("the connection ended")
         self._decoder.wrote(count)
         return True
-
-    def _receive_before(self, deadline: float) -> int:
-        while True:
-            try:
-                return self._socket.recv_into(self._decoder.writable())
-            except BlockingIOError:
-                if time.monotonic() + _WAKE_EVERY > deadline:
-                    raise
 
     def next(self) -> Envelope | None:  # replaced in __init__, to save a call
         return self._decoder.next()
@@ -246,7 +226,7 @@ class StreamTransport(Transport):
             rest = client.receive_head(_receive(sock, handshake.WELCOME_HEAD_SIZE, deadline))
             welcome = client.receive_welcome(_receive(sock, rest, deadline))
             sock.settimeout(None)
-            return StreamChannel(sock, self._options.max_message_bytes, calls=True), welcome
+            return StreamChannel(sock, self._options.max_message_bytes), welcome
         except BaseException:
             sock.close()
             raise
