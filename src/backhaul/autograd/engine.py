@@ -72,7 +72,6 @@ class Engine:
         self._me = agent.me
         self._contexts = contexts
         self._anchor = anchor
-        self._nothing = torch.zeros((), device="cpu")
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._running: dict[int, Running] = {}  # passes that were started here
@@ -153,12 +152,10 @@ class Engine:
         # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
         token = current.set(share.record.id)
         try:
-            outputs = tuple(map(share.output, component.sources))
             backward = share.backward
             inputs = () if backward.into_grad else (*leaves, self._anchor)
             captured = _run_backward(
-                outputs,
-                (self._nothing,) * len(outputs),
+                *share.starts(component),
                 backward.retain_graph,
                 False,
                 inputs,
@@ -174,7 +171,6 @@ class Engine:
         finally:
             self._holding.discard(run)
             functions.thread.run = before
-            functions.tasks.pop(run.task, None)
             current.reset(token)
             component.leaves, component.recvs = (), {}
             self._runs.discard(run)

@@ -33,7 +33,9 @@ ROOT = 0
 """Stands for the id of a message where the roots of a pass are meant."""
 
 _COUNT = (1 << ID_BITS) - 1
-_NOTHING = torch.zeros((), device="cpu")
+NOTHING = torch.zeros((), device="cpu")
+"""Stands for the gradient of a Send's output."""
+
 _FIRST = (1 << 62) - 1
 
 
@@ -64,9 +66,6 @@ class _ThreadState(threading.local):
 thread = _ThreadState()
 """The run that this thread is in, if any."""
 
-tasks: dict[int, Run] = {}
-"""Runs, by what torch's engine calls a graph task. Nodes of one may be run on several threads."""
-
 
 class SendRpc(torch.autograd.Function):
     """The sender's end of a recorded tensor; or the start of a pass, of all its roots."""
@@ -75,13 +74,12 @@ class SendRpc(torch.autograd.Function):
     def forward(ctx: Any, source: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.materialize_grads = False
         ctx.source = source
-        return _NOTHING.data  # a tensor of its own, over the same memory
+        return NOTHING.data  # a tensor of its own, over the same memory
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[Any, ...]:
         if thread.run is None:
             raise ContextError("a Send is run by distributed autograd only: see backhaul.autograd.backward")
-        tasks[torch._C._current_graph_task_id()] = thread.run
         return None, *thread.run.take(ctx.source)
 
 
@@ -99,24 +97,14 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
-        run = tasks.get(torch._C._current_graph_task_id())
-        if run is None:
-            raise _out_of_place(ctx.recv)
-        run.emit(ctx, gradients)
+        if thread.run is None:
+            recv: Recv = ctx.recv
+            raise ContextError(
+                f"a tensor that came from worker {recv.sender.name!r} in autograd context {recv.context} is part of "
+                "this graph: a local backward() ends there. Use backhaul.autograd.backward(context_id, [loss])"
+            )
+        thread.run.emit(ctx, gradients)
         return None, None, None
-
-
-def _out_of_place(recv: Recv) -> ContextError:
-    if thread.run is not None:
-        return ContextError(
-            "a local backward() that runs inside of a distributed one has come to a tensor from worker "
-            f"{recv.sender.name!r}, and cannot wait for its gradients to be used there. If it is a "
-            "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
-        )
-    return ContextError(
-        f"a tensor that came from worker {recv.sender.name!r} in autograd context {recv.context} is part of this "
-        "graph: a local backward() ends there. Use backhaul.autograd.backward(context_id, [loss])"
-    )
 
 
 class RecvItem(torch.autograd.Function):

@@ -19,6 +19,7 @@ from backhaul.agent.agent import Agent
 from backhaul.autograd.functions import Recv, rank_of
 from backhaul.autograd.graph import SMALL, Component
 from backhaul.autograd.share import Share
+from backhaul.errors import ContextError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.messages import Gradients, Report
 
@@ -62,15 +63,13 @@ class Run:
         self._last = starter if component.size <= SMALL and starter != agent.me.id else -1
         self.share = share
         self.emitted: list[int] = []
-        self.task = -1
-        """The graph task of torch's engine, once it has begun."""
         self.ticks = 0
         """How many ticks have found that something is held."""
         self._agent = agent
         self._require = require
         self._check = check
         self._on_held = held
-        self._recvs = component.recvs
+        self._recvs = dict(component.recvs)  # that are to come
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._left: dict[int, int] = {}  # Recvs to come, by the rank of their senders
@@ -80,13 +79,19 @@ class Run:
         self._parcels: dict[int, _Parcel] = {}
 
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
-        self.task = torch._C._current_graph_task_id()
         if self._parcels and not self.share.has(source):
             self.flush()
         return self.share.take(source, self._agent.serving, lambda: self._check(self.share))
 
     def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         recv: Recv = node.recv
+        outputs = self._recvs.pop(node, None)
+        if outputs is None:  # it is not part of this run, or comes twice
+            raise ContextError(
+                "a local backward() that runs inside of a distributed one has come to a tensor from worker "
+                f"{recv.sender.name!r}, and cannot wait for its gradients to be used there. If it is a "
+                "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
+            )
         self._require(self.share, recv)
         rank = recv.sender.id
         self.share.giving_to(rank)
@@ -95,7 +100,7 @@ class Run:
             first = parcel is None
             if parcel is None:
                 parcel = self._parcels[rank] = _Parcel(recv.sender)
-            for output in sorted(self._recvs[node]):
+            for output in sorted(outputs):
                 parcel.add(recv.message + output, gradients[output])
                 self.emitted.append(recv.message + output)
             self._left[rank] -= 1

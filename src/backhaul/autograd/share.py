@@ -6,12 +6,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from backhaul.agent.serving import Serving
 from backhaul.autograd.contexts import Record
-from backhaul.autograd.functions import ROOT
+from backhaul.autograd.functions import NOTHING, ROOT
 from backhaul.autograd.graph import Component, Node, put_gates_last
 from backhaul.autograd.part import Part, Source
 from backhaul.errors import RpcTimeoutError, fresh, kept
@@ -76,6 +78,25 @@ class Share:
         if source == ROOT and self._root is not None:
             return self._root
         return self.record.sends[source].output
+
+    def starts(self, component: Component) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+        """What torch's engine is to start from, and with which gradients. Raises what the pass has failed with.
+
+        Usually it starts right behind the Sends. They are run only to wait, or to pass on that there is no gradient.
+        """
+        sources = component.sources
+        if not component.waits:
+            with self._changed:
+                if self._error is not None:
+                    raise fresh(self._error)
+                given = [gradient for source in sources for gradient in self._box[source]]
+                values = [gradient for gradient in given if gradient is not None]
+                if len(values) == len(given):
+                    for source in sources:
+                        del self._box[source]
+                    edges = [edge for source in sources for edge in self._source(source).node.next_functions]
+                    return tuple(GradientEdge(*edge) for edge in edges), tuple(values)
+        return tuple(map(self.output, sources)), (NOTHING,) * len(sources)
 
     def take_part(self, sources: Sequence[int]) -> dict[Node, list[int]]:
         """Recvs, and which of their outputs, that are newly known to take part, since these sources do."""
