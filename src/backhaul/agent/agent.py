@@ -41,7 +41,7 @@ from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import ChannelClosed, Listener, Transport, Visitor
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame, encode, join
+from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Call, Goodbye, Mark, Ping, Refs, Result
 from backhaul.wire.values import Codec
 
@@ -169,12 +169,9 @@ class Agent:
         mark, _ = self.execution.recording.asking((), to)
         return self._route(to, deadline).ask(lambda id: encode(make(id, mark)), what, deadline, is_call=True)
 
-    def post(self, to: To, message: Any, tensors: Sequence[torch.Tensor] = (), *, then: Any = None) -> None:
-        """Send a one-way message, and ``then`` another one right behind it. Raises `WorkerLostError`."""
-        frame = encode(message, tensors)
-        if then is not None:
-            frame = join([frame, encode(then)])
-        self._post(self._route(to, math.inf), frame)
+    def post(self, to: To, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send a one-way message. Raises `WorkerLostError`."""
+        self._post(self._route(to, math.inf), encode(message, tensors))
 
     def is_connected(self, rank: int) -> bool:
         """Whether messages to that worker can leave without a new connection."""

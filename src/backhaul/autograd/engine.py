@@ -162,7 +162,7 @@ class Engine:
                 True,
                 accumulate_grad=backward.into_grad,
             )
-            run.end()
+            run.flush()
             if leaves and not backward.into_grad:
                 self._store(share, leaves, captured)
         except BaseException as error:
@@ -174,7 +174,7 @@ class Engine:
             current.reset(token)
             component.leaves, component.recvs = (), {}
             self._runs.discard(run)
-        self._report(share, False, component.sources, run.emitted, run)
+        self._report(share, False, component.sources, run.emitted)
 
     def _held(self, run: Run) -> None:
         """A run holds something back: see to it that it does not do so for long."""
@@ -218,9 +218,7 @@ class Engine:
         if share.record.over:
             raise gone(recv.context, self._me)
 
-    def _report(
-        self, share: Share, resolving: bool, consumed: Iterable[int], emitted: Iterable[int], run: Run | None = None
-    ) -> None:
+    def _report(self, share: Share, resolving: bool, consumed: Iterable[int], emitted: Iterable[int]) -> None:
         """Tell the starter of the pass that a run, or a step of resolving, is over."""
         backward = share.backward
         report = Report(backward, resolving, tuple(consumed), tuple(emitted))
@@ -228,11 +226,7 @@ class Engine:
             self._take_report(report)
             return
         try:
-            starter = rank_of(backward.id)
-            if run is None:
-                self.agent.post(starter, report)
-            else:
-                run.report(starter, report)
+            self.agent.post(rank_of(backward.id), report)
         except BackhaulError as error:
             self.fail(share, error)
 

@@ -2,9 +2,8 @@
 
 A Recv gives its gradients away as soon as they are complete, while the run goes on. If more Recvs of this run have
 the same sender, theirs are likely to follow at once, and a message for each would cost more than what is in it. So
-small gradients are *held* until the last of them. In a small component they are held for the end of the run if its
-report has the same way to go. But not for long: not while a gate waits, and not beyond a tick or two of the watch
-thread.
+small gradients are *held* until the last of them, but not for long: not while a gate waits, not beyond the end of
+the run, and not beyond a tick or two of the watch thread.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Any
 import torch
 
 from backhaul.agent.agent import Agent
-from backhaul.autograd.functions import Recv, rank_of
-from backhaul.autograd.graph import SMALL, Component
+from backhaul.autograd.functions import Recv
+from backhaul.autograd.graph import Component
 from backhaul.autograd.share import Share
 from backhaul.errors import ContextError
 from backhaul.ids import WorkerInfo
-from backhaul.wire.messages import Gradients, Report
+from backhaul.wire.messages import Gradients
 
 _MAX_HELD_BYTES = 64 * 1024
 
@@ -59,8 +58,6 @@ class Run:
         check: Callable[[Share], None],
         held: Callable[[Run], None],
     ) -> None:
-        starter = rank_of(share.backward.id)
-        self._last = starter if component.size <= SMALL and starter != agent.me.id else -1
         self.share = share
         self.emitted: list[int] = []
         self.ticks = 0
@@ -104,7 +101,7 @@ class Run:
                 parcel.add(recv.message + output, gradients[output])
                 self.emitted.append(recv.message + output)
             self._left[rank] -= 1
-            full = (not self._left[rank] and rank != self._last) or parcel.nbytes > _MAX_HELD_BYTES
+            full = not self._left[rank] or parcel.nbytes > _MAX_HELD_BYTES
             if full:
                 del self._parcels[rank]
         if full:
@@ -114,31 +111,13 @@ class Run:
 
     def flush(self) -> None:
         """Send what is held."""
-        with self._lock:
-            parcels, self._parcels = self._parcels, {}
-        for parcel in parcels.values():
-            self._post(parcel)
-
-    def end(self) -> None:
-        """Send what is held, but for what goes with the report."""
         if not self._parcels:
             return
         with self._lock:
             parcels, self._parcels = self._parcels, {}
-            if self._last in parcels:
-                self._parcels[self._last] = parcels.pop(self._last)
         for parcel in parcels.values():
             self._post(parcel)
 
-    def report(self, starter: int, report: Report) -> None:
-        """Send the report of this run, with what is held for the same worker."""
-        with self._lock:
-            parcel = self._parcels.pop(starter, None)
-        if parcel is None:
-            self._agent.post(starter, report)
-        else:
-            self._post(parcel, then=report)
-
-    def _post(self, parcel: _Parcel, then: Report | None = None) -> None:
+    def _post(self, parcel: _Parcel) -> None:
         message = Gradients(self.share.backward, tuple(parcel.sources), tuple(parcel.present))
-        self._agent.post(parcel.to, message, parcel.tensors, then=then)
+        self._agent.post(parcel.to, message, parcel.tensors)
