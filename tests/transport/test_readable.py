@@ -24,7 +24,10 @@ def ends() -> Iterator[Pair]:
 
 @pytest.fixture(autouse=True)
 def _several_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which nobody else wants one."""
     monkeypatch.setattr(readable, "may_stay_awake", lambda: True)
+    monkeypatch.setattr(readable, "_turn", readable._Turn())
+    monkeypatch.setattr("os.sched_yield", lambda: None)
 
 
 def in_an_exchange(ends: Pair) -> Readable:
@@ -107,8 +110,37 @@ def test_bytes_that_come_while_it_is_awake_keep_it_so(ends: Pair) -> None:
 
 def test_one_thread_of_a_process_is_awake_at_a_time(ends: Pair) -> None:
     found = in_an_exchange(ends)
-    with readable._looking:
+    with readable._turn.lock:
         assert busy_seconds(found, 0.2) < 0.01
+
+
+def test_who_is_not_given_its_processor_back_pauses(ends: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = threading.Event()  # never set: waiting for it takes the time that somebody else would
+    monkeypatch.setattr("os.sched_yield", lambda: taken.wait(0.002))
+    found = in_an_exchange(ends)
+    pauses = []
+    for _ in range(3):
+        found._comes_soon = True
+        readable._turn.paused_until = 0.0
+        before = time.perf_counter()
+        assert not found.wait(0.001)
+        pauses.append(readable._turn.paused_until - before)
+    assert pauses[0] >= readable._MIN_PAUSE
+    assert pauses[1] > 1.5 * pauses[0]
+    assert pauses[2] > 1.5 * pauses[1]
+    found._comes_soon = True
+    assert busy_seconds(found, 0.01) < 0.005  # asleep, in the pause
+
+
+def test_an_exchange_that_goes_well_makes_the_next_pause_short(ends: Pair) -> None:
+    other = ends[1]
+    for _ in range(5):
+        readable._turn.pause(0.0)
+    found = in_an_exchange(ends)
+    other.send(b"x")
+    assert found.wait(1)
+    readable._turn.pause(0.0)
+    assert readable._turn.paused_until == readable._MIN_PAUSE
 
 
 def test_on_one_processor_nobody_is_awake(ends: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

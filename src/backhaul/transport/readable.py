@@ -6,7 +6,8 @@ goes to sleep, if the last time the bytes came within that while. That is only s
 an exchange: who is idle, or waits for something long, sleeps.
 
 - One thread of a process does so at a time, and none where there is one processor only.
-- It offers its processor to others each time it has looked.
+- It offers its processor to others each time it has looked. If somebody takes it, there are more who want to work than
+  processors: then all threads of this process sleep at once, for a while that gets longer each time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,31 @@ import time
 AWAKE_SECONDS = 0.0004
 """How long to stay awake. Longer than the peer takes for a short request, with its gradients."""
 
-_looking = threading.Lock()
+_TAKEN_SECONDS = 0.0001
+"""An offer that comes back later than this has been taken."""
+
+_MIN_PAUSE = 0.05
+_MAX_PAUSE = 2.0
+
+
+class _Turn:
+    """Who is awake: at most one thread of the process, and none in a pause."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        # Written by who has the lock:
+        self.paused_until = 0.0
+        self._pause = _MIN_PAUSE
+
+    def pause(self, now: float) -> None:
+        self.paused_until = now + self._pause
+        self._pause = min(2 * self._pause, _MAX_PAUSE)
+
+    def went_well(self) -> None:
+        self._pause = _MIN_PAUSE
+
+
+_turn = _Turn()
 
 
 def may_stay_awake() -> bool:
@@ -42,12 +67,12 @@ class Readable:
     def wait(self, timeout: float | None) -> bool:
         """True when there is something to read, or the connection has ended; False after ``timeout`` seconds."""
         start = time.perf_counter()
-        if self._comes_soon and _looking.acquire(blocking=False):
+        if self._comes_soon and start >= _turn.paused_until and _turn.lock.acquire(blocking=False):
             try:
                 if self._look_until(start + self._awake_seconds):
                     return True
             finally:
-                _looking.release()
+                _turn.lock.release()
         ready = bool(self._poll(None if timeout is None else timeout * 1000))
         self._comes_soon = time.perf_counter() - start < self._awake_seconds
         return ready
@@ -55,7 +80,13 @@ class Readable:
     def _look_until(self, end: float) -> bool:
         poll = self._poll
         while not poll(0):
-            if time.perf_counter() >= end:
+            before = time.perf_counter()
+            if before >= end:
                 return False
             os.sched_yield()
+            after = time.perf_counter()
+            if after - before > _TAKEN_SECONDS:
+                _turn.pause(after)
+                return False
+        _turn.went_well()
         return True
