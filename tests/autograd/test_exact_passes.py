@@ -432,3 +432,17 @@ def test_futures_waited_for_in_any_order(trio: InProcessCluster) -> None:
 
     leaves = {0: [x], 1: [W["a"], W["c"]], 2: [W["b"], W["d"]]}
     check(trio, program, leaves, exact=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_grad_tensors_stay_as_they_are(pair: InProcessCluster, dtype: torch.dtype) -> None:
+    """Torch itself takes the memory of a complex one for a ``.grad``, and adds to it in the next pass."""
+    x = leaf(3, dtype=dtype)
+    with pair[0].as_current(), dist_autograd.context() as ctx:
+        root = x.conj() if dtype.is_complex else x.view(3)
+        given = torch.ones_like(root.detach()).resolve_conj()
+        for _ in range(2):
+            dist_autograd.backward(ctx, [root], retain_graph=True, grad_tensors=given, accumulate="grad")
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.full_like(x, 2))
+        assert torch.equal(given, torch.ones(3, dtype=dtype))

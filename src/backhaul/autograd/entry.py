@@ -82,7 +82,10 @@ def choose(roots: Sequence[torch.Tensor], grad_tensors: Any) -> Roots:
                 f"root {number} does not have a valid gradient function: it is a leaf, not computed from anything"
             )
         tensors.append(root)
-        gradients.append(gradient.detach())
+        # The user's own: of an alias of it, which nobody else has, torch would take the memory for a .grad. So it
+        # does with the conjugate of a complex one.
+        copied = gradient.requires_grad or gradient.is_complex()
+        gradients.append(gradient.detach().clone() if copied else gradient)
     if not tensors:
         raise MisuseError("requires_grad not set on root: none of the roots depends on a tensor that requires grad")
     return Roots(tensors, gradients)
