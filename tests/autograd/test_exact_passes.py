@@ -436,7 +436,7 @@ def test_futures_waited_for_in_any_order(trio: InProcessCluster) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_grad_tensors_stay_as_they_are(pair: InProcessCluster, dtype: torch.dtype) -> None:
-    """Torch itself takes the memory of a complex one for a ``.grad``, and adds to it in the next pass."""
+    """Torch itself takes the memory of a view of one for a ``.grad``, and adds to it in the next pass."""
     x = leaf(3, dtype=dtype)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         root = x.conj() if dtype.is_complex else x.view(3)

@@ -77,15 +77,15 @@ def choose(roots: Sequence[torch.Tensor], grad_tensors: Any) -> Roots:
             raise MisuseError(
                 f"grad_tensors[{number}] has shape {tuple(gradient.shape)}, its root has {tuple(root.shape)}"
             )
+        else:
+            # Torch may take the memory of a view of it for a .grad, and add to that in the next pass.
+            gradient = gradient.detach().clone()
         if root.grad_fn is None:
             raise MisuseError(
                 f"root {number} does not have a valid gradient function: it is a leaf, not computed from anything"
             )
         tensors.append(root)
-        # The user's own: of an alias of it, which nobody else has, torch would take the memory for a .grad. So it
-        # does with the conjugate of a complex one.
-        copied = gradient.requires_grad or gradient.is_complex()
-        gradients.append(gradient.detach().clone() if copied else gradient)
+        gradients.append(gradient)
     if not tensors:
         raise MisuseError("requires_grad not set on root: none of the roots depends on a tensor that requires grad")
     return Roots(tensors, gradients)
