@@ -25,6 +25,7 @@ GOOD: dict[str, list[Any]] = {
     "connect_timeout": [0.001, 1, 3600],
     "unresponsive_after": [None, 0.1, 30, math.inf],
     "max_message_bytes": [1, 1 << 40],
+    "busy_poll": [0, 0.0004, 0.1],
     "forbid_leaks": [True, False],
 }
 
@@ -60,6 +61,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("unresponsive_after", False, "must be a number of seconds"),
     ("max_message_bytes", 0, "must be a whole number of at least 1"),
     ("max_message_bytes", 1e9, "must be a whole number of at least 1"),
+    ("busy_poll", 1, "1 must be at most 0.1 s; 0 means never"),
+    ("busy_poll", -0.1, "must not be negative"),
+    ("busy_poll", None, "must be a number of seconds"),
     ("forbid_leaks", 1, "1 must be True or False"),
     ("forbid_leaks", None, "must be True or False"),
 ]

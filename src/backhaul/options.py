@@ -17,6 +17,9 @@ SECRET_BYTES = 32
 SECRET_VARIABLE = "BACKHAUL_SECRET"
 """Where a launcher leaves the group's secret, in hexadecimal, for the workers it starts."""
 
+MAX_BUSY_POLL = 0.1
+"""Longer than that, nobody should keep a processor for what may not come."""
+
 Transport = Literal["auto", "unix", "tcp"]
 
 
@@ -48,6 +51,13 @@ def _positive(value: Any) -> float:
     seconds = _seconds(value)
     if seconds == 0 or math.isinf(seconds):
         raise OptionError("must be a positive number of seconds")
+    return seconds
+
+
+def _moment(value: Any) -> float:
+    seconds = _seconds(value)
+    if seconds > MAX_BUSY_POLL:
+        raise OptionError(f"must be at most {MAX_BUSY_POLL} s; 0 means never")
     return seconds
 
 
@@ -93,6 +103,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "connect_timeout": _positive,
     "unresponsive_after": _seconds_or_none,
     "max_message_bytes": _count,
+    "busy_poll": _moment,
     "forbid_leaks": _flag,
 }
 
@@ -112,6 +123,8 @@ class RpcOptions:
     - ``unresponsive_after``: seconds after which a peer that owes an answer and sends nothing at
       all counts as lost; None means never.
     - ``max_message_bytes``: larger messages are refused on receipt.
+    - ``busy_poll``: seconds that a thread in the middle of an exchange of short messages looks for the next one
+      before it goes to sleep; 0 means never.
     - ``forbid_leaks``: a graceful shutdown raises `LeakError` if references to values of this worker are left.
     """
 
@@ -123,6 +136,7 @@ class RpcOptions:
     connect_timeout: float = 10.0
     unresponsive_after: float | None = 30.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    busy_poll: float = 0.0004
     forbid_leaks: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:

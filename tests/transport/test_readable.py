@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from backhaul.transport import readable
-from backhaul.transport.readable import AWAKE_SECONDS, Readable
+from backhaul.transport.readable import Readable
 
+AWAKE_SECONDS = 0.0004
 Pair = tuple[socket.socket, socket.socket]
 
 
@@ -33,7 +34,7 @@ def _several_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_an_exchange(ends: Pair) -> Readable:
     """One whose last bytes were there at once."""
     mine, other = ends
-    found = Readable(mine)
+    found = Readable(mine, AWAKE_SECONDS)
     other.send(b"x")
     assert found.wait(1)
     mine.recv(1)
@@ -50,25 +51,25 @@ def busy_seconds(found: Readable, timeout: float) -> float:
 def test_bytes_that_are_there(ends: Pair) -> None:
     mine, other = ends
     other.send(b"x")
-    assert Readable(mine).wait(None)
+    assert Readable(mine, AWAKE_SECONDS).wait(None)
 
 
 def test_no_bytes_in_time(ends: Pair) -> None:
     start = time.monotonic()
-    assert not Readable(ends[0]).wait(0.02)
+    assert not Readable(ends[0], AWAKE_SECONDS).wait(0.02)
     assert 0.02 <= time.monotonic() - start < 1
 
 
 def test_the_end_of_a_connection_is_something_to_read(ends: Pair) -> None:
     mine, other = ends
     other.close()
-    assert Readable(mine).wait(None)
+    assert Readable(mine, AWAKE_SECONDS).wait(None)
 
 
 @pytest.mark.parametrize("awake", [False, True])
 def test_bytes_that_come_meanwhile(ends: Pair, awake: bool) -> None:
     mine, other = ends
-    found = in_an_exchange(ends) if awake else Readable(mine)
+    found = in_an_exchange(ends) if awake else Readable(mine, AWAKE_SECONDS)
     sender = threading.Timer(0.01, other.send, [b"x"])
     sender.start()
     assert found.wait(5)
@@ -76,7 +77,7 @@ def test_bytes_that_come_meanwhile(ends: Pair, awake: bool) -> None:
 
 
 def test_who_is_idle_sleeps(ends: Pair) -> None:
-    found = Readable(ends[0])
+    found = Readable(ends[0], AWAKE_SECONDS)
     assert busy_seconds(found, 0.2) < 0.01
     assert busy_seconds(found, 0.2) < 0.01
 

@@ -18,9 +18,6 @@ import socket
 import threading
 import time
 
-AWAKE_SECONDS = 0.0004
-"""How long to stay awake. Longer than the peer takes for a short request, with its gradients."""
-
 _TAKEN_SECONDS = 0.0001
 """An offer that comes back later than this has been taken."""
 
@@ -56,12 +53,12 @@ def may_stay_awake() -> bool:
 class Readable:
     """For one thread at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, awake_seconds: float) -> None:
         # Not recv: the kernel wakes who waits in it on a unix socket also when the peer has read what this side sent.
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         self._poll = poll.poll
-        self._awake_seconds = AWAKE_SECONDS if may_stay_awake() else 0.0
+        self._awake_seconds = awake_seconds if may_stay_awake() else 0.0
         self._comes_soon = False
 
     def wait(self, timeout: float | None) -> bool:

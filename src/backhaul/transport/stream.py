@@ -56,13 +56,13 @@ def host_id() -> str:
 class StreamChannel(Channel):
     """Frames over a connected socket."""
 
-    def __init__(self, sock: socket.socket, max_message_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, options: RpcOptions) -> None:
         self._socket = sock
-        self._decoder = Decoder(max_message_bytes)
+        self._decoder = Decoder(options.max_message_bytes)
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._unsent: list[memoryview] = []
         self._keep: object = None
-        self._readable = Readable(sock)
+        self._readable = Readable(sock, options.busy_poll)
         _tune(sock)
 
     def fileno(self) -> int:
@@ -133,10 +133,10 @@ class StreamChannel(Channel):
 
 
 class StreamVisitor(Visitor):
-    def __init__(self, sock: socket.socket, key: bytes, max_message_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, key: bytes, options: RpcOptions) -> None:
         self._socket = sock
         self._key = key
-        self._max_message_bytes = max_message_bytes
+        self._options = options
 
     def admit(self, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
         sock = self._socket
@@ -160,7 +160,7 @@ class StreamVisitor(Visitor):
             if welcome.refused:
                 raise AuthenticationError(f"refused worker {hello.name!r}: {welcome.refused}")
             sock.settimeout(None)
-            return StreamChannel(sock, self._max_message_bytes), hello
+            return StreamChannel(sock, self._options), hello
         except BaseException:
             sock.close()
             raise
@@ -170,11 +170,11 @@ class StreamVisitor(Visitor):
 
 
 class StreamListener(Listener):
-    def __init__(self, sock: socket.socket, key: bytes, max_message_bytes: int) -> None:
+    def __init__(self, sock: socket.socket, key: bytes, options: RpcOptions) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._key = key
-        self._max_message_bytes = max_message_bytes
+        self._options = options
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -184,7 +184,7 @@ class StreamListener(Listener):
             sock, _ = self._socket.accept()
         except OSError:  # nobody there, or gone again, or out of descriptors for the moment
             return None
-        return StreamVisitor(sock, self._key, self._max_message_bytes)
+        return StreamVisitor(sock, self._key, self._options)
 
     def close(self) -> None:
         self._socket.close()
@@ -226,7 +226,7 @@ class StreamTransport(Transport):
             rest = client.receive_head(_receive(sock, handshake.WELCOME_HEAD_SIZE, deadline))
             welcome = client.receive_welcome(_receive(sock, rest, deadline))
             sock.settimeout(None)
-            return StreamChannel(sock, self._options.max_message_bytes), welcome
+            return StreamChannel(sock, self._options), welcome
         except BaseException:
             sock.close()
             raise
@@ -272,7 +272,7 @@ class StreamTransport(Transport):
         except BaseException:
             sock.close()
             raise
-        self._listeners.append(StreamListener(sock, b"", self._options.max_message_bytes))
+        self._listeners.append(StreamListener(sock, b"", self._options))
         return path
 
     def _listen_tcp(self, secret: bytes) -> tuple[str, int]:
@@ -283,7 +283,7 @@ class StreamTransport(Transport):
         except BaseException:
             sock.close()
             raise
-        self._listeners.append(StreamListener(sock, secret, self._options.max_message_bytes))
+        self._listeners.append(StreamListener(sock, secret, self._options))
         host, port = sock.getsockname()
         return host, port
 
