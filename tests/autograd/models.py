@@ -218,3 +218,23 @@ def relay(path: Sequence[tuple[str, str]], x: Tensor) -> Tensor:
 
 def relay_inside(name: str, rest: Sequence[tuple[str, str]], x: Tensor) -> Tensor:
     return layer(name, x) + relay(rest, layer(name, x))
+
+
+def on_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run it on that many threads at once; raise what one of them raised."""
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]

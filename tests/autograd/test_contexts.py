@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from models import (
     leaf,
     multiply,
     new_weights,
+    on_threads,
     product,
     relay,
 )
@@ -40,26 +40,6 @@ NESTED = "Already have an autograd context id for this thread"
 @pytest.fixture(autouse=True)
 def _weights() -> None:
     new_weights()
-
-
-def on_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run it on that many threads at once; raise what one of them raised."""
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 def test_the_id_is_an_int(pair: InProcessCluster) -> None:

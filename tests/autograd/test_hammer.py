@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from models import (
     leaf,
     multiply,
     new_weights,
+    on_threads,
     reference,
     start,
 )
@@ -100,25 +100,6 @@ def test_many_threads_of_several_workers() -> None:
             assert not each.is_alive()
         assert not errors, errors[0]
         await_no_leftovers(workers)
-
-
-def on_threads(count: int, work: Callable[[int], None]) -> None:
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 def run_passes(ctx: int, name: str, x: Tensor) -> None:
