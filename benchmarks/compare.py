@@ -20,10 +20,11 @@ thaw there is one: with a warm-up of 50 calls torch was slower than when settled
 one are alike (torch 1.00x, slower in 12 of 24 pairs; Backhaul 1.01x, 13 of 24).
 
 Read the figures with the load of the machine in mind, which is printed above them
-(an average over a minute: right after another run it still counts that one). Other work makes
-Backhaul look better, not worse: on 2 cores with one kept busy both ends share the other, where waking
-a peer is cheap. The no-op was then 6.6 to 8.5 times faster than torch's, and 2.1 to 3.6 times on the same machine
-without that load. The second is the honest figure: run this on a quiet machine.
+(an average over a minute: right after another run it still counts that one). Other work can make
+Backhaul look better, not worse: torch's threads have to be woken, Backhaul's are awake or are not needed. On 2 cores
+with one kept busy a chain of 4 calls with gradients was 3.2 times faster than torch's, and 2.0 times on the same
+machine without that load. The second is the honest figure: run this on a quiet machine. (With far more to do than there
+are processors nobody stays awake, see `backhaul.transport.readable`.)
 
 The exit code is 0 if every system did all of its work and shut down well.
 """
