@@ -344,9 +344,10 @@ _seeding = threading.Lock()  # workers in one process share torch's generator
 
 @_operation("d.m -> d.m", "dropout")
 def dropout(number: int, a: Tensor) -> Tensor:
+    # Torch fills its mask in the order of memory. A sent expanded tensor arrives expanded, a clone of it is not.
     with _seeding:
         torch.manual_seed(number)
-        return functional.dropout(a, 0.4)
+        return functional.dropout(a.contiguous(), 0.4)
 
 
 def _segment(number: int, a: Tensor, b: Tensor) -> Tensor:
