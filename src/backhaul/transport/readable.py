@@ -18,8 +18,8 @@ import socket
 import threading
 import time
 
-_TAKEN_SECONDS = 0.0001
-"""An offer that comes back later than this has been taken."""
+_TAKEN_SECONDS = 0.0006
+"""An offer that comes back later than this has been taken: a hiccup of the machine is shorter, a time slice longer."""
 
 _MIN_PAUSE = 0.05
 _MAX_PAUSE = 2.0
