@@ -33,7 +33,7 @@ lint: $(STAMP) ## ruff and mypy
 slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 random programs, the speed floor
 	$(BIN)/pytest -q -m slow
 
-bench: $(STAMP) ## measure calls against torch.distributed.rpc and a bare socket
+bench: $(STAMP) ## measure calls and gradients against torch.distributed and a bare socket
 	$(BIN)/python benchmarks/compare.py
 
 coverage: $(STAMP) ## coverage of the whole package, as HTML in htmlcov/
