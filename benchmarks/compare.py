@@ -1,6 +1,6 @@
 """Compares Backhaul with torch.distributed.rpc and .autograd and with a bare socket, side by side.
 
-    python benchmarks/compare.py [--quick] [--json PATH]
+    python benchmarks/compare.py [--quick] [--only NAME]... [--json PATH]
 
 Each system is a pair of processes that lives for the whole run. A round measures every
 workload on every system, one right after the other, so that what slows the machine down for
@@ -22,8 +22,8 @@ one are alike (torch 1.00x, slower in 12 of 24 pairs; Backhaul 1.01x, 13 of 24).
 Read the figures with the load of the machine in mind, which is printed above them
 (an average over a minute: right after another run it still counts that one). Other work can make
 Backhaul look better, not worse: torch's threads have to be woken, Backhaul's are awake or are not needed. On 2 cores
-with one kept busy a chain of 4 calls with gradients was 3.2 times faster than torch's, and 2.0 times on the same
-machine without that load. The second is the honest figure: run this on a quiet machine. (With far more to do than there
+with one kept busy ``--only "chain of 4"`` was once 3.2 times faster than torch's, and 2.0 times minutes before
+without that load. The second is the honest figure: run this on a quiet machine. (With far more to do than there
 are processors nobody stays awake, see `backhaul.transport.readable`.)
 
 The exit code is 0 if every system did all of its work and shut down well.
@@ -33,12 +33,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import table
@@ -51,7 +51,7 @@ Notes = dict[str, dict[str, str]]
 """Workload -> system -> why it cannot do that."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """How much to measure: ``rounds``, or as many as fit into ``seconds``, but at least one."""
 
@@ -137,8 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size.add_argument("--quick", dest="plan", action="store_const", const=QUICK, help="under two minutes")
     size.add_argument("--smoke", dest="plan", action="store_const", const=SMOKE, help="seconds; means nothing")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
+    parser.add_argument("--only", action="append", choices=list(WORKLOADS), metavar="NAME", help="this workload only")
     parser.set_defaults(plan=FULL)
     options = parser.parse_args(arguments)
+    if options.only:
+        others = tuple(name for name in WORKLOADS if name not in options.only)
+        options.plan = dataclasses.replace(options.plan, without=others)
     load = os.getloadavg()[0]  # before our own
     try:
         with contextlib.ExitStack() as stack:
