@@ -30,7 +30,7 @@ from torch import Tensor
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
-from backhaul.errors import ProtocolError, RemoteError, RemoteTraceback
+from backhaul.errors import ProtocolError, RemoteError, RemoteTraceback, RpcTimeoutError
 from backhaul.testing import Faults, InProcessCluster
 from backhaul.wire.messages import Failed, Gradients
 
@@ -519,3 +519,38 @@ def test_gradients_that_nobody_is_owed_fail_the_pass(five: InProcessCluster) -> 
             running.result(WITHIN)
     await_idle(five)
     await_no_leftovers(five)
+
+
+def test_hooks_after_accumulation_hold_up_only_who_wants_the_same_leaf(trio: InProcessCluster) -> None:
+    """And nobody for longer than its own pass: no lock is held while a user's hook runs."""
+    shared, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    inside, released = threading.Event(), threading.Event()
+
+    def hold(_: Tensor) -> None:
+        inside.set()
+        released.wait(20)
+
+    handles = [
+        shared.register_post_accumulate_grad_hook(hold),  # type: ignore[no-untyped-call]
+        other.register_post_accumulate_grad_hook(lambda _: None),  # type: ignore[no-untyped-call]
+    ]
+
+    def run(worker: int, leaf: torch.Tensor, timeout: float) -> None:
+        with trio[worker].as_current(), dist_autograd.context() as ctx:
+            dist_autograd.backward(ctx, [(leaf * 2).sum()], timeout=timeout)
+
+    first = threading.Thread(target=run, args=(0, shared, 30))
+    first.start()
+    try:
+        assert inside.wait(10)
+        run(1, other, 10)
+        with pytest.raises(RpcTimeoutError, match="another pass has the"):
+            run(2, shared, 0.3)
+    finally:
+        released.set()
+        first.join(20)
+        for handle in handles:
+            handle.remove()
+    assert not first.is_alive()
+    run(2, shared, 10)
+    assert shared.grad is None

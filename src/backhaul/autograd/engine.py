@@ -201,7 +201,7 @@ class Engine:
 
     def _store(self, share: Share, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
         if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
-            captured = gradients.run_hooks(leaves, captured)
+            captured = gradients.run_hooks(leaves, captured, share.require_going)
         record = share.record
         with record.lock:
             if not record.over and not share.failed:

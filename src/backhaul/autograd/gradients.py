@@ -4,14 +4,48 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 Captured = Sequence[torch.Tensor | None]
 
-_slot = threading.Lock()
-"""Held while a leaf's ``.grad`` is lent to its hooks."""
+_LOOK_AGAIN = 0.05
+
+
+class _Lending:
+    """Leaves whose ``.grad`` is lent to the hooks of one pass. No lock is held meanwhile: hooks are the user's."""
+
+    def __init__(self) -> None:
+        self._returned = threading.Condition()
+        self._lent: dict[int, int] = {}  # id of a leaf -> thread that its hooks run on
+
+    @contextmanager
+    def of(self, leaf: torch.Tensor, check: Callable[[], None]) -> Iterator[None]:
+        """Wait for a leaf, calling ``check`` now and then, which raises if that is of no use any more."""
+        thread = threading.get_ident()
+        while not (nested := self._lend(leaf, thread)) and self._lent.get(id(leaf)) != thread:
+            check()
+        try:
+            yield
+        finally:
+            if not nested:
+                with self._returned:
+                    del self._lent[id(leaf)]
+                    self._returned.notify_all()
+
+    def _lend(self, leaf: torch.Tensor, thread: int) -> bool:
+        """Lend a leaf, if it comes back in time. True if this thread has it already: a hook runs a pass itself."""
+        with self._returned:
+            if self._lent.get(id(leaf)) == thread:
+                return True
+            if self._returned.wait_for(lambda: id(leaf) not in self._lent, _LOOK_AGAIN):
+                self._lent[id(leaf)] = thread
+            return False
+
+
+_lending = _Lending()
 
 
 def store(into: dict[torch.Tensor, torch.Tensor], leaves: Sequence[torch.Tensor], captured: Captured) -> None:
@@ -32,17 +66,20 @@ def store(into: dict[torch.Tensor, torch.Tensor], leaves: Sequence[torch.Tensor]
             before += gradient
 
 
-def run_hooks(leaves: Sequence[torch.Tensor], captured: Captured) -> list[torch.Tensor | None]:
+def run_hooks(
+    leaves: Sequence[torch.Tensor], captured: Captured, check: Callable[[], None]
+) -> list[torch.Tensor | None]:
     """Run the post-accumulate hooks of leaves with ``.grad`` as this pass alone makes it; what they leave there.
 
-    Such hooks look at ``.grad`` (or step an optimizer with it). What was there before comes back.
+    Such hooks look at ``.grad`` (or step an optimizer with it). What was there before comes back. One pass has a leaf
+    at a time; who waits for another calls ``check``, which raises if its own pass is over.
     """
     result = list(captured)
     for place, leaf in enumerate(leaves):
         hooks = getattr(leaf, "_post_accumulate_grad_hooks", None)
         if not hooks or result[place] is None:
             continue
-        with _slot:
+        with _lending.of(leaf, check):
             before, leaf.grad = leaf.grad, result[place]
             try:
                 for hook in list(hooks.values()):

@@ -150,6 +150,13 @@ class Share:
                 raise fresh(self._error)
             self._gave_to.add(rank)
 
+    def require_going(self) -> None:
+        """Raise what the pass has failed with, if it has, or `RpcTimeoutError` after its deadline."""
+        if self._error is not None:
+            raise fresh(self._error)
+        if time.monotonic() >= self.deadline:
+            raise RpcTimeoutError("backward ran for more than its timeout: another pass has the .grad of a leaf")
+
     def got_from(self, rank: int) -> None:
         """A worker has given work of this pass to this one."""
         self._got_from.add(rank)
