@@ -388,6 +388,16 @@ def test_the_timeout_holds_while_a_worker_computes(trio: InProcessCluster) -> No
     await_no_leftovers(trio)
 
 
+def test_the_timeout_says_where_the_pass_goes_on(trio: InProcessCluster) -> None:
+    with trio[0].as_current(), dist_autograd.context() as ctx:
+        with Latch("a"):
+            loss = chain([("worker1", "b"), ("worker2", "a")], leaf(2, 4)).sum()
+            with pytest.raises(RpcTimeoutError, match=r"its timeout of 0\.3 s: rank .* has gradients to work on"):
+                dist_autograd.backward(ctx, [loss], timeout=0.3)
+        await_idle(trio)
+    await_no_leftovers(trio)
+
+
 def test_the_timeout_holds_for_a_gate_on_the_initiators_thread(trio: InProcessCluster) -> None:
     with trio[0].as_current(), dist_autograd.context() as ctx:
         with Latch("c") as latch:

@@ -75,6 +75,4 @@ def backward(
 
 def get_gradients(context_id: int) -> Mapping[torch.Tensor, torch.Tensor]:
     """The gradients that passes of this context have accumulated for the leaves of this worker."""
-    record = _current.worker().autograd.contexts.find(context_id)
-    with record.lock:
-        return dict(record.gradients)
+    return ContextId(context_id).gradients()

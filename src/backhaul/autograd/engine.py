@@ -113,7 +113,11 @@ class Engine:
                 self.run(share, component)
             with self.agent.serving.pause():
                 if not running.wait(deadline, partial(self.run, share), self._check_every, lambda: self.check(share)):
-                    raise RpcTimeoutError(f"backward ran for more than its timeout of {timeout:g} s")
+                    busy = ", ".join(f"rank {rank}" for rank in running.busy)
+                    raise RpcTimeoutError(
+                        f"backward ran for more than its timeout of {timeout:g} s"
+                        + (f": {busy} has gradients to work on" if busy else "")
+                    )
         except BaseException as error:
             self.fail(share, error)
             raise

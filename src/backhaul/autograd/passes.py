@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from backhaul.autograd.completion import Ledger
+from backhaul.autograd.functions import ROOT, rank_of
 from backhaul.autograd.graph import Component
 from backhaul.autograd.share import Share
 
@@ -50,6 +51,12 @@ class Running:
                 return set()
             self._resolved = True
             return self._askers
+
+    @property
+    def busy(self) -> list[int]:
+        """Ranks of the workers that have not reported, as far as is known here."""
+        with self._changed:
+            return sorted({rank_of(source) for source in self._ledger.open if source != ROOT})
 
     def give(self, component: Component) -> None:
         """Let the thread that waits for the pass run this."""
