@@ -15,6 +15,7 @@ from backhaul import errors
 from backhaul.errors import (
     BackhaulError,
     OptionError,
+    PartialError,
     ProtocolError,
     RemoteError,
     RemoteTraceback,
@@ -98,6 +99,25 @@ def test_a_remote_error_says_what_there_was() -> None:
     error = RemoteError("mod.Type on worker 'w': no", "w", "mod.Type", "Traceback ...")
     assert (error.worker, error.type_name, error.remote_traceback) == ("w", "mod.Type", "Traceback ...")
     assert RemoteError("x").worker == ""
+
+
+def test_who_has_done_its_part() -> None:
+    errors: dict[str, BaseException] = {
+        "ps1": ValueError("no such shape"),
+        "ps2": WorkerLostError("gone", "ps2"),
+        "ps3": RpcTimeoutError("late"),
+    }
+    error = PartialError("the optimizer step", ["ps0", "trainer"], errors)
+    assert str(error) == (
+        "the optimizer step failed on 3 of 5 workers\n"
+        "  on 'ps1' it failed: ValueError: no such shape\n"
+        "  on 'ps2' it failed, and may have been done: WorkerLostError: gone\n"
+        "  on 'ps3' it failed, and may have been done: RpcTimeoutError: late\n"
+        "  it is done on 'ps0', 'trainer'"
+    )
+    assert (error.done, error.errors) == (("ps0", "trainer"), errors)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(PartialError("it", errors=errors)).endswith("it is done on no worker")
 
 
 def test_a_remote_traceback_is_shown_as_the_cause() -> None:

@@ -16,6 +16,7 @@
     │   └── WorkerUnresponsiveError        the peer is there but does not answer
     ├── RpcTimeoutError(TimeoutError)      the deadline passed
     ├── LeakError                   references were left at a graceful shutdown (option forbid_leaks)
+    ├── PartialError                work on several workers at once: some have done it and some have not
     └── RemoteError                 user code raised there, and its type cannot be had here
 
 An exception that user code raises on another worker is raised here as the same
@@ -27,7 +28,8 @@ from __future__ import annotations
 import copy
 import os
 import traceback
-from types import TracebackType
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, TracebackType
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
@@ -96,6 +98,30 @@ class RpcTimeoutError(BackhaulError, TimeoutError):
 
 class LeakError(BackhaulError):
     """Values that other workers still hold at the end of a graceful shutdown."""
+
+
+class PartialError(BackhaulError):
+    """Work on several workers at once that not all of them have done.
+
+    ``done`` names those that have, ``errors`` has what the others raised, by their names. A worker whose error is a
+    `WorkerLostError` or an `RpcTimeoutError` may have done its part before.
+    """
+
+    def __init__(
+        self, what: str, done: Sequence[str] = (), errors: Mapping[str, BaseException] = MappingProxyType({})
+    ) -> None:
+        super().__init__(what, tuple(done), dict(errors))
+        self.what = what
+        self.done = tuple(done)
+        self.errors = dict(errors)
+
+    def __str__(self) -> str:
+        lines = [f"{self.what} failed on {len(self.errors)} of {len(self.errors) + len(self.done)} workers"]
+        for worker, error in self.errors.items():
+            doubt = ", and may have been done" if isinstance(error, WorkerLostError | RpcTimeoutError) else ""
+            lines.append(f"  on {worker!r} it failed{doubt}: {type(error).__name__}: {error}")
+        lines.append("  it is done on " + (", ".join(map(repr, self.done)) or "no worker"))
+        return "\n".join(lines)
 
 
 class RemoteError(BackhaulError):

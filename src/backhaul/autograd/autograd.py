@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,6 +68,26 @@ class Autograd:
             self._agent.call(
                 rref.owner(), backward_here, (rref, retain_graph), {}, self._agent.options.rpc_timeout or math.inf
             )
+
+    def require(self, id: int) -> None:
+        """Raise `ContextError` unless this worker has made this context, or has taken part in it, and it goes on."""
+        self.contexts.find(entry.check_id(id))
+
+    def gradients_here(self, id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients of a context for leaves of this worker; none if it has taken no part in it."""
+        record = self.contexts.get(id)
+        if record is None:
+            return {}
+        with record.lock:
+            return dict(record.gradients)
+
+    def put_gradients(self, id: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Replace gradients of a context for leaves of this worker. They are the context's from now on."""
+        record = self.contexts.find(id)
+        with record.lock:
+            if record.over:
+                raise gone(id, self.me)
+            record.gradients.update(gradients)
 
     def leave(self, id: int) -> None:
         """End a context here and, by way of those who know of it, everywhere."""
