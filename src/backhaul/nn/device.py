@@ -1,0 +1,64 @@
+"""Where a module is to live: a worker and a device of its own, written as ``"worker1/cuda:0"``."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from backhaul import rpc
+from backhaul.errors import OptionError, UnknownWorkerError
+from backhaul.ids import WorkerInfo
+
+_FORMATS = (
+    'a remote device is "<worker>/<device>", "<worker>", "rank:<rank>/<device>" or "rank:<rank>", as in "worker1/cpu"'
+)
+_RANK = "rank:"
+
+
+class Place(NamedTuple):
+    """A worker, and what a module there is moved to."""
+
+    worker: WorkerInfo
+    device: str
+
+
+def place(remote_device: str) -> Place:
+    """The place that a string names. Without a device it is the CPU.
+
+    Raises `OptionError` for a string of another form, and `UnknownWorkerError` if there is no such worker.
+    """
+    if not isinstance(remote_device, str):
+        raise OptionError(f"{remote_device!r} is no string: {_FORMATS}")
+    worker, _, device = remote_device.rpartition("/") if "/" in remote_device else (remote_device, "", "cpu")
+    if not worker or not device:
+        raise OptionError(f"{remote_device!r}: {_FORMATS}")
+    try:
+        named = str(torch.device(device))
+    except RuntimeError as error:
+        raise OptionError(f"{remote_device!r}: {device!r} is no device of torch's; {_FORMATS}") from error
+    rank = worker.removeprefix(_RANK)
+    if worker.startswith(_RANK) and not rank.isdecimal():
+        raise OptionError(f"{remote_device!r}: {rank!r} is no rank; {_FORMATS}")
+    try:
+        return Place(rpc.get_worker_info(int(rank) if worker.startswith(_RANK) else worker), named)
+    except UnknownWorkerError as error:
+        raise UnknownWorkerError(f"{remote_device!r}: {error}; {_FORMATS}") from None
+
+
+def device_of(module: torch.nn.Module, otherwise: str) -> torch.device:
+    """Where a module works: where its first parameter or buffer is."""
+    first = next(chain(module.parameters(), module.buffers()), None)
+    return torch.device(otherwise) if first is None else first.device
+
+
+def arrived(value: Any, device: torch.device) -> Any:
+    """Arguments that came to a module on that device. Only CPU tensors travel, so others are moved there."""
+    return value if device.type == "cpu" else tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+
+
+def leaving(value: Any, device: torch.device) -> Any:
+    """What a module on that device sends away: tensors on the CPU."""
+    return value if device.type == "cpu" else tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), value)

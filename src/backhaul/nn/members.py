@@ -1,0 +1,72 @@
+"""The parameters and buffers of a model that is spread over workers, in the order of the same model in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from torch import nn
+
+from backhaul import rpc
+from backhaul.errors import OptionError
+from backhaul.rpc import Future, RRef
+
+Kind = Literal["parameters", "buffers"]
+
+
+class Member(NamedTuple):
+    """A parameter or a buffer. ``key`` tells it from all others of the group, as long as ``rref`` is held."""
+
+    name: str
+    key: tuple[int, int]
+    rref: RRef[Any]
+
+
+@runtime_checkable
+class Elsewhere(Protocol):
+    """A module whose parameters and buffers are on another worker."""
+
+    def _ask_for_members(self, kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> Future[list[Member]]:
+        """What `members` gives there."""
+
+
+def members(
+    modules: Iterable[tuple[str, nn.Module]], kind: Kind, recurse: bool = True, remove_duplicate: bool = True
+) -> list[Member]:
+    """All parameters, or all buffers, of modules with their prefixes, in the order in which torch lists them.
+
+    All workers that have some of them are asked at once.
+    """
+    rrefs: dict[int, RRef[Any]] = {}
+    here = rpc.get_worker_info().id
+    found: list[list[Member] | Future[list[Member]]] = []
+    seen: set[nn.Module] = set()
+    for prefix, module in modules:
+        inside = module.named_modules(seen, prefix, remove_duplicate) if recurse else [(prefix, module)]
+        for name, part in inside:
+            if isinstance(part, Elsewhere):
+                found.append(part._ask_for_members(kind, name, recurse, remove_duplicate))
+                continue
+            own = part.named_parameters if kind == "parameters" else part.named_buffers
+            found.append(
+                [
+                    Member(full, (here, id(value)), rrefs.setdefault(id(value), RRef(value)))
+                    for full, value in own(prefix=name, recurse=False, remove_duplicate=False)
+                ]
+            )
+    listed = [member for part in found for member in (part.wait() if isinstance(part, Future) else part)]
+    if not remove_duplicate:
+        return listed
+    return list({member.key: member for member in reversed(listed)}.values())[::-1]
+
+
+def parameter_rrefs(*modules: nn.Module) -> list[RRef[nn.Parameter]]:
+    """References to all parameters of modules that are local, remote, or local with remote ones inside.
+
+    They come in the order in which the same model in one process lists its ``parameters()``; one that is shared comes
+    once. For `backhaul.optim.DistributedOptimizer`.
+    """
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise OptionError(f"parameter_rrefs takes modules, as in parameter_rrefs(encoder, decoder), not {module!r}")
+    return [member.rref for member in members([("", module) for module in modules], "parameters")]
