@@ -33,6 +33,7 @@ from backhaul.autograd.contexts import Contexts, Record, current, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
 from backhaul.autograd.passes import Running
+from backhaul.autograd.replicas import Replica, replicas
 from backhaul.autograd.run import Run
 from backhaul.autograd.share import Share
 from backhaul.errors import BackhaulError, ContextError, ProtocolError, RpcTimeoutError, WorkerLostError
@@ -150,25 +151,25 @@ class Engine:
     def run(self, share: Share, component: Component) -> None:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
         leaves = [leaf.variable for leaf in component.leaves]
-        run = Run(self.agent, share, component, require=self.require, check=self.check, held=self._held)
+        averaged = replicas.of(leaves)
+        run = Run(
+            self.agent, share, component, require=self.require, check=self.check, held=self._held, hold=not averaged
+        )
         self._runs.add(run)
         before, functions.thread.run = functions.thread.run, run
         # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
         token = current.set(share.record.id)
         try:
-            backward = share.backward
-            inputs = () if backward.into_grad else (*leaves, self._anchor)
-            captured = _run_backward(
-                *share.starts(component),
-                backward.retain_graph,
-                False,
-                inputs,
-                True,
-                accumulate_grad=backward.into_grad,
-            )
-            run.flush()
-            if leaves and not backward.into_grad:
-                self._store(share, leaves, captured)
+            if share.backward.into_grad:
+                self._run_engine(share, component)
+                run.flush()
+            elif averaged:
+                self._run_averaged(share, component, leaves, averaged)
+            else:
+                captured = self._run_engine(share, component, (*leaves, self._anchor))
+                run.flush()
+                if leaves:
+                    self._store(share, leaves, captured)
         except BaseException as error:
             self.fail(share, error)
             return
@@ -179,6 +180,39 @@ class Engine:
             component.leaves, component.recvs = (), {}
             self._runs.discard(run)
         self._report(share, False, component.sources, run.emitted)
+
+    def _run_engine(
+        self, share: Share, component: Component, inputs: tuple[torch.Tensor, ...] = ()
+    ) -> Sequence[torch.Tensor | None]:
+        """Have torch run a component: the gradients of ``inputs``; without any, all go into ``.grad``."""
+        return _run_backward(
+            *share.starts(component), share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
+        )
+
+    def _run_averaged(
+        self, share: Share, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
+    ) -> None:
+        """Run a component with parameters of modules under DDP, and keep in the context what it leaves in ``.grad``.
+
+        DDP averages all that is there, also what passes before this one have added (``no_sync``), and may set it for
+        parameters that this process has not used. So the context's gradients of all its parameters are put there first.
+        """
+        record = share.record
+        lends = {each: replica.lends_memory for replica in averaged for each in replica.parameters}
+        others = [leaf for leaf in leaves if leaf not in lends]
+        with record.lock:
+            given = {each: record.gradients.get(each) for each in lends}
+        with gradients.in_place_of_grad({**given, **dict.fromkeys(others)}, share.require_going):
+            self._run_engine(share, component)
+            made = {each: each.grad for each in lends}
+            rest = [leaf.grad for leaf in others]
+        with record.lock:
+            if record.over or share.failed:
+                return
+            for parameter, gradient in made.items():
+                if gradient is not None:
+                    record.gradients[parameter] = gradient.clone() if lends[parameter] else gradient
+            gradients.store(record.gradients, others, rest)
 
     def _held(self, run: Run) -> None:
         """A run holds something back: see to it that it does not do so for long."""

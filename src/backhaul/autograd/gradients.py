@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,34 +15,37 @@ _LOOK_AGAIN = 0.05
 
 
 class _Lending:
-    """Leaves whose ``.grad`` is lent to the hooks of one pass. No lock is held meanwhile: hooks are the user's."""
+    """Leaves whose ``.grad`` is lent to one pass. No lock is held meanwhile: hooks are the user's."""
 
     def __init__(self) -> None:
         self._returned = threading.Condition()
-        self._lent: dict[int, int] = {}  # id of a leaf -> thread that its hooks run on
+        self._lent: dict[int, int] = {}  # id of a leaf -> thread that has it
 
     @contextmanager
-    def of(self, leaf: torch.Tensor, check: Callable[[], None]) -> Iterator[None]:
-        """Wait for a leaf, calling ``check`` now and then, which raises if that is of no use any more."""
+    def of(self, leaves: Iterable[torch.Tensor], check: Callable[[], None]) -> Iterator[None]:
+        """Wait for leaves, calling ``check`` now and then, which raises if that is of no use any more.
+
+        A thread that has a leaf already may have it once more: a hook runs a pass itself.
+        """
         thread = threading.get_ident()
-        while not (nested := self._lend(leaf, thread)) and self._lent.get(id(leaf)) != thread:
+        wanted = {id(leaf) for leaf in leaves}
+        while True:
+            with self._returned:
+                if self._returned.wait_for(lambda: self._are_free(wanted, thread), _LOOK_AGAIN):
+                    new = wanted - self._lent.keys()
+                    self._lent.update(dict.fromkeys(new, thread))
+                    break
             check()
         try:
             yield
         finally:
-            if not nested:
-                with self._returned:
-                    del self._lent[id(leaf)]
-                    self._returned.notify_all()
+            with self._returned:
+                for leaf in new:
+                    del self._lent[leaf]
+                self._returned.notify_all()
 
-    def _lend(self, leaf: torch.Tensor, thread: int) -> bool:
-        """Lend a leaf, if it comes back in time. True if this thread has it already: a hook runs a pass itself."""
-        with self._returned:
-            if self._lent.get(id(leaf)) == thread:
-                return True
-            if self._returned.wait_for(lambda: id(leaf) not in self._lent, _LOOK_AGAIN):
-                self._lent[id(leaf)] = thread
-            return False
+    def _are_free(self, leaves: set[int], thread: int) -> bool:
+        return all(self._lent.get(leaf, thread) == thread for leaf in leaves)
 
 
 _lending = _Lending()
@@ -79,7 +82,7 @@ def run_hooks(
         hooks = getattr(leaf, "_post_accumulate_grad_hooks", None)
         if not hooks or result[place] is None:
             continue
-        with _lending.of(leaf, check):
+        with _lending.of([leaf], check):
             before, leaf.grad = leaf.grad, result[place]
             try:
                 for hook in list(hooks.values()):
@@ -88,6 +91,23 @@ def run_hooks(
             finally:
                 leaf.grad = before
     return result
+
+
+@contextmanager
+def in_place_of_grad(given: Mapping[torch.Tensor, torch.Tensor | None], check: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``.grad`` of these leaves is what is given, and may be changed. Afterwards it is what it was before.
+
+    One pass has a leaf at a time, as in `run_hooks`.
+    """
+    with _lending.of(given, check):
+        before = {leaf: leaf.grad for leaf in given}
+        try:
+            for leaf, gradient in given.items():
+                leaf.grad = gradient
+            yield
+        finally:
+            for leaf, gradient in before.items():
+                leaf.grad = gradient
 
 
 def _is_ours(captured: Captured, place: int) -> bool:

@@ -4,7 +4,7 @@ The **sources** of a pass on a worker are the Sends that take part, one for each
 pass was started the Send of its roots (`ROOT`). Two sources are in one **component** when they reach a common node.
 Each component is one run of torch's engine, so that every node of it is run once, with the sum of all its gradients,
 as in one process. A leaf does not join components, since adding to its gradient can be done in parts, unless it has
-hooks, which must see the sum.
+hooks, which must see the sum. All leaves of a module under DDP join theirs (see `replicas`).
 
 Why gates cannot deadlock
 -------------------------
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from backhaul.autograd.functions import ID_BITS, ROOT, RecvNode, SendNode
+from backhaul.autograd.replicas import Replica, replicas
 
 Node = Any
 """A node of torch's graph."""
@@ -121,6 +122,11 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
                             continue
                     groups.join(other, source)
         sizes[source] = len(owner) - before
+    if by_leaf := replicas.by_leaf():
+        met: dict[Replica, int] = {}
+        for source, mine in leaves.items():
+            for replica in {by_leaf[id(leaf.variable)] for leaf in mine if id(leaf.variable) in by_leaf}:
+                groups.join(met.setdefault(replica, source), source)
     members = groups.members()
     recvs_of: dict[int, dict[Node, set[int]]] = {first: {} for first in members}
     for node, outputs in recvs.items():

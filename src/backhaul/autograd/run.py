@@ -3,7 +3,8 @@
 A Recv gives its gradients away as soon as they are complete, while the run goes on. If more Recvs of this run have
 the same sender, theirs are likely to follow at once, and a message for each would cost more than what is in it. So
 small gradients are *held* until the last of them, but not for long: not while a gate waits, not beyond the end of
-the run, and not beyond a tick or two of the watch thread.
+the run, and not beyond a tick or two of the watch thread. And not at all in a run that may wait for other processes
+at its end (``hold=False``).
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Run:
         require: Callable[[Share, Recv], None],
         check: Callable[[Share], None],
         held: Callable[[Run], None],
+        hold: bool = True,
     ) -> None:
         self.share = share
         self.emitted: list[int] = []
@@ -66,6 +68,7 @@ class Run:
         self._require = require
         self._check = check
         self._on_held = held
+        self._max_held = _MAX_HELD_BYTES if hold else -1
         self._recvs = dict(component.recvs)  # that are to come
         self._lock = threading.Lock()
         # Guarded by _lock:
@@ -101,7 +104,7 @@ class Run:
                 parcel.add(recv.message + output, gradients[output])
                 self.emitted.append(recv.message + output)
             self._left[rank] -= 1
-            full = not self._left[rank] or parcel.nbytes > _MAX_HELD_BYTES
+            full = not self._left[rank] or parcel.nbytes > self._max_held
             if full:
                 del self._parcels[rank]
         if full:
