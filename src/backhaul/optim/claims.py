@@ -1,0 +1,65 @@
+"""Claims: who may work on which parameters.
+
+Everything that changes parameters, or needs them to stay as they are, claims them first. Claims on common
+parameters take turns in the order in which they were made; others do not wait for each other. There is one set of
+claims for the process: workers of one process, and optimizers of several trainers, may share parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+class _Claim:
+    __slots__ = ("objects", "thread")
+
+    def __init__(self, objects: frozenset[int]) -> None:
+        self.objects = objects
+        self.thread = threading.get_ident()
+
+    def must_wait_for(self, other: _Claim) -> bool:
+        # A hook of an optimizer may step another one: its thread does not wait for itself.
+        return self.thread != other.thread and not self.objects.isdisjoint(other.objects)
+
+
+class Claims:
+    """Thread-safe. Its lock is not held while a claim is."""
+
+    def __init__(self) -> None:
+        self._released = threading.Condition()
+        self._claims: list[_Claim] = []  # held or waiting, in the order in which they were made
+
+    @contextmanager
+    def on(self, objects: Iterable[object]) -> Iterator[None]:
+        """Wait for all earlier claims on any of these objects, and keep later ones waiting inside the block.
+
+        Objects are told apart by identity; the caller keeps them alive.
+        """
+        claim = _Claim(frozenset(map(id, objects)))
+        with self._released:
+            self._claims.append(claim)
+        try:
+            with self._released:
+                self._released.wait_for(lambda: self._is_granted(claim))
+            yield
+        finally:
+            with self._released:
+                self._claims.remove(claim)
+                self._released.notify_all()
+
+    def _is_granted(self, claim: _Claim) -> bool:
+        for earlier in self._claims:
+            if earlier is claim:
+                return True
+            if claim.must_wait_for(earlier):
+                return False
+        raise AssertionError("a claim that was not made")
+
+    def __len__(self) -> int:
+        """How many are held or wait."""
+        return len(self._claims)
+
+
+claims = Claims()

@@ -1,0 +1,324 @@
+"""DistributedOptimizer: one optimizer over parameters that live on any workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+
+from backhaul import current, rpc
+from backhaul.errors import MisuseError, OptionError, PartialError, UnsendableError
+from backhaul.ids import WorkerInfo
+from backhaul.optim import local
+from backhaul.optim.entries import OF_PARAMETERS, Entries, apply, change, copied, entries_of
+from backhaul.optim.groups import Group, Part, group_from, groups_from, require_alike
+from backhaul.optim.local import Changes, LocalOptimizer
+from backhaul.refs.rref import RRef
+from backhaul.spread import Work, spread
+
+_log = logging.getLogger(__name__)
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """An optimizer of parameters on any workers, with a local optimizer of ``optimizer_class`` on each of them.
+
+    - ``optimizer_class``: a class of ``torch.optim``, or anything that is called as these are and gives something that
+      has a ``step()``. It has to be importable on the workers.
+    - ``params_rref``: references to parameters, parameters of this worker, or parameter groups: dicts with these under
+      ``params`` and options of the group. Their order is that of the indices in `state_dict`.
+    - ``args`` and ``kwargs`` go to the constructor of the local optimizers.
+
+    It is a ``torch.optim.Optimizer``: the schedulers of torch work on its ``param_groups``, whose ``params`` are the
+    references. What is changed in them takes effect with the next step. ``state`` stays empty: the state is on the
+    workers, and `state_dict` gathers it. Steps of several optimizers that share parameters take turns.
+
+    Raises `PartialError` if a local optimizer cannot be made; then there is none anywhere.
+    """
+
+    def __init__(self, optimizer_class: Callable[..., Any], params_rref: Iterable[Any], *args: Any, **kwargs: Any):
+        _check_class(optimizer_class)
+        groups, as_groups = groups_from(params_rref)
+        self._make = partial(_make_work, optimizer_class, args=list(args), kwargs=kwargs)
+        self._name = _name_of(optimizer_class)
+        self._locals: dict[WorkerInfo, RRef[LocalOptimizer]] = {}
+        self._places: list[tuple[WorkerInfo, int]] = []
+        self._homes: list[list[WorkerInfo]] = []  # the workers of each group; the first one's entries are shown
+        self._known: list[Entries] = []  # as the workers have them
+        self._sizes: dict[WorkerInfo, int] = {}
+        self._joining = True  # torch's constructor adds groups that the workers have already
+
+        first = next((param.owner() for group in groups for param in group.params), rpc.get_worker_info())
+        parts = [group.parts(number, first) for number, group in enumerate(groups)]
+        by_worker: dict[WorkerInfo, list[Part]] = {}
+        for worker, part in chain.from_iterable(each.items() for each in parts):
+            by_worker.setdefault(worker, []).append(part)
+        made = spread(
+            f"making the optimizer {self._name}",
+            {worker: self._make(each, as_groups) for worker, each in by_worker.items()},
+        )
+        self._locals = {worker: rref for worker, (rref, _, _) in made.items()}
+        super().__init__(
+            [
+                self._adopt(group, list(part), made[next(iter(part))][2][number])
+                for number, (group, part) in enumerate(zip(groups, parts, strict=True))
+            ],
+            next(iter(made.values()))[1],
+        )
+        self._joining = False
+
+    def _adopt(self, group: Group, homes: list[WorkerInfo], entries: Entries) -> dict[str, Any]:
+        """A group that the workers have, as it stands in ``param_groups``."""
+        self._homes.append(homes)
+        self._known.append(entries)
+        for param in group.params:
+            worker = param.owner()
+            self._places.append((worker, self._sizes.setdefault(worker, 0)))
+            self._sizes[worker] += 1
+        names = {} if group.names is None else {"param_names": group.names}
+        return {"params": group.params, **names, **entries_of(entries)}
+
+    def __repr__(self) -> str:
+        places = ", ".join(repr(worker.name) for worker in self._locals)
+        return f"{super().__repr__()} of {self._name} on {places}"
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsendableError(
+            "a DistributedOptimizer cannot be sent, copied or pickled: make one where you need it, with the same "
+            "references, or keep its state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__reduce__()
+
+    @property
+    def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
+        """References to the local optimizers. Their ``optimizer`` is that of ``optimizer_class``."""
+        return list(self._locals.values())
+
+    def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
+        """Step on all workers at once, with the gradients of an autograd context, or else with ``.grad``.
+
+        Parameters without a gradient in the context are passed over, as those whose ``.grad`` is None.
+        Raises `ContextError` if there is no such context, and `PartialError`, which says who has stepped, if not all
+        workers have.
+        """
+        _require(context_id)
+        changes = self._changes()
+        work = {
+            worker: (local.step, (rref, context_id, _of_worker(changes, worker, self._homes)))
+            for worker, rref in self._locals.items()
+        }
+        news = spread("the optimizer step", work)
+        for number, each in changes.items():
+            apply(each, self._known[number])
+        for worker, found in news.items():
+            self._learn(worker, found or {})
+
+    def _changes(self) -> Changes:
+        """What has been changed in ``param_groups`` since the workers were told."""
+        if len(self.param_groups) != len(self._known):
+            raise MisuseError("groups were added to or taken from param_groups itself: use add_param_group()")
+        found = {number: change(self._known[number], group) for number, group in enumerate(self.param_groups)}
+        return {number: each for number, each in found.items() if each is not None}
+
+    def _learn(self, worker: WorkerInfo, news: Changes) -> None:
+        """Show what a local optimizer has changed of its options."""
+        for number, each in news.items():
+            if self._homes[number][0] == worker:
+                apply(each, self._known[number])
+                apply(each, self.param_groups[number])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad`` of the parameters on all workers, or fill it with zeros."""
+        self._everywhere("zero_grad()", local.zero_grad, set_to_none)
+
+    def accumulate(self, context_id: int) -> None:
+        """Add the gradients of a context to ``.grad`` on all workers: for a `step` without a context.
+
+        So gradients of several contexts can be summed up. Adds them once more when called once more.
+        """
+        _require(context_id)
+        self._everywhere("accumulating gradients", local.accumulate, context_id)
+
+    def _everywhere(self, what: str, function: Callable[..., Any], *args: Any) -> dict[WorkerInfo, Any]:
+        return spread(what, {worker: (function, (rref, *args)) for worker, rref in self._locals.items()})
+
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
+        """Add a group as the constructor takes them, on all workers or, if it raises, on none."""
+        if self._joining:
+            self.param_groups.append(dict(param_group))
+            return
+        group = group_from(param_group)
+        require_alike([group.names is not None, *("param_names" in each for each in self.param_groups)])
+        number = len(self.param_groups)
+        parts = group.parts(number, next(iter(self._locals)))
+        work = {
+            worker: (local.add, (self._locals[worker], part)) if worker in self._locals else self._make([part], True)
+            for worker, part in parts.items()
+        }
+        try:
+            added = spread("add_param_group()", work)
+        except PartialError:
+            self._take_back(number, parts)
+            raise
+        entries: list[Entries] = []
+        for worker, value in added.items():
+            if worker in self._locals:
+                entries.append(value)
+            else:
+                self._locals[worker] = value[0]
+                entries.append(value[2][number])
+        self.param_groups.append(self._adopt(group, list(parts), entries[0]))
+
+    def _take_back(self, number: int, workers: Iterable[WorkerInfo]) -> None:
+        """Remove a group where it was added. A worker that cannot be told is lost, or will replace the group."""
+        work: dict[WorkerInfo, Work] = {
+            worker: (local.remove, (self._locals[worker], number)) for worker in workers if worker in self._locals
+        }
+        try:
+            spread("taking a parameter group back", work)
+        except PartialError as error:
+            _log.warning("%s", error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all workers, as an optimizer of ``optimizer_class`` in one process would give it.
+
+        Such an optimizer over the same parameters in the same order can load it, and so can this one, wherever the
+        parameters live. The tensors are copies.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        exported = self._everywhere("state_dict()", local.export)
+        self._refresh({worker: entries for worker, (entries, _) in exported.items()})
+        state = self._joined({worker: state for worker, (_, state) in exported.items()})
+        found = {"state": state, "param_groups": self._group_options()}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            found = after(self, found) or found
+        return found
+
+    def _refresh(self, exported: Mapping[WorkerInfo, list[Entries]]) -> None:
+        """Show the entries as the workers have them; what was changed here and not sent yet stays."""
+        pending = self._changes()
+        iterators = {worker: iter(entries) for worker, entries in exported.items()}
+        for number, homes in enumerate(self._homes):
+            entries = [next(iterators[worker]) for worker in homes]
+            self._learn(homes[0], {number: change(self._known[number], entries[0]) or ({}, [])})
+            if number in pending:
+                apply(pending[number], self.param_groups[number])
+
+    def _joined(self, states: Mapping[WorkerInfo, dict[Any, Any]]) -> dict[Any, Any]:
+        """State by the index of the parameter among all, from state by indices on workers."""
+        found = {
+            index: states[worker].pop(place)
+            for index, (worker, place) in enumerate(self._places)
+            if place in states[worker]
+        }
+        for state in states.values():
+            for key, value in state.items():  # what belongs to no parameter
+                found.setdefault(key, value)
+        return found
+
+    def _group_options(self) -> list[dict[str, Any]]:
+        """The groups as in a state dict, with indices for parameters."""
+        indices = iter(range(len(self._places)))
+        return [
+            {
+                **{name: copied(value) for name, value in group.items() if name != "params"},
+                "params": [next(indices) for _ in group["params"]],
+            }
+            for group in self.param_groups
+        ]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the state of another optimizer, also of one in one process, or on other workers.
+
+        It must have as many groups, and parameters in them; else `OptionError`, and nothing has changed. Copies the
+        tensors. Raises `PartialError` if not all workers have loaded it.
+        """
+        found = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            found = before(self, found) or found
+        groups = self._check_loadable(found)
+        work: dict[WorkerInfo, Work] = {
+            worker: (local.load, (self._locals[worker], entries, state))
+            for worker, (entries, state) in self._split(groups, found["state"]).items()
+        }
+        loaded = spread("load_state_dict()", work)
+        self._known = [loaded[homes[0]][number] for number, homes in enumerate(self._homes)]
+        self.param_groups = [
+            {**entries_of(entries), **(_names(new) or _names(old)), "params": old["params"]}
+            for entries, new, old in zip(self._known, groups, self.param_groups, strict=True)
+        ]
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _check_loadable(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        missing = {"state", "param_groups"} - state_dict.keys()
+        if missing:
+            raise OptionError(f"this is no state_dict of an optimizer: it has no {sorted(missing)[0]!r}")
+        groups: list[dict[str, Any]] = list(state_dict["param_groups"])
+        sizes, mine = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
+        if sizes != mine:
+            raise OptionError(
+                f"the state_dict has {len(sizes)} parameter groups with {sizes} parameters, this optimizer "
+                f"{len(mine)} with {mine}: make the optimizer with the parameters and groups that were saved"
+            )
+        return groups
+
+    def _split(
+        self, groups: list[dict[str, Any]], state: Mapping[Any, Any]
+    ) -> dict[WorkerInfo, tuple[list[Entries], dict[Any, Any]]]:
+        """What each worker has to load."""
+        found: dict[WorkerInfo, tuple[list[Entries], dict[Any, Any]]] = {worker: ([], {}) for worker in self._locals}
+        for homes, group in zip(self._homes, groups, strict=True):
+            for worker in homes:
+                found[worker][0].append({name: value for name, value in group.items() if name not in OF_PARAMETERS})
+        places = dict(zip(chain.from_iterable(group["params"] for group in groups), self._places, strict=True))
+        for key, value in state.items():
+            if key in places:
+                worker, index = places[key]
+                found[worker][1][index] = value
+            else:
+                for _, of_worker in found.values():
+                    of_worker[key] = value
+        return found
+
+
+def _make_work(optimizer_class: Any, parts: list[Part], as_groups: bool, args: list[Any], kwargs: Entries) -> Work:
+    return local.make, (optimizer_class, parts, as_groups, args, kwargs)
+
+
+def _of_worker(changes: Changes, worker: WorkerInfo, homes: list[list[WorkerInfo]]) -> Changes | None:
+    return {number: each for number, each in changes.items() if worker in homes[number]} or None
+
+
+def _names(group: Mapping[str, Any]) -> dict[str, list[str]]:
+    return {"param_names": list(group["param_names"])} if "param_names" in group else {}
+
+
+def _require(context_id: int | None) -> None:
+    if callable(context_id):
+        raise OptionError("step() takes the id of an autograd context, and no closure")
+    if context_id is not None:
+        current.worker().autograd.require(context_id)
+
+
+def _check_class(optimizer_class: Any) -> None:
+    """Refuse what cannot be an optimizer before anything is made."""
+    if not callable(optimizer_class):
+        raise OptionError(f"optimizer_class must be a class such as torch.optim.SGD, not {optimizer_class!r:.100}")
+    plain = optimizer_class.func if isinstance(optimizer_class, partial) else optimizer_class
+    if not isinstance(plain, type):
+        return  # a function: what it makes is looked at on the worker
+    if not callable(getattr(plain, "step", None)):
+        raise OptionError(f"{plain.__qualname__} has no step(): give a class such as torch.optim.SGD")
+    local.require_no_closure(plain.step, plain.__qualname__)  # type: ignore[attr-defined]
+
+
+def _name_of(optimizer_class: Any) -> str:
+    plain = optimizer_class.func if isinstance(optimizer_class, partial) else optimizer_class
+    return getattr(plain, "__qualname__", type(plain).__qualname__)

@@ -1,0 +1,57 @@
+"""The gradients of parameters of this worker: those of an autograd context, or ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from backhaul import current
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+def gradients_of(params: Sequence[torch.Tensor], context_id: int | None) -> list[torch.Tensor | None]:
+    """One for each parameter, None where there is none. ``context_id=None`` means ``.grad``."""
+    if context_id is None:
+        return [param.grad for param in params]
+    found = current.worker().autograd.gradients_here(context_id)
+    return [found.get(param) for param in params]
+
+
+def replace(params: Sequence[torch.Tensor], gradients: Gradients, context_id: int) -> None:
+    """Give parameters other gradients in a context; None leaves a parameter alone."""
+    new = {param: gradient.detach() for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
+    if new:
+        current.worker().autograd.put_gradients(context_id, new)
+
+
+@contextmanager
+def as_grad(params: Sequence[torch.Tensor], context_id: int | None) -> Iterator[None]:
+    """Inside the block ``.grad`` is the gradient of the context; afterwards it is again what it was."""
+    if context_id is None:
+        yield
+        return
+    before = [param.grad for param in params]
+    try:
+        for param, gradient in zip(params, gradients_of(params, context_id), strict=True):
+            param.grad = gradient
+        yield
+    finally:
+        for param, gradient in zip(params, before, strict=True):
+            param.grad = gradient
+
+
+@torch.no_grad()
+def add_to_grad(params: Sequence[torch.Tensor], context_id: int) -> None:
+    """Add the gradients of a context to ``.grad``, as a backward pass would have."""
+    for param, gradient in zip(params, gradients_of(params, context_id), strict=True):
+        if gradient is None:
+            continue
+        if param.grad is None:
+            param.grad = gradient.clone()  # the context may go on to add to its own
+        elif param.grad.layout is not torch.strided:
+            param.grad = gradient + param.grad  # a dense one and a sparse one can be added in this order only
+        else:
+            param.grad += gradient

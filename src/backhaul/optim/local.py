@@ -1,0 +1,267 @@
+"""LocalOptimizer: the optimizer of those parameters that live on one worker, and what the others ask of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from backhaul.errors import MisuseError, OptionError
+from backhaul.optim import gradients
+from backhaul.optim.claims import claims
+from backhaul.optim.entries import Change, Entries, apply, change, copied, entries_of
+from backhaul.optim.groups import Part
+from backhaul.refs.rref import RRef
+
+Changes = dict[int, Change]
+"""By the number of the group."""
+
+
+def require_no_closure(step: Any, whose: str) -> None:
+    """Raise `OptionError` if a step cannot be made without a closure. ``step`` is a function or a bound method."""
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return
+    if parameters and parameters[0].name == "self":
+        del parameters[0]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
+    if needed:
+        raise OptionError(
+            f"{whose} needs arguments for its step ({', '.join(needed)}), such as a closure that computes the loss "
+            "again. That cannot be had on several workers: use an optimizer whose step() needs none"
+        )
+
+
+class LocalOptimizer:
+    """Lives on the owner of its parameters, and is called by name: see the functions below. Thread-safe.
+
+    ``optimizer`` is the user's. Its parameter groups are parts of larger ones, which have numbers.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], parts: Sequence[Part], as_groups: bool, args: Sequence[Any], kwargs: Entries
+    ) -> None:
+        self.params: list[torch.Tensor] = []
+        self._numbers: list[int] = []
+        self._sizes: list[int] = []
+        given = []
+        for part in parts:
+            params = self._checked(part)
+            self._note(part.number, params)
+            given.append(_as_group(part, params))
+        with self._claimed():
+            self.optimizer = make(given if as_groups else given[0]["params"], *copied(args), **copied(kwargs))
+        if not callable(getattr(self.optimizer, "step", None)):
+            raise OptionError(f"{make!r} has made {type(self.optimizer).__name__!r}, which has no step(): no optimizer")
+        require_no_closure(self.optimizer.step, type(self.optimizer).__name__)
+        self._given = {part.number: entries_of(part.entries) for part in parts}
+        self._known = self.entries()
+
+    def _checked(self, part: Part) -> list[torch.Tensor]:
+        params: list[torch.Tensor] = []
+        seen = set(map(id, self.params))
+        for rref in part.params:
+            param = rref.local_value()
+            if not isinstance(param, torch.Tensor):
+                raise OptionError(f"an optimizer takes references to parameters, not to {type(param).__name__}")
+            if id(param) in seen:
+                raise OptionError(
+                    f"a parameter of shape {list(param.shape)} comes twice, in one group or in two: give it once"
+                )
+            seen.add(id(param))
+            params.append(param)
+        return params
+
+    def _note(self, number: int, params: Sequence[torch.Tensor]) -> None:
+        self.params.extend(params)
+        self._numbers.append(number)
+        self._sizes.append(len(params))
+
+    @contextmanager
+    def _claimed(self, more: Sequence[torch.Tensor] = ()) -> Iterator[None]:
+        with claims.on([self, *self.params, *more]):
+            yield
+
+    @property
+    def _groups(self) -> list[dict[str, Any]] | None:
+        """The optimizer's groups, if they are those that it was given."""
+        groups = getattr(self.optimizer, "param_groups", None)
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            return None
+        found = [list(group.get("params", ())) for group in groups]
+        if [len(params) for params in found] != self._sizes:
+            return None
+        return groups if [id(param) for params in found for param in params] == list(map(id, self.params)) else None
+
+    def _require_groups(self, what: str) -> list[dict[str, Any]]:
+        groups = self._groups
+        if groups is None:
+            raise MisuseError(
+                f"{what} needs an optimizer whose param_groups are those that it was given; "
+                f"{type(self.optimizer).__name__} has none, or makes its own"
+            )
+        return groups
+
+    def _require_method(self, name: str) -> Any:
+        method = getattr(self.optimizer, name, None)
+        if not callable(method):
+            raise MisuseError(f"{type(self.optimizer).__name__} has no method {name}()")
+        return method
+
+    def entries(self) -> dict[int, Entries]:
+        """The entries of the groups by their numbers; those that were given, if the optimizer does not say."""
+        groups = self._groups
+        if groups is None:
+            return dict(self._given)
+        return dict(zip(self._numbers, map(entries_of, groups), strict=True))
+
+    def defaults(self) -> Entries:
+        found = getattr(self.optimizer, "defaults", None)
+        return copied(dict(found)) if isinstance(found, Mapping) else {}
+
+    def step(self, context_id: int | None, changes: Changes | None) -> Changes | None:
+        """Apply changes of entries, and step. Returns the entries that the optimizer has changed itself."""
+        with self._claimed():
+            if changes:
+                self._apply(changes)
+            with gradients.as_grad(self.params, context_id):
+                self.optimizer.step()
+            return self._news()
+
+    def _apply(self, changes: Changes) -> None:
+        groups = self._require_groups("changing options of a parameter group")
+        for number, each in changes.items():
+            apply(each, groups[self._numbers.index(number)])
+            apply(each, self._known[number])
+
+    def _news(self) -> Changes | None:
+        groups = self._groups
+        if groups is None:
+            return None
+        found: Changes = {}
+        for number, group in zip(self._numbers, groups, strict=True):
+            news = change(self._known[number], group)
+            if news is not None:
+                apply(news, self._known[number])
+                found[number] = news
+        return found or None
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        with self._claimed():
+            if isinstance(self.optimizer, torch.optim.Optimizer):
+                self.optimizer.zero_grad(set_to_none=set_to_none)
+                return
+            for param in self.params:
+                if set_to_none or param.grad is None:
+                    param.grad = None
+                else:
+                    param.grad = param.grad.detach().zero_()
+
+    def accumulate(self, context_id: int) -> None:
+        with self._claimed():
+            gradients.add_to_grad(self.params, context_id)
+
+    def add(self, part: Part) -> Entries:
+        """Add a group; one of the same number that is there goes first. Returns its entries."""
+        self.remove(part.number)
+        params = self._checked(part)
+        with self._claimed(params):
+            self._require_groups("add_param_group()")
+            self._require_method("add_param_group")(_as_group(part, params))
+            self._note(part.number, params)
+            self._given[part.number] = entries_of(part.entries)
+            self._known[part.number] = self.entries()[part.number]
+            return copied(self._known[part.number])  # type: ignore[no-any-return]
+
+    def remove(self, number: int) -> None:
+        """Take back a group that was added last."""
+        if number not in self._numbers:
+            return
+        with self._claimed():
+            groups = self._require_groups("taking a parameter group back")
+            place = self._numbers.index(number)
+            start = sum(self._sizes[:place])
+            removed = self.params[start : start + self._sizes[place]]
+            del groups[place], self._numbers[place], self.params[start : start + self._sizes[place]]
+            del self._sizes[place], self._known[number], self._given[number]
+            state = getattr(self.optimizer, "state", {})
+            for param in removed:
+                state.pop(param, None)
+
+    def export(self) -> tuple[list[Entries], dict[Any, Any]]:
+        """Entries of the groups in their order here, and the state by index here: copies that steps do not change.
+
+        State that belongs to no parameter keeps its key.
+        """
+        with self._claimed():
+            self._require_groups("state_dict()")
+            found = self._require_method("state_dict")()
+            if not isinstance(found, Mapping) or found.keys() != {"state", "param_groups"}:
+                raise MisuseError(
+                    f"the state_dict() of {type(self.optimizer).__name__} must have 'state' and 'param_groups' and "
+                    "nothing else: what is not of parameters and groups cannot be put together from several workers"
+                )
+            state = {key: copied(value) for key, value in found["state"].items()}
+            return [entries_of(group) for group in found["param_groups"]], state
+
+    def load(self, groups: Sequence[Entries], state: Mapping[Any, Any]) -> dict[int, Entries]:
+        """Take over what an `export` of as many groups and parameters gave. Returns the entries as they are then."""
+        with self._claimed():
+            self._require_groups("load_state_dict()")
+            if len(groups) != len(self._sizes):
+                raise OptionError(f"{len(groups)} parameter groups for an optimizer that has {len(self._sizes)} here")
+            indices = iter(range(len(self.params)))
+            packed = [
+                {**copied(dict(entries)), "params": [next(indices) for _ in range(size)]}
+                for entries, size in zip(groups, self._sizes, strict=True)
+            ]
+            self._require_method("load_state_dict")({"state": copied(dict(state)), "param_groups": packed})
+            self._known = self.entries()
+            return copied(self._known)  # type: ignore[no-any-return]
+
+
+def _as_group(part: Part, params: list[torch.Tensor]) -> dict[str, Any]:
+    given = params if part.names is None else list(zip(part.names, params, strict=True))
+    return {**copied(part.entries), "params": given}
+
+
+Made = tuple[RRef[LocalOptimizer], Entries, dict[int, Entries]]
+
+
+def make(optimizer_class: Any, parts: list[Part], as_groups: bool, args: list[Any], kwargs: Entries) -> Made:
+    """Make one here: a reference to it, its defaults, and the entries of its groups by their numbers."""
+    local = LocalOptimizer(optimizer_class, parts, as_groups, args, kwargs)
+    return RRef(local), local.defaults(), local.entries()
+
+
+def step(local: RRef[LocalOptimizer], context_id: int | None, changes: Changes | None) -> Changes | None:
+    return local.local_value().step(context_id, changes)
+
+
+def zero_grad(local: RRef[LocalOptimizer], set_to_none: bool) -> None:
+    local.local_value().zero_grad(set_to_none)
+
+
+def accumulate(local: RRef[LocalOptimizer], context_id: int) -> None:
+    local.local_value().accumulate(context_id)
+
+
+def add(local: RRef[LocalOptimizer], part: Part) -> Entries:
+    return local.local_value().add(part)
+
+
+def remove(local: RRef[LocalOptimizer], number: int) -> None:
+    local.local_value().remove(number)
+
+
+def export(local: RRef[LocalOptimizer]) -> tuple[list[Entries], dict[Any, Any]]:
+    return local.local_value().export()
+
+
+def load(local: RRef[LocalOptimizer], groups: list[Entries], state: dict[Any, Any]) -> dict[int, Entries]:
+    return local.local_value().load(groups, state)
