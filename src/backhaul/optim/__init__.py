@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from backhaul.optim.clipping import clip_grad_norm_
 from backhaul.optim.distributed import DistributedOptimizer
+from backhaul.optim.scaler import GradScaler
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "GradScaler", "clip_grad_norm_"]

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from backhaul import current, rpc
+from backhaul import rpc
 from backhaul.errors import MisuseError, OptionError, PartialError, UnsendableError
 from backhaul.ids import WorkerInfo
-from backhaul.optim import local
+from backhaul.optim import gradients, local
 from backhaul.optim.entries import OF_PARAMETERS, Entries, apply, change, copied, entries_of
 from backhaul.optim.groups import Group, Part, group_from, groups_from, require_alike
 from backhaul.optim.local import Changes, LocalOptimizer
@@ -106,7 +106,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises `ContextError` if there is no such context, and `PartialError`, which says who has stepped, if not all
         workers have.
         """
-        _require(context_id)
+        if callable(context_id):
+            raise OptionError("step() takes the id of an autograd context, and no closure")
+        gradients.require(context_id)
         changes = self._changes()
         work = {
             worker: (local.step, (rref, context_id, _of_worker(changes, worker, self._homes)))
@@ -141,7 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         So gradients of several contexts can be summed up. Adds them once more when called once more.
         """
-        _require(context_id)
+        gradients.require(context_id)
         self._everywhere("accumulating gradients", local.accumulate, context_id)
 
     def _everywhere(self, what: str, function: Callable[..., Any], *args: Any) -> dict[WorkerInfo, Any]:
@@ -298,13 +300,6 @@ def _of_worker(changes: Changes, worker: WorkerInfo, homes: list[list[WorkerInfo
 
 def _names(group: Mapping[str, Any]) -> dict[str, list[str]]:
     return {"param_names": list(group["param_names"])} if "param_names" in group else {}
-
-
-def _require(context_id: int | None) -> None:
-    if callable(context_id):
-        raise OptionError("step() takes the id of an autograd context, and no closure")
-    if context_id is not None:
-        current.worker().autograd.require(context_id)
 
 
 def _check_class(optimizer_class: Any) -> None:

@@ -12,6 +12,12 @@ from backhaul import current
 Gradients = Sequence[torch.Tensor | None]
 
 
+def require(context_id: int | None) -> None:
+    """Raise `ContextError` if there is no such context here; None stands for ``.grad``."""
+    if context_id is not None:
+        current.worker().autograd.require(context_id)
+
+
 def gradients_of(params: Sequence[torch.Tensor], context_id: int | None) -> list[torch.Tensor | None]:
     """One for each parameter, None where there is none. ``context_id=None`` means ``.grad``."""
     if context_id is None:

@@ -166,6 +166,31 @@ class LocalOptimizer:
         with self._claimed():
             gradients.add_to_grad(self.params, context_id)
 
+    @torch.no_grad()
+    def unscale(self, context_id: int | None, factor: torch.Tensor) -> float | None:
+        """Multiply the gradients; 1.0 if one of them was not finite, 0.0 if all were, None if there are none."""
+        with self._claimed():
+            found = gradients.gradients_of(self.params, context_id)
+            if any(gradient is not None and gradient.dtype == torch.float16 for gradient in found):
+                raise OptionError(
+                    "gradients in float16 cannot be unscaled: keep the parameters in float32, and compute with autocast"
+                )
+            if context_id is not None:  # others may look at the same memory
+                found = [None if gradient is None else gradient.clone() for gradient in found]
+            by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+            for gradient in found:
+                if gradient is not None:
+                    values = gradient._values() if gradient.is_sparse else gradient
+                    by_kind.setdefault((values.device, values.dtype), []).append(values)
+            worst = None
+            for (device, _), values_of_kind in by_kind.items():
+                bad = torch.zeros((), device=device)
+                torch._amp_foreach_non_finite_check_and_unscale_(values_of_kind, bad, factor.to(device))
+                worst = max(worst or 0.0, bad.item())
+            if context_id is not None:
+                gradients.replace(self.params, found, context_id)
+            return worst
+
     def add(self, part: Part) -> Entries:
         """Add a group; one of the same number that is there goes first. Returns its entries."""
         self.remove(part.number)
@@ -249,6 +274,10 @@ def zero_grad(local: RRef[LocalOptimizer], set_to_none: bool) -> None:
 
 def accumulate(local: RRef[LocalOptimizer], context_id: int) -> None:
     local.local_value().accumulate(context_id)
+
+
+def unscale(local: RRef[LocalOptimizer], context_id: int | None, factor: torch.Tensor) -> float | None:
+    return local.local_value().unscale(context_id, factor)
 
 
 def add(local: RRef[LocalOptimizer], part: Part) -> Entries:

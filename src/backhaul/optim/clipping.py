@@ -1,0 +1,105 @@
+"""Clipping the gradients of a model by their common norm, wherever its parameters live."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from backhaul.errors import BackhaulError
+from backhaul.ids import WorkerInfo
+from backhaul.optim import gradients
+from backhaul.optim.claims import claims
+from backhaul.optim.groups import rrefs_from
+from backhaul.refs.rref import RRef
+from backhaul.spread import Work, spread
+
+Params = list[RRef[torch.Tensor]]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    context_id: int | None,
+    params_rref: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of an autograd context so that their norm is at most ``max_norm``. Returns what it was.
+
+    - ``context_id=None`` means ``.grad``.
+    - ``params_rref``: references to parameters, or parameters of this worker. Their norms are combined in this order,
+      so the result is that of ``torch.nn.utils.clip_grad_norm_`` for the same parameters in one process.
+    - ``norm_type``: the order of the norm; ``math.inf`` means the largest absolute value.
+    - ``error_if_nonfinite``: raise `BackhaulError` for a norm that is infinite or NaN, and scale nothing.
+
+    Gradients of a context are replaced, ``.grad`` is changed in place. Sparse gradients count with their coalesced
+    values.
+    """
+    gradients.require(context_id)
+    params = rrefs_from(params_rref)
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    places: dict[WorkerInfo, list[int]] = {}
+    for place, param in enumerate(params):
+        places.setdefault(param.owner(), []).append(place)
+    on = {worker: [params[place] for place in mine] for worker, mine in places.items()}
+
+    work: dict[WorkerInfo, Work] = {worker: (norms, (on[worker], context_id, norm_type)) for worker in places}
+    found: list[torch.Tensor | None] = [None] * len(params)
+    for worker, values in spread("clipping gradients (their norms)", work).items():
+        for place, value in zip(places[worker], values, strict=True):
+            found[place] = value
+    total = _total([norm for norm in found if norm is not None], norm_type)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise BackhaulError(
+            f"the norm of the gradients, of order {norm_type}, is {total.item()}: they cannot be clipped. With "
+            "error_if_nonfinite=False they are scaled all the same"
+        )
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if coefficient == 1:
+        return total
+    having = [worker for worker in places if any(found[place] is not None for place in places[worker])]
+    spread("clipping gradients", {worker: (scale, (on[worker], context_id, coefficient)) for worker in having})
+    return total
+
+
+def _total(each: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if not each:
+        return torch.tensor(0.0)
+    # Those of one type together, as torch has them: the order decides on the last bit of the sum.
+    by_type: Any = _group_tensors_by_device_and_dtype([each])  # type: ignore[list-item]
+    ordered = [norm for (group,), _ in by_type.values() for norm in group]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
+    return total
+
+
+@torch.no_grad()
+def norms(rrefs: Params, context_id: int | None, norm_type: float) -> list[torch.Tensor | None]:
+    """The norm of each gradient of parameters here; None where there is none."""
+    params = [rref.local_value() for rref in rrefs]
+    with claims.on(params):
+        return [
+            None if gradient is None else torch.linalg.vector_norm(_values(gradient), norm_type)
+            for gradient in gradients.gradients_of(params, context_id)
+        ]
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+@torch.no_grad()
+def scale(rrefs: Params, context_id: int | None, coefficient: torch.Tensor) -> None:
+    """Multiply the gradients of parameters here."""
+    params = [rref.local_value() for rref in rrefs]
+    with claims.on(params):
+        found = gradients.gradients_of(params, context_id)
+        if context_id is not None:  # others may look at the same memory
+            found = [None if gradient is None else gradient.clone() for gradient in found]
+        for gradient in found:
+            if gradient is not None:
+                gradient.mul_(coefficient.to(gradient.device))
+        if context_id is not None:
+            gradients.replace(params, found, context_id)
