@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backhaul.nn.members import parameter_rrefs
+from backhaul.nn.pipeline import Pipeline
 from backhaul.nn.remote_module import RemoteModule
 
-__all__ = ["RemoteModule", "parameter_rrefs"]
+__all__ = ["Pipeline", "RemoteModule", "parameter_rrefs"]

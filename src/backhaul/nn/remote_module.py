@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from backhaul import rpc
-from backhaul.errors import OptionError
+from backhaul.errors import MisuseError, OptionError
 from backhaul.nn import served
+from backhaul.nn.conversion import conversion_of
 from backhaul.nn.device import place
+from backhaul.nn.hooks import RemoteHandle
 from backhaul.nn.members import Kind, Member
+from backhaul.nn.state import Loading, metadata_within
 from backhaul.rpc import Future, RRef
+
+Self = TypeVar("Self", bound="RemoteModule")
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
@@ -25,8 +31,13 @@ class RemoteModule(nn.Module):
     makes the module there; it is an ``nn.Module`` class, or a function that returns an ``nn.Module``. Returns when the
     module is there, and raises what making it raised.
 
-    It can be sent in calls, and be part of other modules; the module itself stays where it is. All that it offers is
-    one call to the module's owner.
+    It can be sent in calls, and be part of other modules; the module itself stays where it is. Each method is one call
+    to the module's owner. Where ``nn.Module`` gives parameters or buffers, it gives references to them. The module's
+    own methods are called as ``m.get_module_rref().rpc_sync().method(x)``.
+
+    As part of a local module it takes part in the parent's ``state_dict``, ``load_state_dict``, ``train``, ``eval``,
+    ``apply`` and in conversions such as ``half``; not in its ``parameters``, ``requires_grad_`` and ``zero_grad``,
+    which know tensors of this process only. For these there is `parameter_rrefs`, and the methods here.
     """
 
     on: str
@@ -45,30 +56,16 @@ class RemoteModule(nn.Module):
     ) -> None:
         super().__init__()
         worker, device = place(remote_device)
-        if not callable(module_cls):
-            raise OptionError(
-                f"module_cls must be an nn.Module class, or a function that returns one, not {module_cls!r}"
-            )
-        if isinstance(module_cls, nn.Module):
-            raise OptionError(
-                "module_cls is a module, not a class: give the class and its arguments, so that the module is made on "
-                f"{worker.name!r}; for a copy of one that you have, give a module-level function that returns its argument"
-            )
-        if args is not None and not isinstance(args, tuple | list):
-            raise OptionError(f"args must be a tuple, as in args=(20, 30), not a {type(args).__name__}")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise OptionError(f"kwargs must be a dict, not a {type(kwargs).__name__}")
-        rref, portrait = rpc.rpc_sync(
-            worker, served.create, args=(module_cls, tuple(args or ()), dict(kwargs or {}), device)
-        )
-        self._adopt(rref, portrait)
+        _check_recipe(module_cls, args, kwargs)
+        recipe = (module_cls, tuple(args or ()), dict(kwargs or {}), device)
+        self._adopt(*rpc.rpc_sync(worker, served.create, args=recipe))
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
         """One more RemoteModule for a module that exists. ``remote_device`` must name the worker that has it."""
         worker, device = place(remote_device)
         if not isinstance(module_rref, RRef):
-            raise OptionError(f"module_rref must be an RRef to an nn.Module, not {type(module_rref).__name__}")
+            raise OptionError(f"module_rref must be an RRef to an nn.Module, not {module_rref!r}")
         if module_rref.owner() != worker:
             raise OptionError(
                 f"remote_device {remote_device!r} is not where the module is: it is on {module_rref.owner_name()!r}"
@@ -81,11 +78,37 @@ class RemoteModule(nn.Module):
         self.module_rref = rref
         self.on = rref.owner_name()
         self.is_scriptable = False
-        self._kind, self.training, self.device = portrait
+        self._kind, self.training, self.device, self._key = portrait
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {name: value for name, value in vars(self).items() if name not in _OF_EVERY_MODULE}
         return _blank, (type(self),), state
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> RemoteModule:
+        """One for a copy of the module, on the same worker."""
+        made = memo[id(self)] = _blank(type(self))
+        for name, value in vars(self).items():
+            if name not in _OF_EVERY_MODULE and name != "module_rref":
+                made.__dict__[name] = copy.deepcopy(value, memo)
+        # Two that have one module have one in the copy, too.
+        same = (RemoteModule, self.module_rref.owner(), self._key)
+        if same not in memo:
+            memo[same] = self._there(served.duplicate, self.device)
+        made._adopt(*memo[same])
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        on = vars(self).get("on", "another worker")
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}. The module is on {on}: for its parameters and "
+            "buffers there are get_parameter(name) and get_buffer(name), for its methods "
+            "get_module_rref().rpc_sync().method(...)"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module | nn.Parameter | nn.Buffer):
+            self._refuse(f"to set {name!r}")
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         return f"{self._kind} on {self.on}/{self.device}"
@@ -104,11 +127,192 @@ class RemoteModule(nn.Module):
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to the module's parameters, in the order of its ``parameters()``."""
-        found = self._ask_for_members("parameters", "", recurse, True).wait()
-        return [member.rref for member in found]
+        return [rref for _, rref in self.named_parameters(recurse=recurse)]
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
+        return self._list("parameters", prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
+        return (rref for _, rref in self.named_parameters(recurse=recurse))
+
+    def named_buffers(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
+        return self._list("buffers", prefix, recurse, remove_duplicate)
+
+    def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
+        return (rref for _, rref in self.named_buffers(recurse=recurse))
+
+    def get_parameter(self, target: str) -> RRef[nn.Parameter]:  # type: ignore[override]
+        return self._there(served.get_member, "get_parameter", target)  # type: ignore[no-any-return]
+
+    def get_buffer(self, target: str) -> RRef[torch.Tensor]:  # type: ignore[override]
+        return self._there(served.get_member, "get_buffer", target)  # type: ignore[no-any-return]
+
+    def _list(self, kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, RRef[Any]]]:
+        found = self._ask_for_members(kind, prefix, recurse, remove_duplicate).wait()
+        return ((member.name, member.rref) for member in found)
 
     def _ask_for_members(self, kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> Future[list[Member]]:
         return self._there_async(served.list_members, kind, prefix, recurse, remove_duplicate)
+
+    # What nn.Module.state_dict and load_state_dict call, of this module and of its parents.
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        entries, metadata = self._there(served.save_state, prefix, keep_vars)
+        destination.update(entries)
+        if hasattr(destination, "_metadata"):
+            destination._metadata.update(metadata)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        lists = (missing_keys, unexpected_keys, error_msgs)
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state_dict, prefix, local_metadata, strict, *lists)
+        loading = Loading(
+            prefix,
+            {key: value for key, value in state_dict.items() if key.startswith(prefix)},
+            metadata_within(prefix, local_metadata),
+            strict,
+            *lists,
+        )
+        for mine, theirs in zip(lists, self._there(served.load_state, loading), strict=True):
+            mine[:] = theirs
+
+    def train(self: Self, mode: bool = True) -> Self:
+        if isinstance(mode, bool):
+            self._change("train", mode)
+        return super().train(mode)  # notes it here, and refuses what is no bool
+
+    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+        return self._change("requires_grad_", requires_grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the ``.grad`` of the module's parameters; the gradients of a distributed context are not there."""
+        self._change("zero_grad", set_to_none)
+
+    def apply(self: Self, fn: Callable[[nn.Module], Any]) -> Self:
+        """Call ``fn`` with each part of the module, on its worker. ``fn`` has to be sendable: one at module level."""
+        return self._change("apply", fn)
+
+    def to(self: Self, *args: Any, **kwargs: Any) -> Self:
+        """As ``nn.Module.to``; a device is one of the worker's. A tensor stands for its dtype and device."""
+        given: list[Any] = []
+        for value in args:
+            given += [value.device, value.dtype] if isinstance(value, torch.Tensor) else [value]
+        for name in ("tensor", "other"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                tensor = kwargs.pop(name)
+                kwargs = {**kwargs, "device": tensor.device, "dtype": tensor.dtype}
+        return self._change("to", *given, **kwargs)
+
+    def to_empty(self: Self, *, device: Any, recurse: bool = True) -> Self:
+        return self._change("to_empty", device=device, recurse=recurse)
+
+    def cpu(self: Self) -> Self:
+        return self._change("cpu")
+
+    def cuda(self: Self, device: Any = None) -> Self:
+        """Move the module to a GPU of its worker."""
+        return self._change("cuda", device)
+
+    def xpu(self: Self, device: Any = None) -> Self:
+        return self._change("xpu", device)
+
+    def type(self: Self, dst_type: Any) -> Self:
+        return self._change("type", dst_type)
+
+    def half(self: Self) -> Self:
+        return self._change("half")
+
+    def bfloat16(self: Self) -> Self:
+        return self._change("bfloat16")
+
+    def float(self: Self) -> Self:
+        return self._change("float")
+
+    def double(self: Self) -> Self:
+        return self._change("double")
+
+    def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What ``half``, ``to`` and the like of a parent do with each child.
+
+        ``fn`` moves or converts tensors. It is not sendable, so it is tried out: what it does to dtypes and memory
+        formats is done to the module. It leaves the module on its device, which is not one of this process.
+        """
+        conversion = conversion_of(fn)
+        if any(conversion):
+            self._there(served.convert, conversion)
+        return self
+
+    def register_forward_pre_hook(  # type: ignore[override]
+        self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
+    ) -> RemoteHandle:
+        """As on a local module; ``hook`` runs on the worker with the module itself, and has to be sendable."""
+        return self._hook("register_forward_pre_hook", hook, prepend=prepend, with_kwargs=with_kwargs)
+
+    def register_forward_hook(  # type: ignore[override]
+        self, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False, always_call: bool = False
+    ) -> RemoteHandle:
+        """As on a local module; ``hook`` runs on the worker with the module itself, and has to be sendable."""
+        options = {"prepend": prepend, "with_kwargs": with_kwargs, "always_call": always_call}
+        return self._hook("register_forward_hook", hook, **options)
+
+    def register_full_backward_pre_hook(  # type: ignore[override]
+        self, hook: Callable[..., Any], prepend: bool = False
+    ) -> RemoteHandle:
+        """As on a local module; ``hook`` runs on the worker with the module itself, and has to be sendable."""
+        return self._hook("register_full_backward_pre_hook", hook, prepend=prepend)
+
+    def register_full_backward_hook(  # type: ignore[override]
+        self, hook: Callable[..., Any], prepend: bool = False
+    ) -> RemoteHandle:
+        """As on a local module; ``hook`` runs on the worker with the module itself, and has to be sendable."""
+        return self._hook("register_full_backward_hook", hook, prepend=prepend)
+
+    def register_backward_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        raise MisuseError("register_backward_hook is not for a RemoteModule: use register_full_backward_hook")
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        self._refuse("register_parameter")
+
+    def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
+        self._refuse("register_buffer")
+
+    def add_module(self, name: str, module: Any) -> None:
+        self._refuse("add_module")
+
+    def register_module(self, name: str, module: Any) -> None:
+        self._refuse("register_module")
+
+    def share_memory(self: Self) -> Self:
+        raise MisuseError(
+            "share_memory is not for a RemoteModule: send it to another worker as it is, and the module is shared"
+        )
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise MisuseError(
+            f"{what} is not possible on a RemoteModule, which has no parameters, buffers or modules of its own: do "
+            "that in module_cls, or in a function that is run on the worker with get_module_rref()"
+        )
+
+    def _hook(self, method: str, hook: Callable[..., Any], **options: bool) -> RemoteHandle:
+        return RemoteHandle(self._there(served.register_hook, method, hook, options))
+
+    def _change(self: Self, method: str, *args: Any, **kwargs: Any) -> Self:
+        portrait = self._there(served.change, self.device, method, args, kwargs)
+        self._adopt(self.module_rref, portrait)
+        return self
 
     def _there(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of `served` on the owner, with the module."""
@@ -125,3 +329,19 @@ def _blank(cls: type[RemoteModule]) -> RemoteModule:
     self = cls.__new__(cls)
     nn.Module.__init__(self)
     return self
+
+
+def _check_recipe(module_cls: Any, args: Any, kwargs: Any) -> None:
+    if isinstance(module_cls, nn.Module):
+        raise OptionError(
+            f"module_cls is a {type(module_cls).__name__}, not a class: give the class and its arguments, so that the "
+            "module is made on the worker; for a copy of this one, give a function that returns what it is given"
+        )
+    if not callable(module_cls):
+        raise OptionError(
+            f"module_cls must be an nn.Module class, or a function that returns an nn.Module, not {module_cls!r}"
+        )
+    if args is not None and not isinstance(args, tuple | list):
+        raise OptionError(f"args must be a tuple, as in args=(20, 30), not a {type(args).__name__}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise OptionError(f"kwargs must be a dict, not a {type(kwargs).__name__}")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from backhaul.errors import OptionError
+from backhaul.nn.conversion import Conversion
 from backhaul.nn.device import arrived, device_of, leaving
-from backhaul.nn.members import Kind, Member, members
+from backhaul.nn.members import Elsewhere, Kind, Member, members
+from backhaul.nn.state import Loading, State, load, save
 from backhaul.rpc import RRef
+
+_NOT_PASSED_ON = ("requires_grad_", "zero_grad")
+"""Methods that go through the parameters and not through the children, so that they miss modules that are elsewhere."""
 
 
 class Portrait(NamedTuple):
@@ -20,6 +27,8 @@ class Portrait(NamedTuple):
     kind: str
     training: bool
     device: str
+    key: int
+    """Tells the module from all others of its worker, as long as there is a reference to it."""
 
 
 def create(
@@ -29,34 +38,93 @@ def create(
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise OptionError(
-            f"{getattr(module_cls, '__qualname__', module_cls)} returned {type(module).__name__}: module_cls must be an "
-            "nn.Module class, or a function that returns an nn.Module"
+            f"{getattr(module_cls, '__qualname__', module_cls)} returned {type(module).__name__}: module_cls must be "
+            "an nn.Module class, or a function that returns an nn.Module"
         )
     module.to(device)
-    return RRef(module), _portrait(module, device)
+    return RRef(module), portrait(module, device)
+
+
+def duplicate(rref: RRef[nn.Module], device: str) -> tuple[RRef[nn.Module], Portrait]:
+    module = copy.deepcopy(rref.local_value())
+    return RRef(module), portrait(module, device)
 
 
 def describe(rref: RRef[Any], device: str) -> Portrait:
     module = rref.local_value()
     if not isinstance(module, nn.Module):
         raise OptionError(f"module_rref refers to {type(module).__name__}, which is no nn.Module")
-    return _portrait(module, device)
+    return portrait(module, device)
 
 
-def _portrait(module: nn.Module, device: str) -> Portrait:
-    return Portrait(type(module).__name__, module.training, str(device_of(module, device)))
+def portrait(module: nn.Module, device: str) -> Portrait:
+    return Portrait(type(module).__name__, module.training, str(device_of(module, device)), id(module))
 
 
 def run(rref: RRef[nn.Module], device: str, grad: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the module. ``device`` is for one that has no tensors of its own; ``grad`` is the caller's grad mode."""
-    return call(rref.local_value(), device, grad, args, kwargs)
-
-
-def call(module: nn.Module, device: str, grad: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    module = rref.local_value()
     where = device_of(module, device)
     with torch.set_grad_enabled(grad):
         return leaving(module(*arrived(args, where), **arrived(kwargs, where)), where)
 
 
+def change(rref: RRef[nn.Module], device: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Portrait:
+    """Call a method that changes the module."""
+    module = rref.local_value()
+    getattr(module, method)(*args, **kwargs)
+    if method in _NOT_PASSED_ON:
+        for part in module.modules():
+            if isinstance(part, Elsewhere):
+                getattr(part, method)(*args, **kwargs)
+    return portrait(module, device)
+
+
+def convert(rref: RRef[nn.Module], conversion: Conversion) -> None:
+    rref.local_value()._apply(conversion.apply)  # type: ignore[no-untyped-call]
+
+
+def save_state(rref: RRef[nn.Module], prefix: str, keep_vars: bool) -> State:
+    return save(rref.local_value(), prefix, keep_vars)
+
+
+def load_state(rref: RRef[nn.Module], loading: Loading) -> tuple[list[str], list[str], list[str]]:
+    return load(rref.local_value(), loading)
+
+
 def list_members(rref: RRef[nn.Module], kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> list[Member]:
     return members([(prefix, rref.local_value())], kind, recurse, remove_duplicate)
+
+
+def get_member(rref: RRef[nn.Module], method: str, target: str) -> RRef[Any]:
+    return RRef(getattr(rref.local_value(), method)(target))
+
+
+def register_hook(
+    rref: RRef[nn.Module], method: str, hook: Callable[..., Any], options: Mapping[str, bool]
+) -> RRef[Any]:
+    """A reference to the handle."""
+    return RRef(getattr(rref.local_value(), method)(hook, **options))
+
+
+def step(
+    rref: RRef[nn.Module], device: str, grad: bool, inputs: tuple[Any, ...] | RRef[Any], before: RRef[Any] | None
+) -> Any:
+    """Run one micro-batch through a stage of a pipeline.
+
+    ``inputs`` are arguments, or a reference to what the stage before makes of this micro-batch. ``before`` refers to
+    what this stage makes of the micro-batch before: that comes first. If it fails, so do all that follow.
+    """
+    with torch.set_grad_enabled(grad):
+        # Fetched first, so that it is here when the stage is free. Only the pipeline's caller limits the time: how long
+        # the others take is not this stage's affair.
+        value = inputs.to_here(0) if isinstance(inputs, RRef) else inputs
+    if before is not None:
+        before.to_here(0)
+    return run(rref, device, grad, value if isinstance(value, tuple) else (value,), {})
+
+
+def finish(rref: RRef[Any]) -> None:
+    """Wait until a value of this worker's has been made, or has failed to be."""
+    with suppress(Exception):
+        rref.to_here(0)

@@ -1,0 +1,178 @@
+"""Pipeline: modules on several workers, one after the other, that work on different parts of a batch at a time.
+
+Each stage runs each micro-batch in a call of its own, which leaves the output where it is made; the next stage's call
+fetches it from there. So with stages A, B and micro-batches 0, 1, 2::
+
+    caller   A0 B0 A1 B1 A2 B2     starts all calls, then waits for B0, B1, B2
+    A        0  1  2               A1 waits for A0: a reference to its output is an argument
+    B           0  1  2            B1 waits for B0, and for its input, the output of A1
+
+A call that fails fails those that wait for it, and so all later micro-batches of its stage, and what is made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from backhaul import rpc
+from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
+from backhaul.nn import served
+from backhaul.nn.members import Kind, members, parameter_rrefs
+from backhaul.nn.remote_module import RemoteModule
+from backhaul.rpc import RRef
+
+
+@runtime_checkable
+class _NamedTuple(Protocol):
+    def _make(self, iterable: Iterable[Any]) -> Any: ...
+
+
+class Pipeline(nn.Module):
+    """The stages one after the other, as ``nn.Sequential``, with the batch in ``chunks`` micro-batches.
+
+    The stages are its children ``"0"``, ``"1"``, …, so the keys of its state dict are those of ``nn.Sequential``.
+    What a stage makes goes straight to the worker of the next one; a tuple makes several arguments.
+    """
+
+    def __init__(self, stages: Iterable[RemoteModule], chunks: int = 1) -> None:
+        super().__init__()
+        stages = list(stages)
+        if not stages:
+            raise OptionError("a pipeline needs at least one stage")
+        for index, stage in enumerate(stages):
+            if not isinstance(stage, RemoteModule):
+                raise OptionError(
+                    f"stage {index} is a {type(stage).__name__}, and the stages of a pipeline are RemoteModules: for "
+                    'one of this worker, give its own name, as in RemoteModule("worker0", nn.ReLU)'
+                )
+            self.add_module(str(index), stage)
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise OptionError(f"chunks: {chunks!r} must be a number of micro-batches, at least 1")
+        self.chunks = chunks
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[RemoteModule]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> RemoteModule:
+        return list(self)[index]
+
+    def extra_repr(self) -> str:
+        return f"chunks={self.chunks}"
+
+    def forward(self, *args: Any) -> Any:
+        """What the last stage makes of the arguments, micro-batch by micro-batch, concatenated along dim 0.
+
+        Tensors are split along dim 0 as by ``torch.chunk``; all else, and tensors without dimensions, go to each
+        micro-batch as they are. Raises what a stage raises, when no stage works on this batch any more.
+        """
+        stages = list(self)
+        outputs: list[RRef[Any]] = []  # of each micro-batch, by the last stage that was started
+        before: list[RRef[Any] | None] = [None] * len(stages)
+        grad = torch.is_grad_enabled()
+        try:
+            for inputs in split(args, self.chunks):
+                value: Any = inputs
+                for index, stage in enumerate(stages):
+                    module = stage.module_rref
+                    to_do = (module, stage.device, grad, value, before[index])
+                    value = before[index] = rpc.remote(module.owner(), served.step, args=to_do)
+                    if index == 0:
+                        outputs.append(value)
+                    outputs[-1] = value
+            return join([output.to_here() for output in outputs])
+        except RpcTimeoutError:
+            raise
+        except Exception:
+            _finish(outputs)
+            raise
+
+    def remote_parameters(self) -> list[RRef[nn.Parameter]]:
+        """References to the parameters of all stages, in the order of the stages; one that is shared comes once."""
+        return parameter_rrefs(self)
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
+        return self._list("parameters", prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
+        return (rref for _, rref in self.named_parameters(recurse=recurse))
+
+    def named_buffers(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
+        return self._list("buffers", prefix, recurse, remove_duplicate)
+
+    def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
+        return (rref for _, rref in self.named_buffers(recurse=recurse))
+
+    def _list(self, kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, RRef[Any]]]:
+        """A pipeline has none of its own: without ``recurse`` there are none."""
+        found = members([(prefix, self)], kind, recurse, remove_duplicate) if recurse else []
+        return ((member.name, member.rref) for member in found)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Pipeline:
+        for stage in self:
+            stage.requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for stage in self:
+            stage.zero_grad(set_to_none)
+
+
+def split(args: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
+    """The arguments of each micro-batch."""
+    tensors = [index for index, value in enumerate(args) if isinstance(value, torch.Tensor) and value.dim() > 0]
+    sizes = {args[index].shape[0] for index in tensors}
+    if len(sizes) > 1:
+        found = ", ".join(f"{args[index].shape[0]} (argument {index})" for index in tensors)
+        raise OptionError(
+            f"the tensors that a pipeline is given have different sizes in dim 0, along which they are split: {found}; "
+            "what is not to be split can be given inside of a list"
+        )
+    if chunks == 1 or not tensors:
+        return [tuple(args)]
+    parts = {index: args[index].chunk(chunks) for index in tensors}
+    count = len(parts[tensors[0]])
+    return [tuple(parts[i][k] if i in parts else value for i, value in enumerate(args)) for k in range(count)]
+
+
+def join(values: list[Any]) -> Any:
+    """What the micro-batches have come to, as one value."""
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if isinstance(first, torch.Tensor) and first.dim() > 0:
+        return torch.cat(values)
+    if isinstance(first, tuple | list):
+        items = [join(list(each)) for each in zip(*values, strict=True)]
+        return first._make(items) if isinstance(first, _NamedTuple) else type(first)(items)
+    if isinstance(first, dict):
+        return {key: join([value[key] for value in values]) for key in first}
+    if all(value is None for value in values):
+        return None
+    what = "a tensor without dimensions" if isinstance(first, torch.Tensor) else f"a {type(first).__name__}"
+    raise MisuseError(
+        f"the last stage of a pipeline returned {what}, which cannot be concatenated along dim 0: let it return "
+        "tensors with a batch dimension, alone or in a tuple, list or dict"
+    )
+
+
+def _finish(outputs: list[RRef[Any]]) -> None:
+    """Wait until no stage works on these any more, whatever becomes of them."""
+    futures = []
+    for output in outputs:
+        with suppress(Exception):
+            futures.append(rpc.rpc_async(output.owner(), served.finish, args=(output,)))
+    for future in futures:
+        with suppress(Exception):
+            future.wait()
