@@ -1,0 +1,122 @@
+"""Calls that nest, and threads that make them at once."""
+
+from __future__ import annotations
+
+import math
+import operator
+import threading
+import time
+
+import pytest
+import torch
+from callees import bounce, identity, open_gate, wait_for_gate, who
+
+from backhaul.agent.pending import Slot
+from backhaul.rpc import RpcOptions
+from backhaul.testing import InProcessCluster
+from backhaul.wire.frames import encode
+from backhaul.wire.messages import Ping
+
+
+def test_200_nested_calls_in_a_cycle(pair: InProcessCluster) -> None:
+    assert pair[0].rpc_sync("worker1", bounce, args=("worker1", "worker0", 200)) == 200
+
+
+def test_many_threads_nest_at_once() -> None:
+    with InProcessCluster(2, options=RpcOptions(num_worker_threads=1)) as workers:
+        results: list[int] = []
+
+        def call(index: int) -> None:
+            me, other = ("worker0", "worker1") if index % 2 else ("worker1", "worker0")
+            results.append(workers[index % 2].rpc_sync(other, bounce, args=(other, me, 10)))
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(30)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert results == [10] * 30
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_blocked_requests_do_not_starve_the_one_that_frees_them(gate: str, count: int) -> None:
+    with InProcessCluster(2, options=RpcOptions(num_worker_threads=2)) as workers:
+        blocked = [workers[0].rpc_async("worker1", wait_for_gate, args=(gate,)) for _ in range(count)]
+        workers[0].rpc_sync("worker1", open_gate, args=(gate,), timeout=15)
+        assert all(future.wait() for future in blocked)
+
+
+def test_a_burst_of_slow_requests_makes_few_threads() -> None:
+    with InProcessCluster(2, options=RpcOptions(num_worker_threads=4)) as workers:
+        futures = [workers[0].rpc_async("worker1", spin, args=(0.01,)) for _ in range(100)]
+        torch.futures.wait_all(futures)
+        assert workers[1].agent.pool.size < 20
+
+
+def spin(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_large_messages_both_ways_at_once(pair: InProcessCluster) -> None:
+    """Neither side can write all before it reads."""
+    x = torch.randn(4_000_000)
+    futures = [pair[i % 2].rpc_async(f"worker{1 - i % 2}", identity, args=(x,)) for i in range(8)]
+    for future in futures:
+        assert torch.equal(future.wait(), x)
+
+
+def test_replies_are_read_while_a_request_does_not_fit(pair: InProcessCluster) -> None:
+    x = torch.randn(2_000_000)
+    futures = [pair[0].rpc_async("worker1", identity, args=(x,)) for _ in range(10)]
+    assert all(torch.equal(future.wait(), x) for future in futures)
+
+
+def test_threads_share_one_peer(pair: InProcessCluster) -> None:
+    wrong: list[tuple[int, int]] = []
+
+    def work(thread: int) -> None:
+        for i in range(100):
+            got = pair[0].rpc_sync("worker1", operator.add, args=(thread * 1000, i))
+            if got != thread * 1000 + i:
+                wrong.append((thread, i))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+def test_nobody_waits_for_a_reply_that_another_thread_has_read(
+    pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between reading a reply and handing it out, another thread may take the reader role."""
+    assert pair[0].rpc_sync("worker1", who) == "worker1"
+    outbound = pair[0].agent._routes[1]
+    entered, release = threading.Event(), threading.Event()
+
+    def read_until_done() -> None:
+        while not slot.done:
+            outbound.drain()
+
+    def settle_late(finished: list[Slot], *, inline: bool) -> None:
+        if finished and threading.current_thread() is reader:
+            entered.set()
+            assert release.wait(20)
+
+    slot = Slot(10_000, "a ping", math.inf, is_call=False)
+    outbound._pending.open(slot, watched=False)
+    outbound.post(encode(Ping(slot.id)))
+    outbound._channel.wait(read=True, write=False, timeout=10)
+    monkeypatch.setattr(outbound, "_settle_all", settle_late)
+    reader = threading.Thread(target=read_until_done)
+    reader.start()
+    assert entered.wait(10)
+    start = time.monotonic()
+    outbound.wait(slot)
+    assert time.monotonic() - start < 2
+    release.set()
+    reader.join(10)
