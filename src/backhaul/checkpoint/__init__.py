@@ -1,0 +1,15 @@
+"""Checkpoints of models and optimizers that are spread over workers: saved in one call, loaded onto any placement.
+
+::
+
+    checkpoint.save({"model": model, "optimizer": optimizer, "epoch": epoch}, "run/last")
+    values = checkpoint.load("run/last", {"model": model, "optimizer": optimizer})
+    values["epoch"]
+"""
+
+from __future__ import annotations
+
+from backhaul.checkpoint.loading import load, read
+from backhaul.checkpoint.saving import save
+
+__all__ = ["load", "read", "save"]

@@ -1,0 +1,187 @@
+"""Parts: which worker holds which keys of a model.
+
+A model is walked as its state dict would be. Where a `RemoteModule` stands, its owner walks on, and so on, so that the
+parts come in the order of the state dict of the same model in one process. A part is either a whole module, with all
+below it, or the tensors of one module alone, if there are remote ones below it.
+
+A module may do something of its own to the state dict of all below it: hooks, or methods that it overrides. It has to
+see all of that, so it is a whole part even if there are remote modules in it; their tensors then travel.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from backhaul import current
+from backhaul.checkpoint.index import Entry
+from backhaul.errors import MisuseError
+from backhaul.ids import WorkerInfo
+from backhaul.nn import RemoteModule
+from backhaul.rpc import RRef
+from backhaul.spread import Work, spread
+
+# A remote module that holds itself, by way of others, would be walked for ever.
+_MAX_DEPTH = 64
+_NO_LIMIT = 0.0
+_HOOKS = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+_METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+
+Metadata = dict[str, dict[str, Any]]
+"""What modules note in a state dict beside the tensors, such as their versions, by prefix without the last dot."""
+
+
+class Part(NamedTuple):
+    """Keys of a model that one worker holds."""
+
+    name: str
+    """Of the object."""
+    prefix: str
+    """What its keys begin with, in the state dict of the whole."""
+    holder: Any
+    """The module, or a reference to it, in which the part is …"""
+    path: str
+    """… under this name."""
+    whole: bool
+    """With all modules below it."""
+
+    def module(self) -> nn.Module:
+        """The part itself. Only where it is."""
+        module = self.holder.local_value() if isinstance(self.holder, RRef) else self.holder
+        for child in self.path.split(".") if self.path else ():
+            module = module._modules[child]
+        return module  # type: ignore[no-any-return]
+
+    def worker(self) -> WorkerInfo:
+        return self.holder.owner() if isinstance(self.holder, RRef) else here()
+
+
+def here() -> WorkerInfo:
+    """This worker, or somebody who stands for it in a process that is none."""
+    worker = current.worker_or_none()
+    return WorkerInfo(0, "local") if worker is None else worker.info
+
+
+def on_all(what: str, work: Mapping[WorkerInfo, Work]) -> dict[WorkerInfo, Any]:
+    """`spread`, for as long as it takes; also in a process that is no worker, which has only itself to ask."""
+    if current.worker_or_none() is None:
+        return {worker: function(*args) for worker, (function, args) in work.items()}
+    return spread(what, work, _NO_LIMIT)
+
+
+def parts_of(models: Mapping[str, nn.Module]) -> list[Part]:
+    """The parts of models, by way of all workers that have some. Those of a model are in the order of its keys."""
+    found: list[Part | _Remote] = [part for name, model in models.items() for part in _walk(name, "", model, model, "")]
+    for _ in range(_MAX_DEPTH):
+        todo: dict[WorkerInfo, list[_Remote]] = {}
+        for part in found:
+            if isinstance(part, _Remote):
+                todo.setdefault(part.module.owner(), []).append(part)
+        if not todo:
+            return [part for part in found if isinstance(part, Part)]
+        answers = on_all(
+            "finding out what remote modules consist of",
+            {worker: (survey, (remotes,)) for worker, remotes in todo.items()},
+        )
+        walked = {worker: iter(answer) for worker, answer in answers.items()}
+        found = [
+            each
+            for part in found
+            for each in (next(walked[part.module.owner()]) if isinstance(part, _Remote) else [part])
+        ]
+    raise MisuseError(f"remote modules are nested more than {_MAX_DEPTH} deep: does one of them hold itself?")
+
+
+class _Remote(NamedTuple):
+    """A part that its owner has yet to walk."""
+
+    name: str
+    prefix: str
+    module: RRef[nn.Module]
+
+
+def survey(remotes: Sequence[_Remote]) -> list[list[Part | _Remote]]:
+    """Walk modules of this worker, for others."""
+    return [list(_walk(name, prefix, module, module.local_value(), "")) for name, prefix, module in remotes]
+
+
+def _walk(name: str, prefix: str, holder: Any, module: nn.Module, path: str) -> Iterator[Part | _Remote]:
+    if isinstance(module, RemoteModule):
+        yield _Remote(name, prefix, module.module_rref)
+        return
+    remote_inside = any(isinstance(each, RemoteModule) for each in module.modules())
+    whole = not remote_inside or _minds_those_below(module)
+    yield Part(name, prefix, holder, path, whole)
+    if not whole:
+        # Not named_children(): that leaves out what comes twice, and the state dict does not.
+        for child, below in module._modules.items():
+            if below is None:
+                continue
+            yield from _walk(name, f"{prefix}{child}.", holder, below, f"{path}.{child}" if path else child)
+
+
+def _minds_those_below(module: nn.Module) -> bool:
+    """Whether a module takes a hand in the state dict of what is below it."""
+    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+        return True
+    return any(
+        method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method) for method in _METHODS
+    )
+
+
+def state_of(part: Part) -> tuple[dict[str, Any], Metadata]:
+    """The values of a part by their full keys, and its metadata. Only where it is."""
+    module = part.module()
+    found: dict[str, Any]
+    if part.whole:
+        found = module.state_dict()
+        metadata = getattr(found, "_metadata", {})
+    else:
+        found = {}
+        module._save_to_state_dict(found, "", False)
+        metadata = {"": {"version": module._version}}
+    values = {part.prefix + key: value for key, value in found.items()}
+    return values, {_joined(part.prefix, place): dict(noted) for place, noted in metadata.items()}
+
+
+def load_state(part: Part, values: Mapping[str, Any], metadata: Metadata) -> None:
+    """Change a part to values by their full keys, with `metadata_below` it. Only where it is."""
+    module = part.module()
+    state = OrderedDict((key.removeprefix(part.prefix), value) for key, value in values.items())
+    if part.whole:
+        state._metadata = metadata  # type: ignore[attr-defined]
+        module.load_state_dict(state, strict=True)
+        return
+    problems: list[str] = []
+    missing: list[str] = []
+    unexpected: list[str] = []
+    module._load_from_state_dict(state, "", metadata.get("", {}), True, missing, unexpected, problems)
+    if missing or unexpected or problems:
+        raise MisuseError(f"{type(module).__name__} does not take its tensors: {[*problems, *missing, *unexpected]}")
+
+
+def metadata_below(part: Part, metadata: Metadata) -> Metadata:
+    """What the metadata of a whole model says of a part, by prefixes within the part."""
+    start = part.prefix.removesuffix(".")
+    return {
+        place.removeprefix(part.prefix) if place != start else "": noted
+        for place, noted in metadata.items()
+        if place == start or place.startswith(part.prefix)
+    }
+
+
+def described(value: Any, file: str | None = None) -> Entry:
+    """What the index says of a value."""
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return Entry(file)
+    return Entry(file, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def _joined(prefix: str, place: str) -> str:
+    """The full prefix, without the last dot, of a place below a part."""
+    return f"{prefix}{place}" if place else prefix.removesuffix(".")

@@ -1,0 +1,259 @@
+"""Shares: what one worker has of the objects, and what it does with it when a checkpoint is saved or loaded.
+
+All of it runs where the share is, called by name. A load has two steps, so that all workers have read and checked what
+they need before any of them changes anything: `prepare` leaves a `Reading` there, and `apply` uses it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from backhaul import current
+from backhaul.checkpoint import files
+from backhaul.checkpoint.index import Entry
+from backhaul.checkpoint.parts import Metadata, Part, described, here, load_state, state_of
+from backhaul.errors import BackhaulError, MisuseError
+from backhaul.rpc import RRef
+
+Content = dict[str, dict[Any, Any]]
+"""What is in a file: of each object, values by key, or the states of parameters by index."""
+
+GroupOptions = list[dict[str, Any]]
+
+
+class Common(NamedTuple):
+    """What the parts of an optimizer are loaded with, beside the states of their parameters."""
+
+    groups: GroupOptions
+    extra: dict[Any, Any]
+    """State that belongs to no parameter."""
+    rest: dict[str, Any]
+    """Entries of the state dict that are neither state nor groups."""
+
+
+class OptimizerPart(NamedTuple):
+    """The parameters of an optimizer that one worker holds."""
+
+    name: str
+    """Of the object."""
+    holder: Any
+    """A reference to a `LocalOptimizer`; or an optimizer of this process, which has all parameters."""
+    indices: list[int]
+    """The places of its parameters among all."""
+
+    def shapes(self) -> list[Entry]:
+        """What its parameters look like."""
+        if isinstance(self.holder, RRef):
+            return [described(param) for param in self.holder.local_value().params]
+        return [described(param) for group in self.holder.param_groups for param in group["params"]]
+
+    def state(self) -> tuple[dict[int, Any], Common]:
+        """The states of parameters, by index among all, and all else."""
+        rest: dict[str, Any] = {}
+        if isinstance(self.holder, RRef):
+            groups, state = self.holder.local_value().export()
+        else:
+            rest = dict(self.holder.state_dict())
+            groups, state = rest.pop("param_groups"), rest.pop("state")
+        places = range(len(self.indices))
+        extra = {key: value for key, value in state.items() if key not in places}
+        return {self.indices[place]: state[place] for place in places if place in state}, Common(groups, extra, rest)
+
+    def load(self, states: Mapping[int, Any], common: Common) -> Any:
+        """Take over states of parameters, by index among all, and all else."""
+        state = {place: states[index] for place, index in enumerate(self.indices) if index in states} | common.extra
+        if isinstance(self.holder, RRef):
+            return self.holder.local_value().load(common.groups, state)
+        # A copy: torch keeps tensors of a state dict, and these may be those of a file.
+        whole = {"state": state, "param_groups": common.groups, **common.rest}
+        return self.holder.load_state_dict(copy.deepcopy(whole))
+
+
+class Share(NamedTuple):
+    """What one worker has of the objects."""
+
+    parts: list[Part]
+    optimizers: list[OptimizerPart]
+
+    def names(self) -> list[str]:
+        """The objects that the parts, and then the optimizer parts, are of."""
+        return [*(part.name for part in self.parts), *(part.name for part in self.optimizers)]
+
+
+class Looks(NamedTuple):
+    """What the index says of a share: by part, by optimizer part and its parameters."""
+
+    parts: list[dict[str, Entry]]
+    optimizers: list[list[Entry]]
+
+    def files(self) -> list[str]:
+        """The files that have something of it."""
+        entries = [entry for part in (*map(dict.values, self.parts), *self.optimizers) for entry in part]
+        return list(dict.fromkeys(entry.file for entry in entries if entry.file is not None))
+
+
+class Account(NamedTuple):
+    """What a worker says of its share when it is saved. The entries have a file where there is something in it."""
+
+    looks: Looks
+    metadata: list[Metadata]
+    """By part."""
+    common: list[Common]
+    """By optimizer part."""
+
+
+def look(share: Share) -> Looks:
+    """What the share looks like, to be compared with an index."""
+    found = [state_of(part)[0] for part in share.parts]
+    return Looks(
+        [{key: described(value) for key, value in values.items()} for values in found],
+        [optimizer.shapes() for optimizer in share.optimizers],
+    )
+
+
+def collect(name: str, share: Share) -> tuple[Content, Account]:
+    """What has to be saved of the share to the file of that name, with tensors that can travel."""
+    content, account = _content(name, share)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), content), account
+
+
+def write(directory: str, name: str, share: Share) -> tuple[int, Account]:
+    """Save the share to a new file in a directory that the caller has made; returns the size of the file, too."""
+    if not os.path.isdir(directory):
+        raise MisuseError(
+            f"worker {here().name!r} does not see the directory {directory!r} to which the caller saves: save to a "
+            "file system that all workers share, or with gather=True"
+        )
+    content, account = _content(name, share)
+    return files.write(directory, name, content), account
+
+
+def _content(name: str, share: Share) -> tuple[Content, Account]:
+    content: Content = {}
+    account = Account(Looks([], []), [], [])
+    for part in share.parts:
+        values, metadata = state_of(part)
+        content.setdefault(part.name, {}).update(values)
+        account.looks.parts.append({key: described(value, name) for key, value in values.items()})
+        account.metadata.append(metadata)
+    for optimizer in share.optimizers:
+        states, common = optimizer.state()
+        content.setdefault(optimizer.name, {}).update(states)
+        account.looks.optimizers.append(
+            [
+                Entry(name if index in states else None, shape.shape, shape.dtype)
+                for index, shape in zip(optimizer.indices, optimizer.shapes(), strict=True)
+            ]
+        )
+        account.common.append(common)
+    return content, account
+
+
+class Reading:
+    """What a share will become. Lives where the share is, between the two steps of a load."""
+
+    def __init__(self, share: Share, wanted: Looks, metadata: list[Metadata], common: list[Common]) -> None:
+        self._share = share
+        self._wanted = wanted
+        self._metadata = metadata
+        self._common = common
+        self._parts: list[dict[Any, Any]] = [{} for _ in share.parts]
+        self._optimizers: list[dict[Any, Any]] = [{} for _ in share.optimizers]
+
+    def take(self, file: str, content: Mapping[str, Any]) -> None:
+        """Pick what is wanted out of the content of a file."""
+        found = picked(file, content, self._share, self._wanted)
+        for into, values in zip(chain(self._parts, self._optimizers), found, strict=True):
+            into.update(values)
+
+    def apply(self) -> dict[str, Any]:
+        """Change the share. Returns what the optimizers gave."""
+        for part, values, metadata in zip(self._share.parts, self._parts, self._metadata, strict=True):
+            # What is no tensor is not copied by the module: it must not hold on to the file.
+            kept = {key: copy.deepcopy(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
+            load_state(part, values | kept, metadata)
+        return {
+            optimizer.name: optimizer.load(states, common)
+            for optimizer, states, common in zip(self._share.optimizers, self._optimizers, self._common, strict=True)
+        }
+
+
+def picked(file: str, content: Mapping[str, Any], share: Share, wanted: Looks) -> list[dict[Any, Any]]:
+    """What the parts of a share, and then its optimizer parts, want out of the content of a file."""
+    found = []
+    for part, entries in zip(share.parts, wanted.parts, strict=True):
+        found.append(pick(file, content, part.name, entries, tensors=True))
+    for optimizer, states in zip(share.optimizers, wanted.optimizers, strict=True):
+        numbered = dict(zip(optimizer.indices, states, strict=True))
+        found.append(pick(file, content, optimizer.name, numbered, tensors=False))
+    return found
+
+
+def pick(
+    file: str, content: Mapping[str, Any], name: str, wanted: Mapping[Any, Entry], *, tensors: bool
+) -> dict[Any, Any]:
+    """The wanted values of an object that are in a file. Raises `BackhaulError` if they are not as the index says."""
+    damaged = f"the file {file!r} is damaged, or of another checkpoint"
+    values = content.get(name, {})
+    found = {}
+    for key, entry in wanted.items():
+        if entry.file != file:
+            continue
+        if not isinstance(values, dict) or key not in values:
+            raise BackhaulError(f"{damaged}: it has no {key!r} of {name!r}")
+        found[key] = values[key]
+        is_said = described(values[key], file) if tensors else entry
+        if is_said != entry:
+            raise BackhaulError(
+                f"{damaged}: {key!r} of {name!r} is {_named(is_said)} there, and {_named(entry)} in the index"
+            )
+    return found
+
+
+def prepare(
+    directory: str,
+    sizes: Mapping[str, int],
+    share: Share,
+    wanted: Looks,
+    metadata: list[Metadata],
+    common: list[Common],
+) -> tuple[Any, dict[str, str]]:
+    """Read what the share will become. Returns a `Reading`, and the files that are not seen here, and why.
+
+    The reading is a reference to one if there is anybody to send it to.
+    """
+    reading = Reading(share, wanted, metadata, common)
+    unseen: dict[str, str] = {}
+    for file in wanted.files():
+        try:
+            content = files.read(directory, file, sizes[file], mmap=True)
+        except OSError as error:
+            unseen[file] = f"{type(error).__name__}: {error}"
+        else:
+            reading.take(file, content)
+    return reading if current.worker_or_none() is None else RRef(reading), unseen
+
+
+def supply(reading: Any, file: str, content: Content) -> None:
+    """Give a reading the content of a file that is not seen there."""
+    _reading(reading).take(file, content)
+
+
+def apply(reading: Any) -> dict[str, Any]:
+    return _reading(reading).apply()
+
+
+def _reading(reading: Any) -> Reading:
+    found: Reading = reading.local_value() if isinstance(reading, RRef) else reading
+    return found
+
+
+def _named(entry: Entry) -> str:
+    return "no tensor" if entry.shape is None else f"{entry.dtype} of shape {list(entry.shape)}"
