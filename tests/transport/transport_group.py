@@ -1,0 +1,163 @@
+"""Transports of one kind, both ends of channels, and a door that lets visitors in."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from backhaul.options import RpcOptions
+from backhaul.security.handshake import Hello, Welcome
+from backhaul.transport.base import Channel, Listener, Transport, Visitor
+from backhaul.transport.memory import MemoryTransport, Network
+from backhaul.transport.stream import StreamTransport
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import encode
+
+SECRET = bytes(range(32))
+
+
+HELLO = Hello("group", 1, "worker1", 0)
+
+
+WELCOME = Welcome(0, "worker0")
+
+
+SOON = 10.0  # bounds waits that are over at once unless something is broken
+
+
+Judge = Callable[[Hello], Welcome]
+
+
+def soon() -> float:
+    return time.monotonic() + SOON
+
+
+def welcome_all(hello: Hello) -> Welcome:
+    return WELCOME
+
+
+class Door:
+    """Lets visitors in, several at a time, as an agent does."""
+
+    def __init__(self, listeners: list[Listener], judge: Judge, patience: float) -> None:
+        self.outcomes: queue.Queue[tuple[Channel, Hello] | Exception] = queue.Queue()
+        self._listeners = {listener.fileno(): listener for listener in listeners}
+        self._judge = judge
+        self._patience = patience
+        self._threads = ThreadPoolExecutor(8)
+        self._bell = os.eventfd(0)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def channel(self) -> Channel:
+        outcome = self.outcomes.get(timeout=SOON)
+        assert not isinstance(outcome, Exception), outcome
+        return outcome[0]
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        os.eventfd_write(self._bell, 1)
+        self._thread.join()
+        self._threads.shutdown()
+        os.close(self._bell)
+        while not self.outcomes.empty():
+            outcome = self.outcomes.get()
+            if not isinstance(outcome, Exception):
+                outcome[0].close()
+
+    def _serve(self) -> None:
+        poll = select.poll()
+        for descriptor in (self._bell, *self._listeners):
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            for descriptor, _ in poll.poll():
+                if descriptor == self._bell:
+                    return
+                visitor = self._listeners[descriptor].accept()
+                if visitor is not None:
+                    self._threads.submit(self._admit, visitor)
+
+    def _admit(self, visitor: Visitor) -> None:
+        try:
+            self.outcomes.put(visitor.admit(self._judge, time.monotonic() + self._patience))
+        except Exception as error:
+            self.outcomes.put(error)
+
+
+class Group:
+    """Transports of one kind that can reach each other; all that it makes is closed at the end."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._network = Network()
+        self._ends: list[Callable[[], None]] = []
+
+    def transport(self, **options: Any) -> Transport:
+        made: Transport
+        if self.kind == "memory":
+            made = MemoryTransport(self._network, RpcOptions(**options))
+        else:
+            secret = SECRET if self.kind == "tcp" else None
+            made = StreamTransport(RpcOptions(**{"transport": self.kind, "secret": secret, **options}))
+        self._ends.append(made.close)
+        return made
+
+    def door(self, judge: Judge = welcome_all, patience: float = SOON, **options: Any) -> tuple[Transport, Door]:
+        transport = self.transport(**options)
+        door = Door(list(transport.listen()), judge, patience)
+        self._ends.append(door.close)
+        return transport, door
+
+    def connect(self, there: Transport) -> Channel:
+        channel, welcome = self.transport().connect(there.addresses, HELLO, soon())
+        assert welcome == WELCOME
+        self._ends.append(channel.close)
+        return channel
+
+    def pair(self, **options: Any) -> tuple[Channel, Channel]:
+        """Both ends of a channel."""
+        transport, door = self.door(**options)
+        near = self.connect(transport)
+        far = door.channel()
+        self._ends.append(far.close)
+        return near, far
+
+    def close(self) -> None:
+        for end in reversed(self._ends):
+            end()
+
+
+def send(channel: Channel, message: Any, tensors: Any = ()) -> None:
+    frame = encode(message, tensors)
+    done = channel.write(frame)
+    while not done:
+        channel.wait(read=False, write=True, timeout=SOON)
+        done = channel.flush()
+
+
+def receive(channel: Channel) -> Envelope:
+    deadline = soon()
+    while (envelope := channel.next()) is None:
+        if not channel.read(SOON):
+            assert time.monotonic() < deadline, "nothing came"
+    return envelope
+
+
+def is_readable(channel: Channel | Listener) -> bool:
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def run(*jobs: Callable[[], None]) -> None:
+    """Run them side by side; raise what one of them raised."""
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        for done in [threads.submit(job) for job in jobs]:
+            done.result(timeout=60)
