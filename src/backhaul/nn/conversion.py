@@ -45,8 +45,7 @@ def conversion_of(fn: Callable[[torch.Tensor], torch.Tensor]) -> Conversion:
     """
     with torch.no_grad():
         dtypes = [(dtype, made) for dtype in _DTYPES if (made := _dtype_made(fn, dtype)) is not dtype]
-        formats = [(dim, format) for dim in _FORMATS if (format := _format_made(fn, dim)) is not None]
-    return Conversion(dtypes, formats)
+        return Conversion(dtypes, _formats_made(fn))
 
 
 def _dtype_made(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.dtype:
@@ -56,6 +55,19 @@ def _dtype_made(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) 
         if dtype is torch.float32:
             raise
         return dtype  # perhaps no model has tensors of it; one that has will be used as it is
+
+
+def _formats_made(fn: Callable[[torch.Tensor], torch.Tensor]) -> list[tuple[int, torch.memory_format]]:
+    made: dict[int, torch.memory_format | None] = {}
+    for dim in _FORMATS:
+        try:
+            made[dim] = _format_made(fn, dim)
+        except Exception:
+            continue
+    asked = next((format for format in made.values() if format is not None), None)
+    # It fails for tensors of the other number of dimensions, so it has to fail for the module's.
+    found = [(dim, made.get(dim, asked)) for dim in _FORMATS]
+    return [(dim, format) for dim, format in found if format is not None]
 
 
 def _format_made(fn: Callable[[torch.Tensor], torch.Tensor], dim: int) -> torch.memory_format | None:
