@@ -1,0 +1,97 @@
+"""Entries of parameter groups: what counts as a change, and that copies are copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from backhaul.optim.entries import apply, change, copied, entries_of, same
+
+
+class NoTruth:
+    def __eq__(self, other: object) -> Any:
+        raise ValueError("it cannot be told")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.1, 0.1),
+        (None, None),
+        ((0.9, 0.999), (0.9, 0.999)),
+        ([1, {"a": torch.ones(2)}], [1, {"a": torch.ones(2)}]),
+        (torch.tensor(0.1), torch.tensor(0.1)),
+        (NAN, NAN),
+    ],
+)
+def test_what_is_the_same(one: Any, other: Any) -> None:
+    assert same(one, other)
+    assert same(other, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.1, 0.2),
+        (1, True),
+        (1, 1.0),
+        (None, False),
+        ((0.9, 0.999), [0.9, 0.999]),
+        ((0.9, 0.999), (0.9, 0.9)),
+        ((0.9,), (0.9, 0.9)),
+        ({"a": 1}, {"a": 2}),
+        ({"a": 1}, {"b": 1}),
+        (torch.tensor(0.1), torch.tensor(0.2)),
+        (torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64)),
+        (torch.tensor(0.1), torch.tensor([0.1])),
+        (torch.tensor(0.1), 0.1),
+        (NoTruth(), NoTruth()),
+    ],
+)
+def test_what_is_not_the_same(one: Any, other: Any) -> None:
+    assert not same(one, other)
+    assert not same(other, one)
+
+
+def test_a_change_and_its_application() -> None:
+    known = {"lr": 0.1, "betas": (0.9, 0.99), "old": 1}
+    group = {"params": [1], "param_names": ["a"], "lr": 0.2, "betas": (0.9, 0.99), "initial_lr": 0.1}
+    found = change(known, group)
+    assert found == ({"lr": 0.2, "initial_lr": 0.1}, ["old"])
+    apply(found, known)
+    assert known == {"lr": 0.2, "betas": (0.9, 0.99), "initial_lr": 0.1} == entries_of(group)
+    assert change(known, group) is None
+    apply(found, known)  # once more is no error
+    assert change(known, group) is None
+
+
+def test_a_tensor_that_is_changed_in_place_is_a_change() -> None:
+    group: dict[str, Any] = {"lr": torch.tensor(0.1)}
+    known = entries_of(group)
+    group["lr"].fill_(0.2)
+    found = change(known, group)
+    assert found is not None
+    group["lr"].fill_(0.3)
+    apply(found, known)
+    assert known["lr"] == torch.tensor(0.2)
+    found[0]["lr"].fill_(0.4)
+    assert known["lr"] == torch.tensor(0.2)
+
+
+def test_copies_share_nothing() -> None:
+    inner = torch.ones(2)
+    value = {"a": [inner, (inner,)], "b": "text", "c": torch.ones(1, requires_grad=True)}
+    copy = copied(value)
+    inner.zero_()
+    value["a"].append(1)  # type: ignore[attr-defined]
+    assert copy["a"][0].tolist() == copy["a"][1][0].tolist() == [1, 1]
+    assert len(copy["a"]) == 2
+    assert copy["c"].requires_grad
+    assert copy["c"].is_leaf
