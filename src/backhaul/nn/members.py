@@ -57,7 +57,10 @@ def members(
     listed = [member for part in found for member in (part.wait() if isinstance(part, Future) else part)]
     if not remove_duplicate:
         return listed
-    return list({member.key: member for member in reversed(listed)}.values())[::-1]
+    first: dict[tuple[int, int], Member] = {}
+    for member in listed:
+        first.setdefault(member.key, member)
+    return list(first.values())
 
 
 def parameter_rrefs(*modules: nn.Module) -> list[RRef[nn.Parameter]]:
