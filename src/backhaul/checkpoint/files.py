@@ -20,6 +20,7 @@ import fcntl
 import io
 import logging
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -29,7 +30,7 @@ from typing import IO, Any
 
 import torch
 
-from backhaul.checkpoint.index import Index, decode, encode, is_data_name
+from backhaul.checkpoint.index import Index, decode, encode, is_data_name, shortened
 from backhaul.errors import BackhaulError, MisuseError
 
 INDEX = "index.json"
@@ -220,15 +221,14 @@ class _Writer:
 
 def _unfit(content: Mapping[str, Any], error: Exception) -> MisuseError:
     """An error that says which parts of a content are to blame, found out by trying each."""
-    found = [f"{' -> '.join(map(repr, place))}: {_first_line(why)}" for place, why in _culprits(content, ())]
-    where = "".join(f"\n  {line}" for line in found[:8]) or f"\n  {_first_line(error)}"
+    found = list(_culprits(content, ())) or [_first_line(error)]
     return MisuseError(
-        "what should be saved must be readable by torch.load(weights_only=True): tensors, numbers, strings, and "
-        f"containers of those. This is not:{where}"
+        "what is saved must be readable by torch.load(weights_only=True): tensors, numbers, strings, containers of "
+        "those, and types that torch.serialization.add_safe_globals has been told of. Not so:" + shortened(found)
     )
 
 
-def _culprits(content: Any, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Exception]]:
+def _culprits(content: Any, place: tuple[Any, ...]) -> Iterator[str]:
     why = _why_not(content)
     if why is None:
         return
@@ -236,8 +236,10 @@ def _culprits(content: Any, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any,
     inside = [found for key, part in parts for found in _culprits(part, (*place, key))]
     if inside:
         yield from inside
-    else:
-        yield place, why
+        return
+    # Of what it does not know, torch says no more than how to read it in spite of that.
+    reason = "" if isinstance(why, pickle.UnpicklingError) else f": {_first_line(why)}"
+    yield f"{' -> '.join(map(repr, place))}, a {type(content).__qualname__}{reason}"
 
 
 def _why_not(value: Any) -> Exception | None:

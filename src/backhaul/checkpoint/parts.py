@@ -111,11 +111,11 @@ def survey(remotes: Sequence[_Remote]) -> list[list[Part | _Remote]]:
 
 
 def _walk(name: str, prefix: str, holder: Any, module: nn.Module, path: str) -> Iterator[Part | _Remote]:
-    if isinstance(module, RemoteModule):
-        yield _Remote(name, prefix, module.module_rref)
-        return
     remote_inside = any(isinstance(each, RemoteModule) for each in module.modules())
     whole = not remote_inside or _minds_those_below(module)
+    if isinstance(module, RemoteModule) and not whole:
+        yield _Remote(name, prefix, module.module_rref)
+        return
     yield Part(name, prefix, holder, path, whole)
     if not whole:
         # Not named_children(): that leaves out what comes twice, and the state dict does not.
@@ -126,11 +126,12 @@ def _walk(name: str, prefix: str, holder: Any, module: nn.Module, path: str) -> 
 
 
 def _minds_those_below(module: nn.Module) -> bool:
-    """Whether a module takes a hand in the state dict of what is below it."""
+    """Whether a module takes a hand in the state dict of what is below it, or behind it."""
+    usual = RemoteModule if isinstance(module, RemoteModule) else nn.Module
     if any(getattr(module, hooks, None) for hooks in _HOOKS):
         return True
     return any(
-        method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method) for method in _METHODS
+        method in vars(module) or getattr(type(module), method) is not getattr(usual, method) for method in _METHODS
     )
 
 
