@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +60,11 @@ def get_data(parameter: Tensor) -> Tensor:
     return parameter.detach().clone()
 
 
+def set_data(parameter: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(value)
+
+
 class Twins:
     """Layers on workers, and in ``alone`` the same ones in this process."""
 
@@ -69,9 +75,7 @@ class Twins:
             layer = rpc.remote(worker, make, args=args)
             layer.to_here()  # one after the other: workers of one process share the generator
             self.layers.append(layer)
-        self.alone = nn.ModuleList([layer.to_here() for layer in self.layers])
-        if any(rref.is_owner() for rref in self.layers):
-            self.alone = nn.ModuleList([_copy(layer) for layer in self.alone])
+        self.alone = nn.ModuleList([copy.deepcopy(layer.to_here()) for layer in self.layers])
         self.side_by_side = side_by_side
         self.rrefs = [
             rref for layer in self.layers for rref in rpc.rpc_sync(layer.owner(), parameters_of, args=(layer,))
@@ -113,15 +117,14 @@ class Twins:
         for rref, parameter in zip(self.rrefs, self.parameters, strict=True):
             assert_same(run(rref, get_data), parameter.detach())
 
+    def load_alone(self) -> None:
+        """Give the layers on workers the parameters of the twin."""
+        for rref, parameter in zip(self.rrefs, self.parameters, strict=True):
+            run(rref, set_data, parameter.detach())
+
     def gradients(self) -> list[Tensor | None]:
         """``.grad`` of the parameters on workers."""
         return [run(rref, get_grad) for rref in self.rrefs]
-
-
-def _copy(layer: nn.Module) -> nn.Module:
-    import copy
-
-    return copy.deepcopy(layer)
 
 
 def dense_twins(seed: int = 0) -> Twins:
