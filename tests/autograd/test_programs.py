@@ -93,6 +93,7 @@ def test_20_000_programs() -> None:
     require_features(tally, 1000)
 
 
+@pytest.mark.timeout(400)  # 20 s on a quiet machine of two processors; 114 s have been seen where ten wanted them
 def test_200_programs_on_processes() -> None:
     """Several drivers at once, so that contexts and passes overlap on every worker."""
     by_driver: dict[int, list[int]] = {}
@@ -100,7 +101,7 @@ def test_200_programs_on_processes() -> None:
         by_driver.setdefault(generate(seed).driver, []).append(seed)
     with Crew(5) as crew:
         running = [crew[driver].start(check_many_here, seeds) for driver, seeds in by_driver.items()]
-        failures = [failure for each in running for failure in each.result(timeout=100)]
+        failures = [failure for each in running for failure in each.result(timeout=300)]
         assert not failures, "\n".join(failures)
         assert [hand.run(left_here) for hand in crew] == [{}] * 5
 
