@@ -34,15 +34,9 @@ LARGEST_NORM = 0.3
 
 torch.set_num_threads(1)  # the processes share the cores, and sums are made in the same order in each
 
-# A sentence takes one word of each line.
-GRAMMAR = [
-    ["Ada", "Bo", "Cleo"],
-    ["feeds", "sees", "likes"],
-    ["red", "blue", "old"],
-    ["cats", "dogs", "owls"],
-    ["."],
-]
-WORDS = [word for line in GRAMMAR for word in line]
+# A sentence takes one word of each list.
+GRAMMAR = [["Ada", "Bo", "Cleo"], ["feeds", "sees", "likes"], ["red", "blue", "old"], ["cats", "dogs", "owls"], ["."]]
+WORDS = [word for words in GRAMMAR for word in words]
 State = tuple[Tensor, Tensor]
 
 
@@ -74,7 +68,7 @@ def make_decoder() -> nn.Module:
 def make_text(sentences: int) -> Tensor:
     """Sentences such as "Ada feeds old cats .", as numbers of words."""
     chance = random.Random(3)
-    return torch.tensor([WORDS.index(chance.choice(line)) for _ in range(sentences) for line in GRAMMAR])
+    return torch.tensor([WORDS.index(chance.choice(words)) for _ in range(sentences) for words in GRAMMAR])
 
 
 def stretches(text: Tensor) -> list[tuple[Tensor, Tensor]]:
