@@ -101,6 +101,9 @@ class Twins:
             x = layer(x)
         return x.square().mean()
 
+    def backward_alone(self, x: Tensor) -> None:
+        torch.autograd.backward(self.loss_alone(x))
+
     def train(self, optimizer: Any, reference: Any, inputs: Sequence[Tensor], check: bool = True) -> None:
         """A step of both for each input; parameters are the same after each."""
         for x in inputs:
@@ -108,7 +111,7 @@ class Twins:
                 dist_autograd.backward(context_id, [self.loss(x)])
                 optimizer.step(context_id)
             reference.zero_grad()
-            self.loss_alone(x).backward()
+            self.backward_alone(x)
             reference.step()
             if check:
                 self.assert_same_parameters()

@@ -228,7 +228,8 @@ def test_what_is_called_as_a_class_is(workers: InProcessCluster, make: Any) -> N
 class MakesItsOwnGroups(torch.optim.SGD):
     def __init__(self, params: list[Tensor], lr: float) -> None:
         params = list(params)
-        super().__init__([{"params": params[:1], "lr": 2 * lr}, {"params": params[1:]}], lr=lr)
+        groups: list[dict[str, Any]] = [{"params": params[:1], "lr": 2 * lr}, {"params": params[1:]}]
+        super().__init__(groups, lr=lr)
 
 
 def test_one_that_makes_groups_of_its_own_can_step(workers: InProcessCluster) -> None:

@@ -141,7 +141,7 @@ def test_names_of_parameters(workers: InProcessCluster) -> None:
 def test_a_group_without_parameters(workers: InProcessCluster) -> None:
     twins = dense_twins()
     for first in (True, False):
-        empty = [{"params": [], "lr": 0.7}]
+        empty: list[dict[str, Any]] = [{"params": [], "lr": 0.7}]
         given = [*empty, {"params": twins.rrefs}] if first else [{"params": twins.rrefs}, *empty]
         alone = [*empty, {"params": twins.parameters}] if first else [{"params": twins.parameters}, *empty]
         optimizer = DistributedOptimizer(torch.optim.Adam, copy.copy(given))

@@ -90,7 +90,7 @@ SHAPES = [(4, 6), (6, 5), (5, 6), (6, 3)]
 def test_sparse_state(workers: InProcessCluster) -> None:
     twins = sparse_twins()
     optimizer = DistributedOptimizer(torch.optim.SparseAdam, twins.rrefs, lr=0.1)
-    reference = torch.optim.SparseAdam(twins.parameters, lr=0.1)
+    reference: Any = torch.optim.SparseAdam(twins.parameters, lr=0.1)
     twins.train(optimizer, reference, sparse_inputs(2))
     fresh = DistributedOptimizer(torch.optim.SparseAdam, twins.rrefs)
     fresh.load_state_dict(reference.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
@@ -56,10 +57,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         by_worker: dict[WorkerInfo, list[Part]] = {}
         for worker, part in chain.from_iterable(each.items() for each in parts):
             by_worker.setdefault(worker, []).append(part)
-        made = spread(
-            f"making the optimizer {self._name}",
-            {worker: self._make(each, as_groups) for worker, each in by_worker.items()},
-        )
+        work = {worker: self._make(each, as_groups) for worker, each in by_worker.items()}
+        made = _spread_whole(f"making the optimizer {self._name}", work)
         self._locals = {worker: rref for worker, (rref, _, _) in made.items()}
         super().__init__(
             [
@@ -163,7 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for worker, part in parts.items()
         }
         try:
-            added = spread("add_param_group()", work)
+            added = _spread_whole("add_param_group()", work)
         except PartialError:
             self._take_back(number, parts)
             raise
@@ -288,6 +287,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for _, of_worker in found.values():
                     of_worker[key] = value
         return found
+
+
+def _spread_whole(what: str, work: Mapping[WorkerInfo, Work]) -> dict[WorkerInfo, Any]:
+    """As `spread`, and references that some workers have given are gone when it fails, also while the error is kept."""
+    try:
+        return spread(what, work)
+    except PartialError as error:
+        for each in (error, *error.errors.values()):
+            traceback.clear_frames(each.__traceback__)
+        raise
 
 
 def _make_work(optimizer_class: Any, parts: list[Part], as_groups: bool, args: list[Any], kwargs: Entries) -> Work:

@@ -1,0 +1,256 @@
+"""Failures: who has stepped and who has not, and nothing is left of an optimizer that could not be made."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optim_models import (
+    Twins,
+    assert_same,
+    dense_inputs,
+    dense_twins,
+    get_data,
+    linear,
+    parameters_of,
+    run,
+    set_data,
+    set_grad,
+)
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import backhaul.autograd as dist_autograd
+from backhaul import rpc
+from backhaul.errors import PartialError, RpcTimeoutError, WorkerLostError
+from backhaul.optim import DistributedOptimizer
+from backhaul.optim.claims import claims
+from backhaul.rpc import RRef
+from backhaul.testing import InProcessCluster
+from crew import Crew
+
+FAILING: set[str] = set()
+"""The workers on which `Fragile` fails, of those of this process."""
+
+
+@pytest.fixture(autouse=True)
+def _nobody_fails() -> None:
+    FAILING.clear()
+
+
+class Fragile(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        name = rpc.get_worker_info().name
+        if name in FAILING:
+            raise ArithmeticError(f"no step on {name}")
+        super().step()
+
+
+def backward(twins: Twins, context_id: int) -> None:
+    dist_autograd.backward(context_id, [twins.loss(dense_inputs(1)[0])])
+
+
+@pytest.mark.parametrize(
+    "failing", [{"worker0"}, {"worker1"}, {"worker0", "worker2"}, {"worker0", "worker1", "worker2"}]
+)
+def test_an_error_says_who_has_stepped(workers: InProcessCluster, failing: set[str]) -> None:
+    twins = dense_twins()
+    optimizer = DistributedOptimizer(Fragile, twins.rrefs, lr=0.1)
+    for rref, parameter in zip(twins.rrefs, twins.parameters, strict=True):
+        run(rref, set_grad, torch.full_like(parameter, 3))
+    before = [run(rref, get_data) for rref in twins.rrefs]
+    FAILING.update(failing)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with dist_autograd.context() as context_id:
+        backward(twins, context_id)
+        with pytest.raises(PartialError) as caught:
+            optimizer.step(context_id)
+        error = caught.value
+        others = {"worker0", "worker1", "worker2"} - failing
+        assert set(error.done) == others
+        assert {name: str(each) for name, each in error.errors.items()} == {
+            name: f"no step on {name}" for name in failing
+        }
+        assert all(type(each) is ArithmeticError for each in error.errors.values())
+        assert f"the optimizer step failed on {len(failing)} of 3 workers" in str(error)
+        assert type(error.__cause__) is ArithmeticError
+        for rref, value, gradient in zip(twins.rrefs, before, twins.gradients(), strict=True):
+            stepped = not torch.equal(run(rref, get_data), value)
+            assert stepped == (rref.owner_name() in others)
+            assert gradient is not None
+            assert gradient.eq(3).all(), "its .grad is not as before"
+        assert len(claims) == 0
+
+        FAILING.clear()  # the change was not lost for those that failed
+        for rref, value in zip(twins.rrefs, before, strict=True):
+            run(rref, set_data, value)
+        optimizer.step(context_id)
+    reference = torch.optim.SGD(twins.parameters, lr=0.5)
+    twins.backward_alone(dense_inputs(1)[0])
+    reference.step()
+    twins.assert_same_parameters()
+    error = caught = None  # type: ignore[assignment]
+
+
+class FragileToMake(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        if rpc.get_worker_info().name in FAILING:
+            raise ArithmeticError("cannot be made")
+
+
+def count_values(workers: InProcessCluster) -> list[int]:
+    return [worker.references.counts()["values"] for worker in workers]
+
+
+def await_values(workers: InProcessCluster, expected: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while count_values(workers) != expected:
+        assert time.monotonic() < deadline, f"{count_values(workers)} values, not {expected}"
+        threading.Event().wait(0.002)
+
+
+@pytest.mark.parametrize("failing", [{"worker0"}, {"worker1"}, {"worker0", "worker1", "worker2"}])
+def test_nothing_is_left_of_what_could_not_be_made(workers: InProcessCluster, failing: set[str]) -> None:
+    """Also while somebody keeps the error."""
+    twins = dense_twins()
+    FAILING.update(failing)
+    gc.collect()
+    before = count_values(workers)
+    with pytest.raises(PartialError, match="making the optimizer FragileToMake failed") as caught:
+        DistributedOptimizer(FragileToMake, twins.rrefs, lr=0.1)
+    assert set(caught.value.errors) == failing
+    await_values(workers, before)
+    FAILING.clear()
+    optimizer = DistributedOptimizer(FragileToMake, twins.rrefs, lr=0.1)
+    twins.train(optimizer, torch.optim.SGD(twins.parameters, lr=0.1), dense_inputs(1))
+    with pytest.raises(PartialError, match="Invalid learning rate: -1"):
+        DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=-1)
+    caught = None  # type: ignore[assignment]
+
+
+def no_parameter() -> nn.Parameter:
+    raise ArithmeticError("no parameter today")
+
+
+def test_a_parameter_that_could_not_be_made(workers: InProcessCluster) -> None:
+    with pytest.raises(PartialError, match="no parameter today"):
+        DistributedOptimizer(torch.optim.SGD, [rpc.remote("worker1", no_parameter)])
+
+
+def test_a_class_that_cannot_be_found_there(workers: InProcessCluster) -> None:
+    class Local(torch.optim.SGD):
+        pass
+
+    twins = dense_twins()
+    with pytest.raises(PartialError, match="is local to a function: define it at module level"):
+        DistributedOptimizer(Local, twins.rrefs[2:], lr=0.1)
+
+
+# Real processes.
+
+
+class Deadly(torch.optim.SGD):
+    """Kills its worker in the step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if rpc.get_worker_info().name in _victims:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().step()
+
+
+class DeadlyToMake(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+_victims: set[str] = set()
+_optimizers: list[DistributedOptimizer] = []
+
+
+def mark_victim(name: str) -> None:
+    _victims.add(name)
+
+
+def make_model() -> list[RRef[Any]]:
+    layers = [rpc.remote(f"worker{rank}", linear, args=(4, 4)) for rank in range(3)]
+    return [rref for layer in layers for rref in rpc.rpc_sync(layer.owner(), parameters_of, args=(layer,))]
+
+
+def train_between_processes() -> int:
+    """The steps of Adam over three processes are those of one."""
+    twins = dense_twins()
+    optimizer = DistributedOptimizer(torch.optim.Adam, twins.rrefs, lr=0.1)
+    reference = torch.optim.Adam(twins.parameters, lr=0.1)
+    scheduler, its = (torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, reference))
+    for x in dense_inputs(5):
+        twins.train(optimizer, reference, [x])
+        scheduler.step()
+        its.step()
+    assert_same(optimizer.state_dict(), reference.state_dict())
+    return len(optimizer.remote_optimizers)
+
+
+def step_and_tell() -> tuple[str, tuple[str, ...], dict[str, tuple[str, str]]]:
+    """Step until it fails: the text of the error, who has stepped, and the kinds of errors with the names in them."""
+    rrefs = make_model()
+    optimizer = DistributedOptimizer(Deadly, rrefs, lr=0.1)
+    optimizer.step()
+    rpc.rpc_sync("worker1", mark_victim, args=("worker1",))
+    try:
+        optimizer.step()
+    except PartialError as error:
+        told = {name: (type(each).__name__, getattr(each, "worker", "")) for name, each in error.errors.items()}
+        return str(error), error.done, told
+    raise AssertionError("it goes on to step")
+
+
+def step_again_and_tell() -> tuple[tuple[str, ...], list[str]]:
+    """What is left of the group goes on with what is left of the model."""
+    rrefs = [rpc.remote(name, nn.Parameter, args=(torch.ones(2),)) for name in ("worker0", "worker2")]
+    optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return tuple(worker.name for worker in optimizer._locals), sorted(map(str, optimizer.state_dict()))
+
+
+def make_and_tell() -> tuple[tuple[str, ...], list[str]]:
+    rrefs = [rpc.remote(name, nn.Parameter, args=(torch.ones(2),)) for name in ("worker0", "worker1", "worker2")]
+    for rref in rrefs:
+        rref.to_here()
+    try:
+        DistributedOptimizer(DeadlyToMake, rrefs[1:2], lr=0.1)
+    except PartialError as error:
+        return error.done, [type(each).__name__ for each in error.errors.values()]
+    raise AssertionError("it was made")
+
+
+def test_a_worker_that_is_killed_while_it_steps() -> None:
+    with Crew(3) as crew:
+        assert crew[0].run(train_between_processes) == 3
+        text, done, errors = crew[0].run(step_and_tell)
+        assert done == ("worker0", "worker2")
+        assert errors == {"worker1": ("WorkerLostError", "worker1")}
+        assert "on 'worker1' it failed, and may have been done: WorkerLostError" in text
+        assert "it is done on 'worker0', 'worker2'" in text
+        assert crew[0].run(step_again_and_tell) == (("worker0", "worker2"), ["param_groups", "state"])
+
+
+def test_a_worker_that_is_killed_while_an_optimizer_is_made() -> None:
+    with Crew(3) as crew:
+        assert crew[0].run(make_and_tell) == ((), ["WorkerLostError"])
+
+
+def test_the_errors_that_leave_it_open() -> None:
+    assert "may have been done" in str(PartialError("the step", (), {"worker1": RpcTimeoutError("late")}))
+    assert "may have been done" in str(PartialError("the step", (), {"worker1": WorkerLostError("dead", "worker1")}))
+    assert "may have been done" not in str(PartialError("the step", (), {"worker1": ValueError("wrong")}))
