@@ -8,7 +8,7 @@ import pytest
 import torch
 
 # What they check is shown when it does not hold, as in the tests themselves.
-pytest.register_assert_rewrite("recorded_exchange")
+pytest.register_assert_rewrite("recorded_exchange", "tensor_trips")
 
 
 @pytest.fixture(scope="module")
