@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -143,11 +144,9 @@ def equal_lists(got: list[Any], expected: list[Any]) -> bool:
     )
 
 
-def await_that(condition: Callable[[], bool], what: str) -> None:
+def await_that(condition: Callable[[], bool], what: str, within: float = WITHIN) -> None:
     """It is so, or becomes so within a short time."""
-    tries = int(WITHIN / 0.002)
-    for _ in range(tries):
-        if condition():
-            return
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within} s: {what}"
         threading.Event().wait(0.002)
-    raise AssertionError(f"not within {WITHIN} s: {what}")

@@ -49,9 +49,12 @@ def place(remote_device: str) -> Place:
 
 
 def device_of(module: torch.nn.Module, otherwise: str) -> torch.device:
-    """Where a module works: where its first parameter or buffer is."""
-    first = next(chain(module.parameters(), module.buffers()), None)
-    return torch.device(otherwise) if first is None else first.device
+    """Where a module works: where its first tensor is. What parts of it have elsewhere does not count."""
+    for part in module.modules():
+        for tensor in chain(part._parameters.values(), part._buffers.values()):
+            if tensor is not None:
+                return tensor.device
+    return torch.device(otherwise)
 
 
 def arrived(value: Any, device: torch.device) -> Any:
