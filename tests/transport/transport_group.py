@@ -20,16 +20,9 @@ from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import encode
 
 SECRET = bytes(range(32))
-
-
 HELLO = Hello("group", 1, "worker1", 0)
-
-
 WELCOME = Welcome(0, "worker0")
-
-
 SOON = 10.0  # bounds waits that are over at once unless something is broken
-
 
 Judge = Callable[[Hello], Welcome]
 

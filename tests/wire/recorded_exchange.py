@@ -48,8 +48,6 @@ from backhaul.wire.messages import (
 from backhaul.wire.values import Codec
 
 SMALL = 64 * 1024  # what a decoder's buffer starts with
-
-
 CODECS = (Codec(), Codec(allow_pickle=False))
 
 
@@ -185,9 +183,5 @@ def recorded() -> list[tuple[Any, Sequence[torch.Tensor]]]:
 
 
 EXCHANGE = recorded()
-
-
 FRAMES = [bytes(encode(message, tensors)) for message, tensors in EXCHANGE]
-
-
 STREAM = b"".join(FRAMES)

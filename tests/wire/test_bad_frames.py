@@ -18,7 +18,6 @@ from backhaul.wire.messages import KIND_OF, KINDS, Call, Failure, Goodbye, Ping,
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-
 BAD_HEADS = {
     "magic": (head(magic=b"BX"), "not a frame"),
     "plain text": (b"GET / HTTP/1.1\r\nHost: x\r\n", "not a frame"),
@@ -82,8 +81,6 @@ BAD_BODIES = {
     "text that claims 2**32-1": b"\x92\x01\xdb\xff\xff\xff\xff",
     "a timestamp out of range": b"\x92\x01\xc7\x0c\xff\x00\x00\x00\x00\x7f" + b"\xff" * 7,
 }
-
-
 # A field more than the message has, from a peer that may be newer, is skipped: only its length is looked at.
 UNREAD = {"bad UTF-8 in a field that is not known", "a map whose key is a map", "a timestamp out of range"}
 

@@ -47,9 +47,7 @@ def test_the_recording_shows_every_kind() -> None:
 
 NO_TENSORS = "00000000 0000000000000000"
 
-
 REF, SHARE = RefId(1, 2, 3), ShareId(4, 5)
-
 
 LITERAL = [
     (f"4248 01 01 03000000 {NO_TENSORS} 92 01 c0", Call(1, None)),

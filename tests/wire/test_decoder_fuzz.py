@@ -110,8 +110,6 @@ class Script(random.Random):
 
 
 scripts = st.integers(0, 1 << 64).map(Script)
-
-
 cutting = st.binary(max_size=6).map(lambda data: [byte % 64 + 1 for byte in data])
 
 
@@ -154,8 +152,6 @@ def test_random_bytes(data: bytes, script: Script, cuts: list[int]) -> None:
 
 
 EDGES = [0, 1, 2, 3, 4, 8, 41, 100, 255, 1 << 16, 1 << 31, (1 << 32) - 1]
-
-
 WIDE = [*EDGES, 1 << 32, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 
 
@@ -254,8 +250,6 @@ def test_mutated_streams(script: Script, cuts: list[int]) -> None:
 
 
 LEAVES = [0, 1, 2, -1, 31, None, True, 2.5, math.nan, "x", b"ab", b"", 1 << 63, "", "cpu", "<f4", "float32", "strided"]
-
-
 NAMES = ["operator:add", "builtins:ValueError", "torch:Size", "no.such:thing", "a:__b", "max", "enum:Enum", "add"]
 
 

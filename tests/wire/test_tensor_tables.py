@@ -39,8 +39,6 @@ def table(*entries: bytes, sizes: tuple[int, ...] = (8,), count: int | None = No
 
 
 NONE = headers.NO_BUFFER
-
-
 BAD_TABLES = {
     "short": (b"\0", 0),
     "counts beyond the table": (struct.pack("<II", 1 << 31, 0), 0),
@@ -190,8 +188,6 @@ def test_random_bytes_are_refused_or_harmless(data: bytes, payload: int) -> None
 
 
 field = st.integers(-1, 5) | st.sampled_from([1 << 31, 1 << 62, -(1 << 63)])
-
-
 random_entries = st.builds(
     lambda layout, dtype, flags, device, pairs, buffer, offset: entry(
         layout,
