@@ -9,13 +9,26 @@ from typing import TYPE_CHECKING, Any
 from backhaul.cluster import cluster
 
 if TYPE_CHECKING:
-    from backhaul import autograd, errors, functions, options, rpc, worker
+    from backhaul import autograd, checkpoint, errors, functions, nn, optim, options, rpc, worker
     from backhaul.options import RpcOptions
     from backhaul.worker import Worker
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["RpcOptions", "Worker", "autograd", "cluster", "errors", "functions", "options", "rpc", "worker"]
+__all__ = [
+    "RpcOptions",
+    "Worker",
+    "autograd",
+    "checkpoint",
+    "cluster",
+    "errors",
+    "functions",
+    "nn",
+    "optim",
+    "options",
+    "rpc",
+    "worker",
+]
 
 _CLASSES = {"RpcOptions": "backhaul.options", "Worker": "backhaul.worker"}
 

@@ -36,13 +36,16 @@ def spread(what: str, work: Mapping[WorkerInfo, Work], timeout: float = -1.0) ->
             values[here] = function(*args)
         except Exception as error:
             errors[here] = error
-    for worker, future in futures.items():
+    while futures:
+        worker, future = futures.popitem()
         try:
             values[worker] = future.wait()
         except Exception as error:
             errors[worker] = error
+        del future
     if errors:
         first = next(iter(errors.values()))
         done = [worker.name for worker in work if worker in values]
+        values.clear()  # whoever keeps the error keeps this frame, and must not keep what others have made
         raise PartialError(what, done, {worker.name: errors[worker] for worker in work if worker in errors}) from first
     return {worker: values[worker] for worker in work}

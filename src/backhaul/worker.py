@@ -80,6 +80,8 @@ class Worker:
             check=check,
         )
         self.references = References(self._agent, self.codec, self._seconds)
+        self.release: Callable[[], None] = self.references.release_all
+        """How a graceful shutdown gives up the references that this worker holds."""
         self.autograd = Autograd(self._agent)
         self.codec.register(ContextId, "context", lambda id, _: int(id), lambda id, _: ContextId.lift(id))
         self._agent.start()
@@ -171,7 +173,7 @@ class Worker:
                 self._finish(deadline)
             elif graceful:
                 lost = self._agent.farewell.run(WORK, deadline)
-                self.references.release_all()
+                self.release()
                 lost = sorted({*lost, *self._agent.farewell.run(LAST, deadline)})
                 leaks = [] if lost else self.references.leaks()
             if graceful and not lost:

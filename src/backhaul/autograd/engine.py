@@ -198,20 +198,22 @@ class Engine:
         parameters that this process has not used. So the context's gradients of all its parameters are put there first.
         """
         record = share.record
-        lends = {each: replica.lends_memory for replica in averaged for each in replica.parameters}
-        others = [leaf for leaf in leaves if leaf not in lends]
+        parameters = list({each: None for replica in averaged for each in replica.parameters})
+        lent = {each for replica in averaged if replica.lends_memory for each in replica.parameters}
+        theirs = set(parameters)
+        others = [leaf for leaf in leaves if leaf not in theirs]
         with record.lock:
-            given = {each: record.gradients.get(each) for each in lends}
-        with gradients.in_place_of_grad({**given, **dict.fromkeys(others)}, share.require_going):
+            given = {each: record.gradients.get(each) for each in parameters}
+        with gradients.in_place_of_grad({**given, **dict.fromkeys(others)}, share.require_going, lent=lent):
             self._run_engine(share, component)
-            made = {each: each.grad for each in lends}
+            made = {each: each.grad for each in parameters}
             rest = [leaf.grad for leaf in others]
         with record.lock:
             if record.over or share.failed:
                 return
             for parameter, gradient in made.items():
                 if gradient is not None:
-                    record.gradients[parameter] = gradient.clone() if lends[parameter] else gradient
+                    record.gradients[parameter] = gradient.clone() if parameter in lent else gradient
             gradients.store(record.gradients, others, rest)
 
     def _held(self, run: Run) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -94,13 +94,19 @@ def run_hooks(
 
 
 @contextmanager
-def in_place_of_grad(given: Mapping[torch.Tensor, torch.Tensor | None], check: Callable[[], None]) -> Iterator[None]:
+def in_place_of_grad(
+    given: Mapping[torch.Tensor, torch.Tensor | None], check: Callable[[], None], *, lent: Container[torch.Tensor] = ()
+) -> Iterator[None]:
     """Inside, ``.grad`` of these leaves is what is given, and may be changed. Afterwards it is what it was before.
 
-    One pass has a leaf at a time, as in `run_hooks`.
+    ``lent`` are leaves whose ``.grad`` may be memory that is written to meanwhile. One pass has a leaf at a time, as in
+    `run_hooks`.
     """
     with _lending.of(given, check):
         before = {leaf: leaf.grad for leaf in given}
+        for leaf, gradient in before.items():
+            if gradient is not None and leaf in lent:
+                before[leaf] = gradient.clone()
         try:
             for leaf, gradient in given.items():
                 leaf.grad = gradient

@@ -4,7 +4,7 @@ The **sources** of a pass on a worker are the Sends that take part, one for each
 pass was started the Send of its roots (`ROOT`). Two sources are in one **component** when they reach a common node.
 Each component is one run of torch's engine, so that every node of it is run once, with the sum of all its gradients,
 as in one process. A leaf does not join components, since adding to its gradient can be done in parts, unless it has
-hooks, which must see the sum. All leaves of a module under DDP join theirs (see `replicas`).
+hooks, which must see the sum. All leaves of modules under DDP join theirs (see `replicas`).
 
 Why gates cannot deadlock
 -------------------------
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from backhaul.autograd.functions import ID_BITS, ROOT, RecvNode, SendNode
-from backhaul.autograd.replicas import Replica, replicas
+from backhaul.autograd.replicas import replicas
 
 Node = Any
 """A node of torch's graph."""
@@ -45,7 +45,7 @@ _LIFT = 1 << ID_BITS
 class Component:
     """Sources that have to be run together, and what they reach."""
 
-    __slots__ = ("leaves", "nodes", "recvs", "size", "sources", "started", "waits")
+    __slots__ = ("in_order", "leaves", "nodes", "recvs", "size", "sources", "started", "waits")
 
     def __init__(
         self,
@@ -54,6 +54,8 @@ class Component:
         recvs: Mapping[Node, Collection[int]],
         size: int,
         nodes: Sequence[Node] = (),
+        *,
+        in_order: bool = False,
     ) -> None:
         self.sources = sorted(sources, key=_order, reverse=True)
         """As they are to be run: the roots first, then the latest Send."""
@@ -64,6 +66,8 @@ class Component:
         """How many nodes there are in all."""
         self.nodes = nodes
         """All others; only if there are several sources."""
+        self.in_order = in_order
+        """Whether its sources are to be run one by one, though the gradients of all may be here."""
         self.started = False
         self.waits = False
         """Whether gates of its run will have to wait."""
@@ -77,6 +81,7 @@ def together(components: Sequence[Component]) -> Component:
         {node: outputs for component in components for node, outputs in component.recvs.items()},
         sum(component.size for component in components),
         [node for component in components for node in component.nodes],
+        in_order=any(component.in_order for component in components),
     )
 
 
@@ -122,11 +127,11 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
                             continue
                     groups.join(other, source)
         sizes[source] = len(owner) - before
+    averaged: list[int] = []
     if by_leaf := replicas.by_leaf():
-        met: dict[Replica, int] = {}
-        for source, mine in leaves.items():
-            for replica in {by_leaf[id(leaf.variable)] for leaf in mine if id(leaf.variable) in by_leaf}:
-                groups.join(met.setdefault(replica, source), source)
+        averaged = [source for source, mine in leaves.items() if any(id(leaf.variable) in by_leaf for leaf in mine)]
+        for source in averaged:
+            groups.join(averaged[0], source)
     members = groups.members()
     recvs_of: dict[int, dict[Node, set[int]]] = {first: {} for first in members}
     for node, outputs in recvs.items():
@@ -144,6 +149,7 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
             recvs_of[first],
             sum(sizes[source] for source in group),
             nodes_of.get(first, ()),
+            in_order=len(group) > 1 and not set(averaged).isdisjoint(group),
         )
         for first, group in members.items()
     ]

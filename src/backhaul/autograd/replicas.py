@@ -5,6 +5,9 @@ counts them in one run of torch's engine, starts to average a bucket of gradient
 ``.grad``, and has the engine wait for all buckets at the end of the run. So all parameters of a replica have to be
 in one run, and the run has to put their gradients into ``.grad``.
 
+All processes have to average in the same order, too: a process group knows its operations by nothing else. So the
+parameters of all replicas of a process are in one run, whose order is that of the forward pass.
+
 To know the replicas, this module has torch tell it of modules that get a submodule, which costs nothing otherwise.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +50,7 @@ class Replicas:
         self._lock = threading.Lock()
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._known: list[Replica] = []
-        self._by_leaf: dict[int, Replica] = {}
+        self._by_leaf: dict[int, list[Replica]] = {}
 
     def notice(self, parent: torch.nn.Module, name: str, child: Any) -> None:
         """Called by torch for each module that becomes a part of another."""
@@ -55,15 +58,18 @@ class Replicas:
             with self._lock:
                 self._wrappers.add(parent)
 
-    def by_leaf(self) -> Mapping[int, Replica]:
-        """The replica of each leaf that is in one, by the leaf's id."""
+    def by_leaf(self) -> Mapping[int, Sequence[Replica]]:
+        """The replicas of each leaf that is in one, by the leaf's id. A module can be wrapped more than once."""
         if not self._wrappers and not self._known:
             return {}
         with self._lock:
             wrappers = [wrapper for wrapper in self._wrappers if hasattr(wrapper, "reducer")]
             if [replica.wrapper for replica in self._known] != wrappers:
                 self._known = [Replica(wrapper) for wrapper in wrappers]
-                self._by_leaf = {id(leaf): replica for replica in self._known for leaf in replica.parameters}
+                self._by_leaf = {}
+                for replica in self._known:
+                    for leaf in replica.parameters:
+                        self._by_leaf.setdefault(id(leaf), []).append(replica)
             return self._by_leaf
 
     def of(self, leaves: Iterable[torch.Tensor]) -> list[Replica]:
@@ -71,12 +77,23 @@ class Replicas:
         by_leaf = self.by_leaf()
         if not by_leaf:
             return []
-        return list(dict.fromkeys(by_leaf[id(leaf)] for leaf in leaves if id(leaf) in by_leaf))
+        return list(dict.fromkeys(replica for leaf in leaves for replica in by_leaf.get(id(leaf), ())))
 
 
 replicas = Replicas()
 register_module_module_registration_hook(replicas.notice)
 if torch.distributed.is_available() and torch.distributed.is_initialized():  # else there is none yet
     for found in gc.get_objects():
-        if isinstance(found, DistributedDataParallel):
+        if issubclass(type(found), DistributedDataParallel):
             replicas.notice(found, "module", found.module)
+
+_set_state = DistributedDataParallel.__setstate__
+
+
+def _notice_copy(self: DistributedDataParallel, state: Any) -> None:
+    _set_state(self, state)  # type: ignore[no-untyped-call]
+    replicas.notice(self, "module", self.module)
+
+
+# A copy, or one that was unpickled, is made without a submodule being registered.
+DistributedDataParallel.__setstate__ = _notice_copy  # type: ignore[method-assign]

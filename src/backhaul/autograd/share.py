@@ -62,7 +62,7 @@ class Share:
 
     def _prepare(self, component: Component, part: Part) -> None:
         if len(component.sources) > 1:
-            component.waits = part.waits(component)
+            component.waits = component.in_order or part.waits(component)
             if component.waits:
                 put_gates_last(component)
             component.nodes = ()
