@@ -12,11 +12,14 @@ from backhaul.errors import BackhaulError
 from backhaul.ids import WorkerInfo
 from backhaul.optim import gradients
 from backhaul.optim.claims import claims
+from backhaul.optim.distributed import DistributedOptimizer
 from backhaul.optim.groups import rrefs_from
+from backhaul.optim.local import LocalOptimizer
 from backhaul.refs.rref import RRef
 from backhaul.spread import Work, spread
 
-Params = list[RRef[torch.Tensor]]
+Holder = list[RRef[torch.Tensor]] | RRef[LocalOptimizer]
+"""What names parameters to their worker: references to them, or to an optimizer that has them."""
 
 
 @torch.no_grad()
@@ -31,7 +34,8 @@ def clip_grad_norm_(
 
     - ``context_id=None`` means ``.grad``.
     - ``params_rref``: references to parameters, or parameters of this worker. Their norms are combined in this order,
-      so the result is that of ``torch.nn.utils.clip_grad_norm_`` for the same parameters in one process.
+      so the result is that of ``torch.nn.utils.clip_grad_norm_`` for the same parameters in one process. A
+      `DistributedOptimizer` stands for all of its parameters, and is cheaper: one reference for each worker is sent.
     - ``norm_type``: the order of the norm; ``math.inf`` means the largest absolute value.
     - ``error_if_nonfinite``: raise `BackhaulError` for a norm that is infinite or NaN, and scale nothing.
 
@@ -39,15 +43,11 @@ def clip_grad_norm_(
     values.
     """
     gradients.require(context_id)
-    params = rrefs_from(params_rref)
     max_norm, norm_type = float(max_norm), float(norm_type)
-    places: dict[WorkerInfo, list[int]] = {}
-    for place, param in enumerate(params):
-        places.setdefault(param.owner(), []).append(place)
-    on = {worker: [params[place] for place in mine] for worker, mine in places.items()}
+    on, places = _placed(params_rref)
 
-    work: dict[WorkerInfo, Work] = {worker: (norms, (on[worker], context_id, norm_type)) for worker in places}
-    found: list[torch.Tensor | None] = [None] * len(params)
+    work: dict[WorkerInfo, Work] = {worker: (norms, (holder, context_id, norm_type)) for worker, holder in on.items()}
+    found: list[torch.Tensor | None] = [None] * sum(map(len, places.values()))
     for worker, values in spread("clipping gradients (their norms)", work).items():
         for place, value in zip(places[worker], values, strict=True):
             found[place] = value
@@ -65,6 +65,19 @@ def clip_grad_norm_(
     return total
 
 
+def _placed(params_rref: Any) -> tuple[dict[WorkerInfo, Holder], dict[WorkerInfo, list[int]]]:
+    """For each worker what names its parameters to it, and their places among all."""
+    places: dict[WorkerInfo, list[int]] = {}
+    if isinstance(params_rref, DistributedOptimizer):
+        for place, (worker, _) in enumerate(params_rref._places):
+            places.setdefault(worker, []).append(place)
+        return {worker: params_rref._locals[worker] for worker in places}, places
+    params = rrefs_from(params_rref)
+    for place, param in enumerate(params):
+        places.setdefault(param.owner(), []).append(place)
+    return {worker: [params[place] for place in mine] for worker, mine in places.items()}, places
+
+
 def _total(each: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     if not each:
         return torch.tensor(0.0)
@@ -75,10 +88,16 @@ def _total(each: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     return total
 
 
+def _params(holder: Holder) -> list[torch.Tensor]:
+    if isinstance(holder, RRef):
+        return holder.local_value().params
+    return [rref.local_value() for rref in holder]
+
+
 @torch.no_grad()
-def norms(rrefs: Params, context_id: int | None, norm_type: float) -> list[torch.Tensor | None]:
+def norms(holder: Holder, context_id: int | None, norm_type: float) -> list[torch.Tensor | None]:
     """The norm of each gradient of parameters here; None where there is none."""
-    params = [rref.local_value() for rref in rrefs]
+    params = _params(holder)
     with claims.on(params):
         return [
             None if gradient is None else torch.linalg.vector_norm(_values(gradient), norm_type)
@@ -91,9 +110,9 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def scale(rrefs: Params, context_id: int | None, coefficient: torch.Tensor) -> None:
+def scale(holder: Holder, context_id: int | None, coefficient: torch.Tensor) -> None:
     """Multiply the gradients of parameters here."""
-    params = [rref.local_value() for rref in rrefs]
+    params = _params(holder)
     with claims.on(params):
         found = gradients.gradients_of(params, context_id)
         if context_id is not None:  # others may look at the same memory
