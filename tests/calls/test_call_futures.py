@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import gc
 import operator
+import statistics
 import threading
 import time
 import weakref
@@ -155,15 +156,18 @@ async def _await(future: rpc.Future[int]) -> int:
 
 
 def test_awaiting_one_after_another_is_quick(pair: InProcessCluster) -> None:
-    async def main() -> float:
+    async def main() -> list[float]:
         await pair[0].rpc_async("worker1", who)
-        start = time.perf_counter()
+        times = []
         for _ in range(200):
+            start = time.perf_counter()
             await pair[0].rpc_async("worker1", who)
-        return (time.perf_counter() - start) / 200
+            times.append(time.perf_counter() - start)
+        return times
 
-    # A future that waited for the watch thread's next tick would take 2 ms or more each.
-    assert asyncio.run(main()) < 0.0018
+    # A future that waited for the watch thread's next tick would take 2 ms or more each. (The mean would tell as
+    # much about who else wants the processor.)
+    assert statistics.median(asyncio.run(main())) < 0.0018
 
 
 # Functions that take their time.
