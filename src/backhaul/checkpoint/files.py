@@ -144,20 +144,10 @@ def write(directory: str, name: str, content: Mapping[str, Any]) -> int:
     Raises OSError if it cannot be written, and `MisuseError` naming the parts of the content that cannot be kept.
     """
     full = os.path.join(directory, name)
-    with open(full, "xb") as file:
-        writer = _Writer(file)
-        try:
-            torch.save(dict(content), writer)  # type: ignore[arg-type]
-            file.flush()
-        except Exception as error:
-            # torch's own error only says that the file came out too short.
-            if writer.error is not None:
-                raise writer.error from None
-            if isinstance(error, OSError):
-                raise
-            raise _unfit(content, error) from error
-        os.fsync(file.fileno())
-        size = os.fstat(file.fileno()).st_size
+    try:
+        size = _write(full, content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, full) from error
     sync(directory)
     try:
         torch.load(full, map_location="cpu", weights_only=True, mmap=True)
@@ -166,6 +156,21 @@ def write(directory: str, name: str, content: Mapping[str, Any]) -> int:
     except Exception as error:
         raise _unfit(content, error) from error
     return size
+
+
+def _write(full: str, content: Mapping[str, Any]) -> int:
+    with open(full, "xb") as file:
+        writer = _Writer(file)
+        try:
+            torch.save(dict(content), writer)  # type: ignore[arg-type]
+        except Exception as error:
+            # torch's own error only says that the file came out too short.
+            if writer.error is not None:
+                raise writer.error from None
+            raise _unfit(content, error) from error
+        file.flush()
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
 
 
 def check(directory: str, name: str, size: int) -> None:
