@@ -12,6 +12,7 @@ A call that fails fails those that wait for it, and so all later micro-batches o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
@@ -74,7 +75,7 @@ class Pipeline(nn.Module):
         micro-batch as they are. Raises what a stage raises, when no stage works on this batch any more.
         """
         stages = list(self)
-        outputs: list[RRef[Any]] = []  # of each micro-batch, by the last stage that was started
+        outputs: deque[RRef[Any]] = deque()  # of each micro-batch, by the last stage that was started
         before: list[RRef[Any] | None] = [None] * len(stages)
         grad = torch.is_grad_enabled()
         try:
@@ -87,7 +88,12 @@ class Pipeline(nn.Module):
                     if index == 0:
                         outputs.append(value)
                     outputs[-1] = value
-            return join([output.to_here() for output in outputs])
+            del value
+            results = []
+            while outputs:
+                results.append(outputs[0].to_here())
+                outputs.popleft()  # and its value, on the last stage's worker
+            return join(results)
         except RpcTimeoutError:
             raise
         except Exception:
@@ -167,7 +173,7 @@ def join(values: list[Any]) -> Any:
     )
 
 
-def _finish(outputs: list[RRef[Any]]) -> None:
+def _finish(outputs: Iterable[RRef[Any]]) -> None:
     """Wait until no stage works on these any more, whatever becomes of them."""
     futures = []
     for output in outputs:
