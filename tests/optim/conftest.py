@@ -33,7 +33,7 @@ def workers(caplog: pytest.LogCaptureFixture) -> Iterator[InProcessCluster]:
 def await_nothing_left(workers: InProcessCluster) -> None:
     deadline = time.monotonic() + WITHIN
     for look in itertools.count():
-        if look % 100 == 0:
+        if look % 100 == 10:  # not at once: it takes longer than most tests, and few leave cycles
             gc.collect()
         left = {worker.info.name: worker.references.counts() | worker.autograd.counts() for worker in workers}
         if not len(claims) and not any(any(counts.values()) for counts in left.values()):

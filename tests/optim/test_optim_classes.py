@@ -216,6 +216,27 @@ def test_zero_grad_of_one_that_has_nothing_but_a_step(workers: InProcessCluster)
     assert parameter.grad is None
 
 
+class OddlyNamed(torch.optim.SGD):
+    def step(this, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+def test_a_method_may_call_its_object_what_it_likes(workers: InProcessCluster) -> None:
+    check(OddlyNamed, dense_twins(), dense_inputs(STEPS), lr=0.1)
+
+
+def scheduled(params: Any, lr: float) -> torch.optim.Optimizer:
+    """An optimizer that has a scheduler of its own: its step is wrapped."""
+    optimizer = torch.optim.SGD(params, lr=lr)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+def test_one_that_brings_its_own_scheduler(workers: InProcessCluster) -> None:
+    check(scheduled, dense_twins(), dense_inputs(STEPS), lr=0.1)
+
+
 def sgd(params: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, **options)
 

@@ -175,7 +175,6 @@ class Picky(torch.optim.SGD):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if param_group.get("refuse") == rpc.get_worker_info().name:
-            self.param_groups.pop()
             raise ValueError("no group today")
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
+from backhaul.errors import PartialError
 from backhaul.optim import DistributedOptimizer
 from backhaul.rpc import OptionError
 from backhaul.testing import InProcessCluster
@@ -306,6 +307,34 @@ def use(parameter: Tensor, kind: int) -> Tensor:
     if kind:
         return nn.functional.embedding(torch.tensor([0, 2, 2]), parameter, sparse=True).square().sum()
     return parameter.square().sum()
+
+
+class InGradMode(torch.optim.Optimizer):
+    """Leaves it to its caller to switch autograd off."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= self.param_groups[0]["lr"] * parameter.grad
+
+
+def test_autograd_is_switched_off_where_the_caller_has_done_so(workers: InProcessCluster) -> None:
+    twins = dense_twins()
+    optimizer = DistributedOptimizer(InGradMode, twins.rrefs, lr=0.1)
+    x = dense_inputs(1)[0]
+    with dist_autograd.context() as context_id:
+        backward(twins, context_id, x)
+        with pytest.raises(PartialError, match="a leaf Variable that requires grad") as caught:
+            optimizer.step(context_id)
+        assert len(caught.value.errors) == 3
+        with torch.no_grad():
+            optimizer.step(context_id)
+    twins.backward_alone(x)
+    with torch.no_grad():
+        InGradMode(twins.parameters, lr=0.1).step()
+    twins.assert_same_parameters()
 
 
 class Naive(torch.optim.Optimizer):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import traceback
+import types
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
@@ -40,10 +42,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises `PartialError` if a local optimizer cannot be made; then there is none anywhere.
     """
 
-    def __init__(self, optimizer_class: Callable[..., Any], params_rref: Iterable[Any], *args: Any, **kwargs: Any):
+    def __init__(
+        self, optimizer_class: Callable[..., Any], params_rref: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> None:
         _check_class(optimizer_class)
         groups, as_groups = groups_from(params_rref)
-        self._make = partial(_make_work, optimizer_class, args=list(args), kwargs=kwargs)
+        self._make = partial(_make_work, optimizer_class, args=copied(list(args)), kwargs=copied(kwargs))
         self._name = _name_of(optimizer_class)
         self._locals: dict[WorkerInfo, RRef[LocalOptimizer]] = {}
         self._places: list[tuple[WorkerInfo, int]] = []
@@ -109,8 +113,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise OptionError("step() takes the id of an autograd context, and no closure")
         gradients.require(context_id)
         changes = self._changes()
+        with_grad = torch.is_grad_enabled()
         work = {
-            worker: (local.step, (rref, context_id, _of_worker(changes, worker, self._homes)))
+            worker: (local.step, (rref, context_id, _of_worker(changes, worker, self._homes), with_grad))
             for worker, rref in self._locals.items()
         }
         news = spread("the optimizer step", work)
@@ -248,21 +253,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
             worker: (local.load, (self._locals[worker], entries, state))
             for worker, (entries, state) in self._split(groups, found["state"]).items()
         }
-        loaded = spread("load_state_dict()", work)
+        self._show_loaded(spread("load_state_dict()", work), groups)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _show_loaded(
+        self, loaded: Mapping[WorkerInfo, Mapping[int, Entries]], groups: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Put into ``param_groups`` what the workers have after they have loaded these groups."""
         self._known = [loaded[homes[0]][number] for number, homes in enumerate(self._homes)]
         self.param_groups = [
             {**entries_of(entries), **(_names(new) or _names(old)), "params": old["params"]}
             for entries, new, old in zip(self._known, groups, self.param_groups, strict=True)
         ]
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
         missing = {"state", "param_groups"} - state_dict.keys()
         if missing:
             raise OptionError(f"this is no state_dict of an optimizer: it has no {sorted(missing)[0]!r}")
         groups: list[dict[str, Any]] = list(state_dict["param_groups"])
-        sizes, mine = [len(group["params"]) for group in groups], [len(group["params"]) for group in self.param_groups]
+        sizes = [len(group.get("params", ())) for group in groups]
+        mine = [len(group["params"]) for group in self.param_groups]
         if sizes != mine:
             raise OptionError(
                 f"the state_dict has {len(sizes)} parameter groups with {sizes} parameters, this optimizer "
@@ -320,7 +331,8 @@ def _check_class(optimizer_class: Any) -> None:
         return  # a function: what it makes is looked at on the worker
     if not callable(getattr(plain, "step", None)):
         raise OptionError(f"{plain.__qualname__} has no step(): give a class such as torch.optim.SGD")
-    local.require_no_closure(plain.step, plain.__qualname__)  # type: ignore[attr-defined]
+    is_method = isinstance(inspect.getattr_static(plain, "step"), types.FunctionType)
+    local.require_no_closure(plain.step, plain.__qualname__, is_method)  # type: ignore[attr-defined]
 
 
 def _name_of(optimizer_class: Any) -> str:

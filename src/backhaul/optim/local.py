@@ -20,13 +20,13 @@ Changes = dict[int, Change]
 """By the number of the group."""
 
 
-def require_no_closure(step: Any, whose: str) -> None:
-    """Raise `OptionError` if a step cannot be made without a closure. ``step`` is a function or a bound method."""
+def require_no_closure(step: Any, whose: str, is_method: bool = False) -> None:
+    """Raise `OptionError` if a step cannot be made without a closure. ``is_method``: it is not bound yet."""
     try:
         parameters = list(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):  # a builtin that does not tell
         return
-    if parameters and parameters[0].name == "self":
+    if parameters and (is_method or parameters[0].name == "self"):  # what schedulers wrap looks as if it were not bound
         del parameters[0]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
@@ -124,12 +124,15 @@ class LocalOptimizer:
         found = getattr(self.optimizer, "defaults", None)
         return copied(dict(found)) if isinstance(found, Mapping) else {}
 
-    def step(self, context_id: int | None, changes: Changes | None) -> Changes | None:
-        """Apply changes of entries, and step. Returns the entries that the optimizer has changed itself."""
+    def step(self, context_id: int | None, changes: Changes | None, with_grad: bool) -> Changes | None:
+        """Apply changes of entries, and step, with autograd switched on or off as it is where the step is asked for.
+
+        Returns the entries that the optimizer has changed itself.
+        """
         with self._claimed():
             if changes:
                 self._apply(changes)
-            with gradients.as_grad(self.params, context_id):
+            with torch.set_grad_enabled(with_grad), gradients.as_grad(self.params, context_id):
                 self.optimizer.step()
             return self._news()
 
@@ -196,27 +199,35 @@ class LocalOptimizer:
         self.remove(part.number)
         params = self._checked(part)
         with self._claimed(params):
-            self._require_groups("add_param_group()")
-            self._require_method("add_param_group")(_as_group(part, params))
+            groups = self._require_groups("add_param_group()")
+            try:
+                self._require_method("add_param_group")(_as_group(part, params))
+            except BaseException:
+                del groups[len(self._sizes) :]  # it may have come as far as to have the group
+                self._forget(params)
+                raise
             self._note(part.number, params)
             self._given[part.number] = entries_of(part.entries)
             self._known[part.number] = self.entries()[part.number]
             return copied(self._known[part.number])  # type: ignore[no-any-return]
 
     def remove(self, number: int) -> None:
-        """Take back a group that was added last."""
+        """Take back a group, if it is there."""
         if number not in self._numbers:
             return
         with self._claimed():
             groups = self._require_groups("taking a parameter group back")
             place = self._numbers.index(number)
             start = sum(self._sizes[:place])
-            removed = self.params[start : start + self._sizes[place]]
-            del groups[place], self._numbers[place], self.params[start : start + self._sizes[place]]
-            del self._sizes[place], self._known[number], self._given[number]
-            state = getattr(self.optimizer, "state", {})
-            for param in removed:
-                state.pop(param, None)
+            end = start + self._sizes[place]
+            self._forget(self.params[start:end])
+            del groups[place], self._numbers[place], self._sizes[place], self.params[start:end]
+            del self._known[number], self._given[number]
+
+    def _forget(self, params: Sequence[torch.Tensor]) -> None:
+        state = getattr(self.optimizer, "state", {})
+        for param in params:
+            state.pop(param, None)
 
     def export(self) -> tuple[list[Entries], dict[Any, Any]]:
         """Entries of the groups in their order here, and the state by index here: copies that steps do not change.
@@ -264,8 +275,10 @@ def make(optimizer_class: Any, parts: list[Part], as_groups: bool, args: list[An
     return RRef(local), local.defaults(), local.entries()
 
 
-def step(local: RRef[LocalOptimizer], context_id: int | None, changes: Changes | None) -> Changes | None:
-    return local.local_value().step(context_id, changes)
+def step(
+    local: RRef[LocalOptimizer], context_id: int | None, changes: Changes | None, with_grad: bool
+) -> Changes | None:
+    return local.local_value().step(context_id, changes, with_grad)
 
 
 def zero_grad(local: RRef[LocalOptimizer], set_to_none: bool) -> None:
