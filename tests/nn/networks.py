@@ -21,6 +21,8 @@ WITHIN = 10.0
 class Net(nn.Module):
     """Parameters of its own and of children, one shared, and buffers, one of them not persistent."""
 
+    calls: Tensor
+
     def __init__(self, size: int = 4, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.randn(size, dtype=dtype))

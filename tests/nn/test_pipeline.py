@@ -111,7 +111,7 @@ def test_batch_norm_and_dropout_see_the_micro_batches_in_order(chunks: int) -> N
     x = batch(8, 4).requires_grad_()
     torch.manual_seed(3)
     expected = torch.cat([local(part) for part in x.chunk(chunks)])
-    expected.pow(2).sum().backward()
+    expected.pow(2).sum().backward()  # type: ignore[no-untyped-call]
     with dist_autograd.context() as context_id:
         torch.manual_seed(3)
         y = pipeline(x)
@@ -310,7 +310,7 @@ def test_a_stage_that_is_a_pipeline() -> None:
     m = RemoteModule("worker1", given, (inner,))
     pipeline = Pipeline([m, RemoteModule("worker2", nn.Tanh)], 2)
     x = batch(8, 4).requires_grad_()
-    torch.tanh(inner_local(x)).sum().backward()
+    torch.tanh(inner_local(x)).sum().backward()  # type: ignore[no-untyped-call]
     with dist_autograd.context() as context_id:
         y = pipeline(x)
         context_id.backward(y.sum())

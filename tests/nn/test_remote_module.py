@@ -201,7 +201,7 @@ def test_what_forward_raises() -> None:
     m = RemoteModule("worker1", linear)
     for call in (m, lambda x: m.forward_async(x).wait()):
         with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
-            call(batch(2, 3))
+            call(batch(2, 3))  # type: ignore[no-untyped-call]
         assert caught.value.__cause__.worker == "worker1"  # type: ignore[union-attr]
     assert m(batch(2, 4)).shape == (2, 4)
 
@@ -276,7 +276,7 @@ class Unpicklable(nn.Module):
 def test_pickled_by_other_means() -> None:
     m = RemoteModule("worker1", linear)
     for value in (m, nn.Sequential(m)):
-        with pytest.raises(UnsendableError, match="can only be sent to other workers"):
+        with pytest.raises(UnsendableError, match=r"can only be (pickled when using RPC|sent to other workers)"):
             pickle.dumps(value)
 
 

@@ -85,7 +85,7 @@ def test_get_by_name() -> None:
         texts = []
         for model in (m, local):
             with pytest.raises(AttributeError) as caught:
-                get(model, target)
+                get(model, target)  # type: ignore[no-untyped-call]
             texts.append(str(caught.value))
         assert texts[0] == texts[1]
 

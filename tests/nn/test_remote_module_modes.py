@@ -147,7 +147,7 @@ def test_memory_formats(through_parent: bool) -> None:
     mine, theirs = both(m, local, through_parent)
     for format in (torch.channels_last, torch.contiguous_format):
         for model in (mine, theirs):
-            model.to(memory_format=format)
+            model.to(memory_format=format)  # type: ignore[call-overload]
         assert ask(m, strides) == strides(local)
 
 
@@ -158,7 +158,7 @@ def test_memory_formats_of_tensors_that_have_none(format: torch.memory_format, t
     m, local = twins(1, "worker1", nn.Conv2d if format is torch.channels_last_3d else nn.Conv3d, 3, 4, 2)
     for model in both(m, local, through_parent):
         with pytest.raises(RuntimeError, match="required rank"):
-            model.to(memory_format=format)
+            model.to(memory_format=format)  # type: ignore[call-overload]
     assert ask(m, strides) == strides(local)
 
 

@@ -326,9 +326,9 @@ def forgive(module: nn.Module, keys: Any) -> None:
 def hooked() -> nn.Module:
     """With hooks that rename, and one that forgives what is wrong up to there."""
     module = nn.Sequential(linear())
-    module[0].register_state_dict_post_hook(no_prefix)
-    module[0].register_load_state_dict_pre_hook(unhook)
-    module.register_load_state_dict_post_hook(forgive)
+    module[0].register_state_dict_post_hook(no_prefix)  # type: ignore[no-untyped-call]
+    module[0].register_load_state_dict_pre_hook(unhook)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_post_hook(forgive)  # type: ignore[no-untyped-call]
     return module
 
 
@@ -362,10 +362,10 @@ def test_hooks_of_the_remote_module_itself() -> None:
     def loaded(module: Any, keys: Any) -> None:
         calls.append(f"loaded {keys.missing_keys}")
 
-    m.register_state_dict_pre_hook(before)
-    m.register_state_dict_post_hook(after)
-    m.register_load_state_dict_pre_hook(loading)
-    m.register_load_state_dict_post_hook(loaded)
+    m.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+    m.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
+    m.register_load_state_dict_pre_hook(loading)  # type: ignore[no-untyped-call]
+    m.register_load_state_dict_post_hook(loaded)  # type: ignore[no-untyped-call]
     m.state_dict(prefix="p.")
     m.load_state_dict({"weight": torch.ones(4, 4)})
     assert calls == ["before p.", "after ['p.weight', 'p.bias']", "loaded []"]
