@@ -205,8 +205,10 @@ def hold(number: int, workers: list[str]) -> None:
     HELD["optimizer"] = DistributedOptimizer(torch.optim.SGD, parameter_rrefs(model), lr=0.5)
 
 
-def arm(place: int, when: str) -> None:
-    HELD["model"][place].module_rref.rpc_sync().arm(when)
+def arm(worker: str, when: str) -> None:
+    """Have a worker killed by what it holds."""
+    (module,) = [module for module in HELD["model"] if module.on == worker]
+    module.module_rref.rpc_sync().arm(when)
 
 
 def save_held(path: Path, number: int, fatal: bool = False) -> None:

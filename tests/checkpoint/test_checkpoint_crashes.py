@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,53 +10,56 @@ from dying import arm, data_directories, hold, kill_at_each_call, kill_at_random
 
 from backhaul import checkpoint
 from backhaul.errors import PartialError, WorkerLostError
-from crew import Crew
+from crew import Crew, Hand
 
 
-def test_a_caller_that_is_killed_at_each_call_of_a_save() -> None:
+@pytest.fixture(scope="module")
+def hand() -> Iterator[Hand]:
+    """A process that can be forked, since it has one thread only."""
     with Crew(1, group=False) as crew:
-        deaths, came_through, left = crew[0].run(kill_at_each_call, 1, timeout=110)
+        yield crew[0]
+
+
+def test_a_caller_that_is_killed_at_each_call_of_a_save(hand: Hand) -> None:
+    deaths, came_through, left = hand.run(kill_at_each_call, 1, timeout=110)
     assert deaths > 100
     assert 5 < came_through < deaths - 50  # some before the swap, some after it
     assert left > 20
 
 
-def test_a_caller_that_is_killed_at_any_time() -> None:
-    with Crew(1, group=False) as crew:
-        done = crew[0].run(kill_at_random, 40, 3, timeout=110)
+def test_a_caller_that_is_killed_at_any_time(hand: Hand) -> None:
+    done = hand.run(kill_at_random, 40, 3, timeout=110)
     assert len(done) == 40
     assert 0 in done  # killed in its first save
     assert max(done) > 1
 
 
-@pytest.mark.parametrize("when", ["before it writes", "while it writes"])
-def test_a_worker_that_is_killed_during_a_save(when: str, tmp_path: Path) -> None:
-    with Crew(3) as crew:
-        crew[0].run(hold, 1, ["worker1", "worker2"])
+def test_workers_and_a_caller_that_are_killed_during_saves(tmp_path: Path) -> None:
+    """One after the other; those who are left go on with the checkpoint."""
+    with Crew(4) as crew:
+        crew[0].run(hold, 1, ["worker2", "worker3"])
         crew[0].run(save_held, tmp_path, 1)
-        crew[0].run(arm, 1, when)
-        with pytest.raises(PartialError, match=r"saving the checkpoint .* \(the one before stays\)") as caught:
-            crew[0].run(save_held, tmp_path, 2)
-        assert list(caught.value.errors) == ["worker2"]
-        assert isinstance(caught.value.errors["worker2"], WorkerLostError)
-        assert data_directories(tmp_path) == 1
-        # Those who are left go on with the checkpoint.
-        crew[0].run(hold, 5, ["worker1", "worker0"])
-        assert crew[0].run(load_held, tmp_path) == (1, [1.0, 1.0])
+
+        for victim, when, left in (
+            ("worker3", "before it writes", "worker1"),
+            ("worker2", "while it writes", "worker0"),
+        ):
+            crew[0].run(arm, victim, when)
+            with pytest.raises(PartialError, match=r"saving the checkpoint .* \(the one before stays\)") as caught:
+                crew[0].run(save_held, tmp_path, 2)
+            assert list(caught.value.errors) == [victim]
+            assert isinstance(caught.value.errors[victim], WorkerLostError)
+            assert data_directories(tmp_path) == 1
+            crew[0].run(hold, 5, ["worker2" if victim == "worker3" else "worker1", left])
+            assert crew[0].run(load_held, tmp_path) == (1, [1.0, 1.0])
+
         crew[0].run(save_held, tmp_path, 3)
-    assert checkpoint.read(tmp_path)["number"] == 3
-
-
-def test_a_caller_that_is_killed_when_the_workers_have_written(tmp_path: Path) -> None:
-    with Crew(3) as crew:
-        crew[0].run(hold, 1, ["worker1", "worker2"])
-        crew[0].run(save_held, tmp_path, 1)
         with pytest.raises(EOFError):
-            crew[0].run(save_held, tmp_path, 2, True)
-        assert data_directories(tmp_path) == 2
-        assert checkpoint.read(tmp_path)["number"] == 1
-        crew[1].run(hold, 5, ["worker1", "worker2"])
-        assert crew[1].run(load_held, tmp_path) == (1, [1.0, 1.0])
-        crew[1].run(save_held, tmp_path, 3)
+            crew[0].run(save_held, tmp_path, 4, True)
+        assert data_directories(tmp_path) == 2  # what the workers had written is left
+        assert checkpoint.read(tmp_path)["number"] == 3
+        crew[1].run(hold, 5, ["worker1", "worker1"])
+        assert crew[1].run(load_held, tmp_path) == (3, [1.0, 1.0])
+        crew[1].run(save_held, tmp_path, 5)
         assert data_directories(tmp_path) == 1
-    assert checkpoint.read(tmp_path)["number"] == 3
+    assert checkpoint.read(tmp_path)["number"] == 5

@@ -8,7 +8,8 @@ import os
 import resource
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 
 from backhaul import checkpoint
-from backhaul.errors import MisuseError, PartialError
+from backhaul.checkpoint.shares import prepare
+from backhaul.errors import BackhaulError, MisuseError, PartialError
 from backhaul.nn import RemoteModule
 from backhaul.testing import InProcessCluster
 from crew import Crew
@@ -256,6 +258,28 @@ def test_reading_while_somebody_saves_over_and_over(trio: InProcessCluster, tmp_
     assert len(seen) > 2
 
 
+@pytest.mark.parametrize("times", [1, 3, 1000])
+def test_files_that_are_replaced_when_they_should_be_read(times: int, trio: InProcessCluster, tmp_path: Path) -> None:
+    """Just before the worker reads them. Then the new ones are read, unless there is no end to it."""
+    with trio[0].as_current():
+        model = RemoteModule("worker1", nn.Linear, (2, 2))
+        checkpoint.save({"model": model, "epoch": 0}, tmp_path)
+        epochs = []
+
+        def replace(_: Any, function: Any, *__: Any) -> None:
+            if function is prepare and len(epochs) < times:
+                epochs.append(len(epochs) + 1)
+                checkpoint.save({"model": nn.Linear(2, 2), "epoch": epochs[-1]}, tmp_path)
+
+        trio[0].before_call.append(replace)
+        if times < 10:
+            assert checkpoint.load(tmp_path, {"model": model})["epoch"] == times
+            assert torch.equal(model.state_dict()["weight"], checkpoint.read(tmp_path)["model"]["weight"])
+        else:
+            with pytest.raises(BackhaulError, match="is replaced faster than it can be read"):
+                checkpoint.load(tmp_path, {"model": model})
+
+
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint.save({"epoch": 1}, "a/b")
@@ -318,14 +342,33 @@ def test_a_file_that_cannot_be_written(full: int, tmp_path: Path) -> None:
     assert checkpoint.read(tmp_path)["epoch"] == 4
 
 
+@contextmanager
+def mounted(directory: Path, size: str) -> Iterator[Path]:
+    """A small disk of its own."""
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", directory]
+    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
+        pytest.skip("only root can mount a disk")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
+def test_a_left_over_that_cannot_be_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint.save({"epoch": 1}, tmp_path)
+    with mounted(tmp_path / LEFT_DATA, "1m"):
+        checkpoint.save({"epoch": 2}, tmp_path)
+        assert checkpoint.read(tmp_path) == {"epoch": 2}
+        assert "a left-over in the checkpoint" in caplog.text
+        assert "Device or resource busy" in caplog.text
+    checkpoint.save({"epoch": 3}, tmp_path)
+    assert names(tmp_path) == WHOLE
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     """At whatever point it is full."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], check=False, capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("only root can mount a small disk")
-    try:
+    with mounted(tmp_path / "disk", "2m") as disk:
         path = disk / "checkpoint"
         model = nn.Linear(150, 300)
         checkpoint.save({"model": model, "epoch": -1}, path)
@@ -345,5 +388,3 @@ def test_a_full_disk(tmp_path: Path) -> None:
             assert found < free if failed else found == free
             assert names(path) == WHOLE
         assert 5 < failures < 30
-    finally:
-        subprocess.run(["umount", disk], check=True)

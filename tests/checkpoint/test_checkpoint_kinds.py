@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from training_runs import assert_equal, block
 
 from backhaul import checkpoint, rpc
-from backhaul.errors import MisuseError, OptionError
+from backhaul.errors import MisuseError, OptionError, PartialError
 from backhaul.nn import Pipeline, RemoteModule, parameter_rrefs
 from backhaul.optim import DistributedOptimizer, GradScaler
 from backhaul.testing import InProcessCluster
@@ -380,10 +380,8 @@ def test_what_could_not_be_read_again_is_not_saved(objects: dict[str, Any], wher
 
 
 def test_a_reference_is_no_value(trio: InProcessCluster, tmp_path: Path) -> None:
-    with (
-        trio[0].as_current(),
-        pytest.raises(MisuseError, match=r"'values' -> 'ref', a RRef: UnsendableError: an RRef can only"),
-    ):
+    says = "'values' -> 'ref', a RRef: UnsendableError: .*an RRef can only be sent to other workers"
+    with trio[0].as_current(), pytest.raises(MisuseError, match=says):
         checkpoint.save({"ref": rpc.RRef(1)}, tmp_path)
 
 
@@ -411,3 +409,44 @@ def test_inside_an_autograd_context(trio: InProcessCluster, tmp_path: Path) -> N
             checkpoint.save({"model": model}, tmp_path, gather=True)
             checkpoint.load(tmp_path, {"model": RemoteModule("worker2", nn.Linear, (2, 2))})
             dist_autograd.backward(context_id, [loss])
+
+
+class Holder(nn.Module):
+    """Can be given a part after it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def hold(self, part: nn.Module) -> None:
+        self.part = part
+
+    def let_go(self) -> None:
+        del self.part
+
+
+def test_a_remote_module_that_holds_itself(trio: InProcessCluster, tmp_path: Path) -> None:
+    with trio[0].as_current():
+        one, other = RemoteModule("worker1", Holder), RemoteModule("worker2", Holder)
+        one.module_rref.rpc_sync().hold(other)
+        other.module_rref.rpc_sync().hold(one)
+        with pytest.raises(
+            MisuseError, match="remote modules are nested more than 64 deep: does one of them hold itself"
+        ):
+            checkpoint.save({"model": one}, tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+        one.module_rref.rpc_sync().let_go()
+
+
+def test_a_tensor_that_cannot_be_changed(trio: InProcessCluster, tmp_path: Path) -> None:
+    """What torch says of a tensor of a module that has remote ones in it is passed on."""
+    with trio[0].as_current():
+        model = Holder()
+        model.hold(RemoteModule("worker1", nn.Linear, (2, 2)))
+        checkpoint.save({"model": model}, tmp_path)
+        with torch.inference_mode():
+            model.weight = nn.Parameter(torch.ones(2), requires_grad=False)
+        with pytest.raises(
+            PartialError, match=r"on 'worker0' it failed: MisuseError: Holder does not take its tensors"
+        ):
+            checkpoint.load(tmp_path, {"model": model})
