@@ -142,6 +142,12 @@ def test_a_function_may_make_the_module() -> None:
     assert repr(m) == "RemoteModule(Linear on worker1/cpu)"
 
 
+def test_a_lazy_module() -> None:
+    m = RemoteModule("worker1", nn.LazyLinear, (3,))
+    assert m(torch.ones(2, 4)).shape == (2, 3)
+    assert m.state_dict()["weight"].shape == (3, 4)
+
+
 def test_a_module_that_is_sent() -> None:
     local = linear()
     m = RemoteModule("worker1", given, (local,))

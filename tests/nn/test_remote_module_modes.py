@@ -26,7 +26,7 @@ from torch import nn
 
 import backhaul.autograd as dist_autograd
 from backhaul.errors import UnsendableError
-from backhaul.nn import RemoteModule
+from backhaul.nn import Pipeline, RemoteModule
 from backhaul.testing import InProcessCluster
 
 pytestmark = pytest.mark.usefixtures("three")
@@ -286,3 +286,24 @@ def test_each_is_one_call(three: InProcessCluster) -> None:
         act()
     assert len(calls) == len(acts)
     assert {call[0].name for call in calls} == {"worker1"}
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_autocast(piped: bool) -> None:
+    """As in one process: products in bfloat16, gradients of the parameters in their own dtype."""
+    m, local = twins(1, "worker1", nn.Linear, 4, 4)
+    model = Pipeline([m], 1) if piped else m
+    x = batch(3, 4, dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = local(x)
+        with torch.autocast("cpu", enabled=False):
+            assert model(x).dtype is torch.float32
+        with dist_autograd.context() as context_id:
+            y = model(x)
+            assert y.dtype is torch.bfloat16
+            assert torch.equal(y, expected)
+            context_id.backward(y.float().pow(2).sum())
+            got = [context_id.gradients()[x], *ask(m, gradients_in, context_id)]
+    expected.float().pow(2).sum().backward()
+    assert equal_lists(got, [x.grad, *grads(local)])
+    assert model(x).dtype is torch.float32

@@ -24,6 +24,7 @@ from backhaul import rpc
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
 from backhaul.nn import served
 from backhaul.nn.members import Kind, members, parameter_rrefs
+from backhaul.nn.modes import Modes
 from backhaul.nn.remote_module import RemoteModule
 from backhaul.rpc import RRef
 
@@ -77,13 +78,13 @@ class Pipeline(nn.Module):
         stages = list(self)
         outputs: deque[RRef[Any]] = deque()  # of each micro-batch, by the last stage that was started
         before: list[RRef[Any] | None] = [None] * len(stages)
-        grad = torch.is_grad_enabled()
+        modes = Modes.here()
         try:
             for inputs in split(args, self.chunks):
                 value: Any = inputs
                 for index, stage in enumerate(stages):
                     module = stage.module_rref
-                    to_do = (module, stage.device, grad, value, before[index])
+                    to_do = (module, stage.device, modes, value, before[index])
                     value = before[index] = rpc.remote(module.owner(), served.step, args=to_do)
                     if index == 0:
                         outputs.append(value)

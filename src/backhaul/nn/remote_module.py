@@ -16,6 +16,7 @@ from backhaul.nn.conversion import conversion_of
 from backhaul.nn.device import place
 from backhaul.nn.hooks import RemoteHandle
 from backhaul.nn.members import Kind, Member
+from backhaul.nn.modes import Modes
 from backhaul.nn.state import Loading, metadata_within
 from backhaul.rpc import Future, RRef
 
@@ -84,6 +85,12 @@ class RemoteModule(nn.Module):
         state = {name: value for name, value in vars(self).items() if name not in _OF_EVERY_MODULE}
         return _blank, (type(self),), state
 
+    def __copy__(self) -> RemoteModule:
+        """One more for the same module."""
+        made = _blank(type(self))
+        made.__dict__.update({name: value for name, value in vars(self).items() if name not in _OF_EVERY_MODULE})
+        return made
+
     def __deepcopy__(self, memo: dict[Any, Any]) -> RemoteModule:
         """One for a copy of the module, on the same worker."""
         made = memo[id(self)] = _blank(type(self))
@@ -119,11 +126,11 @@ class RemoteModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives for these arguments, hooks included. Raises what it raises."""
-        return self._there(served.run, self.device, torch.is_grad_enabled(), args, kwargs)
+        return self._there(served.run, self.device, Modes.here(), args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """A future of what `forward` returns."""
-        return self._there_async(served.run, self.device, torch.is_grad_enabled(), args, kwargs)
+        return self._there_async(served.run, self.device, Modes.here(), args, kwargs)
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to the module's parameters, in the order of its ``parameters()``."""

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from backhaul.errors import OptionError
 from backhaul.nn.conversion import Conversion
 from backhaul.nn.device import arrived, device_of, leaving
 from backhaul.nn.members import Elsewhere, Kind, Member, members
+from backhaul.nn.modes import Modes
 from backhaul.nn.state import Loading, State, load, save
 from backhaul.rpc import RRef
 
@@ -61,11 +61,11 @@ def portrait(module: nn.Module, device: str) -> Portrait:
     return Portrait(type(module).__name__, module.training, str(device_of(module, device)), id(module))
 
 
-def run(rref: RRef[nn.Module], device: str, grad: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the module. ``device`` is for one that has no tensors of its own; ``grad`` is the caller's grad mode."""
+def run(rref: RRef[nn.Module], device: str, modes: Modes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the module. ``device`` is for one that has no tensors of its own; ``modes`` are the caller's."""
     module = rref.local_value()
     where = device_of(module, device)
-    with torch.set_grad_enabled(grad):
+    with modes.entered():
         return leaving(module(*arrived(args, where), **arrived(kwargs, where)), where)
 
 
@@ -108,20 +108,20 @@ def register_hook(
 
 
 def step(
-    rref: RRef[nn.Module], device: str, grad: bool, inputs: tuple[Any, ...] | RRef[Any], before: RRef[Any] | None
+    rref: RRef[nn.Module], device: str, modes: Modes, inputs: tuple[Any, ...] | RRef[Any], before: RRef[Any] | None
 ) -> Any:
     """Run one micro-batch through a stage of a pipeline.
 
     ``inputs`` are arguments, or a reference to what the stage before makes of this micro-batch. ``before`` refers to
     what this stage makes of the micro-batch before: that comes first. If it fails, so do all that follow.
     """
-    with torch.set_grad_enabled(grad):
+    with modes.entered():
         # Fetched first, so that it is here when the stage is free. Only the pipeline's caller limits the time: how long
         # the others take is not this stage's affair.
         value = inputs.to_here(0) if isinstance(inputs, RRef) else inputs
     if before is not None:
         before.to_here(0)
-    return run(rref, device, grad, value if isinstance(value, tuple) else (value,), {})
+    return run(rref, device, modes, value if isinstance(value, tuple) else (value,), {})
 
 
 def finish(rref: RRef[Any]) -> None:
