@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from backhaul import checkpoint
+from backhaul.checkpoint.files import sync
 from backhaul.checkpoint.shares import prepare
 from backhaul.errors import BackhaulError, MisuseError, PartialError
 from backhaul.nn import RemoteModule
@@ -264,7 +265,7 @@ def test_files_that_are_replaced_when_they_should_be_read(times: int, trio: InPr
     with trio[0].as_current():
         model = RemoteModule("worker1", nn.Linear, (2, 2))
         checkpoint.save({"model": model, "epoch": 0}, tmp_path)
-        epochs = []
+        epochs: list[int] = []
 
         def replace(_: Any, function: Any, *__: Any) -> None:
             if function is prepare and len(epochs) < times:
@@ -289,6 +290,16 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(MisuseError, match=r"'.*/file' is a file; a checkpoint is a directory"):
         checkpoint.save({"epoch": 1}, "file")
+
+
+def test_a_file_system_that_does_not_sync_directories() -> None:
+    descriptor = os.open("/proc", os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="Invalid argument"):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    sync("/proc")
 
 
 def test_a_copy_is_a_checkpoint_too(tmp_path: Path) -> None:
@@ -346,7 +357,7 @@ def test_a_file_that_cannot_be_written(full: int, tmp_path: Path) -> None:
 def mounted(directory: Path, size: str) -> Iterator[Path]:
     """A small disk of its own."""
     directory.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", directory]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(directory)]
     if subprocess.run(command, check=False, capture_output=True).returncode != 0:
         pytest.skip("only root can mount a disk")
     try:

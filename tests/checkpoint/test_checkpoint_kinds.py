@@ -430,9 +430,7 @@ def test_a_remote_module_that_holds_itself(trio: InProcessCluster, tmp_path: Pat
         one, other = RemoteModule("worker1", Holder), RemoteModule("worker2", Holder)
         one.module_rref.rpc_sync().hold(other)
         other.module_rref.rpc_sync().hold(one)
-        with pytest.raises(
-            MisuseError, match="remote modules are nested more than 64 deep: does one of them hold itself"
-        ):
+        with pytest.raises(MisuseError, match="nested more than 64 deep: does one of them hold itself"):
             checkpoint.save({"model": one}, tmp_path / "new")
         assert not (tmp_path / "new").exists()
         one.module_rref.rpc_sync().let_go()
@@ -446,7 +444,5 @@ def test_a_tensor_that_cannot_be_changed(trio: InProcessCluster, tmp_path: Path)
         checkpoint.save({"model": model}, tmp_path)
         with torch.inference_mode():
             model.weight = nn.Parameter(torch.ones(2), requires_grad=False)
-        with pytest.raises(
-            PartialError, match=r"on 'worker0' it failed: MisuseError: Holder does not take its tensors"
-        ):
+        with pytest.raises(PartialError, match="on 'worker0' it failed: MisuseError: Holder does not take"):
             checkpoint.load(tmp_path, {"model": model})

@@ -44,7 +44,7 @@ def load(path: str | os.PathLike[str], objects: Mapping[str, Any]) -> dict[str, 
     checkpoint, `MisuseError` if it does not fit the objects, `BackhaulError` if it is damaged, and `PartialError` if
     not all workers could read it, or if not all have changed what they have; it says which.
     """
-    directory = os.path.abspath(path)
+    directory = os.path.abspath(os.fsdecode(path))
     found = sort(objects)
     dealt = deal(found)
     looks = on_all("looking at the objects", {worker: (shares.look, (each,)) for worker, each in dealt.shares.items()})
@@ -68,7 +68,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     Of a model or an optimizer it is the state dict of the same one in one process. Needs no workers. Raises
     FileNotFoundError if there is no checkpoint, and `BackhaulError` if it is damaged.
     """
-    directory = os.path.abspath(path)
+    directory = os.path.abspath(os.fsdecode(path))
     return _from_current(directory, lambda index: _read(directory, index))
 
 

@@ -32,7 +32,7 @@ def save(objects: Mapping[str, Any], path: str | os.PathLike[str], *, gather: bo
     Nobody may train the objects meanwhile. Raises `PartialError`, with what went wrong on the workers, and
     `MisuseError` if something cannot be saved, or if somebody else saves to ``path``.
     """
-    directory = os.path.abspath(path)
+    directory = os.path.abspath(os.fsdecode(path))
     found = sort(objects)
     dealt = deal(found)
     with files.locked(directory):
