@@ -269,6 +269,15 @@ def two_ways(step: int) -> Tensor:
     return mse_loss((first.wait() * second.wait())[:, :3], target(rank(), step))
 
 
+def two_crossed_ways(step: int) -> Tensor:
+    """What is computed first is sent last."""
+    x = part("front")(inputs(rank(), step))
+    y = part("twin")(inputs(rank(), step))
+    second = start(SERVER, held, f"second of {rank()}", y)
+    first = start(MASTER, held, f"first of {rank()}", x)
+    return mse_loss((first.wait() * second.wait())[:, :3], target(rank(), step))
+
+
 def held(name: str, x: Tensor) -> Tensor:
     return act(name, part("middle")(x))
 
@@ -306,27 +315,27 @@ def noted() -> dict[str, list[Tensor]]:
     return _seen
 
 
-@pytest.mark.parametrize("wrapped", [("front", "twin"), ("twin", "front")], ids="-".join)
+@pytest.mark.parametrize("program", [two_ways, two_crossed_ways])
+@pytest.mark.parametrize("late", [[(MASTER, "first of 0"), (SERVER, "second of 1")], [(MASTER, "first of 0")]], ids=len)
 @each_option
 def test_gradients_that_come_in_another_order_to_each_trainer(
-    crew: Crew, wrapped: tuple[str, str], options: Options
+    crew: Crew, options: Options, late: list[tuple[int, str]], program: trainers.Program
 ) -> None:
-    """To trainer 0 those of the one module first, to trainer 1 those of the other.
+    """To trainer 0 those of the one module first, to trainer 1 those of the other, or both at once.
 
     They have to average in the same order all the same: what they tell each other has no name.
     """
-    together(crew, ALL, set_up, dict.fromkeys(wrapped, options))
+    together(crew, ALL, set_up, {"front": options, "twin": options})
     for step in range(2):
-        late = [(MASTER, "first of 0"), (SERVER, "second of 1")]
         for to, name in late:
             crew[to].run(hold, name)
-        running = {each: crew[each].start(run_pass, two_ways, step) for each in TRAINERS}
+        running = {each: crew[each].start(run_pass, program, step) for each in TRAINERS}
         for to, name in late:
             crew[to].run(await_held, name)
         for to, name in late:
             crew[to].run(let_go, name)
         got = {each: future.result(60) for each, future in running.items()}
-        assert_found(got, expected(two_ways, step, replicated=["front", "twin"]))
+        assert_found(got, expected(program, step, replicated=["front", "twin"]))
 
 
 @each_way
