@@ -1,11 +1,12 @@
 """Asynchronous SGD: trainers with data of their own step one model on a parameter server, each at its own pace.
 
-    server                         trainer1, trainer2
-    ┌────────────────┐             ┌───────────────────────┐
-    │ body, the      │ ◄─ inputs ─ │ a shard of data       │
-    │ larger part of │ ─ features ►│ head of its own, loss │
-    │ the model      │ ◄─ gradients, steps ─              │
-    └────────────────┘             └───────────────────────┘
+    server                                 trainer1, trainer2
+    ┌────────────────┐                     ┌───────────────────────┐
+    │ body: the      │ ◄───── inputs ───── │ a shard of data       │
+    │ larger part    │ ───── features ───► │ a head of its own     │
+    │ of the model   │ ◄──── gradients ─── │ loss                  │
+    │                │ ◄────── step ────── │ DistributedOptimizer  │
+    └────────────────┘                     └───────────────────────┘
 
 Nobody waits for anybody: between a trainer's forward pass and its step, others may have stepped the body. So the first
 phase comes out differently each time, and is only asked to learn. In the second phase the trainers take turns, and the

@@ -12,8 +12,9 @@ The rows of a party never leave its process, nor do the bank's labels. A coordin
 turn it is, and learns the loss. Activations go from the shop to the bank, and their gradients back: one backward pass
 over both. Each party keeps a book of what it gives and gets, and refuses to be copied.
 
-This says who holds what. It does not make activations secret, which are made of the rows: parties that do not trust
-each other have to add noise or encryption.
+The books show what this program does. They do not stop another one: who is in the group can call any function on a
+party's worker. Nor are activations secret, which are made of the rows; parties that do not trust each other have to add
+noise or encryption.
 
 At the end the trained parameters are compared with those of one process that has all the columns.
 """
@@ -42,7 +43,10 @@ torch.set_num_threads(1)  # the processes share the cores, and sums are made in 
 
 
 def make_rows() -> tuple[Tensor, Tensor, Tensor]:
-    """What the bank knows about each person, what the shop knows, and the bank's labels: who has paid a loan back."""
+    """What the bank knows about each person, what the shop knows, and the bank's labels: who has paid a loan back.
+
+    It stands for files that each party has: each makes all of it, and keeps its own.
+    """
     torch.manual_seed(0)
     traits = torch.randn(PEOPLE, 4)
     accounts = traits[:, :2] @ torch.randn(2, 6) + 0.1 * torch.randn(PEOPLE, 6)
