@@ -20,7 +20,7 @@ from backhaul.checkpoint.index import (
     optimizer_problems,
     shortened,
 )
-from backhaul.checkpoint.objects import Dealt, Sorted, deal, is_spread, show_loaded, sizes_of, sort
+from backhaul.checkpoint.objects import Dealt, Sorted, deal, is_spread, sizes_of, sort
 from backhaul.checkpoint.parts import Metadata, here, metadata_below, on_all
 from backhaul.checkpoint.shares import Common, Looks, Share, pick, picked
 from backhaul.errors import BackhaulError, MisuseError
@@ -56,7 +56,7 @@ def load(path: str | os.PathLike[str], objects: Mapping[str, Any]) -> dict[str, 
     for name, optimizer in found.optimizers.items():
         if is_spread(optimizer):
             loaded = {worker: answer[name] for worker, answer in answers.items() if name in answer}
-            show_loaded(optimizer, loaded, ready.content.optimizers[name].groups)
+            optimizer._show_loaded(loaded, ready.content.optimizers[name].groups)
     for name, each in found.states.items():
         each.load_state_dict(ready.content.states[name])
     return ready.content.values

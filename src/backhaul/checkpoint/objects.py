@@ -14,7 +14,6 @@ from backhaul.checkpoint.shares import Looks, OptimizerPart, Share
 from backhaul.errors import OptionError
 from backhaul.ids import WorkerInfo
 from backhaul.optim import DistributedOptimizer
-from backhaul.optim.entries import entries_of
 
 T = TypeVar("T")
 
@@ -59,7 +58,7 @@ def sort(objects: Mapping[str, Any]) -> Sorted:
 
 
 class Dealt(NamedTuple):
-    """Models and optimizers, by the workers that have them. Something may have no share of this worker."""
+    """Models and optimizers, by the workers that have them."""
 
     parts: list[Part]
     """Of models, in the order of their keys; those of one worker are in the same order in its share."""
@@ -129,20 +128,3 @@ def is_spread(optimizer: torch.optim.Optimizer) -> TypeGuard[DistributedOptimize
 def sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
     """How many parameters its groups have."""
     return [len(group["params"]) for group in optimizer.param_groups]
-
-
-def show_loaded(
-    optimizer: DistributedOptimizer,
-    loaded: Mapping[WorkerInfo, dict[int, dict[str, Any]]],
-    groups: Sequence[Mapping[str, Any]],
-) -> None:
-    """Show in its groups what its parts have loaded: the entries by number of the group, as they gave them."""
-    optimizer._known = [loaded[homes[0]][number] for number, homes in enumerate(optimizer._homes)]
-    optimizer.param_groups = [
-        {**entries_of(entries), **(_names(new) or _names(old)), "params": old["params"]}
-        for entries, new, old in zip(optimizer._known, groups, optimizer.param_groups, strict=True)
-    ]
-
-
-def _names(group: Mapping[str, Any]) -> dict[str, list[str]]:
-    return {"param_names": list(group["param_names"])} if "param_names" in group else {}
