@@ -1,0 +1,482 @@
+"""Holdings: what one worker has of references, to its own values and to those of others. The driver of `counting`.
+
+`counting` decides; this file carries it out. The rules that it keeps:
+
+- One lock guards the state machine and the tables here. Nothing is sent, and no value is freed or
+  completed, while it is held.
+- Notices are sent from a queue (`completions`), never from the thread that caused them: that may be a
+  finalizer, or one that reads a connection.
+- A peer counts as dead when it cannot be reached any more and everything that it sent has been read.
+  A broken connection to a living peer is made again, and what was under way in notices is repeated.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from backhaul.agent.agent import Agent
+from backhaul.agent.future import Future
+from backhaul.agent.serving import Inbound
+from backhaul.errors import (
+    BackhaulError,
+    MisuseError,
+    NotInitializedError,
+    RpcTimeoutError,
+    WorkerLostError,
+    fresh,
+    kept,
+)
+from backhaul.ids import RefId, WorkerInfo
+from backhaul.refs.cell import Cell
+from backhaul.refs.counting import Action, Counting, Free, Send, Void
+from backhaul.refs.mailbox import Inbox, Outbox
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import Notice, Notices, Refs, Sweep
+
+_log = logging.getLogger(__name__)
+
+_PROBE_SECONDS = 2.0
+_SWEEP_SECONDS = 3.0
+_PROCESS_BITS = 30
+_NUMBER_BITS = 32
+
+
+class _Aftermath:
+    """What is left to do after the state machine has decided, and the lock is released."""
+
+    __slots__ = ("freed", "mail", "voided")
+
+    def __init__(self) -> None:
+        self.mail = False
+        self.voided: list[tuple[RefId, Cell]] = []
+        self.freed: list[Cell | None] = []  # their values go when this list does
+
+
+class Holdings:
+    """One worker's values and references; it is told of messages, notices and deaths. Thread-safe."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.me = agent.me
+        self._agent = agent
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._process = secrets.randbits(_PROCESS_BITS) + 1  # tells this process from others that have had its rank
+        self._counting = Counting(agent.me.id, first_number=self._process << _NUMBER_BITS)
+        self._cells: dict[RefId, Cell] = {}  # values of ours
+        self._gone: dict[RefId, BaseException] = {}  # why a value of others cannot be had
+        self._creations: dict[RefId, Future[Any]] = {}  # under way
+        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        self._names: dict[int, WorkerInfo] = {}
+        self._examining: set[int] = set()
+        self._flushing = False
+        self._closed = False
+        self._dropped: deque[RefId] = deque()  # filled by finalizers, without the lock
+        self._sweep_timer: threading.Timer | None = None
+        agent.register(Notices, self._on_notices)
+        agent.on_connection_ended.append(self._on_connection_ended)
+        agent.on_connected.append(self._on_connected)
+        agent.idle_checks.append(self.idle)
+        agent.execution.traffic = self
+        agent.serving.arriving = self.arriving
+        agent.watch.ticks.append(self._tick)
+
+    # What is had here.
+
+    def keep(self, cell: Cell) -> RefId:
+        """Keep a value of this worker's; the caller has a copy of the reference."""
+        with self._lock:
+            ref = self._counting.new_ref(self.me.id)
+            self._counting.own(ref)
+            self._cells[ref] = cell
+        return ref
+
+    def cell(self, ref: RefId) -> Cell:
+        """Where a value of ours is, or will be. Raises if there is none, or none any more."""
+        with self._lock:
+            if self._closed:
+                raise NotInitializedError(f"worker {self.me.name!r} has been shut down, and its values are gone")
+            cell = self._cells.get(ref)
+            if cell is None:
+                if not self._counting.expects(ref):
+                    raise MisuseError(f"there is no value {ref} on worker {self.me.name!r} any more")
+                cell = self._cells[ref] = Cell()
+            return cell
+
+    def hold(self, ref: RefId) -> bool:
+        """One more copy here. False if nothing is known of that reference."""
+        with self._lock:
+            return self._counting.hold(ref)
+
+    def dropped(self, ref: RefId) -> None:
+        """A copy of a reference is gone. Called by finalizers."""
+        self._dropped.append(ref)
+        if self._agent.watch.asleep and not self._closed:
+            self._agent.watch.wake()
+
+    def is_confirmed(self, ref: RefId) -> bool:
+        with self._lock:
+            return self._counting.is_confirmed(ref)
+
+    def describe(self, ref: RefId) -> str:
+        """The state of a reference, for people."""
+        with self._lock:
+            if ref in self._gone:
+                return f"lost ({self._gone[ref]})"
+            cell = self._cells.get(ref)
+            if ref.owner != self.me.id:
+                return "confirmed" if self._counting.is_confirmed(ref) else "not confirmed yet"
+        return "being made" if cell is None or not cell.ready else "there"
+
+    def require(self, ref: RefId) -> None:
+        """Raise if the value is known to be unreachable."""
+        error = self._gone.get(ref)
+        if error is not None:
+            raise fresh(error)
+
+    def info(self, rank: int) -> WorkerInfo:
+        info = self._names.get(rank)
+        if info is None:
+            info = self._names[rank] = self._agent.membership.find(rank).info
+        return info
+
+    # Values that somebody is asked to make.
+
+    def new_ref(self, owner: WorkerInfo) -> RefId:
+        """A reference that nobody has yet: see `creating`."""
+        self._names[owner.id] = owner
+        with self._lock:
+            return self._counting.new_ref(owner.id)
+
+    def creating(self, ref: RefId) -> None:
+        """Its owner is about to be asked for the value; the caller has a copy of the reference.
+
+        Next is `asked`, or `never_asked`, or `created` with what went wrong.
+        """
+        with self._lock:
+            if ref.owner == self.me.id:
+                self._counting.own(ref)
+                self._cells[ref] = Cell()
+            else:
+                self._counting.creating(ref)
+
+    def asked(self, ref: RefId, answer: Future[Any]) -> None:
+        """The owner has been asked; it answers when it has listed this worker."""
+        with self._lock:
+            self._creations[ref] = answer
+        answer.when_done(lambda done: self._on_answer(ref, done))
+
+    def never_asked(self, ref: RefId) -> None:
+        """The request for the value could not be made."""
+        with self._lock:
+            self._counting.created(ref)
+
+    def answer(self, ref: RefId) -> Future[Any] | None:
+        """The answer of the owner; None if it has come, or nobody was asked here."""
+        return self._creations.get(ref)
+
+    def creation(self, ref: RefId) -> Future[Any]:
+        """A future that is done when the owner has answered."""
+        with self._lock:
+            future = self._creations.get(ref)
+            gone = self._gone.get(ref)
+        if future is None:
+            future = Future()
+            future.settle(None, gone)
+        return future
+
+    def own_for(self, ref: RefId, peer: WorkerInfo) -> Cell:
+        """A peer asks for a value of ours; where it will be."""
+        with self._lock:
+            cell = self._cells.setdefault(ref, Cell())
+            after = self._apply([] if peer == self.me else self._counting.own_for(ref, peer.id))
+        self._act(after)
+        return cell
+
+    def _on_answer(self, ref: RefId, done: Any) -> None:
+        try:
+            done.value()
+        except BackhaulError as error:
+            self.created(ref, error)
+        else:
+            self.created(ref, None)
+
+    def created(self, ref: RefId, error: BackhaulError | None) -> None:
+        """The owner has answered; or, with an error, it is not known whether it makes the value."""
+        with self._lock:
+            self._creations.pop(ref, None)
+            if error is not None:
+                self._gone[ref] = kept(_of_creation(error), self.me.name)
+            cell = self._cells.get(ref)
+            after = self._apply(self._counting.created(ref))
+        if error is not None and cell is not None:
+            cell.fail(_of_creation(error), self.me.name)
+        self._act(after)
+
+    # What the agent tells about messages: see agent.traffic.
+
+    def departing(self, attached: list[Any], to: WorkerInfo, over: object) -> Refs:
+        with self._lock:
+            return tuple((rref._ref, self._counting.share(rref._ref, to.id, over)) for rref in attached)
+
+    def stayed(self, refs: Refs) -> None:
+        with self._lock:
+            after = self._apply([action for _, share in refs for action in self._counting.unpin(share)])
+        self._act(after)
+
+    def arriving(self, refs: Refs) -> None:
+        with self._lock:
+            after = self._apply([action for ref, share in refs for action in self._counting.receive(ref, share)])
+        self._act(after)
+
+    def arrived(self, refs: Refs) -> None:
+        with self._lock:
+            after = self._apply([action for ref, _ in refs for action in self._counting.drop(ref)])
+        self._act(after)
+
+    # Acting on what the state machine decides.
+
+    def _apply(self, actions: Iterable[Action]) -> _Aftermath:
+        """Holds the lock, the same that ``actions`` were decided under: two threads must not swap their notices."""
+        after = _Aftermath()
+        for action in actions:
+            if isinstance(action, Send):
+                self._outboxes.setdefault(action.to, Outbox()).add(action.notice)
+                after.mail = True
+            elif isinstance(action, Free):
+                after.freed.append(self._cells.pop(action.ref, None))
+            elif isinstance(action, Void):
+                after.voided.append((action.ref, self._cells.setdefault(action.ref, Cell())))
+            elif not action.exists and self._counting.knows(action.ref):
+                self._gone.setdefault(action.ref, self._lost_value(action.ref))
+        return after
+
+    def _act(self, after: _Aftermath) -> None:
+        """Do what is left to do without the lock. Waits for nobody."""
+        for ref, cell in after.voided:
+            cell.fail(self._lost_creation(ref), self.me.name)
+        if after.mail:
+            self._flush_later()
+        after.freed.clear()
+
+    def _flush_later(self) -> None:
+        with self._lock:
+            if self._flushing or self._closed:
+                return
+            self._flushing = True
+        self._agent.completions.add(self._flush)
+
+    def _flush(self) -> None:
+        with self._lock:
+            self._flushing = False
+            batches = [(to, batch) for to, box in self._outboxes.items() if (batch := box.next_batch()) is not None]
+        for to, (number, notices) in batches:
+            self._mail(to, number, notices)
+
+    def _mail(self, to: int, number: int, notices: tuple[Notice, ...]) -> None:
+        try:
+            future = self._agent.ask_later(
+                self.info(to), lambda id: Notices(id, self._process, number, notices), "notices", math.inf
+            )
+        except BackhaulError:
+            self._examine_later(to)
+            return
+        future.when_done(lambda done: self._mailed(to, number, done))
+
+    def _mailed(self, to: int, number: int, done: Any) -> None:
+        try:
+            done.value()
+        except BackhaulError:
+            self._examine_later(to)
+            return
+        with self._lock:
+            box = self._outboxes.get(to)
+            if box is not None:
+                box.answered(number)
+        self._flush_later()
+
+    def _on_notices(self, inbound: Inbound, envelope: Envelope) -> Frame:
+        message: Notices = envelope.message
+        actions: list[Action] = []
+        with self._lock:
+            if self._inboxes.setdefault(inbound.peer.id, Inbox()).accept(message.number, message.process):
+                for notice in message.notices:
+                    actions += self._counting.handle(inbound.peer.id, notice)
+            after = self._apply(actions)
+        self._act(after)
+        for notice in message.notices:
+            if isinstance(notice, Sweep):
+                for rank in notice.dead:
+                    self._examine_later(rank)
+        return self._agent.answer(message.id, None)
+
+    def _tick(self) -> bool:
+        """Called by the watch thread."""
+        if not self._dropped:
+            return False
+        self._agent.completions.add(self._drop_all)
+        return True
+
+    def _drop_all(self) -> None:
+        actions: list[Action] = []
+        with self._lock:
+            while self._dropped:
+                ref = self._dropped.popleft()
+                actions += self._counting.drop(ref)
+                if not self._counting.knows(ref):
+                    self._gone.pop(ref, None)
+            after = self._apply(actions)
+        self._act(after)
+
+    def _lost_creation(self, ref: RefId) -> BackhaulError:
+        info = self._names.get(ref.creator)
+        name = f"rank {ref.creator}" if info is None else info.name
+        return WorkerLostError(f"the value {ref} will not be made: the request of worker {name!r} for it is lost", name)
+
+    def _lost_value(self, ref: RefId) -> BackhaulError:
+        """Holds the lock."""
+        info = self._names.get(ref.owner)
+        name = f"rank {ref.owner}" if info is None else info.name
+        return WorkerLostError(f"the value {ref} is gone: its owner, worker {name!r}, is lost or has freed it", name)
+
+    # Deaths.
+
+    def _on_connected(self, peer: WorkerInfo) -> None:
+        with self._lock:
+            self._names[peer.id] = peer
+            after = self._apply(self._counting.revived(peer.id))
+        self._act(after)
+
+    def _on_connection_ended(self, connection: object, peer: WorkerInfo, _: WorkerLostError) -> None:
+        with self._lock:
+            after = self._apply(self._counting.connection_ended(connection))
+        self._act(after)
+        self._examine_later(peer.id)
+
+    def _examine_later(self, rank: int) -> None:
+        with self._lock:
+            if rank == self.me.id or rank in self._examining or self._closed:
+                return
+            self._examining.add(rank)
+        self._agent.pool.run(lambda: self._examine(rank))
+
+    def _examine(self, rank: int) -> None:
+        """Find out whether a peer that seems lost is dead, and act on it."""
+        alive = self._is_alive(rank)
+        if not alive and self._agent.membership.dynamic:
+            self._agent.membership.refresh()  # a sweep has to ask all who were there
+        with self._lock:
+            self._examining.discard(rank)
+            if self._closed:
+                return
+            for info in self._agent.members():
+                self._counting.joined(info.id)
+            if alive:
+                actions: list[Action] = []
+                box = self._outboxes.get(rank)
+                again = None if box is None else box.again()
+            else:
+                if rank in self._outboxes:
+                    self._outboxes[rank].clear()
+                again = None
+                actions = self._counting.died(rank)
+            after = self._apply(actions)
+            sweeping = self._counting.sweeping
+        if again is not None:
+            self._mail(rank, *again)
+        self._act(after)
+        if sweeping:
+            self._limit_sweep()
+
+    def _is_alive(self, rank: int) -> bool:
+        """Whether the peer answers. Returns False only after all that it sent has been read."""
+        try:
+            if self._agent.is_reachable(self.info(rank), _PROBE_SECONDS):
+                return True
+        except BackhaulError:
+            pass
+        self._agent.cut_off(rank)
+        return False
+
+    def _limit_sweep(self) -> None:
+        """A worker that hangs must not keep for ever what only the dead held."""
+        with self._lock:
+            if self._sweep_timer is not None or self._closed:
+                return
+            timer = self._sweep_timer = threading.Timer(_SWEEP_SECONDS, self._give_up_sweep)
+            timer.daemon = True
+        timer.start()
+
+    def _give_up_sweep(self) -> None:
+        with self._lock:
+            self._sweep_timer = None
+            actions = self._counting.give_up_sweep()
+            after = self._apply(actions)
+        if actions:
+            _log.warning("some worker did not say whether it has references from a dead one; they may be freed now")
+        self._act(after)
+
+    # The end.
+
+    def idle(self) -> bool:
+        """Nothing about references is under way."""
+        with self._lock:
+            return not (self._dropped or self._creations or any(map(len, self._outboxes.values())))
+
+    def release_all(self) -> None:
+        """Give up all references to values of others, whoever still has copies: the group ends."""
+        with self._lock:
+            after = self._apply([action for ref in list(self._counting.used) for action in self._counting.abandon(ref)])
+        self._act(after)
+
+    def leaks(self) -> list[str]:
+        """Values of ours that others are listed for, at a time when nobody should be."""
+        with self._lock:
+            return [
+                f"{ref} held by {', '.join(self.info(rank).name for rank in sorted(holders))}"
+                for ref in self._counting.owned
+                if (holders := self._counting.holders(ref))
+            ]
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            cells = list(self._cells.values())
+            self._cells.clear()
+            timer, self._sweep_timer = self._sweep_timer, None
+        if timer is not None:
+            timer.cancel()
+        cells.clear()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def counts(self) -> dict[str, int]:
+        """How much there is of what; for tests and tools."""
+        with self._lock:
+            return {
+                "owned": len(list(self._counting.owned)),
+                "used": len(list(self._counting.used)),
+                "pinned": self._counting.pinned,
+                "values": len(self._cells),
+                "shared": sum(bool(self._counting.holders(ref)) for ref in self._counting.owned),
+                "holders": sum(len(self._counting.holders(ref)) for ref in self._counting.owned),
+                "creations": len(self._creations),
+                "unconfirmed": sum(not self._counting.is_confirmed(ref) for ref in self._counting.used),
+            }
+
+
+def _of_creation(error: BaseException) -> BaseException:
+    """The error for those who use a reference whose value was to be made elsewhere."""
+    text = f"RRef creation by rpc.remote has failed: {error}"
+    if isinstance(error, WorkerLostError):
+        return type(error)(text, error.worker)
+    return RpcTimeoutError(text) if isinstance(error, RpcTimeoutError) else error
