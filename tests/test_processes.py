@@ -355,7 +355,7 @@ def test_two_workers_of_one_name_are_refused(idle_crew: Crew) -> None:
     crew = idle_crew
     twins = [crew[rank].start(join, {**crew.place(rank, 2), "name": "twin"}) for rank in range(2)]
     for future in twins:
-        assert "both call themselves 'twin'" in future.result(60)
+        assert "the name 'twin' is not unique" in future.result(60)
 
 
 def test_shutdown_without_grace_is_at_once_and_the_peer_hears_of_it() -> None:

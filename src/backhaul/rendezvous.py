@@ -56,14 +56,21 @@ def place_from(name: str | None, rank: int, world_size: int | None) -> Place:
     return Place(name, given_rank, world_size)
 
 
-def meet(init_method: str, place: Place, timeout: float) -> dist.Store:
+def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False) -> dist.Store:
     """The store in which this group meets; its keys are this group's alone.
+
+    A fixed and a dynamic group may meet in one store; ``alone`` has a dynamic one refuse that.
 
     A fixed group that is made again in the same store gets a fresh part of it, since
     every rank counts how often it has come.
     """
     store = _open(init_method, place, datetime.timedelta(seconds=timeout))
     if place.world_size is None:
+        if alone and store.check(["backhaul/times/0"]):
+            raise MisuseError(
+                "RPC group mixes statically and dynamically initialized members which is not supported. Give all "
+                "workers the same world_size, or none of them"
+            )
         return dist.PrefixStore("backhaul/dynamic", store)
     times = store.add(f"backhaul/times/{place.rank}", 1)
     return dist.PrefixStore(f"backhaul/{times}", store)

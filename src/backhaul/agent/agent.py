@@ -31,7 +31,6 @@ from backhaul.errors import (
     BackhaulError,
     ForkedError,
     NotInitializedError,
-    OptionError,
     ProtocolError,
     RpcTimeoutError,
     WorkerLostError,
@@ -143,9 +142,9 @@ class Agent:
 
         ``timeout`` is in seconds, or infinity; ``what`` is what errors call it.
         """
-        deadline = time.monotonic() + timeout
-        outbound = self._route(to, deadline)
+        outbound = self._route(to, time.monotonic() + timeout)
         make = self._request(outbound, function, args, kwargs)
+        deadline = time.monotonic() + timeout  # packing the arguments is no waiting
         return outbound.ask(make, what or name_for_people(function), deadline, is_call=True)
 
     def call_async(
@@ -158,9 +157,9 @@ class Agent:
         what: str | None = None,
     ) -> Future[Any]:
         """A future of that value."""
-        deadline = time.monotonic() + timeout
-        outbound = self._route(to, deadline)
+        outbound = self._route(to, time.monotonic() + timeout)
         make = self._request(outbound, function, args, kwargs)
+        deadline = time.monotonic() + timeout  # packing the arguments is no waiting
         return outbound.ask_async(make, what or name_for_people(function), deadline, is_call=True)
 
     def ask_now(self, to: WorkerInfo, make: Callable[[int, Mark | None], Any], what: str, timeout: float) -> Any:
@@ -255,8 +254,6 @@ class Agent:
         if outbound is not None and outbound.lost is None and not self.forked:
             return outbound
         self.require_usable()
-        if isinstance(to, bool) or not isinstance(to, str | int | WorkerInfo):
-            raise OptionError(f"a worker is given by name, rank or WorkerInfo, not by {to!r}")
         member = self.membership.find(to)
         try:
             outbound = self._connect(member, deadline)

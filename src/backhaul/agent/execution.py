@@ -15,7 +15,7 @@ import torch
 from backhaul.agent.future import Future
 from backhaul.agent.recording import NoRecording, Recording, Tensors
 from backhaul.agent.traffic import NoTraffic, Traffic
-from backhaul.errors import RemoteError, RemoteTraceback, UnsendableError, user_frames
+from backhaul.errors import MisuseError, RemoteError, RemoteTraceback, UnsendableError, user_frames
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
@@ -40,6 +40,8 @@ class Execution:
     def __init__(self, me: WorkerInfo, codec: Codec, enter: Callable[[], None], max_message_bytes: int) -> None:
         self.traffic: Traffic = NoTraffic()
         self.recording: Recording = NoRecording()
+        self.on_failure: Callable[[BaseException, str], BaseException] | None = None
+        """Told of each exception that goes to another worker, with the text of its traceback; what goes instead."""
         self._max_message_bytes = max_message_bytes
         self._me = me
         self._codec = codec
@@ -83,9 +85,10 @@ class Execution:
         if not getattr(function, ASYNC_MARK, False):
             return value, False
         if not isinstance(value, torch._C.Future):
-            raise TypeError(
-                "Functions decorated with @rpc.functions.async_execution must return a torch.futures.Future object; "
-                f"{getattr(function, '__qualname__', function)} returned a {type(value).__name__}"
+            raise MisuseError(
+                "Functions decorated with @rpc.async_function must return a torch.futures.Future object, and "
+                f"{getattr(function, '__qualname__', function)}, which is marked with @rpc.functions.async_execution, "
+                f"returned a {type(value).__name__}"
             )
         return value, True
 
@@ -147,6 +150,8 @@ class Execution:
     def tell_failure(self, make: Callable[..., Any], error: BaseException, to: Peer) -> Frame:
         """The frame of a message about an exception: ``make(worker, type name, text, traceback, tree, refs)``."""
         text = "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
+        if self.on_failure is not None:
+            error = self.on_failure(error, text)
         kind = type(error)
         texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", _safe_str(error), text)
         try:
@@ -188,7 +193,8 @@ class Execution:
         # SystemExit and KeyboardInterrupt over there must not end this process.
         if not isinstance(error, Exception):
             error = RemoteError(
-                f"{message.type_name} on worker {message.worker!r}: {message.text}",
+                f"{message.type_name} on worker {message.worker!r}: {message.text} (Original exception on remote side "
+                "was of this type, which cannot be had here)",
                 message.worker,
                 message.type_name,
                 message.traceback,

@@ -30,6 +30,9 @@ class Future(torch.futures.Future[T]):
     All methods may be called from any thread.
     """
 
+    callback_error: Callable[[BaseException], BaseException] = staticmethod(lambda error: error)
+    """What becomes of an error that a callback of `then` raises."""
+
     def __init__(self, *, help: Callable[[], None] | None = None, attend: Callable[[], None] | None = None) -> None:
         super().__init__()
         self._help = help
@@ -56,6 +59,7 @@ class Future(torch.futures.Future[T]):
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of ``callback(self)``, which runs once this one is done."""
+        _require_callable(callback)
         child: Future[S] = Future(help=self.help, attend=self.attend)
         context = contextvars.copy_context()
 
@@ -63,7 +67,7 @@ class Future(torch.futures.Future[T]):
             try:
                 value = context.run(callback, self)
             except BaseException as error:  # the child's waiter gets it
-                child.settle(None, error)
+                child.settle(None, Future.callback_error(error))
             else:
                 child.settle(value)
 
@@ -74,6 +78,7 @@ class Future(torch.futures.Future[T]):
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """Run ``callback(self)`` once this future is done."""
+        _require_callable(callback)
         context = contextvars.copy_context()
         self.has_callbacks = True
         super().add_done_callback(lambda _: context.run(callback, self))
@@ -121,3 +126,10 @@ class Future(torch.futures.Future[T]):
 def _resolve(woken: asyncio.Future[None]) -> None:
     if not woken.done():  # its task may have been cancelled
         woken.set_result(None)
+
+
+def _require_callable(callback: Any) -> None:
+    if not callable(callback):
+        raise TypeError(
+            f"incompatible function arguments. A callback is called with the future, and {callback!r} cannot be called"
+        )

@@ -127,6 +127,8 @@ class Membership:
 
     def find(self, to: str | int | WorkerInfo) -> Member:
         """The member that ``to`` names. Raises `UnknownWorkerError` listing those that exist."""
+        if isinstance(to, bool) or not isinstance(to, str | int | WorkerInfo):
+            raise OptionError(f"a worker is given by name, rank or WorkerInfo, not by {to!r}")
         member = self._look_up(to)
         if member is None and self.dynamic:
             self.refresh()
@@ -134,7 +136,10 @@ class Membership:
         if member is None:
             what = f"of rank {to}" if isinstance(to, int) else f"named {to!r}" if isinstance(to, str) else f"{to}"
             names = ", ".join(f"{info.name!r} (rank {info.id})" for info in self.members())
-            raise UnknownWorkerError(f"there is no worker {what}; the workers of this group are {names or 'none'}")
+            raise UnknownWorkerError(
+                f"could not find destination: there is no worker {what}; "
+                f"the workers of this group are {names or 'none'}"
+            )
         return member
 
     def successor(self, member: Member) -> Member | None:
@@ -208,8 +213,8 @@ class Membership:
                 continue
             if self._is_there(member.addresses):
                 raise OptionError(
-                    f"worker {member.name!r} of rank {member.id} is in the group already; "
-                    f"{name!r} of rank {rank} needs a name and a rank of its own"
+                    f"worker {name!r} of rank {rank} is not unique: {member.name!r} of rank {member.id} is in the "
+                    "group already, and every worker needs a name and a rank of its own"
                 )
             # It died here. Another successor may have come first: then its record is not this one any more.
             self._store.compare_set(f"member/{member.id}", _encode(member), "")
@@ -242,7 +247,8 @@ class Membership:
         other = self._by_name.get(member.name)
         if other is not None and other.id != id:
             raise OptionError(
-                f"ranks {other.id} and {id} both call themselves {member.name!r}; every worker needs its own name"
+                f"the name {member.name!r} is not unique: ranks {other.id} and {id} both have it, and every worker "
+                "needs its own"
             )
         return member
 

@@ -28,7 +28,7 @@ import torch
 
 from backhaul.agent.agent import Agent
 from backhaul.agent.serving import Inbound
-from backhaul.autograd import functions, gradients
+from backhaul.autograd import functions, gradients, node_hooks
 from backhaul.autograd.contexts import Contexts, Record, current, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
@@ -152,6 +152,7 @@ class Engine:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
         leaves = [leaf.variable for leaf in component.leaves]
         averaged = replicas.of(leaves)
+        in_grad = averaged or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
         run = Run(
             self.agent, share, component, require=self.require, check=self.check, held=self._held, hold=not averaged
         )
@@ -163,8 +164,9 @@ class Engine:
             if share.backward.into_grad:
                 self._run_engine(share, component)
                 run.flush()
-            elif averaged:
-                self._run_averaged(share, component, leaves, averaged)
+            elif in_grad:
+                self._run_in_grad(share, component, leaves, averaged)
+                run.flush()
             else:
                 captured = self._run_engine(share, component, (*leaves, self._anchor))
                 run.flush()
@@ -189,10 +191,10 @@ class Engine:
             *share.starts(component), share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
         )
 
-    def _run_averaged(
+    def _run_in_grad(
         self, share: Share, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
     ) -> None:
-        """Run a component with parameters of modules under DDP, and keep in the context what it leaves in ``.grad``.
+        """Run a component so that gradients come into ``.grad``, where somebody waits for them; then keep them.
 
         DDP averages all that is there, also what passes before this one have added (``no_sync``), and may set it for
         parameters that this process has not used. So the context's gradients of all its parameters are put there first.

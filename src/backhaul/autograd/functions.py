@@ -125,6 +125,7 @@ class RecvItem(torch.autograd.Function):
 
 SendNode: Any = SendRpc._backward_cls
 RecvNode: Any = RecvRpc._backward_cls
+RecvItemNode: Any = RecvItem._backward_cls
 """The types of their graph nodes."""
 
 # What `apply` comes down to without functorch, which has nothing to do here.

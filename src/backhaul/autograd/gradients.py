@@ -120,7 +120,12 @@ def _is_ours(captured: Captured, place: int) -> bool:
     """Whether nobody else has a captured gradient, or a view of its memory."""
     references = sys.getrefcount(captured[place])
     gradient = captured[place]
-    if gradient is None or gradient.layout is not torch.strided or references > _OUR_REFERENCES:
+    if gradient is None or references > _OUR_REFERENCES:
+        return False
+    if gradient.layout is torch.sparse_coo:  # as torch: views of its parts do not count
+        parts = gradient._indices(), gradient._values()
+        return gradient._use_count() == 1 and all(part.is_contiguous() for part in parts)  # type: ignore[attr-defined]
+    if gradient.layout is not torch.strided:
         return False
     return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= _OUR_STORAGE
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from backhaul.autograd import node_hooks
 from backhaul.autograd.functions import ID_BITS, ROOT, RecvNode, SendNode
 from backhaul.autograd.replicas import replicas
 
@@ -99,6 +100,7 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
     recvs: dict[Node, set[int]] = {}
     sizes: dict[int, int] = {}
     groups = _Groups(sources)
+    look = node_hooks.are_there()
     for source, start in sources.items():
         mine = leaves[source]
         before = len(owner)
@@ -123,7 +125,7 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
                 if other != source:
                     if type(node) is _AccumulateGrad:
                         mine[node] = None
-                        if not _has_hooks(node.variable):
+                        if not _has_hooks(node, look):
                             continue
                     groups.join(other, source)
         sizes[source] = len(owner) - before
@@ -201,8 +203,12 @@ def put_gates_last(component: Component) -> None:
             node._set_sequence_nr(number + _LIFT)
 
 
-def _has_hooks(leaf: torch.Tensor) -> bool:
-    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
+def _has_hooks(node: Node, look: bool) -> bool:
+    """Whether a leaf has hooks. ``look``: its node may have some of its own."""
+    leaf = node.variable
+    return bool(
+        leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None) or (look and node_hooks.on(node))
+    )
 
 
 class _Groups:

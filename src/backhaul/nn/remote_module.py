@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from backhaul import rpc
-from backhaul.errors import MisuseError, OptionError
+from backhaul.errors import MisuseError, OptionError, UnsendableError
 from backhaul.nn import served
 from backhaul.nn.conversion import conversion_of
 from backhaul.nn.device import place
@@ -81,9 +81,16 @@ class RemoteModule(nn.Module):
         self.is_scriptable = False
         self._kind, self.training, self.device, self._key = portrait
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def _rpc_reduce(self) -> tuple[Any, ...]:
+        """How it travels to another worker: the reference goes, the module stays."""
         state = {name: value for name, value in vars(self).items() if name not in _OF_EVERY_MODULE}
         return _blank, (type(self),), state
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsendableError(
+            "a RemoteModule can only be sent to other workers, in the arguments and results of calls: its module stays "
+            "where it is. To save it, save its state_dict()"
+        )
 
     def __copy__(self) -> RemoteModule:
         """One more for the same module."""

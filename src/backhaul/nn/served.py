@@ -38,8 +38,9 @@ def create(
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise OptionError(
-            f"{getattr(module_cls, '__qualname__', module_cls)} returned {type(module).__name__}: module_cls must be "
-            "an nn.Module class, or a function that returns an nn.Module"
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but {getattr(module_cls, '__qualname__', module_cls)} returned {type(module).__name__}: module_cls must "
+            "be an nn.Module class, or a function that returns an nn.Module"
         )
     module.to(device)
     return RRef(module), portrait(module, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from backhaul import current
-from backhaul.errors import MisuseError, UnsendableError
+from backhaul.errors import MisuseError, NotInitializedError, UnsendableError
 from backhaul.ids import RefId, WorkerInfo
 from backhaul.refs.proxy import Proxy
 
@@ -29,7 +29,12 @@ class RRef(Generic[T]):
     __slots__ = ("__weakref__", "_ref", "_references", "_type_hint")
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        references: References = current.worker().references
+        worker = current.worker_or_none()
+        if worker is None:
+            raise NotInitializedError(
+                "Current RPC agent is not set! Did you initialize the RPC framework? Call init_rpc before RRef(value)"
+            )
+        references: References = worker.references
         self._references = references
         self._ref = references.keep(value)
         self._type_hint = type_hint
@@ -115,6 +120,6 @@ class RRef(Generic[T]):
 
     def __reduce__(self) -> NoReturn:
         raise UnsendableError(
-            "an RRef can only be sent to other workers, in the arguments and results of calls: pickled by other "
-            "means it would not keep its value alive"
+            "Can not pickle rref in python pickler: an RRef can only be sent to other workers, in the arguments and "
+            "results of calls. Pickled by other means it would not keep its value alive"
         )

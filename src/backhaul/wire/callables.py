@@ -65,8 +65,8 @@ def find(name: str) -> Any:
             found = getattr(found, part)
         except Exception as error:
             raise MisuseError(
-                f"there is no {name!r} on this worker: {found!r} has no attribute {part!r}. Define it at "
-                "module level, in a module that is the same on both workers"
+                f"there is no {name!r} on this worker: {found!r} has no attribute {part!r}. The RPC pickler does "
+                "not serialize code: define it at module level, in a module that is the same on both workers"
             ) from error
     if parts[-1].startswith("__") and not callable(found):
         raise MisuseError(f"{name!r} does not name something that can be called")

@@ -20,6 +20,11 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> int | None:
         return self._refer(obj)
 
+    def reducer_override(self, obj: Any) -> Any:
+        """A type may travel in another way than it is saved: ``_rpc_reduce`` then stands for ``__reduce__``."""
+        reduce = getattr(type(obj), "_rpc_reduce", None)
+        return NotImplemented if reduce is None else reduce(obj)
+
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, parts: Sequence[Any]) -> None:
