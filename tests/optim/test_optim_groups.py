@@ -78,6 +78,14 @@ def test_only_changes_are_sent(workers: InProcessCluster) -> None:
     assert groups_there(there)[0]["weight_decay"] == 0.5
     assert groups_there(there)[0]["lr"] == 0.2
     assert optimizer.param_groups[0]["weight_decay"] == 0.5  # and is seen here
+    there.optimizer.param_groups[0]["lr"] = 0.3
+    optimizer.step()
+    assert groups_there(there)[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.3
+    there.optimizer.param_groups[0]["lr"] = 0.4
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.step()
+    assert groups_there(there)[0]["lr"] == 0.5
 
 
 def test_a_tensor_that_is_changed_in_place(workers: InProcessCluster) -> None:
@@ -170,10 +178,12 @@ def test_a_group_that_is_added(workers: InProcessCluster) -> None:
 
 
 class Picky(torch.optim.SGD):
-    """Refuses groups on one worker only."""
+    """Refuses groups on one worker only. Has state of a parameter as soon as it has the parameter."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        for parameter in param_group["params"]:
+            self.state[parameter]["mark"] = 1
         if param_group.get("refuse") == rpc.get_worker_info().name:
             raise ValueError("no group today")
 
@@ -183,7 +193,7 @@ def test_a_group_is_added_everywhere_or_nowhere(workers: InProcessCluster, refus
     """worker2 has no part in the optimizer before."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(Picky, twins.rrefs[:4], lr=0.1, momentum=0.9)
-    reference = torch.optim.SGD(twins.parameters[:4], lr=0.1, momentum=0.9)
+    reference = Picky(twins.parameters[:4], lr=0.1, momentum=0.9)
     twins.train(optimizer, reference, dense_inputs(2))
     more = nn.Linear(2, 2)
     group: dict[str, Any] = {"params": [*twins.rrefs[4:], *more.parameters()]}

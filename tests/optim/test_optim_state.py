@@ -120,7 +120,10 @@ def test_a_state_dict_is_a_copy(workers: InProcessCluster) -> None:
     twins, optimizer, reference = trained(torch.optim.SGD, {"lr": torch.tensor(0.1), "momentum": 0.9})
     saved = optimizer.state_dict()
     kept = copy.deepcopy(saved)
+    twins.train(optimizer, reference, dense_inputs(1))
+    assert_same(saved, kept)
     optimizer.load_state_dict(saved)
+    reference.load_state_dict(copy.deepcopy(kept))
     twins.train(optimizer, reference, dense_inputs(2))
     assert_same(saved, kept)
     for state in saved["state"].values():

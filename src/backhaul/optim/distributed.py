@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -62,7 +61,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for worker, part in chain.from_iterable(each.items() for each in parts):
             by_worker.setdefault(worker, []).append(part)
         work = {worker: self._make(each, as_groups) for worker, each in by_worker.items()}
-        made = _spread_whole(f"making the optimizer {self._name}", work)
+        made = spread(f"making the optimizer {self._name}", work)
         self._locals = {worker: rref for worker, (rref, _, _) in made.items()}
         super().__init__(
             [
@@ -167,7 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for worker, part in parts.items()
         }
         try:
-            added = _spread_whole("add_param_group()", work)
+            added = spread("add_param_group()", work)
         except PartialError:
             self._take_back(number, parts)
             raise
@@ -298,16 +297,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for _, of_worker in found.values():
                     of_worker[key] = value
         return found
-
-
-def _spread_whole(what: str, work: Mapping[WorkerInfo, Work]) -> dict[WorkerInfo, Any]:
-    """As `spread`, and references that some workers have given are gone when it fails, also while the error is kept."""
-    try:
-        return spread(what, work)
-    except PartialError as error:
-        for each in (error, *error.errors.values()):
-            traceback.clear_frames(each.__traceback__)
-        raise
 
 
 def _make_work(optimizer_class: Any, parts: list[Part], as_groups: bool, args: list[Any], kwargs: Entries) -> Work:

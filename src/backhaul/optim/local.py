@@ -55,7 +55,7 @@ class LocalOptimizer:
             self._note(part.number, params)
             given.append(_as_group(part, params))
         with self._claimed():
-            self.optimizer = make(given if as_groups else given[0]["params"], *copied(args), **copied(kwargs))
+            self.optimizer = make(given if as_groups else given[0]["params"], *args, **kwargs)
         if not callable(getattr(self.optimizer, "step", None)):
             raise OptionError(f"{make!r} has made {type(self.optimizer).__name__!r}, which has no step(): no optimizer")
         require_no_closure(self.optimizer.step, type(self.optimizer).__name__)
