@@ -14,7 +14,7 @@ PURE := wire errors ids options agent.pending security refs.counting refs.mailbo
 COVER_PURE := $(PURE:%=--cov=backhaul.%)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint slow bench coverage clean
+.PHONY: help demo test lint slow conformance bench coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,6 +32,9 @@ lint: $(STAMP) ## ruff and mypy
 
 slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 random programs, the speed floor
 	$(BIN)/pytest -q -m slow
+
+conformance: $(STAMP) ## torch's own RPC suites on Backhaul: 464 tests, some ten minutes
+	$(BIN)/python conformance/run.py
 
 bench: $(STAMP) ## measure calls and gradients against torch.distributed and a bare socket
 	$(BIN)/python benchmarks/compare.py
