@@ -256,6 +256,20 @@ def fill_grad(parameter: rpc.RRef[Tensor]) -> None:
     value.grad = torch.ones_like(value)
 
 
+def set_rate(local: rpc.RRef[Any], rate: float) -> None:
+    local.local_value().optimizer.param_groups[0]["lr"] = rate
+
+
+def test_options_that_a_worker_has_changed_itself(trio: InProcessCluster, tmp_path: Path) -> None:
+    with trio[0].as_current():
+        model = RemoteModule("worker1", nn.Linear, (2, 2))
+        optimizer = DistributedOptimizer(torch.optim.SGD, parameter_rrefs(model), lr=0.5)
+        (local,) = optimizer.remote_optimizers
+        rpc.rpc_sync("worker1", set_rate, args=(local, 0.25))
+        checkpoint.save({"optimizer": optimizer}, tmp_path)
+        assert checkpoint.read(tmp_path)["optimizer"]["param_groups"][0]["lr"] == 0.25
+
+
 def test_what_an_optimizer_adds_to_its_state_dict_is_kept(tmp_path: Path) -> None:
     def optimizer() -> torch.optim.Optimizer:
         return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
