@@ -16,6 +16,7 @@ import torch
 from callees import Counter, identity, open_gate, raise_value_error, wait_for_gate, who
 
 from backhaul import rpc
+from backhaul.errors import MisuseError
 from backhaul.testing import InProcessCluster
 
 
@@ -214,7 +215,7 @@ def test_async_execution(trio: InProcessCluster) -> None:
     assert trio[0].rpc_sync("worker1", Counter.later, args=("worker2", 4)) == 40
     with pytest.raises(ValueError, match="in a chain"):
         trio[0].rpc_sync("worker1", chain_that_fails, args=("worker2",))
-    with pytest.raises(TypeError, match=r"must return a torch\.futures\.Future"):
+    with pytest.raises(MisuseError, match=r"must return a torch\.futures\.Future"):
         trio[0].rpc_sync("worker1", not_a_future)
 
 

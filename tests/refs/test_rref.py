@@ -471,7 +471,7 @@ def test_a_leak_is_an_error_if_asked_for() -> None:
     with InProcessCluster(2, options=RpcOptions(forbid_leaks=True)) as workers:
         rref = workers[0].remote("worker1", Account)
         assert rref.to_here().balance == 0
-        workers[0].references.release_all = lambda: None  # type: ignore[method-assign]
+        workers[0].release = lambda: None
         errors = shut_down_all(workers)
         assert [type(error) for error in errors] == [rpc.LeakError]
         assert "Leaking RRef" in str(errors[0])

@@ -13,7 +13,7 @@ from backhaul.wire.messages import Refs
 
 
 class Traffic(Protocol):
-    """See `refs.references`. All methods are quick, thread-safe, and call no peer."""
+    """See `refs.holdings`. All methods are quick, thread-safe, and call no peer."""
 
     def departing(self, attached: list[Any], to: WorkerInfo, over: object) -> Refs:
         """A message with these is about to leave over that connection; what it has to carry for them."""
