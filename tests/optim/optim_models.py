@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +15,11 @@ from torch import Tensor, nn
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
+from backhaul.optim.claims import claims
 from backhaul.rpc import RRef
+from backhaul.testing import InProcessCluster
+
+WITHIN = 10.0
 
 Place = tuple[str, Callable[..., nn.Module], tuple[Any, ...]]
 """A worker, and how a layer is made there."""
@@ -183,3 +191,15 @@ def assert_same(found: Any, expected: Any, path: str = "") -> None:
             assert_same(one, other, f"{path}[{place}]")
     else:
         assert found == expected, f"{path}: {found} is not {expected}"
+
+
+def await_nothing_left(workers: InProcessCluster) -> None:
+    deadline = time.monotonic() + WITHIN
+    for look in itertools.count():
+        if look % 100 == 10:  # not at once: it takes longer than most tests, and few leave cycles
+            gc.collect()
+        left = {worker.info.name: worker.references.counts() | worker.autograd.counts() for worker in workers}
+        if not len(claims) and not any(any(counts.values()) for counts in left.values()):
+            return
+        assert time.monotonic() < deadline, f"left behind: {left}, and {len(claims)} claims"
+        threading.Event().wait(0.002)

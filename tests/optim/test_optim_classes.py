@@ -165,6 +165,50 @@ def test_options_that_the_optimizer_changes_itself_are_seen_and_not_overwritten(
     assert_same(optimizer.state_dict(), reference.state_dict())
 
 
+def test_state_that_belongs_to_no_parameter(workers: InProcessCluster) -> None:
+    """It goes to all workers, and one of them gives it back."""
+    twins = dense_twins()
+    optimizer, reference = DistributedOptimizer(SignedMomentum, twins.rrefs), SignedMomentum(twins.parameters)
+    twins.train(optimizer, reference, dense_inputs(3))
+    assert optimizer.state_dict()["state"]["count"] == 3
+    fresh = DistributedOptimizer(SignedMomentum, twins.rrefs)
+    fresh.load_state_dict(reference.state_dict())
+    assert [run(rref, count_of) for rref in fresh.remote_optimizers] == [3, 3, 3]
+    twins.train(fresh, reference, dense_inputs(2))
+    assert_same(fresh.state_dict(), reference.state_dict())
+
+
+def count_of(local: Any) -> Any:
+    return local.optimizer.state["count"]
+
+
+class HalfADuck:
+    """Has groups, and no methods to work on them."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.param_groups = [{"params": params, "lr": 0.1}]
+
+    def step(self) -> None:
+        pass
+
+
+def test_one_that_has_groups_and_nothing_else(workers: InProcessCluster) -> None:
+    optimizer = DistributedOptimizer(HalfADuck, [nn.Parameter(torch.ones(1))])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.step()
+    there: Any = optimizer.remote_optimizers[0].local_value()
+    assert there.optimizer.param_groups[0]["lr"] == 0.2
+    for what, name in (
+        (optimizer.state_dict, "state_dict"),
+        (lambda: optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]}), "load_state_dict"),
+        (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "add_param_group"),
+    ):
+        with pytest.raises(Exception, match=rf"HalfADuck has no method {name}\(\)"):
+            what()
+    optimizer.step()
+
+
 class Duck:
     """No optimizer of torch's: it only has a ``step``."""
 

@@ -156,6 +156,25 @@ def test_a_class_that_cannot_be_found_there(workers: InProcessCluster) -> None:
         DistributedOptimizer(Local, twins.rrefs[2:], lr=0.1)
 
 
+def test_a_group_is_taken_back_though_a_worker_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """Where that is possible; the worker that is lost is named in the log."""
+    with InProcessCluster(3) as workers, workers[0].as_current():
+        twins = dense_twins()
+        optimizer = DistributedOptimizer(torch.optim.SGD, [twins.rrefs[0], twins.rrefs[2], twins.rrefs[4]], lr=0.1)
+        workers[2].shutdown(graceful=False)
+        with pytest.raises(PartialError) as caught:
+            optimizer.add_param_group({"params": [twins.rrefs[1], twins.rrefs[3], twins.rrefs[5]]})
+        assert caught.value.done == ("worker0", "worker1")
+        assert "taking a parameter group back failed on 1 of 3 workers" in caplog.text
+        for rref in optimizer.remote_optimizers[:2]:
+            assert run(rref, count_groups) == 1
+        assert len(optimizer.param_groups) == 1
+
+
+def count_groups(local: Any) -> int:
+    return len(local.optimizer.param_groups)
+
+
 # Real processes.
 
 

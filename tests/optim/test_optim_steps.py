@@ -251,6 +251,24 @@ def linear_of_integers(inputs: int, outputs: int) -> nn.Module:
     return layer
 
 
+def test_accumulating_where_there_is_nothing_to(workers: InProcessCluster) -> None:
+    """On a worker that took no part, and for a parameter without a gradient, .grad stays as it is."""
+    twins = dense_twins()
+    optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
+    before = [None if place % 2 else torch.ones_like(p) for place, p in enumerate(twins.parameters)]
+    for rref, gradient in zip(twins.rrefs, before, strict=True):
+        run(rref, set_grad, gradient)
+    x = torch.randn(2, 6)
+    with dist_autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", forward, args=(twins.layers[1], x))
+        dist_autograd.backward(context_id, [y.sum()])
+        optimizer.accumulate(context_id)
+    twins.parameters[2].grad = torch.ones_like(twins.parameters[2])
+    torch.autograd.backward(twins.alone[1](x).sum())
+    expected = [*before[:2], twins.parameters[2].grad, twins.parameters[3].grad, *before[4:]]
+    assert_same(twins.gradients(), expected)
+
+
 def test_accumulated_gradients_are_not_those_of_the_context(workers: InProcessCluster) -> None:
     """A later pass of the context adds to its own gradients only, and accumulating twice adds twice."""
     twins = dense_twins()
