@@ -18,7 +18,7 @@ from backhaul.launch.supervisor import Command, Supervisor
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "run",
-        usage="backhaul run [-h] [-n N] [-m] [--names A,B,…] [--no-color] SCRIPT [ARGS …]",
+        usage="backhaul run [-h] [-n N] [-m] [--names A,B,…] [--dropin] [--no-color] SCRIPT [ARGS …]",
         help="start a script in several worker processes on this machine",
         description="Start SCRIPT in N worker processes. Each finds its rank and the group in its environment, "
         "so that backhaul.rpc.init_rpc() needs no arguments. The first worker that fails stops the others, "
@@ -27,6 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("-n", "--nproc", type=int, default=1, metavar="N", help="number of workers (default: 1)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("--names", metavar="A,B,…", help="names of the workers (default: worker0,worker1,…)")
+    parser.add_argument("--dropin", action="store_true", help="with Backhaul behind torch.distributed.rpc")
     parser.add_argument("--no-color", "--no-colour", action="store_true", help="plain prefixes")
     parser.add_argument("script", metavar="SCRIPT", help="what to run, followed by its own arguments")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
@@ -42,7 +43,8 @@ def run(options: argparse.Namespace) -> int:
     if not options.module and not os.path.exists(options.script):
         parser.error(f"no such script: {options.script}")
     target = ["-m", options.script] if options.module else [options.script]
-    argv = [sys.executable, "-u", *target, *options.args]
+    dropin = ["-m", "backhaul.dropin"] if options.dropin else []
+    argv = [sys.executable, "-u", *dropin, *target, *options.args]
 
     with Session() as session:
         commands = []

@@ -56,13 +56,12 @@ def load(main: MainModule) -> ModuleType:
     """
     global _role
     module = ModuleType(LOADED_NAME if main.name or main.path else "__main__")
-    code = _code(main, module)
+    code = code_for(main, module)
     # Installed first: the script may look itself up, as dataclasses and pickle do.
     sys.modules["__main__"] = sys.modules[LOADED_NAME] = module
     _role = "loading"
     try:
-        if code is not None:
-            exec(code, module.__dict__)
+        exec(code, module.__dict__)
     except LoadingStopped:
         pass
     finally:
@@ -81,7 +80,8 @@ def stop_if_loading() -> None:
         raise MisuseError("a worker of a cluster cannot start a cluster of its own")
 
 
-def _code(main: MainModule, module: ModuleType) -> CodeType | None:
+def code_for(main: MainModule, module: ModuleType) -> CodeType:
+    """The code to run in ``module``, which is told where it comes from."""
     if main.name is not None:
         spec = importlib.util.find_spec(main.name)
         if spec is None or spec.loader is None:
@@ -90,10 +90,10 @@ def _code(main: MainModule, module: ModuleType) -> CodeType | None:
         module.__loader__ = spec.loader
         module.__package__ = spec.parent
         module.__file__ = spec.origin
-        code: CodeType | None = spec.loader.get_code(main.name)  # type: ignore[attr-defined]
+        code: CodeType = spec.loader.get_code(main.name)  # type: ignore[attr-defined]
         return code
     if main.path is not None:
         module.__file__ = main.path
         with open(main.path, "rb") as file:
             return compile(file.read(), main.path, "exec", dont_inherit=True)
-    return None
+    return compile("", "<nothing>", "exec")

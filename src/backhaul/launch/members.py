@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 
 JOIN = "join"
 
+beginning: list[str] = []
+"""Statements that every worker process begins with."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -141,7 +144,8 @@ class Members:
             # its own, before the standard library.
             path = [item for item in sys.path if isinstance(item, str)]
             module, _, function = entry.partition(":")
-            boot = f"import sys; sys.path[:] = {path!r}; from {module} import {function}; {function}({theirs.fileno()})"
+            start_path, serve = f"import sys; sys.path[:] = {path!r}", f"from {module} import {function}"
+            boot = "; ".join([start_path, *beginning, serve, f"{function}({theirs.fileno()})"])
             command = Command(
                 start.name,
                 [sys.executable, "-u", "-c", boot, start.name],

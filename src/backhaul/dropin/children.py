@@ -1,0 +1,63 @@
+"""Processes that are started from one in which Backhaul is installed have it from their beginning, too.
+
+Forked ones need nothing. Others are told before they import anything of the program's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import multiprocessing.spawn
+from typing import Any
+
+from backhaul.launch import members
+
+STATEMENT = "from backhaul.dropin import install; install()"
+
+
+class _Beginning:
+    """Runs its code when it is unpickled."""
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (self._code,)
+
+
+def tell_children() -> None:
+    """Have processes install Backhaul that are spawned, made by a fork server, or workers of a `backhaul.cluster`."""
+    _tell_spawned()
+    _tell_fork_servers()
+    members.beginning.append(STATEMENT)
+
+
+def _tell_spawned() -> None:
+    """What such a process is told, it unpickles before it imports the main module; its search path is part of that."""
+    ask = multiprocessing.spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data: dict[str, Any] = ask(name)
+        path = f"import sys; sys.path[:] = {data['sys_path']!r}; " if "sys_path" in data else ""
+        return {"backhaul": _Beginning(path + STATEMENT), **data}
+
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
+
+
+def _tell_fork_servers() -> None:
+    """A server that imports modules in advance begins with us.
+
+    It would import the main module before all others, and that must be after us; so each process does that itself.
+    """
+    server: Any = multiprocessing.forkserver._forkserver
+    start = server.ensure_running
+
+    def ensure_running() -> None:
+        wanted = server._preload_modules
+        if wanted:
+            server._preload_modules = ["backhaul.dropin.__main__", *(each for each in wanted if each != "__main__")]
+        try:
+            start()
+        finally:
+            server._preload_modules = wanted
+
+    server.ensure_running = multiprocessing.forkserver.ensure_running = ensure_running
