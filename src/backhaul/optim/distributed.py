@@ -104,7 +104,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Step on all workers at once, with the gradients of an autograd context, or else with ``.grad``.
 
-        Parameters without a gradient in the context are passed over, as those whose ``.grad`` is None.
+        Parameters without a gradient in the context are passed over, as those whose ``.grad`` is None. Their ``.grad``
+        is as before afterwards; in between it holds the gradient of the context, so do not run passes that add to
+        ``.grad`` of the same parameters at the same time.
         Raises `ContextError` if there is no such context, and `PartialError`, which says who has stepped, if not all
         workers have.
         """
