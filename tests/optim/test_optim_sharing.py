@@ -24,7 +24,7 @@ WITHIN = 20.0
 PARAMETERS: dict[str, nn.Parameter] = {}
 """Of the server, which is worker2."""
 
-STARTED: dict[str, threading.Event] = {}
+BARRIER: list[threading.Barrier] = []
 LOG: list[tuple[str, list[float]]] = []
 
 
@@ -32,8 +32,7 @@ LOG: list[tuple[str, list[float]]] = []
 def _parameters() -> Iterator[None]:
     PARAMETERS.clear()
     PARAMETERS.update({name: nn.Parameter(torch.ones(2, dtype=torch.float64)) for name in "abc"})
-    STARTED.clear()
-    STARTED.update({name: threading.Event() for name in ("first", "second")})
+    BARRIER[:] = [threading.Barrier(2)]
     LOG.clear()
     yield
     PARAMETERS.clear()
@@ -81,19 +80,21 @@ def trainers(workers: InProcessCluster, count: int, work: Callable[[int], None])
 
 
 class Meeting(torch.optim.SGD):
-    """Its step waits for the step of the other one, so long as it is told to, and says whether that has come."""
+    """Its step waits so long for the step of another one to come as far, and says whether that has."""
 
-    def __init__(self, params: Any, name: str, other: str, seconds: float) -> None:
+    def __init__(self, params: Any, name: str, seconds: float) -> None:
         super().__init__(params, lr=1.0)
-        self.name, self.other, self.seconds = name, other, seconds
+        self.name, self.seconds = name, seconds
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        STARTED[self.name].set()
         LOG.append((f"{self.name} starts", self.gradients()))
-        met = STARTED[self.other].wait(self.seconds)
-        LOG.append((f"{self.name} has {'met' if met else 'not met'}", self.gradients()))
+        try:
+            BARRIER[0].wait(self.seconds)
+            met = "met"
+        except threading.BrokenBarrierError:
+            met = "not met"
+        LOG.append((f"{self.name} has {met}", self.gradients()))
         super().step()
-        STARTED[self.name].clear()
 
     def gradients(self) -> list[float]:
         return [parameter.grad[0].item() for group in self.param_groups for parameter in group["params"]]
@@ -103,8 +104,8 @@ def meet(workers: InProcessCluster, first: str, second: str, seconds: float) -> 
     """Two trainers step over these parameters at the same time."""
 
     def train(rank: int) -> None:
-        name, other, names = (("first", "second", first), ("second", "first", second))[rank]
-        step(optimizer_over(names, Meeting, name=name, other=other, seconds=seconds), names, 1.0 + rank)
+        name, names = (("first", first), ("second", second))[rank]
+        step(optimizer_over(names, Meeting, name=name, seconds=seconds), names, 1.0 + rank)
 
     trainers(workers, 2, train)
     return LOG
