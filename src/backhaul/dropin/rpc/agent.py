@@ -1,0 +1,163 @@
+"""The agent object that torch hands out, over a `Worker`; and the one that is current."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+from backhaul import current as _current
+from backhaul.errors import NotInitializedError
+from backhaul.ids import WorkerInfo
+from backhaul.worker import Worker, set_process_worker
+
+
+class RpcAgent:
+    """What a backend makes. A backend of the user's own derives from it."""
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        """Nothing is to be waited for."""
+
+    def sync(self) -> None:
+        """Nothing is to be waited for."""
+
+    def shutdown(self) -> None:
+        """Stop."""
+
+    def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
+        raise NotImplementedError
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        return []
+
+    def get_debug_info(self) -> dict[str, str]:
+        return {}
+
+
+class TensorPipeAgent(RpcAgent):
+    """Backhaul's worker in the shape of torch's agent."""
+
+    def __init__(self, worker: Worker, options: Any) -> None:
+        self.worker = worker
+        self._options = options
+
+    @property
+    def is_static_group(self) -> bool:
+        return not self.worker.agent.membership.dynamic
+
+    def shutdown(self) -> None:
+        if not self.worker.closed:
+            self.worker.shutdown(graceful=False)
+
+    def get_worker_info(self, worker_name: str | int | None = None) -> WorkerInfo:
+        return self.worker.get_worker_info(worker_name)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        return self.worker.get_worker_infos()
+
+    def get_debug_info(self) -> dict[str, str]:
+        found = {
+            "agent.num_pending_requests": str(sum(each.outstanding for each in self.worker.agent._outbounds())),
+            "agent.thread_pool_size": str(self.worker.options.num_worker_threads),
+            "agent.num_idle_threads": str(self.worker.options.num_worker_threads),
+        }
+        if _gil_profiling:
+            found["agent.gil_average_wait_time_us"] = f"{_gil_wait() * 1e6:.1f}"
+        return found
+
+    def _get_backend_options(self) -> Any:
+        return self._options
+
+    def _get_device_map(self, dst: WorkerInfo) -> dict[Any, Any]:
+        return dict(self._options.device_maps.get(dst.name, {}))
+
+
+def print_failures(worker: Worker) -> None:
+    """As in torch, what a function raises is printed where it ran."""
+
+    def show(error: BaseException, text: str) -> BaseException:
+        print(f"On {worker.info}:\n{error!r}\n{text}", file=sys.stderr)
+        return as_torch(error, text)
+
+    worker.agent.execution.on_failure = show
+
+
+def as_torch(error: BaseException, text: str) -> BaseException:
+    """What torch would raise: a RuntimeError for TorchScript, and for arguments that do not fit an operator."""
+    if isinstance(error, torch.jit.Error):
+        return RuntimeError(str(error))
+    of_an_operator = isinstance(error, TypeError) and "  File " not in text
+    if of_an_operator and "received an invalid combination of arguments" in str(error):
+        return RuntimeError(f"Overloaded torch operator invoked from Python failed to match any schema: {error}")
+    return error
+
+
+def meet_all(worker: Worker, seconds: float) -> None:
+    """Connect with all others, so that the first call to each does not have to: its timeout may be short."""
+    for info in worker.get_worker_infos():
+        worker.agent.is_reachable(info, seconds)
+
+
+_GIL_SAMPLES = 20
+_gil_profiling = False
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Whether `get_debug_info` of the agent says how long a thread that lets go of the GIL waits to have it again."""
+    global _gil_profiling
+    _gil_profiling = flag
+
+
+def _gil_wait() -> float:
+    """In seconds, on average. Measured now: Backhaul's threads do not note it call by call, as torch's do."""
+    start = time.perf_counter()
+    for _ in range(_GIL_SAMPLES):
+        time.sleep(0)  # lets go of the GIL
+    return (time.perf_counter() - start) / _GIL_SAMPLES
+
+
+_agents: dict[Worker, RpcAgent] = {}
+_other: RpcAgent | None = None
+"""One of a backend that the user has registered."""
+
+
+def adopt(agent: TensorPipeAgent) -> None:
+    """The agent of the worker of this process."""
+    _agents.clear()
+    _agents[agent.worker] = agent
+    set_process_worker(agent.worker)
+
+
+def get_current() -> RpcAgent:
+    if _other is not None:
+        return _other
+    worker = _current.worker_or_none()
+    if worker is None or worker.closed:
+        raise NotInitializedError("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
+    found = _agents.get(worker)
+    if found is None:  # made by backhaul.rpc itself
+        from backhaul.dropin.rpc.options import TensorPipeRpcBackendOptions
+
+        found = _agents[worker] = TensorPipeAgent(worker, TensorPipeRpcBackendOptions())
+    return found
+
+
+def is_set() -> bool:
+    if _other is not None:
+        return True
+    worker = _current.worker_or_none()
+    return worker is not None and not worker.closed and not worker.forked
+
+
+def set_other(agent: RpcAgent | None) -> None:
+    global _other
+    _other = agent
+
+
+def forget() -> None:
+    """No agent is current any more."""
+    set_other(None)
+    _agents.clear()
+    set_process_worker(None)

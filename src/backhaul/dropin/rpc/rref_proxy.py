@@ -1,0 +1,7 @@
+"""What ``torch.distributed.rpc.rref_proxy`` has."""
+
+from __future__ import annotations
+
+from backhaul.dropin.rpc.rrefs import RRefProxy
+
+__all__ = ["RRefProxy"]

@@ -1,0 +1,121 @@
+"""RRefs as torch's users know them: what `adopt` changes of ours, for the whole process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from backhaul.dropin.rpc.internal import RPCExecMode
+from backhaul.dropin.rpc.profiling import recorded
+from backhaul.errors import MisuseError
+from backhaul.refs.proxy import Proxy
+from backhaul.rpc import RRef
+
+_LOOK_AGAIN = 0.001
+_types: WeakKeyDictionary[RRef[Any], Any] = WeakKeyDictionary()
+"""Futures of the types of values, once somebody has asked."""
+
+_timeouts: WeakKeyDictionary[RRef[Any], float] = WeakKeyDictionary()
+"""How long values of `remote` may take, where that was said."""
+
+_is_confirmed = RRef.confirmed_by_owner
+_get_future = RRef._get_future
+_backward = RRef.backward
+_get_type = RRef._get_type
+
+
+def confirmed_by_owner(self: RRef[Any]) -> bool:
+    """As in torch, a function finds the references in its arguments confirmed: waits for it, if need be."""
+    deadline = time.monotonic() + self._references.patience
+    while not (confirmed := _is_confirmed(self)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_AGAIN)
+    return confirmed
+
+
+def backward(self: RRef[Any], dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+    """As in torch, only the owner may leave the context out."""
+    if dist_autograd_ctx_id == -1 and not self.is_owner():
+        raise MisuseError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+    _backward(self, dist_autograd_ctx_id, retain_graph)
+
+
+def get_type(self: RRef[Any], timeout: float = -1.0, blocking: bool = True) -> Any:
+    """As in torch, the owner is asked once."""
+    future = _types.get(self)
+    if future is None:
+        with recorded(RPCExecMode.ASYNC, "_rref_typeof_on_owner", self.owner().name):
+            future = _get_type(self, timeout, False)
+        _types[self] = future
+    if not blocking:
+        return future
+    try:
+        return future.wait()
+    except BaseException:
+        _types.pop(self, None)
+        raise
+
+
+def made_within(timeout: float, rref: RRef[Any]) -> RRef[Any]:
+    """Note the timeout that `remote` was given."""
+    if timeout >= 0:
+        _timeouts[rref] = timeout
+    return rref
+
+
+def get_future(self: RRef[Any]) -> Any:
+    """As in torch, done when the value has been made, or has not been within the timeout of `remote`."""
+    if self not in _timeouts or self.is_owner():
+        return _get_future(self)
+    created = _get_future(self)
+    if created.done():
+        try:
+            created.wait()
+        except Exception:
+            return created
+    return _get_type(self, _timeouts[self], False)
+
+
+class RRefProxy(Proxy):
+    """As in torch, a method that the value's type does not have is missed at once."""
+
+    def __getattr__(self, name: str) -> Any:
+        type_ = self._rref._get_type(self._timeout)
+        if not hasattr(type_, name):
+            raise AttributeError(f"type object {type_.__name__!r} has no attribute {name!r}")
+        method, timeout = super().__getattr__(name), self._timeout
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            value = method(*args, **kwargs)
+            return made_within(timeout, value) if isinstance(value, RRef) else value
+
+        return call
+
+
+def _proxy(call: str) -> Any:
+    def api(self: RRef[Any], timeout: float = -1.0) -> RRefProxy:
+        return RRefProxy(self, getattr(self._references, call), timeout)
+
+    return api
+
+
+def _serialize(self: RRef[Any]) -> tuple[Any, ...]:
+    """What torch would send for a reference; here a check that it can be sent, and its id."""
+    self._references.require_sendable(self._ref)
+    return self._ref.owner, self._ref.creator, self._ref.number
+
+
+def adopt() -> None:
+    """Have all references behave so, from now on."""
+    members = {
+        "confirmed_by_owner": confirmed_by_owner,
+        "backward": backward,
+        "_get_future": get_future,
+        "_get_type": get_type,
+        "_serialize": _serialize,
+        "rpc_sync": _proxy("call_method"),
+        "rpc_async": _proxy("call_method_async"),
+        "remote": _proxy("remote_method"),
+    }
+    for name, member in members.items():
+        setattr(RRef, name, member)
