@@ -6,6 +6,7 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+OTHER := .venv-third-party
 
 # The layers without sockets, threads or a clock: cheap to test to the last branch.
 # (Not autograd.graph: to find a module of that package coverage would import it, and torch with it, twice. What of
@@ -14,10 +15,10 @@ PURE := wire errors ids options agent.pending security refs.counting refs.mailbo
 COVER_PURE := $(PURE:%=--cov=backhaul.%)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint slow conformance bench coverage clean
+.PHONY: help demo test lint slow conformance third-party bench coverage clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(STAMP) ## train a model that lives in three processes, and check its gradients
 	@$(BIN)/python examples/demo.py
@@ -36,6 +37,9 @@ slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 rand
 conformance: $(STAMP) ## torch's own RPC suites on Backhaul: 464 tests, some ten minutes
 	$(BIN)/python conformance/run.py
 
+third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyPI, on Backhaul
+	$(OTHER)/bin/pytest -q third_party
+
 bench: $(STAMP) ## measure calls and gradients against torch.distributed and a bare socket
 	$(BIN)/python benchmarks/compare.py
 
@@ -53,4 +57,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV); the first time takes a while"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(OTHER)/.stamp: pyproject.toml constraints.txt third_party/requirements.txt
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+		-r third_party/requirements.txt -e .
 	@touch $@
