@@ -58,7 +58,8 @@ class Watch:
         self._deadline = math.inf  # when to look at deadlines next
         self._check_at = math.inf
         self._closing = False
-        self._bell_lock = threading.Lock()
+        # A finalizer may wake it, at any point of a thread that is doing so already.
+        self._bell_lock = threading.RLock()
         self._silent = False  # the bell's number may be somebody else's
         self._pace = _TICK
         self.ticks: list[Callable[[], bool]] = []

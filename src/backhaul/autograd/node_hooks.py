@@ -17,9 +17,17 @@ _register_hook: Any = torch.autograd.Function._register_hook
 
 
 def _notice(backward_hooks: OrderedDict[int, Any] | None, hook: Any) -> tuple[OrderedDict[int, Any], Any]:
+    """What torch calls for each hook: the dict to put it into, if the node has one; returns that and a handle."""
+    if hook is _question:  # it is not put there: the engine may be going through them on another thread
+        hooks: OrderedDict[int, Any] = OrderedDict() if backward_hooks is None else backward_hooks
+        return hooks, hooks
     hooks, handle = _register_hook(backward_hooks, hook)
     _dicts[id(hooks)] = hooks
     return hooks, handle
+
+
+def _question(*_: Any) -> None:
+    """Given as a hook, it asks which others there are."""
 
 
 torch.autograd.Function._register_hook = staticmethod(_notice)  # type: ignore[method-assign]
@@ -32,11 +40,4 @@ def are_there() -> bool:
 
 def on(node: Any) -> bool:
     """Whether this node has hooks that run after it."""
-    handle = node.register_hook(_nothing)
-    hooks = handle.hooks_dict_ref()
-    handle.remove()
-    return bool(hooks)
-
-
-def _nothing(*_: Any) -> None:
-    """Looks, for a moment, like a hook."""
+    return bool(node.register_hook(_question))
