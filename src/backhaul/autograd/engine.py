@@ -36,7 +36,14 @@ from backhaul.autograd.passes import Running
 from backhaul.autograd.replicas import Replica, replicas
 from backhaul.autograd.run import Run
 from backhaul.autograd.share import Share
-from backhaul.errors import BackhaulError, ContextError, ProtocolError, RpcTimeoutError, WorkerLostError
+from backhaul.errors import (
+    BackhaulError,
+    ContextError,
+    NotInitializedError,
+    ProtocolError,
+    RpcTimeoutError,
+    WorkerLostError,
+)
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
@@ -329,6 +336,9 @@ class Engine:
 
     def fail(self, share: Share, error: BaseException) -> None:
         """The pass has failed here: free who waits, and tell the starter and all others."""
+        if isinstance(error, NotInitializedError):  # for the others that is this worker's end
+            name = self._me.name
+            error = WorkerLostError(f"worker {name!r} has left the group in the middle of a backward pass", name)
         if not share.fail(error, self._me.name):
             return
         starter = rank_of(share.backward.id)
