@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def test_a_module(tmp_path: Path, module: str, file: str) -> None:
     }
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot be told so")
 def test_the_directory_of_a_script_stays_out_if_python_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys; print(sys.path)")
     assert str(tmp_path) not in run("-m", "backhaul.dropin", "script.py", cwd=tmp_path, PYTHONSAFEPATH="1")
@@ -84,7 +86,7 @@ def test_an_exception_of_the_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "the following arguments are required: SCRIPT, ARGS"),
+        ([], "the following arguments are required: SCRIPT"),
         (["nothing.py"], "no such script: nothing.py"),
         (["-m", "nothing"], "no module named nothing"),
         (["-m", "nothing.at.all"], "no module named nothing.at.all"),
@@ -94,7 +96,7 @@ def test_an_exception_of_the_program(tmp_path: Path) -> None:
 def test_a_wrong_command_line(tmp_path: Path, argv: list[str], message: str) -> None:
     done = start("-m", "backhaul.dropin", *argv, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.endswith(f"python -m backhaul.dropin: error: {message}\n")
+    assert f"python -m backhaul.dropin: error: {message}" in done.stderr
 
 
 def test_a_module_that_needs_one_that_is_not_there(tmp_path: Path) -> None:

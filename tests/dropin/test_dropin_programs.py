@@ -48,9 +48,10 @@ def test_the_program_is_one_for_torch() -> None:
     assert on_torch()[0]["error"] == "ValueError"
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow) if way == "torchrun" else way for way in WAYS]
-)
+SLOW = ("-m backhaul.dropin, forkserver", "torchrun")
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW else way for way in WAYS])
 def test_the_program_unmodified(way: str) -> None:
     assert_is_backhaul(facts(run(*WAYS[way])))
 
