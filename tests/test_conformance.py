@@ -13,6 +13,8 @@ SAMPLE = (
     "RpcTest.test_callback_chain",
     "RpcTest.test_cannot_infer_backend_from_options",
     "RpcTest.test_graceful_shutdown_with_uneven_workload",
+    "RpcTest.test_multi_rpc",
+    "RpcTest.test_nested_rpc",
     "RpcTest.test_nested_rref",
     "RpcTest.test_py_raise_in_user_func",
     "RpcTest.test_py_rref_args_user_share",

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
 
 
@@ -39,6 +41,7 @@ def test_gradients_that_differ(tmp_path: Path) -> None:
     assert "✗ the gradients are not those of one process; largest difference 2e-09" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_line_on_a_terminal() -> None:
     ours, theirs = os.openpty()
     demo = subprocess.Popen(

@@ -203,7 +203,13 @@ def test_it_keeps_its_promise(name: str, tmp_path: Path) -> None:
     assert not losses or losses[-1] < losses[0], done.stdout
 
 
-@pytest.mark.parametrize("name", KNOWN)
+# All of them are in `make slow`; each takes some seconds.
+SAMPLED = ("parameter_server.py", "pipeline.py", "split_learning.ipynb")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in SAMPLED else pytest.param(each, marks=pytest.mark.slow) for each in KNOWN]
+)
 def test_its_check_can_fail(name: str, tmp_path: Path) -> None:
     spoiled = KNOWN[name].spoiled
     done = run_spoiled(name, spoiled, tmp_path)

@@ -52,7 +52,11 @@ STATIC = {"static_graph": True}
 VIEW = {"gradient_as_bucket_view": True}
 ALL = range(4)
 
-each_option = pytest.mark.parametrize("options", [{}, UNUSED, STATIC, VIEW], ids=lambda o: "+".join(o) or "plain")
+each_option = pytest.mark.parametrize(
+    "options",
+    [{}, UNUSED, pytest.param(STATIC, marks=pytest.mark.slow), pytest.param(VIEW, marks=pytest.mark.slow)],
+    ids=lambda o: "+".join(o) or "plain",
+)
 each_way = pytest.mark.parametrize("accumulate", ["context", "grad"])
 
 
