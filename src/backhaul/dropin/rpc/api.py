@@ -6,7 +6,9 @@ import collections
 import contextlib
 import functools
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
+_LOOK_AGAIN = 1.0
 
 _get_current_rpc_agent = _agents.get_current
 _is_current_rpc_agent_set = _agents.is_set
@@ -200,11 +203,22 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
         rpc_sync(leader, _gather_to_leader, args=(sequence_id, me, obj, names), timeout=call_timeout)
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
-    states.proceed_signal.wait(patience)
+    _await(states, names if me == leader else {leader}, patience)
     if me == leader:
         _tell_followers(names - {leader}, sequence_id, states, call_timeout)
     with _all_gather_dict_lock:
         return _all_gather_sequence_id_to_states.pop(sequence_id).gathered_objects
+
+
+def _await(states: AllGatherStates, names: set[str], patience: float | None) -> None:
+    """Wait for the rest of what is gathered, as long as those who have it, among these, are alive."""
+    deadline = math.inf if patience is None else time.monotonic() + patience
+    worker = current()
+    while not states.proceed_signal.wait(max(0.0, min(_LOOK_AGAIN, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            return
+        for name in names - set(states.gathered_objects):
+            worker.agent.is_reachable(worker.get_worker_info(name), worker.options.connect_timeout)
 
 
 def _tell_followers(names: set[str], sequence_id: str, states: AllGatherStates, timeout: float) -> None:
@@ -245,6 +259,9 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         raise
 
 
+_own_wait_all_workers = _wait_all_workers
+
+
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 0) -> None:
     """Give up the references that this worker has."""
     current().references.release_all()
@@ -261,7 +278,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     worker.options.forbid_leaks = not _ignore_rref_leak
     worker.release = _delete_all_user_and_unforked_owner_rrefs
     try:
-        if graceful and not worker.agent.membership.dynamic:
+        # Ours waits for all workers itself, and does not wait for dead ones.
+        if graceful and not worker.agent.membership.dynamic and _wait_all_workers is not _own_wait_all_workers:
             _wait_all_workers(timeout)
         ours.shutdown(graceful, timeout)
     finally:
