@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from backhaul import current as _current
-from backhaul.errors import NotInitializedError
+from backhaul.errors import BackhaulError, NotInitializedError
 from backhaul.ids import WorkerInfo
 from backhaul.worker import Worker, set_process_worker
 
@@ -97,7 +98,8 @@ def as_torch(error: BaseException, text: str) -> BaseException:
 def meet_all(worker: Worker, seconds: float) -> None:
     """Connect with all others, so that the first call to each does not have to: its timeout may be short."""
     for info in worker.get_worker_infos():
-        worker.agent.is_reachable(info, seconds)
+        with contextlib.suppress(BackhaulError):  # it may have left already
+            worker.agent.is_reachable(info, seconds)
 
 
 _GIL_SAMPLES = 20

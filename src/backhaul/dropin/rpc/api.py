@@ -203,7 +203,7 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
         rpc_sync(leader, _gather_to_leader, args=(sequence_id, me, obj, names), timeout=call_timeout)
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
-    _await(states, names if me == leader else {leader}, patience)
+    _await(states, names - {me}, patience)
     if me == leader:
         _tell_followers(names - {leader}, sequence_id, states, call_timeout)
     with _all_gather_dict_lock:
@@ -211,7 +211,7 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
 
 
 def _await(states: AllGatherStates, names: set[str], patience: float | None) -> None:
-    """Wait for the rest of what is gathered, as long as those who have it, among these, are alive."""
+    """Wait for the rest of what is gathered, as long as all of these are alive who have not given their part."""
     deadline = math.inf if patience is None else time.monotonic() + patience
     worker = current()
     while not states.proceed_signal.wait(max(0.0, min(_LOOK_AGAIN, deadline - time.monotonic()))):
@@ -259,9 +259,6 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         raise
 
 
-_own_wait_all_workers = _wait_all_workers
-
-
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 0) -> None:
     """Give up the references that this worker has."""
     current().references.release_all()
@@ -278,9 +275,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     worker.options.forbid_leaks = not _ignore_rref_leak
     worker.release = _delete_all_user_and_unforked_owner_rrefs
     try:
-        # Ours waits for all workers itself, and does not wait for dead ones.
-        if graceful and not worker.agent.membership.dynamic and _wait_all_workers is not _own_wait_all_workers:
-            _wait_all_workers(timeout)
+        if graceful and not worker.agent.membership.dynamic:
+            with contextlib.suppress(WorkerLostError):  # raised once more when the others are done
+                _wait_all_workers(timeout)
         ours.shutdown(graceful, timeout)
     finally:
         if not worker.closed:
