@@ -186,9 +186,9 @@ def main() -> int:
         mark = "   the second time" if second else ""
         if good and outcome.test in listed:
             mark = "   but it is listed as not passing"
+            wrong.append(outcome.test)
         elif not good and given.on == "backhaul" and outcome.test not in listed:
             mark = "   and it is not listed"
-        if mark:
             wrong.append(outcome.test)
         print(f"{outcome.how:8} {outcome.seconds:5.1f} s  {outcome.test}{mark}", flush=True)
         if given.verbose and not good:

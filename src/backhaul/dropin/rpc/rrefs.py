@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from backhaul.dropin.rpc.internal import RPCExecMode
 from backhaul.dropin.rpc.profiling import recorded
-from backhaul.errors import MisuseError
+from backhaul.errors import BackhaulError, MisuseError, RpcTimeoutError
 from backhaul.refs.proxy import Proxy
 from backhaul.rpc import RRef
 
@@ -16,10 +17,11 @@ _LOOK_AGAIN = 0.001
 _types: WeakKeyDictionary[RRef[Any], Any] = WeakKeyDictionary()
 """Futures of the types of values, once somebody has asked."""
 
-_timeouts: WeakKeyDictionary[RRef[Any], float] = WeakKeyDictionary()
-"""How long values of `remote` may take, where that was said."""
+_made: WeakKeyDictionary[RRef[Any], Any] = WeakKeyDictionary()
+"""Futures that are done when values of `remote` are there, where their time is limited."""
 
 _is_confirmed = RRef.confirmed_by_owner
+_to_here = RRef.to_here
 _get_future = RRef._get_future
 _backward = RRef.backward
 _get_type = RRef._get_type
@@ -57,23 +59,29 @@ def get_type(self: RRef[Any], timeout: float = -1.0, blocking: bool = True) -> A
 
 
 def made_within(timeout: float, rref: RRef[Any]) -> RRef[Any]:
-    """Note the timeout that `remote` was given."""
-    if timeout >= 0:
-        _timeouts[rref] = timeout
+    """As in torch, the timeout of `remote` is for making the value, and not only for the request to arrive."""
+    if timeout > 0 and not rref.is_owner():
+        with contextlib.suppress(BackhaulError):  # the request did not arrive: who uses the reference will hear of it
+            _made[rref] = _get_type(rref, timeout, False)
     return rref
+
+
+def to_here(self: RRef[Any], timeout: float = -1.0) -> Any:
+    """As in torch, a value that was not made in time is not to be had any more."""
+    made = _made.get(self)
+    if made is not None and made.done():
+        try:
+            made.wait()
+        except RpcTimeoutError as error:
+            raise RpcTimeoutError(f"RRef creation by rpc.remote has failed: {error}") from error
+        except Exception:
+            _made.pop(self, None)
+    return _to_here(self, timeout)
 
 
 def get_future(self: RRef[Any]) -> Any:
     """As in torch, done when the value has been made, or has not been within the timeout of `remote`."""
-    if self not in _timeouts or self.is_owner():
-        return _get_future(self)
-    created = _get_future(self)
-    if created.done():
-        try:
-            created.wait()
-        except Exception:
-            return created
-    return _get_type(self, _timeouts[self], False)
+    return _made.get(self) or _get_future(self)
 
 
 class RRefProxy(Proxy):
@@ -111,6 +119,7 @@ def adopt() -> None:
         "confirmed_by_owner": confirmed_by_owner,
         "backward": backward,
         "_get_future": get_future,
+        "to_here": to_here,
         "_get_type": get_type,
         "_serialize": _serialize,
         "rpc_sync": _proxy("call_method"),
