@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -86,6 +87,15 @@ class Hand:
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        while number == signal.SIGSTOP and not self._stands_still():
+            time.sleep(0.001)  # its threads stop one after the other, and nothing tells when
+
+    def _stands_still(self) -> bool:
+        states = [
+            file.read_text().rpartition(")")[2].split()[0]
+            for file in Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        ]
+        return set(states) == {"T"}
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
