@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 from backhaul import rpc
@@ -61,6 +62,29 @@ def members(
     for member in listed:
         first.setdefault(member.key, member)
     return list(first.values())
+
+
+class Spread(nn.Module):
+    """A module whose parameters and buffers are elsewhere, and are listed as references to them."""
+
+    def _list(self, kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, RRef[Any]]]:
+        raise NotImplementedError
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
+        return self._list("parameters", prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
+        return (rref for _, rref in self.named_parameters(recurse=recurse))
+
+    def named_buffers(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
+        return self._list("buffers", prefix, recurse, remove_duplicate)
+
+    def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
+        return (rref for _, rref in self.named_buffers(recurse=recurse))
 
 
 def parameter_rrefs(*modules: nn.Module) -> list[RRef[nn.Parameter]]:

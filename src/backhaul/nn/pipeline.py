@@ -23,7 +23,7 @@ from torch import nn
 from backhaul import rpc
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
 from backhaul.nn import served
-from backhaul.nn.members import Kind, members, parameter_rrefs
+from backhaul.nn.members import Kind, Spread, members, parameter_rrefs
 from backhaul.nn.modes import Modes
 from backhaul.nn.remote_module import RemoteModule
 from backhaul.rpc import RRef
@@ -34,7 +34,7 @@ class _NamedTuple(Protocol):
     def _make(self, iterable: Iterable[Any]) -> Any: ...
 
 
-class Pipeline(nn.Module):
+class Pipeline(Spread):
     """The stages one after the other, as ``nn.Sequential``, with the batch in ``chunks`` micro-batches.
 
     The stages are its children ``"0"``, ``"1"``, …, so the keys of its state dict are those of ``nn.Sequential``.
@@ -104,22 +104,6 @@ class Pipeline(nn.Module):
     def remote_parameters(self) -> list[RRef[nn.Parameter]]:
         """References to the parameters of all stages, in the order of the stages; one that is shared comes once."""
         return parameter_rrefs(self)
-
-    def named_parameters(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
-        return self._list("parameters", prefix, recurse, remove_duplicate)
-
-    def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
-        return (rref for _, rref in self.named_parameters(recurse=recurse))
-
-    def named_buffers(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
-        return self._list("buffers", prefix, recurse, remove_duplicate)
-
-    def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
-        return (rref for _, rref in self.named_buffers(recurse=recurse))
 
     def _list(self, kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, RRef[Any]]]:
         """A pipeline has none of its own: without ``recurse`` there are none."""

@@ -15,7 +15,7 @@ from backhaul.nn import served
 from backhaul.nn.conversion import conversion_of
 from backhaul.nn.device import place
 from backhaul.nn.hooks import RemoteHandle
-from backhaul.nn.members import Kind, Member
+from backhaul.nn.members import Kind, Member, Spread
 from backhaul.nn.modes import Modes
 from backhaul.nn.state import Loading, metadata_within
 from backhaul.rpc import Future, RRef
@@ -25,7 +25,7 @@ Self = TypeVar("Self", bound="RemoteModule")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
-class RemoteModule(nn.Module):
+class RemoteModule(Spread):
     """A module that another worker makes, keeps and runs; or this one.
 
     ``remote_device`` says where: ``"worker1/cpu"``, ``"worker1"``, ``"rank:1/cuda:0"``. ``module_cls(*args, **kwargs)``
@@ -142,22 +142,6 @@ class RemoteModule(nn.Module):
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to the module's parameters, in the order of its ``parameters()``."""
         return [rref for _, rref in self.named_parameters(recurse=recurse)]
-
-    def named_parameters(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
-        return self._list("parameters", prefix, recurse, remove_duplicate)
-
-    def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
-        return (rref for _, rref in self.named_parameters(recurse=recurse))
-
-    def named_buffers(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, RRef[torch.Tensor]]]:
-        return self._list("buffers", prefix, recurse, remove_duplicate)
-
-    def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
-        return (rref for _, rref in self.named_buffers(recurse=recurse))
 
     def get_parameter(self, target: str) -> RRef[nn.Parameter]:  # type: ignore[override]
         return self._there(served.get_member, "get_parameter", target)  # type: ignore[no-any-return]
