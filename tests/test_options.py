@@ -26,6 +26,7 @@ GOOD: dict[str, list[Any]] = {
     "unresponsive_after": [None, 0.1, 30, math.inf],
     "max_message_bytes": [1, 1 << 40],
     "busy_poll": [0, 0.0004, 0.1],
+    "segment_pool_bytes": [0, 1, 512 << 20],
     "forbid_leaks": [True, False],
 }
 
@@ -64,6 +65,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("busy_poll", 1, "1 must be at most 0.1 s; 0 means never"),
     ("busy_poll", -0.1, "must not be negative"),
     ("busy_poll", None, "must be a number of seconds"),
+    ("segment_pool_bytes", -1, "must be a whole number of bytes; 0 means none"),
+    ("segment_pool_bytes", 1.5, "must be a whole number of bytes"),
+    ("segment_pool_bytes", True, "must be a whole number of bytes"),
     ("forbid_leaks", 1, "1 must be True or False"),
     ("forbid_leaks", None, "must be True or False"),
 ]

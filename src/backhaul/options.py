@@ -73,6 +73,12 @@ def _count(value: Any) -> int:
     return value
 
 
+def _bytes(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OptionError("must be a whole number of bytes; 0 means none")
+    return value
+
+
 def _init_method(value: Any) -> str:
     schemes = ("env://", "tcp://", "file://")
     if not isinstance(value, str) or not value.startswith(schemes):
@@ -104,6 +110,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "unresponsive_after": _seconds_or_none,
     "max_message_bytes": _count,
     "busy_poll": _moment,
+    "segment_pool_bytes": _bytes,
     "forbid_leaks": _flag,
 }
 
@@ -125,6 +132,8 @@ class RpcOptions:
     - ``max_message_bytes``: larger messages are refused on receipt.
     - ``busy_poll``: seconds that a thread in the middle of an exchange of short messages looks for the next one
       before it goes to sleep; 0 means never.
+    - ``segment_pool_bytes``: how much shared memory this worker may keep for sending large tensors to workers of the
+      same host; 0 means that they go through the socket.
     - ``forbid_leaks``: a graceful shutdown raises `LeakError` if references to values of this worker are left.
     """
 
@@ -137,6 +146,7 @@ class RpcOptions:
     unresponsive_after: float | None = 30.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     busy_poll: float = 0.0004
+    segment_pool_bytes: int = 512 << 20
     forbid_leaks: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -143,7 +143,7 @@ def test_finishing_wakes_all_who_sleep_on_it() -> None:
     waiters = [threading.Lock() for _ in range(3)]
     for waiter in waiters:
         waiter.acquire()
-        each.waiters.append(waiter)
+        each.add_waiter(waiter)
     each.finish()
     assert each.done
     assert not any(waiter.locked() for waiter in waiters)
@@ -158,15 +158,17 @@ class Eager:
 
     def release(self) -> None:
         self.woken = True
-        self._slot.waiters.remove(self)  # type: ignore[arg-type]
+        self._slot.remove_waiter(self)  # type: ignore[arg-type]
 
 
 def test_nobody_is_missed_when_sleepers_leave_at_once() -> None:
     each = slot(1)
     sleepers: list[Any] = [Eager(each) for _ in range(5)]
-    each.waiters.extend(sleepers)
+    for sleeper in sleepers:
+        each.add_waiter(sleeper)
     each.finish()
     assert all(sleeper.woken for sleeper in sleepers)
+    assert each.waiters == ()
 
 
 def test_waking_twice_does_no_harm() -> None:

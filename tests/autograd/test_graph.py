@@ -227,10 +227,10 @@ def test_gates_come_last_and_everything_else_keeps_its_order() -> None:
             sends = [node for node in component.nodes if type(node) is SendNode and node.source != ROOT]
             others = [node for node in component.nodes if type(node) is not SendNode]
             numbers = [node._sequence_nr() for node in others]
-            gates = [node._sequence_nr() for node in sends]
             put_gates_last(component)
             after = [node._sequence_nr() for node in others]
-            assert [node._sequence_nr() for node in sends] == gates
+            gates = [node._sequence_nr() for node in sends]
+            assert gates == [node.source for node in sends]
             assert not (gates and after) or max(gates) < min(after)
             assert sorted(range(len(others)), key=numbers.__getitem__) == sorted(
                 range(len(others)), key=after.__getitem__

@@ -161,12 +161,12 @@ def test_many_small_buffers_that_are_large_together_are_not_joined() -> None:
 
 
 def test_the_border_between_one_piece_and_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.zeros(100, dtype=torch.uint8)
-    size = encode(Ping(1), [tensor]).size
+    tensors = [torch.zeros(50, dtype=torch.uint8), torch.ones(50, dtype=torch.uint8)]
+    size = encode(Ping(1), tensors).size
     monkeypatch.setattr(frames, "_JOIN_BELOW", size)
-    assert len(encode(Ping(1), [tensor]).pieces) == 1
+    assert len(encode(Ping(1), tensors).pieces) == 1
     monkeypatch.setattr(frames, "_JOIN_BELOW", size - 1)
-    assert len(encode(Ping(1), [tensor]).pieces) == 2
+    assert len(encode(Ping(1), tensors).pieces) == 3
 
 
 def test_metadata_over_the_limit_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

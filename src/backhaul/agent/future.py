@@ -37,13 +37,22 @@ class Future(torch.futures.Future[T]):
         super().__init__()
         self._help = help
         self._attend = attend
+        self._settled = False
+        self._value: Any = None
+        self._error: BaseException | None = None
         self.has_callbacks = False
         """User code hangs on this future: whoever completes it must hold nothing."""
 
     def wait(self) -> T:
         """Return the value when it is there; raise what the call raised."""
-        self.help()
-        return super().wait()
+        if not self._settled:
+            self.help()
+            if not self._settled:
+                return super().wait()
+        # As torch would, which gives the interpreter away to see.
+        if self._error is not None:
+            raise fresh(self._error)
+        return self._value  # type: ignore[no-any-return]
 
     def help(self) -> None:
         """Do what this thread can towards completion; return when no more can be done."""
@@ -120,7 +129,10 @@ class Future(torch.futures.Future[T]):
                 raise fresh(stored)
 
             super()._set_unwrap_func(raise_copy)
+            self._error = stored
+        self._value = value
         self.set_result(value)  # type: ignore[arg-type]
+        self._settled = True
 
 
 def _resolve(woken: asyncio.Future[None]) -> None:

@@ -37,7 +37,7 @@ from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError, Wor
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame, encode
+from backhaul.wire.frames import Frame, encode, join
 from backhaul.wire.messages import Failure, Goodbye, Ping, Result
 
 if TYPE_CHECKING:
@@ -47,7 +47,34 @@ if TYPE_CHECKING:
     from backhaul.agent.watch import Watch
 
 _SEND_POLL = 0.1
+# So many calls of a peer's are outstanding that one more can wait a moment, if it is small.
+_BACKLOG = 16
+_MAX_HELD = 16
+_SMALL = 4096
 _REPLIES = (Result, Failure)
+
+
+class _Reply(Future[Any]):
+    """A future of the reply to one request."""
+
+    def __init__(self, outbound: Outbound, slot: Slot) -> None:
+        super().__init__()
+        self._outbound = outbound
+        self._slot: Slot | None = slot
+
+    def help(self) -> None:
+        slot = self._slot
+        if slot is not None:
+            self._outbound.wait(slot)
+
+    def attend(self) -> None:
+        slot = self._slot
+        if slot is not None:
+            self._outbound.attend(slot)
+
+    def settle(self, value: Any, error: BaseException | None = None) -> None:
+        self._slot = None
+        super().settle(value, error)
 
 
 class Outbound:
@@ -79,6 +106,8 @@ class Outbound:
         self._sending = threading.Lock()
         self._guard = threading.Lock()  # of _pending's deadlines and of _lost
         self._unflushed = False  # guarded by _sending
+        self._held: list[Frame] = []  # guarded by _sending: calls that have not left
+        self._urgent: set[int] = set()  # slots whose futures have callbacks; some may be done
         self._sleepers: deque[tuple[Slot, threading.Lock]] = deque()
         self._pinged: float | None = None  # when a ping left that nothing has answered
         self._lost: WorkerLostError | None = None
@@ -110,18 +139,21 @@ class Outbound:
     def ask_async(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Future[Any]:
         """Send a request; return a future of its reply's value."""
         slot = Slot(next(self._ids), what, deadline, is_call)
-        future: Future[Any] = Future(help=lambda: self.wait(slot), attend=lambda: self._watch.attend(self))
+        future = _Reply(self, slot)
         slot.future = future
         frame = make(slot.id)
         with self._guard:
             self._pending.open(slot, watched=True)
-        self._send_request(slot, frame)
+        self._send_request(slot, frame, hold=is_call and len(self._pending) > _BACKLOG and frame.size <= _SMALL)
         self._watch.look_after(self, deadline)
         return future
 
-    def _send_request(self, slot: Slot, frame: Frame) -> None:
+    def _send_request(self, slot: Slot, frame: Frame, *, hold: bool = False) -> None:
         try:
-            self._send(frame, slot.deadline, is_call=slot.is_call)
+            if self._lost is not None:  # looked at after opening the slot: lose() may not have found it
+                raise ChannelClosed("lost")
+            if not hold or not self._hold(frame):
+                self._send(frame, slot.deadline, is_call=slot.is_call)
         except (ChannelClosed, ProtocolError) as error:
             self.lose(error)
             if self._pending.take(slot.id) is not None:  # not among those that lose() failed
@@ -135,23 +167,67 @@ class Outbound:
         """Send a one-way message. Raises `ChannelClosed`."""
         self._send(frame, math.inf, is_call=False)
 
-    def _send(self, frame: Frame, deadline: float, *, is_call: bool) -> None:
+    def _hold(self, frame: Frame) -> bool:
+        """Keep a call back, so that it leaves together with others. False if it is to be sent now.
+
+        That is for peers that have so much to do already that they would not come to it at once. It leaves when
+        somebody waits for a reply or hangs a callback on one, when there are enough of them, or at the next tick.
+        """
+        with self._sending:
+            if len(self._held) >= _MAX_HELD or self._unflushed or self._lost is not None:
+                return False
+            self._held.append(frame)
+            self.calls_sent += 1
+            first = len(self._held) == 1
+        if first:
+            self._watch.remind(self)
+        return True
+
+    def send_held(self) -> None:
+        """Send what is held back, as far as that can be done without waiting."""
+        if self._held and self._sending.acquire(blocking=False):
+            try:
+                if self._unflushed:
+                    self._unflushed = not self._channel.flush()
+                if self._held and not self._unflushed:
+                    held, self._held = self._held, []
+                    self._unflushed = not self._channel.write(join(held))
+            except ChannelClosed:
+                pass  # the next read says so too
+            finally:
+                self._sending.release()
+
+    def _send(self, frame: Frame | None, deadline: float, *, is_call: bool) -> None:
+        """Send a frame, if given, after what is held back. Waits for room if need be."""
         with self._sending:
             if is_call:
                 self.calls_sent += 1
-            if not self._unflushed and self._channel.write(frame):
+            frames = [] if frame is None else [frame]
+            if self._held:
+                held, self._held = self._held, []
+                frames = [join([*held, *frames])] if frame is None or not frame.keep else [join(held), frame]
+            while frames and not self._unflushed:
+                self._unflushed = not self._channel.write(frames.pop(0))
+            if not self._unflushed:
                 return
             handling = self._serving.about_to_wait()
             try:
-                if self._unflushed:
-                    self._push(deadline)
-                    if self._channel.write(frame):
-                        return
-                self._unflushed = True
                 self._push(deadline)
+                for later in frames:
+                    self._unflushed = not self._channel.write(later)
+                    self._push(deadline)
             finally:
                 if handling:
                     self._serving.resumed()
+
+    def _send_held_first(self, slot: Slot) -> None:
+        """A thread is about to wait for this slot: send what is held back."""
+        try:
+            self._send(None, slot.deadline, is_call=False)
+        except (ChannelClosed, ProtocolError) as error:
+            self.lose(error)
+        except RpcTimeoutError:
+            pass  # so will be the wait for the reply
 
     def _push(self, deadline: float) -> None:
         """Finish the frame that did not fit, reading replies meanwhile. Holds ``_sending``."""
@@ -180,6 +256,8 @@ class Outbound:
 
     def wait(self, slot: Slot) -> None:
         """Return when the slot is done, reading replies as long as it is not."""
+        if self._held:
+            self._send_held_first(slot)
         handling = self._serving.about_to_wait()
         try:
             while not slot.done:
@@ -218,11 +296,11 @@ class Outbound:
         """Sleep until the reply or the reader role comes to this thread."""
         waiter = threading.Lock()
         waiter.acquire()
-        slot.waiters.append(waiter)
+        slot.add_waiter(waiter)
         self._sleepers.append((slot, waiter))
         if not slot.done and self._reading.locked():
             waiter.acquire(timeout=-1 if timeout == math.inf else min(timeout, threading.TIMEOUT_MAX))
-        slot.waiters.remove(waiter)
+        slot.remove_waiter(waiter)
         wake(waiter)  # released, so that `_pass_on` skips what is left of it on the list
 
     def _pass_on(self) -> None:
@@ -272,13 +350,22 @@ class Outbound:
         return slot
 
     def _settle_all(self, finished: list[Slot], *, inline: bool) -> None:
+        plain: list[tuple[Slot, Future[Any]]] = []
         for slot in finished:
             if slot.future is None:
                 self._count_settled(slot)
-            elif inline and not slot.future.has_callbacks:
+            elif slot.future.has_callbacks:
+                self._completions.add(partial(self._settle, slot, slot.future))
+            elif inline:
                 self._settle(slot, slot.future)
             else:
-                self._completions.add(partial(self._settle, slot, slot.future))
+                plain.append((slot, slot.future))
+        if plain:  # none of them waits for another
+            self._completions.add(partial(self._settle_each, plain))
+
+    def _settle_each(self, plain: list[tuple[Slot, Future[Any]]]) -> None:
+        for slot, future in plain:
+            self._settle(slot, future)
 
     def _fail(self, slot: Slot, error: BaseException | None, *, inline: bool = False) -> None:
         """Finish a slot without a reply."""
@@ -299,7 +386,11 @@ class Outbound:
     def _open_reply(self, slot: Slot) -> Any:
         if slot.envelope is not None:
             return self._execution.open(slot.envelope, self.peer)
-        raise slot.error or ProtocolError("a request ended without a reply")
+        error, slot.error = slot.error or ProtocolError("a request ended without a reply"), None
+        try:
+            raise error
+        finally:
+            del error  # which refers to this frame now
 
     def _count_settled(self, slot: Slot) -> None:
         if slot.is_call:
@@ -325,6 +416,21 @@ class Outbound:
             self.lose(problem)
         return True
 
+    def attend(self, slot: Slot) -> None:
+        """Something is to happen when the reply comes, and no thread waits for it."""
+        self._urgent.add(slot.id)
+        self.send_held()
+        self._watch.attend(self)
+
+    def is_urgent(self) -> bool:
+        """Whether something happens as soon as one of the replies comes, though no thread waits for it."""
+        while self._urgent:
+            id = self._urgent.pop()
+            if id in self._pending:
+                self._urgent.add(id)
+                return True
+        return False
+
     def being_read(self) -> bool:
         return self._reading.locked()
 
@@ -346,7 +452,7 @@ class Outbound:
             # Its reply has just been taken out; whoever did that is about to finish it.
             waiter = threading.Lock()
             waiter.acquire()
-            slot.waiters.append(waiter)
+            slot.add_waiter(waiter)
             if not slot.done:
                 waiter.acquire()
 
@@ -395,6 +501,7 @@ class Outbound:
         # Both locks are free soon: the channel is shut, so nobody waits on it.
         with self._reading, self._sending:
             self._channel.close()
+            self._held = []
         for slot in slots:
             self._fail(slot, self._loss())
         self._pass_on()

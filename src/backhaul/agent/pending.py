@@ -11,25 +11,30 @@ import math
 import threading
 from typing import Any
 
+import msgspec
+
 from backhaul.agent.future import Future
 from backhaul.wire.decoder import Envelope
 
 
-class Slot:
-    """One outstanding request: filled by whoever reads its reply."""
+class Slot(msgspec.Struct, gc=False, eq=False):
+    """One outstanding request: filled by whoever reads its reply.
 
-    __slots__ = ("deadline", "done", "envelope", "error", "future", "id", "is_call", "waiters", "what")
+    The garbage collector does not look at it: thousands of calls in flight would have it look at everything else, too.
+    A slot and its future refer to each other until the future is settled.
+    """
 
-    def __init__(self, id: int, what: str, deadline: float, is_call: bool) -> None:
-        self.id = id
-        self.what = what
-        self.deadline = deadline
-        self.is_call = is_call  # a call of the user's, not one of our own questions
-        self.future: Future[Any] | None = None
-        self.done = False
-        self.envelope: Envelope | None = None
-        self.error: BaseException | None = None
-        self.waiters: list[threading.Lock] = []  # each held by a thread that sleeps on it
+    id: int
+    what: str
+    deadline: float
+    is_call: bool
+    """A call of the user's, not one of our own questions."""
+    future: Future[Any] | None = None
+    done: bool = False
+    envelope: Envelope | None = None
+    error: BaseException | None = None
+    waiters: tuple[threading.Lock, ...] = ()
+    """Each held by a thread that sleeps on it."""
 
     def finish(self) -> None:
         """Mark it done, and wake who sleeps on it.
@@ -37,8 +42,19 @@ class Slot:
         A sleeper adds its lock first and looks at ``done`` then, so none is missed.
         """
         self.done = True
-        for waiter in list(self.waiters):  # who wakes takes its own off the list
+        for waiter in self.waiters:
             wake(waiter)
+
+    def add_waiter(self, waiter: threading.Lock) -> None:
+        with _waiting:
+            self.waiters += (waiter,)
+
+    def remove_waiter(self, waiter: threading.Lock) -> None:
+        with _waiting:
+            self.waiters = tuple(other for other in self.waiters if other is not waiter)
+
+
+_waiting = threading.Lock()
 
 
 def wake(waiter: threading.Lock) -> None:
@@ -58,6 +74,9 @@ class Pending:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._slots
 
     def open(self, slot: Slot, *, watched: bool) -> None:
         """Await a reply. ``watched``: `expire` is to find it when it is overdue."""

@@ -115,7 +115,7 @@ class Inbound:
                     leading = self._generation == generation
                     if leading:
                         self.busy = False
-                        if frame is not None:
+                        if frame is not None and not frame.keep:
                             self._out.append(frame)
                             self._out_bytes += frame.size
                 if not leading:
@@ -124,10 +124,14 @@ class Inbound:
                     if frame is not None:
                         self.reply(frame)
                     return
-                # A frame with something to keep refers to the user's own tensors: the next request may change them.
-                if frame is not None and (
-                    frame.keep or len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES
-                ):
+                if frame is None:
+                    continue
+                if frame.keep:
+                    # It refers to the user's own tensors: the next request may change them.
+                    if self._out:
+                        self._send_held()
+                    self.reply(frame)
+                elif len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES:
                     self._send_held()
         except Exception as error:
             state.handling = False

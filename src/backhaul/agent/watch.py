@@ -54,9 +54,13 @@ class Watch:
         self._outbounds: dict[int, Outbound] = {}
         self._soon: set[Outbound] = set()  # have futures; to be watched at the next tick if nobody reads
         self._watched: set[Outbound] = set()
+        self._holding: set[Outbound] = set()
         self._lock = threading.Lock()
         self._deadline = math.inf  # when to look at deadlines next
         self._check_at = math.inf
+        self.trim: Callable[[], float] = lambda: math.inf
+        """Called when all is quiet, to free what is idle; says in how many seconds it wants to be called again."""
+        self._trim_at = math.inf
         self._closing = False
         # A finalizer may wake it, at any point of a thread that is doing so already.
         self._bell_lock = threading.RLock()
@@ -135,6 +139,12 @@ class Watch:
         elif self.asleep:
             self.wake()
 
+    def remind(self, outbound: Outbound) -> None:
+        """This outbound holds calls back: have it send them at the next tick."""
+        self._holding.add(outbound)
+        if self.asleep:
+            self.wake()
+
     def attend(self, outbound: Outbound) -> None:
         """Read this outbound's replies from now on, without waiting for a tick."""
         with self._lock:
@@ -179,8 +189,10 @@ class Watch:
                 if self._tick():
                     self.asleep = False
                     quiet = 0
+                else:
+                    self._trim_at = min(self._trim_at, time.monotonic() + self.trim())
             now = time.monotonic()
-            timeout = min(self._deadline, self._check_at) - now
+            timeout = min(self._deadline, self._check_at, self._trim_at) - now
             if not self.asleep:
                 timeout = min(timeout, self._pace)
             events = self._epoll.poll(None if timeout == math.inf else max(0.0, timeout))
@@ -193,6 +205,10 @@ class Watch:
     def _tick(self) -> bool:
         self._pace = min(2 * self._pace, _SLOW_TICK)
         active = self._attend()
+        while self._holding:
+            self._holding.pop().send_held()
+            self.hurry()
+            active = True
         for tick in self.ticks:
             active = tick() or active
         return active
@@ -205,6 +221,8 @@ class Watch:
             self._expire(now)
         if now >= self._check_at:
             self._check_peers(now)
+        if now >= self._trim_at:
+            self._trim_at = now + self.trim()
 
     def _handle(self, descriptor: int) -> None:
         if descriptor == self._bell:
@@ -220,10 +238,11 @@ class Watch:
         outbound = self._outbounds.get(descriptor)
         if outbound is None:
             return
-        if outbound.drain():
+        if outbound.drain() and (outbound.is_urgent() or not outbound.outstanding):
             self._settle(outbound)
         else:
-            # Somebody else reads it: see at the next tick whether that is still so.
+            # Somebody else reads it; or more replies follow at once, which nobody is in a hurry for. Each of them would
+            # take the interpreter from those who work. See at the next tick.
             with self._lock:
                 self._soon.add(outbound)
                 self._watched.discard(outbound)

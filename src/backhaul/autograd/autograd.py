@@ -101,6 +101,7 @@ class Autograd:
         self.engine.abandon(record, error)
         with record.lock:
             record.sends.clear()
+            record.unspent.clear()
             record.sent.clear()
             record.recvs.clear()
             record.gradients.clear()

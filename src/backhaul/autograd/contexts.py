@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,6 +53,8 @@ class Record:
         self.lock = threading.Lock()
         self.sends: dict[int, Send] = {}
         """By the id of the message for its first recorded tensor, and ids that follow for the others."""
+        self.unspent: dict[int, Send] = {}
+        """Those whose graphs have not been run, or were retained: who else may take part in a pass."""
         self.sent: dict[int, Node] = {}
         """Sends of whole messages, to look at only, by the id of the message."""
         self.recvs: dict[int, Node] = {}
@@ -69,6 +71,15 @@ class Record:
         self.floors: dict[int, int] = {}
         """By who starts passes: those with lower ids are over."""
         self.over = False
+
+    def add(self, source: int, send: Send) -> None:
+        self.sends[source] = send
+        self.unspent[source] = send
+
+    def spend(self, sources: Iterable[int]) -> None:
+        """The graphs of these have been run, and freed."""
+        for source in sources:
+            self.unspent.pop(source, None)
 
     def raise_floor(self, starter: int, floor: int) -> list[Share]:
         """Passes of that worker below ``floor`` are over: forgets them, and returns them. Under the lock."""

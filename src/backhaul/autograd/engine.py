@@ -188,14 +188,21 @@ class Engine:
             current.reset(token)
             component.leaves, component.recvs = (), {}
             self._runs.discard(run)
+        if not share.backward.retain_graph:
+            share.record.spend(component.sources)
         self._report(share, False, component.sources, run.emitted)
 
     def _run_engine(
         self, share: Share, component: Component, inputs: tuple[torch.Tensor, ...] = ()
     ) -> Sequence[torch.Tensor | None]:
         """Have torch run a component: the gradients of ``inputs``; without any, all go into ``.grad``."""
+        starts, values = share.starts(component)
+        if inputs and not component.recvs:
+            direct = gradients.without_a_run(starts, values)
+            if direct is not None:
+                return [direct.get(leaf) for leaf in inputs]
         return _run_backward(
-            *share.starts(component), share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
+            starts, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
         )
 
     def _run_in_grad(

@@ -32,7 +32,6 @@ ID_BITS = 48
 ROOT = 0
 """Stands for the id of a message where the roots of a pass are meant."""
 
-_COUNT = (1 << ID_BITS) - 1
 NOTHING = torch.zeros((), device="cpu")
 """Stands for the gradient of a Send's output."""
 
@@ -146,9 +145,22 @@ def send(source: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return send(source, tensors)
+    uses = _first_uses(tensors)
     output: torch.Tensor = _apply_send(source, *tensors)
-    output.grad_fn._set_sequence_nr(source & _COUNT)  # type: ignore[union-attr]
+    del uses
     return output
+
+
+def _first_uses(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Have the graph nodes of leaves and views made, and kept as long as what is returned.
+
+    Torch makes the node of a leaf when it is used and has none, and that of a view anew after its base was changed in
+    place: under a lock of the tensor's, where an operation waits for the interpreter. A Function waits for the lock
+    while it has the interpreter. On two threads that is for ever. Operations, as these, wait for the lock without it;
+    and who finds the node made wants nothing else under the lock.
+    """
+    found = [tensor for tensor in tensors if tensor.is_leaf or tensor._is_view()]
+    return [each.view_as(each) if each.layout is torch.strided else each.clone() for each in found]
 
 
 def receive(anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:

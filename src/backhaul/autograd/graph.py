@@ -41,6 +41,7 @@ SMALL = 64
 """A component of up to this many nodes costs less to run than what is around its run."""
 
 _LIFT = 1 << ID_BITS
+_COUNT = _LIFT - 1
 
 
 class Component:
@@ -198,8 +199,12 @@ def reach(starts: Iterable[Node], seen: set[Any]) -> dict[Node, list[int]]:
 def put_gates_last(component: Component) -> None:
     """Lift the sequence numbers of all nodes above those of Sends. Their own order stays."""
     for node in component.nodes:
+        if type(node) is SendNode:
+            if node.source != ROOT:
+                node._set_sequence_nr(node.source & _COUNT)
+            continue
         number = node._sequence_nr()
-        if number < _LIFT and type(node) is not SendNode:
+        if number < _LIFT:
             node._set_sequence_nr(number + _LIFT)
 
 

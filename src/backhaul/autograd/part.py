@@ -38,6 +38,16 @@ class Part:
         self.must_resolve = False
         """Something has arrived that cannot be run before the pass is resolved."""
 
+    def __contains__(self, source: int) -> bool:
+        """Whether it is a candidate."""
+        return source in self._sources
+
+    def revive(self, sources: Mapping[int, Source]) -> None:
+        """More candidates, which nobody expected."""
+        new = {source: found for source, found in sources.items() if source not in self._sources}
+        self._sources.update(new)
+        self._plan(new)
+
     def arrive(self, sources: Collection[int], find: Callable[[int], Source]) -> list[Component]:
         """The gradients of these sources are here: what can be run now. ``find`` gets those that are no candidates."""
         for source in sources:
@@ -50,6 +60,8 @@ class Part:
         self._messages.update(self._sources[source].message for source in sources)
         found: list[Component] = []
         for component in dict.fromkeys(self._component[source] for source in sources):
+            if component.started:  # or each gradient would cost a look at all sources of its run
+                continue
             missing = [source for source in component.sources if source not in self._arrived]
             if self._resolved or not missing:
                 found += self._start(component)
@@ -64,10 +76,12 @@ class Part:
         """Small ones that do not wait as one: a run costs more than they do. Large ones may be run side by side."""
         if len(components) < 2:
             return components
-        small = [component for component in components if component.size <= SMALL and not self.waits(component)]
-        if len(small) < 2:
-            return components
-        return [together(small), *(component for component in components if component not in small)]
+        small: list[Component] = []
+        others: list[Component] = []
+        for component in components:
+            is_small = component.size <= SMALL and not self.waits(component)
+            (small if is_small else others).append(component)
+        return components if len(small) < 2 else [together(small), *others]
 
     def take_part(self, sources: Iterable[int]) -> dict[Node, list[int]]:
         """These sources take part: the Recvs that they reach and which outputs, those that are not known to, yet."""

@@ -18,8 +18,9 @@ class Running:
 
     def __init__(self, share: Share) -> None:
         self.share = share
-        self._changed = threading.Condition()
-        # Guarded by _changed:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        # Guarded by _lock:
         self._ledger = Ledger()
         self._resolving: Ledger | None = None
         self._askers: set[int] = set()
@@ -30,7 +31,7 @@ class Running:
 
     def ask(self, rank: int) -> tuple[bool, bool]:
         """A worker wants the pass to be resolved: ``(begin with it, it is done already)``."""
-        with self._changed:
+        with self._lock:
             if self._resolved:
                 return False, True
             self._askers.add(rank)
@@ -41,7 +42,7 @@ class Running:
 
     def report(self, resolving: bool, consumed: Sequence[int], emitted: Sequence[int]) -> set[int]:
         """Take note of a report; who is to be told that the pass is resolved now."""
-        with self._changed:
+        with self._lock:
             if not resolving:
                 self._over = self._ledger.report(consumed, emitted)
                 if self._over:
@@ -55,17 +56,17 @@ class Running:
     @property
     def busy(self) -> list[int]:
         """Ranks of the workers that have not reported, as far as is known here."""
-        with self._changed:
+        with self._lock:
             return sorted({rank_of(source) for source in self._ledger.open if source != ROOT})
 
     def give(self, component: Component) -> None:
         """Let the thread that waits for the pass run this."""
-        with self._changed:
+        with self._lock:
             self._todo.append(component)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             if self._error is None:
                 self._error = error
                 self._changed.notify_all()
@@ -77,7 +78,7 @@ class Running:
         """
         next_check = time.monotonic() + every
         while True:
-            with self._changed:
+            with self._lock:
                 until = min(deadline, next_check)
                 timeout = min(until - time.monotonic(), threading.TIMEOUT_MAX)
                 self._changed.wait_for(lambda: self._error is not None or self._over or self._todo, max(0.0, timeout))

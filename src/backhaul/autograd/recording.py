@@ -6,6 +6,8 @@ it. Tensors that require grad are recorded as well, in requests and in replies, 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
 from backhaul.agent.recording import Tensors
@@ -75,12 +77,16 @@ class Recorder:
         recorded = [tensor for tensor in tensors if tensor.requires_grad]
         if not recorded:
             return Mark(record.id), tensors
-        message = self._contexts.new_id(len(recorded))
-        for source, tensor in enumerate(recorded, message):
-            record.sends[source] = Send(message, to, send(source, [tensor]))
-        whole = record.sends[message].output if len(recorded) == 1 else send(message, recorded)
-        record.sent[message] = whole.grad_fn
         record.told.add(to.id)
+        message = self._contexts.new_id(len(recorded))
+        if len(recorded) == 1:
+            output = send(message, recorded)
+            record.add(message, Send(message, to, output))
+            record.sent[message] = output.grad_fn
+            return Mark(record.id, message), tensors
+        for source, tensor in enumerate(recorded, message):
+            record.add(source, Send(message, to, send(source, [tensor])))
+        record.sent[message] = send(message, recorded).grad_fn
         return Mark(record.id, message), tensors
 
 
@@ -96,8 +102,9 @@ def _separate(tensors: Tensors, places: list[int]) -> list[torch.Tensor]:
     found = [tensors[place] for place in places]
     if len(tensors) > 1:
         storages = [_storage(tensor) for tensor in tensors]
+        times = Counter(storages)
         found = [
-            tensor.detach().clone() if storages.count(storages[place]) > 1 and storages[place] else tensor
+            tensor.detach().clone() if times[storages[place]] > 1 and storages[place] else tensor
             for place, tensor in zip(places, found, strict=True)
         ]
     return [tensor.data for tensor in found]

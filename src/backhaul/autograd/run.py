@@ -70,13 +70,15 @@ class Run:
         self._on_held = held
         self._max_held = _MAX_HELD_BYTES if hold else -1
         self._recvs = dict(component.recvs)  # that are to come
+        self._is_alone = len(self._recvs) == 1
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._left: dict[int, int] = {}  # Recvs to come, by the rank of their senders
-        for node in component.recvs:
-            rank = node.recv.sender.id
-            self._left[rank] = self._left.get(rank, 0) + 1
         self._parcels: dict[int, _Parcel] = {}
+        if not self._is_alone:
+            for node in component.recvs:
+                rank = node.recv.sender.id
+                self._left[rank] = self._left.get(rank, 0) + 1
 
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
         if self._parcels and not self.share.has(source):
@@ -95,11 +97,16 @@ class Run:
         self._require(self.share, recv)
         rank = recv.sender.id
         self.share.giving_to(rank)
+        if self._is_alone:
+            parcel = _Parcel(recv.sender)
+            for output in sorted(outputs):
+                parcel.add(recv.message + output, gradients[output])
+            self.emitted += parcel.sources
+            self._post(parcel)
+            return
         with self._lock:
-            parcel = self._parcels.get(rank)
-            first = parcel is None
-            if parcel is None:
-                parcel = self._parcels[rank] = _Parcel(recv.sender)
+            held = self._parcels.get(rank)
+            parcel = held or self._parcels.setdefault(rank, _Parcel(recv.sender))
             for output in sorted(outputs):
                 parcel.add(recv.message + output, gradients[output])
                 self.emitted.append(recv.message + output)
@@ -109,7 +116,7 @@ class Run:
                 del self._parcels[rank]
         if full:
             self._post(parcel)
-        elif first:
+        elif held is None:
             self._on_held(self)
 
     def flush(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ class Share:
         self._root = root
         self.deadline = math.inf
         self.check_every = math.inf
-        self._changed = threading.Condition()
-        # Guarded by _changed:
+        self._lock = threading.Lock()
+        self._changed: threading.Condition | None = None  # of who waits, if somebody does
+        # Guarded by _lock:
         self._part: Part | None = None
         self._box: dict[int, Gradients] = {}  # have arrived, and are to be consumed
         self._waiting: dict[int, int] = {}  # sources that gates wait for -> rank of who is to send their gradients
@@ -46,19 +47,25 @@ class Share:
 
     def arrive(self, gradients: Mapping[int, Gradients]) -> tuple[list[Component], bool]:
         """Gradients are here: what can be run now, and whether the pass is to be resolved first."""
-        with self._changed:
+        with self._lock:
             if self._error is not None:
                 return [], False
             self._box.update(gradients)
             part = self._planned()
+            self._revive(part, gradients)
             components = part.arrive(gradients, self._source)
             for component in components:
                 self._prepare(component, part)
             ask = part.must_resolve and not self._asked
             self._asked = self._asked or ask
-            if self._waiting:
+            if self._changed is not None:
                 self._changed.notify_all()
         return components, ask
+
+    def _revive(self, part: Part, sources: Iterable[int]) -> None:
+        """If this is a second pass over a graph that was not retained, which torch allows if it had nothing to free."""
+        if any(source not in part and source not in self.record.unspent for source in sources):
+            part.revive({source: Source(send.node, send.message) for source, send in list(self.record.sends.items())})
 
     def _prepare(self, component: Component, part: Part) -> None:
         if len(component.sources) > 1:
@@ -86,7 +93,7 @@ class Share:
         """
         sources = component.sources
         if not component.waits:
-            with self._changed:
+            with self._lock:
                 if self._error is not None:
                     raise fresh(self._error)
                 given = [gradient for source in sources for gradient in self._box[source]]
@@ -100,12 +107,16 @@ class Share:
 
     def take_part(self, sources: Sequence[int]) -> dict[Node, list[int]]:
         """Recvs, and which of their outputs, that are newly known to take part, since these sources do."""
-        with self._changed:
-            return {} if self._error is not None else self._planned().take_part(sources)
+        with self._lock:
+            if self._error is not None:
+                return {}
+            part = self._planned()
+            self._revive(part, sources)
+            return part.take_part(sources)
 
     def resolve(self) -> list[Component]:
         """All that takes part is known: what can be run now."""
-        with self._changed:
+        with self._lock:
             if self._error is not None:
                 return []
             part = self._planned()
@@ -119,16 +130,17 @@ class Share:
 
         Calls ``check`` every ``check_every`` seconds, and raises `RpcTimeoutError` at the deadline.
         """
-        with self._changed:
+        with self._lock:
             if source in self._box or self._error is not None:
                 return self._take(source)
             to = self.record.sends[source].to
             self._waiting[source] = to.id
+            changed = self._changed = self._changed or threading.Condition(self._lock)
         with serving.pause():
             while True:
                 timeout = min(self.deadline - time.monotonic(), self.check_every, threading.TIMEOUT_MAX)
-                with self._changed:
-                    if self._changed.wait_for(lambda: source in self._box or self._error is not None, timeout):
+                with self._lock:
+                    if changed.wait_for(lambda: source in self._box or self._error is not None, timeout):
                         del self._waiting[source]
                         return self._take(source)
                 if time.monotonic() >= self.deadline:
@@ -145,7 +157,7 @@ class Share:
 
     def giving_to(self, rank: int) -> None:
         """A worker is about to get work of this pass from here. Raises what the pass has failed with."""
-        with self._changed:
+        with self._lock:
             if self._error is not None:
                 raise fresh(self._error)
             self._gave_to.add(rank)
@@ -167,13 +179,14 @@ class Share:
 
     def fail(self, error: BaseException, worker: str) -> bool:
         """The pass is over, and whoever waits in it is to raise. False if it was over already."""
-        with self._changed:
+        with self._lock:
             if self._error is not None:
                 return False
             self._error = kept(error, worker)
             self._box.clear()
             self._part = None
-            self._changed.notify_all()
+            if self._changed is not None:
+                self._changed.notify_all()
         with self.record.lock:
             if not self.record.is_over(self.backward.id):
                 self.record.aborted.add(self.backward.id)
@@ -181,7 +194,7 @@ class Share:
 
     def depends_on(self, rank: int) -> bool:
         """Whether the pass cannot end well without that worker, as far as is known here."""
-        with self._changed:
+        with self._lock:
             return self._error is None and (
                 rank in self._gave_to or rank in self._got_from or rank in self._waiting.values()
             )
@@ -189,7 +202,7 @@ class Share:
     @property
     def helpers(self) -> set[int]:
         """Ranks that have got work of this pass from here, or are waited for."""
-        with self._changed:
+        with self._lock:
             return self._gave_to | set(self._waiting.values())
 
     @property
@@ -203,7 +216,7 @@ class Share:
 
     def _planned(self) -> Part:
         if self._part is None:
-            sources = {source: Source(send.node, send.message) for source, send in list(self.record.sends.items())}
+            sources = {source: Source(send.node, send.message) for source, send in list(self.record.unspent.items())}
             if self._root is not None:
                 sources[ROOT] = self._source(ROOT)
             self._part = Part(sources)

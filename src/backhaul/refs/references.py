@@ -176,9 +176,8 @@ class References:
         if rref._references is not self:
             raise MisuseError(f"{rref!r} belongs to another worker of this process, or to one that was shut down")
         self._holdings.require(rref._ref)
-        if not any(other._ref == rref._ref for other in packing.attached):
-            packing.attached.append(rref)
         ref = rref._ref
+        packing.attach(ref, rref)
         return ref.owner, ref.creator, ref.number
 
     def _lift(self, value: Any, unpacking: Unpacking) -> RRef[Any]:

@@ -133,7 +133,7 @@ class FaultyChannel(Channel):
         if not passed:
             return True
         with self._turn:
-            self._unfinished = not self._inside.write(_join(passed, frame.keep))
+            self._unfinished = not self._inside.write(_join(passed))
             return not self._unfinished
 
     def flush(self) -> bool:
@@ -185,10 +185,10 @@ def _split(frame: Frame) -> list[Frame]:
     return parts
 
 
-def _join(frames: list[Frame], keep: Any) -> Frame:
+def _join(frames: list[Frame]) -> Frame:
     if len(frames) == 1:
         return frames[0]
-    return Frame([piece for each in frames for piece in each.pieces], sum(each.size for each in frames), keep)
+    return Frame([b"".join(piece for each in frames for piece in each.pieces)], sum(each.size for each in frames))
 
 
 class _FaultyVisitor(Visitor):
@@ -240,6 +240,9 @@ class FaultyTransport(Transport):
 
     def is_listening(self, addresses: Addresses, deadline: float) -> bool:
         return self._inside.is_listening(addresses, deadline)
+
+    def trim(self) -> float:
+        return self._inside.trim()
 
     def close(self) -> None:
         self._inside.close()

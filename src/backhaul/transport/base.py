@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -113,6 +114,10 @@ class Transport(ABC):
     @abstractmethod
     def is_listening(self, addresses: Addresses, deadline: float) -> bool:
         """Somebody listens at ``addresses``, as far as can be seen from here."""
+
+    def trim(self) -> float:
+        """Free memory that has not been used for a while; in how many seconds to call this again, or infinity."""
+        return math.inf
 
     @abstractmethod
     def close(self) -> None:

@@ -6,6 +6,7 @@ Sockets stay in blocking mode; what must not wait says so with ``MSG_DONTWAIT``.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import select
@@ -15,13 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from backhaul.errors import AuthenticationError, OptionError
+from backhaul.errors import AuthenticationError, OptionError, ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.security import handshake
 from backhaul.security.credentials import require_same_user
 from backhaul.security.handshake import ClientHandshake, Hello, ServerHandshake, Welcome
+from backhaul.transport import segments
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor
 from backhaul.transport.readable import Readable
+from backhaul.transport.segments import Borrowing, Budget, Lending
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
 
@@ -33,7 +36,10 @@ _MAX_UNIX_PATH = 100  # the kernel's limit is 108 with the terminating zero
 _SOCKET_BUFFER = 4 << 20
 # Plain integers: combining the enumeration's members costs a microsecond each time.
 _NO_WAIT = int(socket.MSG_DONTWAIT)
+_NO_WAIT_FOR_DESCRIPTORS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_DESCRIPTOR_ROOM = socket.CMSG_SPACE(segments.MAX_PASSED * array.array("i").itemsize)
 _MAX_PIECES = 512  # below IOV_MAX, which is 1024
 _BACKLOG = 128
 _QUEUE_PAUSE = 0.005
@@ -54,14 +60,18 @@ def host_id() -> str:
 
 
 class StreamChannel(Channel):
-    """Frames over a connected socket."""
+    """Frames over a connected socket. Over a unix socket, large tensors in segments."""
 
-    def __init__(self, sock: socket.socket, options: RpcOptions) -> None:
+    def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
         self._socket = sock
-        self._decoder = Decoder(options.max_message_bytes)
+        shares = sock.family == socket.AF_UNIX and segments.are_possible()
+        self._borrowing = Borrowing() if shares else None
+        self._lending = Lending(budget) if shares and budget.size else None
+        self._decoder = Decoder(options.max_message_bytes, self._borrowing)
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._unsent: list[memoryview] = []
         self._keep: object = None
+        self._passing: list[int] = []  # descriptors that go with the first byte that is unsent
         self._readable = Readable(sock, options.busy_poll)
         _tune(sock)
 
@@ -70,29 +80,38 @@ class StreamChannel(Channel):
 
     def write(self, frame: Frame) -> bool:
         pieces = frame.pieces
+        if len(pieces) > 1:
+            return self._write_large(frame)
         try:
-            if len(pieces) == 1:
-                sent = self._socket.send(pieces[0], _SEND_FLAGS)
-            else:
-                sent = self._socket.sendmsg(pieces[:_MAX_PIECES], (), _SEND_FLAGS)
+            sent = self._socket.send(pieces[0], _SEND_FLAGS)
         except BlockingIOError:
             sent = 0
         except OSError as error:
             raise _closed(error) from error
         if sent == frame.size:
             return True
-        self._unsent = _drop([memoryview(piece) for piece in pieces], sent)
+        self._unsent = [memoryview(pieces[0])[sent:]]
+        return self.flush()
+
+    def _write_large(self, frame: Frame) -> bool:
+        if frame.keep and self._lending is not None:
+            frame, self._passing = self._lending.place(frame)
+        self._unsent = [memoryview(piece) for piece in frame.pieces]
         self._keep = frame.keep
         return self.flush()
 
     def flush(self) -> bool:
         while self._unsent:
+            beside: Sequence[tuple[int, int, array.array[int]]] = ()
+            if self._passing:
+                beside = ((socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._passing)),)
             try:
-                sent = self._socket.sendmsg(self._unsent[:_MAX_PIECES], (), _SEND_FLAGS)
+                sent = self._socket.sendmsg(self._unsent[:_MAX_PIECES], beside, _SEND_FLAGS)
             except BlockingIOError:
                 return False
             except OSError as error:
                 raise _closed(error) from error
+            self._passing = []
             self._unsent = _drop(self._unsent, sent)
         self._keep = None
         return True
@@ -109,7 +128,14 @@ class StreamChannel(Channel):
         try:
             if timeout != 0 and not self._readable.wait(timeout):
                 return False
-            count = self._socket.recv_into(self._decoder.writable(), 0, _NO_WAIT)
+            if self._borrowing is None:
+                count = self._socket.recv_into(self._decoder.writable(), 0, _NO_WAIT)
+            else:
+                count, beside, flags, _ = self._socket.recvmsg_into(
+                    (self._decoder.writable(),), _DESCRIPTOR_ROOM, _NO_WAIT_FOR_DESCRIPTORS
+                )
+                if beside or flags & _TRUNCATED:
+                    self._borrow(self._borrowing, beside, flags)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -118,6 +144,15 @@ class StreamChannel(Channel):
             raise ChannelClosed("the connection ended")
         self._decoder.wrote(count)
         return True
+
+    def _borrow(self, borrowing: Borrowing, beside: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+        for level, kind, data in beside:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                borrowing.add(descriptors)
+        if flags & _TRUNCATED:
+            raise ProtocolError("more descriptors than a message may have, or than this process can open")
 
     def next(self) -> Envelope | None:  # replaced in __init__, to save a call
         return self._decoder.next()
@@ -129,14 +164,18 @@ class StreamChannel(Channel):
     def close(self) -> None:
         self._unsent = []
         self._keep = None
+        self._passing = []
+        if self._lending is not None:
+            self._lending.close()
         self._socket.close()
 
 
 class StreamVisitor(Visitor):
-    def __init__(self, sock: socket.socket, key: bytes, options: RpcOptions) -> None:
+    def __init__(self, sock: socket.socket, key: bytes, options: RpcOptions, budget: Budget) -> None:
         self._socket = sock
         self._key = key
         self._options = options
+        self._budget = budget
 
     def admit(self, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
         sock = self._socket
@@ -160,7 +199,7 @@ class StreamVisitor(Visitor):
             if welcome.refused:
                 raise AuthenticationError(f"refused worker {hello.name!r}: {welcome.refused}")
             sock.settimeout(None)
-            return StreamChannel(sock, self._options), hello
+            return StreamChannel(sock, self._options, self._budget), hello
         except BaseException:
             sock.close()
             raise
@@ -170,11 +209,12 @@ class StreamVisitor(Visitor):
 
 
 class StreamListener(Listener):
-    def __init__(self, sock: socket.socket, key: bytes, options: RpcOptions) -> None:
+    def __init__(self, sock: socket.socket, key: bytes, options: RpcOptions, budget: Budget) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._key = key
         self._options = options
+        self._budget = budget
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -184,7 +224,7 @@ class StreamListener(Listener):
             sock, _ = self._socket.accept()
         except OSError:  # nobody there, or gone again, or out of descriptors for the moment
             return None
-        return StreamVisitor(sock, self._key, self._options)
+        return StreamVisitor(sock, self._key, self._options, self._budget)
 
     def close(self) -> None:
         self._socket.close()
@@ -195,6 +235,7 @@ class StreamTransport(Transport):
 
     def __init__(self, options: RpcOptions) -> None:
         self._options = options
+        self._budget = Budget(options.segment_pool_bytes)
         self._secret = options.secret_or_inherited()
         self._host = host_id()
         self._addresses = Addresses(host=self._host)
@@ -226,7 +267,7 @@ class StreamTransport(Transport):
             rest = client.receive_head(_receive(sock, handshake.WELCOME_HEAD_SIZE, deadline))
             welcome = client.receive_welcome(_receive(sock, rest, deadline))
             sock.settimeout(None)
-            return StreamChannel(sock, self._options), welcome
+            return StreamChannel(sock, self._options, self._budget), welcome
         except BaseException:
             sock.close()
             raise
@@ -240,6 +281,9 @@ class StreamTransport(Transport):
             return True
         sock.close()
         return True
+
+    def trim(self) -> float:
+        return self._budget.trim()
 
     def close(self) -> None:
         for listener in self._listeners:
@@ -272,7 +316,7 @@ class StreamTransport(Transport):
         except BaseException:
             sock.close()
             raise
-        self._listeners.append(StreamListener(sock, b"", self._options))
+        self._listeners.append(StreamListener(sock, b"", self._options, self._budget))
         return path
 
     def _listen_tcp(self, secret: bytes) -> tuple[str, int]:
@@ -283,7 +327,7 @@ class StreamTransport(Transport):
         except BaseException:
             sock.close()
             raise
-        self._listeners.append(StreamListener(sock, secret, self._options))
+        self._listeners.append(StreamListener(sock, secret, self._options, self._budget))
         host, port = sock.getsockname()
         return host, port
 

@@ -13,15 +13,18 @@ large tensor's memory is reserved, not touched, until its bytes come.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
 
 from backhaul.errors import ProtocolError
-from backhaul.wire.frames import HEADER, MAGIC, MAX_TABLE, VERSION
+from backhaul.wire.frames import HEADER, MAGIC, MAX_TABLE, PLACED, VERSION
+from backhaul.wire.headers import split_places
 from backhaul.wire.messages import KINDS
-from backhaul.wire.tensors import Landing
+from backhaul.wire.tensors import Landing, land_small
 
 _START = 64 * 1024
 _KEEP = 1 << 20
@@ -39,19 +42,29 @@ class Envelope(NamedTuple):
     tensors: list[torch.Tensor]
 
 
+class Segments(Protocol):
+    """Where buffers lie that are not in the payload: see `transport.segments`."""
+
+    def lend(self, id: int, size: int) -> Any: ...
+
+
 class Decoder:
     """Collects the bytes of one direction of one connection. Not thread-safe."""
 
-    def __init__(self, max_message_bytes: int = 64 << 30) -> None:
+    def __init__(self, max_message_bytes: int = 64 << 30, segments: Segments | None = None) -> None:
         self._limit = max_message_bytes
+        self._segments = segments
         self._buffer = bytearray(_START)
         self._view = memoryview(self._buffer)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
         self._start = 0  # first byte not yet consumed
         self._end = 0  # first byte not yet received
         self._wanted = HEADER.size  # bytes from _start that the next step needs
         self._message: Any = None  # of the frame whose payload is arriving
+        self._tensor: torch.Tensor | None = None  # its tensor, if that was read at once
         self._landing: Landing | None = None
         self._index = 0  # buffer of the landing that comes next
+        self._places: Sequence[int] = ()  # segments of its buffers, if any lie in one
         self._place: memoryview | None = None  # the rest of a buffer that is received in place
 
     def writable(self) -> memoryview:
@@ -83,7 +96,10 @@ class Decoder:
                 return None
             if self._landing is None:
                 message, self._message = self._message, None
-                return Envelope(message, [])
+                if self._tensor is None:
+                    return Envelope(message, [])
+                tensors, self._tensor = [self._tensor], None
+                return Envelope(message, tensors)
         if not self._read_payload(self._landing):
             return None
         tensors = self._landing.tensors()
@@ -117,7 +133,7 @@ class Decoder:
                 raise ProtocolError(f"not a frame: it starts with {bytes(magic)!r}")
             if version != VERSION:
                 raise ProtocolError(f"a frame of version {version}; this worker speaks version {VERSION}")
-            if kind not in KINDS:
+            if kind & ~PLACED not in KINDS or (kind & PLACED and (self._segments is None or not table)):
                 raise ProtocolError(f"a frame of unknown kind {kind}")
             if table > MAX_TABLE or size + payload > self._limit:
                 raise ProtocolError(
@@ -130,16 +146,42 @@ class Decoder:
                 self._wanted = size
                 return False
         body = start + HEADER.size
+        placed = kind & PLACED
+        kind &= ~PLACED
         try:
             self._message = _decoders[kind].decode(self._view[body : body + metadata])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"metadata that is no {KINDS[kind].__name__}: {error}") from None
         if table:
-            self._landing = Landing.parse(bytes(self._view[body + metadata : start + size]), payload)
             self._index = 0
+            headers = bytes(self._view[body + metadata : start + size])
+            if not placed and size + payload <= available and payload <= _COLLECT_BELOW:
+                # All of it is here.
+                tensor = land_small(headers, self._address + start + size, payload)
+                if tensor is not None:
+                    self._tensor = tensor
+                    self._start = start + size + payload
+                    self._wanted = HEADER.size
+                    return True
+            if placed:
+                self._landing = self._land(headers, payload)
+            else:
+                self._landing = Landing.parse(headers, payload)
         self._start = start + size
         self._wanted = HEADER.size
         return True
+
+    def _land(self, table: bytes, payload: int) -> Landing:
+        """The landing of tensors some of which are there already, in segments."""
+        table, places, elsewhere = split_places(table)
+        if elsewhere > self._limit:
+            raise ProtocolError(f"tensors of {elsewhere} bytes are over the limit of {self._limit}")
+        landing = Landing.parse(table, payload + elsewhere)
+        for index, segment in enumerate(places):
+            if segment and self._segments is not None:
+                landing.adopt(index, self._segments.lend(segment, landing.sizes[index]))
+        self._places = places
+        return landing
 
     def _read_payload(self, landing: Landing) -> bool:
         """Move what has arrived to where it belongs; True when all buffers are full."""
@@ -147,6 +189,9 @@ class Decoder:
             return False
         sizes = landing.sizes
         while self._index < len(sizes):
+            if self._places and self._places[self._index]:
+                self._index += 1
+                continue
             size = sizes[self._index]
             available = self._end - self._start
             if available >= size:
@@ -163,6 +208,7 @@ class Decoder:
                 self._index += 1
                 return False
             self._index += 1
+        self._places = ()
         self._wanted = HEADER.size
         return True
 
@@ -179,3 +225,4 @@ class Decoder:
     def _replace(self, buffer: bytearray) -> None:
         self._buffer = buffer
         self._view = memoryview(buffer)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -12,6 +12,9 @@ A frame, all numbers little-endian::
     20      M     metadata: the message, msgpack
     20+M    T     tensor table (tensors.py); empty when the message has no tensors
     20+M+T  P     payload: the tensors' buffers, one after another
+
+If the highest bit of the kind is set, some buffers are not in the payload but in segments (`transport.segments`). The
+tensor table then ends with 4 bytes for each buffer: the number of its segment, or 0 if it is in the payload.
 """
 
 from __future__ import annotations
@@ -25,18 +28,19 @@ import torch
 
 from backhaul.errors import UnsendableError
 from backhaul.wire.messages import KIND_OF
-from backhaul.wire.tensors import pack_tensors
+from backhaul.wire.tensors import pack_small, pack_tensors
 
 MAGIC = b"BH"
 VERSION = 1
 HEADER = struct.Struct("<2sBBIIQ")
+PLACED = 0x80
+"""The bit of the kind that says that buffers lie in segments."""
 
 MAX_METADATA = (1 << 32) - 1
 MAX_TABLE = 1 << 28
 
 # Up to here one copy into one piece is cheaper than several pieces to a system call.
 _JOIN_BELOW = 128 * 1024
-_COPY_BELOW = 256 * 1024
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -68,6 +72,11 @@ def encode(message: Any, tensors: Sequence[torch.Tensor] = ()) -> Frame:
     if not tensors:
         head = HEADER.pack(MAGIC, VERSION, kind, size, 0, 0) + metadata
         return Frame([head], len(head))
+    if len(tensors) == 1 and (small := _small(tensors[0])) is not None:
+        table, data = small
+        total = HEADER.size + size + len(data)
+        head = HEADER.pack(MAGIC, VERSION, kind, size, table, len(data) - table)
+        return Frame([b"".join((head, metadata, data))], total)
     packed = pack_tensors(tensors)
     if len(packed.table) > MAX_TABLE:
         raise UnsendableError("this message has too many tensors; send them in several calls, or stacked")
@@ -79,12 +88,27 @@ def encode(message: Any, tensors: Sequence[torch.Tensor] = ()) -> Frame:
     return Frame([head, *packed.buffers], total, packed.keep)
 
 
+def _small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
+    try:
+        return pack_small(tensor)
+    except (RuntimeError, TypeError) as error:
+        raise UnsendableError(f"torch gives no access to the memory of a tensor: {error}") from error
+
+
+def place(frame: Frame, segments: Sequence[int]) -> Frame:
+    """The frame of a message whose buffers are already in these segments, 0 being none: they are not written."""
+    head, *buffers = frame.pieces
+    magic, version, kind, metadata, table, _ = HEADER.unpack_from(head)
+    places = struct.pack(f"<{len(segments)}I", *segments)
+    left = [buffer for buffer, segment in zip(buffers, segments, strict=True) if not segment]
+    payload = sum(map(len, left))
+    start = HEADER.pack(magic, version, kind | PLACED, metadata, table + len(places), payload)
+    head = b"".join((start, memoryview(head)[HEADER.size :], places))
+    return Frame([head, *left], len(head) + payload, frame.keep)
+
+
 def join(frames: Sequence[Frame]) -> Frame:
-    """Several frames as one, so that they leave in one write."""
+    """Several frames that keep nothing as one, so that they leave in one write."""
     if len(frames) == 1:
         return frames[0]
-    pieces = [piece for frame in frames for piece in frame.pieces]
-    size = sum(frame.size for frame in frames)
-    if size <= _COPY_BELOW:
-        return Frame([b"".join(pieces)], size)
-    return Frame(pieces, size, [frame.keep for frame in frames])
+    return Frame([b"".join([piece for frame in frames for piece in frame.pieces])], sum(frame.size for frame in frames))

@@ -139,13 +139,34 @@ def parse(table: bytes | memoryview, payload: int) -> Table:
             raise ProtocolError(f"{payload} bytes of buffers but no tensor table")
         return Table([], [], False)
     try:
-        return _parse_plain(table, payload) or _parse(table, payload)
+        single = parse_single(table, payload)
+        if single is None:
+            return _parse(table, payload)
     except struct.error as error:
         raise ProtocolError(f"the tensor table ends early: {error}") from error
+    dtype, shape, grad = single
+    return Table([Header(STRIDED, dtype, GRAD if grad else 0, CPU, shape, None, 0, 0, payload)], [payload], True)
 
 
-def _parse_plain(table: bytes | memoryview, payload: int) -> Table | None:
-    """Nearly every message with tensors has one, contiguous: None if this is another one."""
+def split_places(table: bytes) -> tuple[bytes, Sequence[int], int]:
+    """A table that ends with the places of its buffers: the table proper, the places, the bytes that lie elsewhere."""
+    try:
+        _, buffers = _COUNTS.unpack_from(table)
+        if _COUNTS.size + 12 * buffers > len(table):
+            raise ProtocolError(f"a tensor table of {len(table)} bytes claims {buffers} buffers in segments")
+        end = len(table) - 4 * buffers
+        places = struct.unpack_from(f"<{buffers}I", table, end)
+        sizes = struct.unpack_from(f"<{buffers}Q", table, _COUNTS.size)
+    except struct.error as error:
+        raise ProtocolError(f"the tensor table ends early: {error}") from error
+    return table[:end], places, sum(size for size, place in zip(sizes, places, strict=True) if place)
+
+
+def parse_single(table: bytes | memoryview, payload: int) -> tuple[torch.dtype, Sequence[int], bool] | None:
+    """Nearly every message with tensors has one, contiguous: its dtype, shape, and whether it requires grad.
+
+    None if this is another one, or is wrong: then the general way says what is.
+    """
     if len(table) < _SINGLE.size:
         return None
     counts, size, layout, code, flags, device, ndim, where = _PLAIN.unpack_from(table)
@@ -168,8 +189,8 @@ def _parse_plain(table: bytes | memoryview, payload: int) -> Table | None:
         or (ndim and min(shape) < 0)
         or (flags and not (dtype.is_floating_point or dtype.is_complex))
     ):
-        return None  # the general way says what is wrong
-    return Table([Header(STRIDED, dtype, flags, CPU, shape, None, 0, 0, size)], [size], True)
+        return None
+    return dtype, shape, bool(flags)
 
 
 def _parse(table: bytes | memoryview, payload: int) -> Table:

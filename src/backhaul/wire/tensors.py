@@ -51,6 +51,27 @@ def view_of(tensor: torch.Tensor, nbytes: int) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def pack_small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
+    """The table of a message with this one tensor, followed by its bytes; and the size of the table.
+
+    For small, plain tensors; None if it is another one. What `pack_tensors` does, in one go: most messages have one.
+    """
+    kind = type(tensor)
+    code = headers.DTYPE_CODES.get(tensor.dtype)
+    if (kind is not torch.Tensor and kind is not Parameter) or code is None or not tensor.is_cpu:
+        return None
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.is_contiguous():
+        return None
+    nbytes = tensor.nbytes
+    if not 0 < nbytes <= INLINE:
+        return None
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != nbytes:  # otherwise it is the whole of its storage
+        _check_storage(tensor, nbytes)
+    table = headers.encode_single(code, _flags(tensor), tensor.shape, nbytes)
+    return len(table), table + ctypes.string_at(tensor.data_ptr(), nbytes)
+
+
 def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
     """Describe tensors and list the memory to send.
 
@@ -222,6 +243,28 @@ def _add_shared(packed: Packed, entries: list[Header], group: list[_Item]) -> No
             entries[place] = entries[place]._replace(buffer=buffer, offset=offset)
 
 
+def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
+    """The one tensor of a message, from its table and the ``size`` bytes at an address; None if it is not plain.
+
+    What a `Landing` does, in one go. Raises ProtocolError.
+    """
+    plain = headers.parse_single(table, size)
+    if plain is None or torch.is_inference_mode_enabled():
+        return None
+    dtype, shape, requires_grad = plain
+    if dtype is torch.complex32:
+        _use_up_warning(torch.complex32)
+    try:
+        # Unpacked: torch takes twice as long to make sense of a tuple.
+        tensor = torch.empty(*shape or ((),), dtype=dtype, device=_CPU)
+    except (RuntimeError, TypeError):
+        return None  # the landing says what is wrong
+    ctypes.memmove(tensor.data_ptr(), address, size)
+    if requires_grad:
+        tensor.requires_grad_(True)
+    return tensor
+
+
 class Landing:
     """Where the buffers of one message go: made from a table, filled, then turned into tensors.
 
@@ -264,8 +307,13 @@ class Landing:
         """
         return view_of(self._allocate(index), self.sizes[index])
 
+    def adopt(self, index: int, buffer: Any) -> None:
+        """Take an object that has the bytes of a buffer, and lives as long as somebody uses them."""
+        self._owners[index] = None
+        self._memory[index] = torch.frombuffer(buffer, dtype=torch.uint8)
+
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors, once every buffer was put, or placed and filled. Raises ProtocolError."""
+        """The tensors, once every buffer was put, adopted, or placed and filled. Raises ProtocolError."""
         try:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):

@@ -7,7 +7,7 @@ stands for; the tensors of a message travel beside its tree and are named by ind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -92,6 +92,7 @@ class Packing:
         "_indices",
         "_lower_unknown",
         "_lowerers",
+        "_noted",
         "_resolve",
         "attached",
         "depth",
@@ -112,6 +113,7 @@ class Packing:
         self.names = names
         self.depth = depth  # how many levels may still be entered
         self._indices: dict[int, int] = {}
+        self._noted: set[Hashable] = set()
         self._lowerers = lowerers
         self._resolve = resolve
         self._lower_unknown = lower_unknown
@@ -123,6 +125,12 @@ class Packing:
             index = self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return index
+
+    def attach(self, key: Hashable, thing: Any) -> None:
+        """Note something that is sent with the message, once for each key."""
+        if key not in self._noted:
+            self._noted.add(key)
+            self.attached.append(thing)
 
     def lower(self, value: Any) -> Any:
         """The tree of a value that is not a part of another."""

@@ -1,0 +1,48 @@
+"""A leaf that one thread sends while another computes with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from backhaul.autograd import functions
+from crew import Crew
+
+SECONDS = 3.0
+"""Two threads that can block each other have done so within 1.2 s, each time."""
+
+
+def send_and_use(layout: str) -> tuple[int, int]:
+    """How often a leaf was sent, and used meanwhile, without anything to keep its `AccumulateGrad` node."""
+    leaf = torch.ones(3, 3)
+    leaf = (leaf.to_sparse() if layout == "sparse" else leaf).requires_grad_()
+    sent = used = 0
+    over = False
+
+    def use() -> None:
+        nonlocal used
+        while not over:
+            leaf * 2
+            used += 1
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        functions.send(1, [leaf])
+        sent += 1
+    over = True
+    thread.join()
+    return sent, used
+
+
+@pytest.mark.parametrize("layout", ["strided", "sparse"])
+def test_a_leaf_that_is_sent_while_it_is_used(layout: str) -> None:
+    """In a process of its own: with a deadlock in torch nothing of it runs any more."""
+    with Crew(1, group=False) as crew:
+        sent, used = crew[0].run(send_and_use, layout, timeout=SECONDS + 20)
+    assert sent > 100
+    assert used > 100
