@@ -203,6 +203,14 @@ class Watch:
                 _log.exception("the watch thread goes on after a failure")
 
     def _tick(self) -> bool:
+        """False when all has been quiet."""
+        try:
+            return self._tick_all()
+        except Exception:  # no new thread can be had, say
+            _log.exception("the watch thread goes on after a failure")
+            return True
+
+    def _tick_all(self) -> bool:
         self._pace = min(2 * self._pace, _SLOW_TICK)
         active = self._attend()
         while self._holding:
@@ -238,14 +246,16 @@ class Watch:
         outbound = self._outbounds.get(descriptor)
         if outbound is None:
             return
-        if outbound.drain() and (outbound.is_urgent() or not outbound.outstanding):
+        drained = outbound.drain()
+        # Look at it again at the next tick: somebody else reads it; or more replies follow, which nobody is in a hurry
+        # for, and each of which would take the interpreter from those who work.
+        with self._lock:
+            self._soon.add(outbound)
+            self._watched.discard(outbound)
+        # Now, so that one of the two notices the other: who hangs a callback on a future looks at _watched after that.
+        if drained and (outbound.is_urgent() or not outbound.outstanding):
             self._settle(outbound)
         else:
-            # Somebody else reads it; or more replies follow at once, which nobody is in a hurry for. Each of them would
-            # take the interpreter from those who work. See at the next tick.
-            with self._lock:
-                self._soon.add(outbound)
-                self._watched.discard(outbound)
             self.asleep = False
 
     def _attend(self) -> bool:
