@@ -104,23 +104,20 @@ class Outbound:
         self._pending = Pending()
         self._reading = threading.Lock()
         self._sending = threading.Lock()
-        self._guard = threading.Lock()  # of _pending's deadlines and of _lost
+        self._guard = threading.Lock()  # of _pending's deadlines and of lost
         self._unflushed = False  # guarded by _sending
         self._held: list[Frame] = []  # guarded by _sending: calls that have not left
         self._urgent: set[int] = set()  # slots whose futures have callbacks; some may be done
         self._sleepers: deque[tuple[Slot, threading.Lock]] = deque()
         self._pinged: float | None = None  # when a ping left that nothing has answered
-        self._lost: WorkerLostError | None = None
+        self.lost: WorkerLostError | None = None
+        """Why the connection has ended, if it has."""
         self.calls_sent = 0  # guarded by _sending; user calls only
         self.calls_settled = 0  # guarded by _guard; counted after the callbacks of a future
         watch.add(self)
 
     def fileno(self) -> int:
         return self._channel.fileno()
-
-    @property
-    def lost(self) -> WorkerLostError | None:
-        return self._lost
 
     @property
     def outstanding(self) -> int:
@@ -150,7 +147,7 @@ class Outbound:
 
     def _send_request(self, slot: Slot, frame: Frame, *, hold: bool = False) -> None:
         try:
-            if self._lost is not None:  # looked at after opening the slot: lose() may not have found it
+            if self.lost is not None:  # looked at after opening the slot: lose() may not have found it
                 raise ChannelClosed("lost")
             if not hold or not self._hold(frame):
                 self._send(frame, slot.deadline, is_call=slot.is_call)
@@ -174,7 +171,7 @@ class Outbound:
         somebody waits for a reply or hangs a callback on one, when there are enough of them, or at the next tick.
         """
         with self._sending:
-            if len(self._held) >= _MAX_HELD or self._unflushed or self._lost is not None:
+            if len(self._held) >= _MAX_HELD or self._unflushed or self.lost is not None:
                 return False
             self._held.append(frame)
             self.calls_sent += 1
@@ -489,12 +486,12 @@ class Outbound:
     def lose(self, reason: Exception) -> None:
         """Close the connection and fail everything that waits for it."""
         with self._guard:
-            if self._lost is not None:
+            if self.lost is not None:
                 return
             if isinstance(reason, WorkerLostError):
-                self._lost = reason
+                self.lost = reason
             else:
-                self._lost = WorkerLostError(f"worker {self.peer.name!r} is lost: {reason}", self.peer.name)
+                self.lost = WorkerLostError(f"worker {self.peer.name!r} is lost: {reason}", self.peer.name)
             slots = self._pending.drain()
         self._channel.shutdown()
         self._watch.remove(self)
@@ -505,7 +502,7 @@ class Outbound:
         for slot in slots:
             self._fail(slot, self._loss())
         self._pass_on()
-        self._on_lost(self, self._lost)
+        self._on_lost(self, self.lost)
 
     def say_goodbye(self) -> None:
         """Tell the peer that this worker leaves, if that can be done without waiting."""
@@ -524,5 +521,5 @@ class Outbound:
 
     def _loss(self) -> WorkerLostError | None:
         """The loss as an exception of its own: one that several threads raise collects all their frames."""
-        lost = self._lost
+        lost = self.lost
         return None if lost is None else type(lost)(str(lost), lost.worker)

@@ -402,7 +402,10 @@ class Engine:
             shares = list(record.shares.values())
             record.shares.clear()
         for share in shares:
-            if share.fail(error, self._me.name) and rank_of(share.backward.id) == self._me.id:
+            mine = rank_of(share.backward.id) == self._me.id
+            if not mine and share.end():
+                continue
+            if share.fail(error, self._me.name) and mine:
                 self._tell_failed(self._me.id, share.backward, error)
 
     def idle(self) -> bool:

@@ -59,7 +59,7 @@ class Component:
         *,
         in_order: bool = False,
     ) -> None:
-        self.sources = sorted(sources, key=_order, reverse=True)
+        self.sources = sources if len(sources) == 1 else sorted(sources, key=_order, reverse=True)
         """As they are to be run: the roots first, then the latest Send."""
         self.leaves = leaves
         self.recvs = recvs

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _dicts: weakref.WeakValueDictionary[int, OrderedDict[int, Any]] = weakref.WeakValueDictionary()
+_seen: list[bool] = []  # not empty once there has been one: quicker to look at than the dicts
 _register_hook: Any = torch.autograd.Function._register_hook
 
 
@@ -22,6 +23,8 @@ def _notice(backward_hooks: OrderedDict[int, Any] | None, hook: Any) -> tuple[Or
         hooks: OrderedDict[int, Any] = OrderedDict() if backward_hooks is None else backward_hooks
         return hooks, hooks
     hooks, handle = _register_hook(backward_hooks, hook)
+    _seen.append(True)
+    del _seen[1:]
     _dicts[id(hooks)] = hooks
     return hooks, handle
 
@@ -35,7 +38,7 @@ torch.autograd.Function._register_hook = staticmethod(_notice)  # type: ignore[m
 
 def are_there() -> bool:
     """Whether some node, somewhere, has hooks."""
-    return bool(_dicts) and any(list(_dicts.values()))
+    return bool(_seen) and any(list(_dicts.values()))
 
 
 def on(node: Any) -> bool:

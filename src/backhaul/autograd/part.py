@@ -57,6 +57,11 @@ class Part:
                     self._sources[source] = find(source)
                 self._plan([source])
         self._arrived.update(sources)
+        if len(sources) == 1:
+            (source,) = sources
+            if len(self._component[source].sources) == 1:  # as in a chain
+                self._messages.add(self._sources[source].message)
+                return self._start(self._component[source])
         self._messages.update(self._sources[source].message for source in sources)
         found: list[Component] = []
         for component in dict.fromkeys(self._component[source] for source in sources):

@@ -48,6 +48,7 @@ class Replicas:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._any = False  # quicker to look at than the set
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._known: list[Replica] = []
         self._by_leaf: dict[int, list[Replica]] = {}
@@ -56,11 +57,12 @@ class Replicas:
         """Called by torch for each module that becomes a part of another."""
         if name == "module" and isinstance(parent, DistributedDataParallel):
             with self._lock:
+                self._any = True
                 self._wrappers.add(parent)
 
     def by_leaf(self) -> Mapping[int, Sequence[Replica]]:
         """The replicas of each leaf that is in one, by the leaf's id. A module can be wrapped more than once."""
-        if not self._wrappers and not self._known:
+        if not self._any:
             return {}
         with self._lock:
             wrappers = [wrapper for wrapper in self._wrappers if hasattr(wrapper, "reducer")]

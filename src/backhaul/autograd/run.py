@@ -24,6 +24,7 @@ from backhaul.ids import WorkerInfo
 from backhaul.wire.messages import Gradients
 
 _MAX_HELD_BYTES = 64 * 1024
+_SMALL = 8 * 1024
 
 
 class _Parcel:
@@ -40,6 +41,8 @@ class _Parcel:
 
     def add(self, source: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
+            if not gradient.is_contiguous() and gradient.layout is torch.strided and gradient.nbytes <= _SMALL:
+                gradient = gradient.contiguous()  # as that of a sum, which is one number: to describe it takes longer
             self.present.append(len(self.sources))
             self.tensors.append(gradient)
             self.nbytes += gradient.nbytes if gradient.layout is torch.strided else 0

@@ -16,11 +16,14 @@ from backhaul.autograd.contexts import Record
 from backhaul.autograd.functions import NOTHING, ROOT
 from backhaul.autograd.graph import Component, Node, put_gates_last
 from backhaul.autograd.part import Part, Source
-from backhaul.errors import RpcTimeoutError, fresh, kept
+from backhaul.errors import ContextError, RpcTimeoutError, fresh, kept
 from backhaul.wire.messages import Pass
 
 Gradients = Sequence[torch.Tensor | None]
 """Of the inputs of a Send: one, but for that of the roots."""
+
+
+_OVER = ContextError("the autograd context of this backward pass has been left")
 
 
 class Share:
@@ -64,8 +67,12 @@ class Share:
 
     def _revive(self, part: Part, sources: Iterable[int]) -> None:
         """If this is a second pass over a graph that was not retained, which torch allows if it had nothing to free."""
-        if any(source not in part and source not in self.record.unspent for source in sources):
-            part.revive({source: Source(send.node, send.message) for source, send in list(self.record.sends.items())})
+        unspent = self.record.unspent
+        for source in sources:
+            if source not in part and source not in unspent:
+                sends = list(self.record.sends.items())
+                part.revive({source: Source(send.node, send.message) for source, send in sends})
+                return
 
     def _prepare(self, component: Component, part: Part) -> None:
         if len(component.sources) > 1:
@@ -94,6 +101,12 @@ class Share:
         sources = component.sources
         if not component.waits:
             with self._lock:
+                if len(sources) == 1 and sources[0] in self._box:
+                    found = self._box[sources[0]]
+                    edges = self._source(sources[0]).node.next_functions
+                    if len(found) == 1 and found[0] is not None:
+                        del self._box[sources[0]]
+                        return (GradientEdge(*edges[0]),), (found[0],)
                 if self._error is not None:
                     raise fresh(self._error)
                 given = [gradient for source in sources for gradient in self._box[source]]
@@ -191,6 +204,17 @@ class Share:
             if not self.record.is_over(self.backward.id):
                 self.record.aborted.add(self.backward.id)
         return True
+
+    def end(self) -> bool:
+        """The context is over. False if somebody waits in the pass, who is to be told."""
+        with self._lock:
+            if self._waiting:
+                return False
+            if self._error is None:
+                self._error = _OVER
+                self._box.clear()
+                self._part = None
+            return True
 
     def depends_on(self, rank: int) -> bool:
         """Whether the pass cannot end well without that worker, as far as is known here."""
