@@ -1,7 +1,12 @@
-"""A crew: real worker processes that a test drives one by one, and may kill."""
+"""A crew: real worker processes that a test drives one by one, and may kill.
+
+A limit that passes says where each process of the crew stands: they write the stacks of their threads down when they
+are asked to by a signal, which works also where the interpreter is held for ever.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -9,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,9 +25,14 @@ import torch
 from backhaul import rpc
 
 _START_SECONDS = 60
+_WRITE_SECONDS = 5
 
 
-def _serve(pipe: Connection, setup: Callable[[], None] | None, place: dict[str, Any] | None) -> None:
+def _serve(
+    pipe: Connection, stacks: str | None, setup: Callable[[], None] | None, place: dict[str, Any] | None
+) -> None:
+    if stacks is not None:
+        faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 as long as it lives
     torch.set_num_threads(1)
     if setup is not None:
         setup()
@@ -44,18 +54,58 @@ def _serve(pipe: Connection, setup: Callable[[], None] | None, place: dict[str, 
             pipe.send((False, RuntimeError(f"cannot be sent to the test: {answer[1]!r}: {error}")))
 
 
-class Hand:
-    """One process. It runs what the test gives it on its main thread, one thing at a time."""
+class _Outcome(Future[Any]):
+    """Of what a process runs. Whoever waits for it in vain learns where the processes stand."""
 
-    def __init__(self, setup: Callable[[], None] | None, place: dict[str, Any] | None) -> None:
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__()
+        self._where = where
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not wait([self], timeout).done:
+            raise TimeoutError(f"not done in {timeout} s\n{self._where()}")
+        return super().result()
+
+
+class Hand:
+    """One process. It runs what the test gives it on its main thread, one thing at a time.
+
+    ``stacks`` is a file for the stacks of its threads.
+    """
+
+    def __init__(
+        self, setup: Callable[[], None] | None, place: dict[str, Any] | None, stacks: Path | None = None
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, setup, place), daemon=True)
+        self._stacks = stacks
+        self.where = self.stand  # and where others do, in a crew
+        args = (theirs, None if stacks is None else str(stacks), setup, place)
+        self.process: BaseProcess = context.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
 
+    def stand(self) -> str:
+        """Where all threads of the process are, if it can tell."""
+        if self._stacks is None or not self.process.is_alive():
+            return "it does not say"
+        before = self._written()
+        self.signal(signal.SIGUSR1)
+        deadline = time.monotonic() + _WRITE_SECONDS
+        text = before
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            text, last = self._written(), text
+            if text == last != before:  # it has written, and writes no more
+                break
+        return text[len(before) :] or "it does not say"
+
+    def _written(self) -> str:
+        assert self._stacks is not None
+        return self._stacks.read_text() if self._stacks.exists() else ""
+
     def await_start(self) -> None:
-        assert self._pipe.poll(_START_SECONDS), "the process did not start in time"
+        assert self._pipe.poll(_START_SECONDS), f"the process did not start in time\n{self.where()}"
         try:
             self._pipe.recv()
         except EOFError:
@@ -64,7 +114,7 @@ class Hand:
 
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run it there; a future of the outcome."""
-        future: Future[Any] = Future()
+        future = _Outcome(lambda: self.where())
         self._pipe.send((function, args))
 
         def receive() -> None:
@@ -128,7 +178,12 @@ class Crew(list[Hand]):
         self.setup = setup
         self._options = options
         world_size = size if world_size == -1 else world_size
-        super().__init__(Hand(setup, self.place(rank, world_size) if group else None) for rank in range(size))
+        super().__init__(
+            Hand(setup, self.place(rank, world_size) if group else None, Path(self.directory.name) / f"stacks{rank}")
+            for rank in range(size)
+        )
+        for hand in self:
+            hand.where = self.where
         try:
             for hand in self:
                 hand.await_start()
@@ -140,6 +195,10 @@ class Crew(list[Hand]):
         """What a worker of this crew gives to `init_rpc`."""
         options = rpc.RpcOptions(init_method=self.init_method, **self._options)
         return {"name": f"worker{rank}", "rank": rank, "world_size": world_size, "rpc_backend_options": options}
+
+    def where(self) -> str:
+        """Where all threads of all processes are."""
+        return "\n".join(f"-- worker{rank}, {hand.process}:\n{hand.stand()}" for rank, hand in enumerate(self))
 
     def __enter__(self) -> Crew:
         return self
