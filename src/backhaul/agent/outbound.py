@@ -180,19 +180,23 @@ class Outbound:
             self._watch.remind(self)
         return True
 
-    def send_held(self) -> None:
-        """Send what is held back, as far as that can be done without waiting."""
-        if self._held and self._sending.acquire(blocking=False):
-            try:
-                if self._unflushed:
-                    self._unflushed = not self._channel.flush()
-                if self._held and not self._unflushed:
-                    held, self._held = self._held, []
-                    self._unflushed = not self._channel.write(join(held))
-            except ChannelClosed:
-                pass  # the next read says so too
-            finally:
-                self._sending.release()
+    def send_held(self) -> bool:
+        """Send what is held back, as far as that can be done without waiting. False if some of it is left."""
+        if not self._held and not self._unflushed:
+            return True
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            if self._unflushed:
+                self._unflushed = not self._channel.flush()
+            if self._held and not self._unflushed:
+                held, self._held = self._held, []
+                self._unflushed = not self._channel.write(join(held))
+            return not self._unflushed
+        except ChannelClosed:
+            return True  # the next read says so too
+        finally:
+            self._sending.release()
 
     def _send(self, frame: Frame | None, deadline: float, *, is_call: bool) -> None:
         """Send a frame, if given, after what is held back. Waits for room if need be."""
@@ -234,6 +238,7 @@ class Outbound:
             if now - heard > self._patience:
                 raise ChannelClosed(f"it has taken nothing of a message for {self._patience:g} s")
             if now >= deadline:
+                self._watch.remind(self)  # there may be other calls in it
                 raise RpcTimeoutError(
                     f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than "
                     "set timeout"

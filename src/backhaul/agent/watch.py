@@ -140,7 +140,7 @@ class Watch:
             self.wake()
 
     def remind(self, outbound: Outbound) -> None:
-        """This outbound holds calls back: have it send them at the next tick."""
+        """This outbound has something to send: have it do so at the next tick, without waiting."""
         self._holding.add(outbound)
         if self.asleep:
             self.wake()
@@ -213,8 +213,10 @@ class Watch:
     def _tick_all(self) -> bool:
         self._pace = min(2 * self._pace, _SLOW_TICK)
         active = self._attend()
-        while self._holding:
-            self._holding.pop().send_held()
+        for outbound in list(self._holding):
+            self._holding.discard(outbound)
+            if not outbound.send_held():
+                self._holding.add(outbound)
             self.hurry()
             active = True
         for tick in self.ticks:
