@@ -19,7 +19,7 @@ PURE_TESTS := tests/wire tests/security tests/test_errors.py tests/test_options.
 	tests/autograd/test_graph.py tests/autograd/test_part.py tests/autograd/test_completion.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint slow conformance third-party bench coverage clean
+.PHONY: help demo test lint slow conformance third-party bench bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -45,8 +45,11 @@ conformance: $(STAMP) ## torch's own RPC suites on Backhaul: 464 tests, some ten
 third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyPI, on Backhaul
 	$(OTHER)/bin/pytest -q third_party
 
-bench: $(STAMP) ## measure calls and gradients against torch.distributed and a bare socket
-	$(BIN)/python benchmarks/compare.py
+bench: $(STAMP) ## measure calls and gradients beside torch.distributed and bare limits; into bench-results/
+	$(BIN)/backhaul bench --json bench-results/bench.json --plot bench-results
+
+bench-check: $(STAMP) ## fail if a ratio to torch.distributed has lost more than a quarter since bench-baseline.json
+	$(BIN)/backhaul bench --quick --check bench-baseline.json
 
 coverage: $(STAMP) ## coverage of the whole package, as HTML in htmlcov/
 	$(BIN)/pytest -q -m "not slow" --cov=backhaul --cov-branch --cov-config=/dev/null --cov-report=term:skip-covered --cov-report=html

@@ -1,99 +1,213 @@
-"""The benchmark runs, says all it should, and shows the floors that calls and gradients must reach."""
+"""``backhaul bench`` runs, says all it should, and shows the floors that calls and gradients must reach."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-CALLS = [
-    "no-op p50",
-    "no-op p99",
-    "echo 1 KiB",
-    "echo 64 KiB",
-    "echo 1 MiB",
-    "echo 16 MiB",
-    "5,000 in flight",
-]
-NESTED = "nested x 8"
-GRADIENTS = [
-    "chain of 1",
-    "chain of 4",
-    "chain of 16",
-    "fan-out of 2",
-    "fan-out of 8",
-    "fan-out of 32",
-    "U-shape",
-    "1,500 nodes, no calls",
-]
+from backhaul.__main__ import main
+from backhaul.bench.compare import FIGURES, NAMES
+from backhaul.bench.floors import FLOORS
+
+HERE = Path(__file__).resolve().parent
 PLAN = "share of its plan"
 UNUSED = "fan-out of 8, 1 unused"
-NO_SOCKET = {NESTED, *GRADIENTS, PLAN}
-FLOORS = {"no-op p50": 2.5, "chain of 4": 1.5, "chain of 16": 1.5, "fan-out of 8": 1.5}
+WITH_SOCKET = {"no-op p50", "no-op p99", "5,000 in flight", "two clients"}  # and the echoes
+HEADINGS = ["work", "backhaul", "torch", "ping-pong", "memcpy"]
+RATIOS = ["torch/backhaul", "backhaul/ping-pong", "backhaul/memcpy"]
+
+# One of each kind: single calls, two clients at once, gradients, Backhaul alone.
+SOME = {
+    "no-op": ["no-op p50", "no-op p99"],
+    "echo 1 KiB": ["echo 1 KiB"],
+    "two clients": ["two clients"],
+    "chain of 1": ["chain of 1"],
+    "plan": [PLAN],
+}
+
+WITHOUT_MATPLOTLIB = """
+import sys
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Nowhere())
+from backhaul.__main__ import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
 
 
-def compare(*options: str, json_path: Path) -> tuple[str, dict[str, Any]]:
-    """What the benchmark prints, and the JSON it writes."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "compare.py"), *options, "--json", str(json_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(json_path.read_text())
+def bench(
+    *options: str | Path, code: int = 0, program: tuple[str, ...] = ("-m", "backhaul"), **environment: str
+) -> str:
+    """What ``backhaul bench`` prints."""
+    command = [sys.executable, *program, "bench", *map(str, options)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=170, check=False, env={**os.environ, **environment}
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
 
 
-def test_the_table_and_the_json_have_every_row(tmp_path: Path) -> None:
-    text, data = compare("--smoke", json_path=tmp_path / "bench.json")
+def systems_of(work: str) -> set[str]:
+    systems = {"backhaul"}
+    systems |= {"torch"} if work != PLAN else set()
+    systems |= {"ping-pong"} if work in WITH_SOCKET or work.startswith("echo") else set()
+    systems |= {"memcpy"} if work.startswith("echo") else set()
+    return systems
 
-    works = [*CALLS, NESTED, *GRADIENTS, PLAN]
-    assert [row["work"] for row in data["rows"]] == works
-    assert isinstance(data["stalls"], list)
+
+def check_rows(text: str, rows: list[dict[str, Any]], works: list[str]) -> None:
+    """The table and the JSON have these rows, and each has what it should."""
+    assert [row["work"] for row in rows] == works
     heading, *lines = text.splitlines()[1:]
-    assert heading.split() == ["work", "backhaul", "torch", "ping-pong", "torch/backhaul", "backhaul/ping-pong"]
-    for row, line in zip(data["rows"], lines[: len(works)], strict=True):
+    assert heading.split() == [*HEADINGS, *RATIOS, "met"]
+    for row, line in zip(rows, lines[: len(works)], strict=True):
         work = row["work"]
-        systems = {"backhaul", "torch", "ping-pong"}
-        systems -= {"ping-pong"} if work in NO_SOCKET else set()
-        systems -= {"torch"} if work == PLAN else set()
-        ratios = {"torch/backhaul", "backhaul/ping-pong"}
-        ratios = {ratio for ratio in ratios if set(ratio.split("/")) <= systems}
+        ratios = {ratio for ratio in RATIOS if set(ratio.split("/")) <= systems_of(work)}
         assert line.startswith(work)
         assert line.count("x (") == len(ratios)
-        spreads = row["share" if work == PLAN else "seconds"]
-        assert set(spreads) == systems
+        assert set(row["systems"]) == systems_of(work)
         assert set(row["ratios"]) == ratios
         assert row["notes"] == {}
-        for spread in (*spreads.values(), *row["ratios"].values()):
+        for spread in (*row["systems"].values(), *row["ratios"].values()):
             assert 0 < spread["low"] <= spread["median"] <= spread["high"]
-    assert " % (" in lines[works.index(PLAN)]
+        assert (row["met"] is None) is (work not in FLOORS)
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """The table of a quick run, and its rows by their names."""
-    text, data = compare("--quick", json_path=tmp_path_factory.mktemp("bench") / "bench.json")
-    return text, {row["work"]: row for row in data["rows"]}
+def baseline(path: Path, **ratios: float) -> Path:
+    """A file for ``--check``."""
+    path.write_text(json.dumps({"torch/backhaul": ratios}))
+    return path
+
+
+def test_a_table_json_a_plot_and_two_baselines(tmp_path: Path) -> None:
+    only = [part for name in SOME for part in ("--only", name)]
+    results = ["--json", tmp_path / "new" / "bench.json", "--plot", tmp_path / "plots"]
+    before = baseline(tmp_path / "before.json", **{"no-op p50": 0.01, "chain of 1": 1000.0, "chain of 4": 1000.0})
+    text = bench("--smoke", *only, *results, "--check", before, "--write-baseline", tmp_path / "now.json", code=1)
+
+    data = json.loads((tmp_path / "new" / "bench.json").read_text())
+    check_rows(text, data["rows"], [work for works in SOME.values() for work in works])
+    assert isinstance(data["stalls"], list)
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"bench.png", "bench.svg"}
+    assert "once more, for having lost more than 25%: chain of 1\n" in text
+    assert text.count("rounds: 1") == 2
+    assert [line[:18] for line in text.splitlines() if line.startswith("lost: ")] == ["lost: chain of 1: "]
+    assert "1 of 2 ratios are no more than 25% below" in text  # the chain of 4 was not measured
+    now = json.loads((tmp_path / "now.json").read_text())
+    assert set(now["torch/backhaul"]) == {"no-op p50", "echo 1 KiB", "two clients", "chain of 1"}
+
+
+def test_without_matplotlib_and_without_torch_rpc(tmp_path: Path) -> None:
+    (tmp_path / "bench.py").write_text(WITHOUT_MATPLOTLIB)
+    text = bench(
+        *("--smoke", "--only", "parameter server", "--plot", tmp_path),
+        program=(str(tmp_path / "bench.py"),),
+        PYTHONPATH=str(HERE / "dropin" / "torch_without_rpc"),
+        TORCH_WITHOUT_RPC="built",
+    )
+
+    assert "left out: torch: this build of torch has no torch.distributed.rpc" in text
+    assert "no plot: it needs matplotlib; pip install 'backhaul[bench]'" in text
+    assert "parameter server" in text
+    assert not list(tmp_path.glob("*.png"))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
+    """What is said about a command line that is wrong, before anything is measured."""
+    with pytest.raises(SystemExit) as ending:
+        main(["bench", *map(str, options)])
+    assert ending.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_wrong_names_are_refused_and_the_right_ones_told(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "--only", "no-op", "--only", "chain of 5")
+
+    assert "there is no work called 'chain of 5'" in said
+    assert '"chain of 4"' in said
+
+
+def test_a_wrong_baseline_is_refused_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "No such file" in refusal(capsys, "--check", tmp_path / "none.json")
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot write to" in refusal(capsys, "--json", tmp_path / "file" / "bench.json")
+
+
+def test_the_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == list(NAMES)
+
+
+@pytest.mark.parametrize("other", ["explain", "growth"])
+def test_what_stands_beside_it_is_for_the_other_measurement(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+
+    def main_of_the_other(arguments: list[str]) -> int:
+        given.append(arguments)
+        return 3
+
+    monkeypatch.setattr(f"backhaul.bench.{other}.main", main_of_the_other)
+
+    assert main(["bench", "--quick", "--only", "a", "--json", "b", f"--{other}", "--plot", "c", "--any"]) == 3
+    assert given == [["--quick", "--only", "a", "--json", "b", "--plot", "c", "--any"]]
+
+
+def test_a_baseline_is_not_for_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--check is for the comparison" in refusal(capsys, "--check", "a", "--growth")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("work", "floor"), FLOORS.items())
-def test_is_so_many_times_faster_than_torch(quick: tuple[str, dict[str, Any]], work: str, floor: float) -> None:
+@pytest.mark.timeout(240)
+def test_the_table_and_the_json_have_every_row(tmp_path: Path) -> None:
+    before = baseline(tmp_path / "before.json", **{"no-op p50": 0.01, "memory of an idle worker": 0.01})
+    text = bench("--smoke", "--json", tmp_path / "bench.json", "--check", before)
+
+    assert "2 of 2 ratios" in text
+    works = [work for work in FIGURES if work not in ("echo 256 MiB", UNUSED)]
+    works.insert(works.index("memory of an idle worker"), "3 idle workers, 0.2 s")
+    check_rows(text, json.loads((tmp_path / "bench.json").read_text())["rows"], works)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
+    """The table of a quick run, and its rows by their names."""
+    path = tmp_path_factory.mktemp("bench") / "bench.json"
+    text = bench("--quick", "--json", path)
+    return text, {row["work"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("work", "floor"), [(work, floor.at_least) for work, floor in FLOORS.items()])
+def test_is_so_many_times_faster_than_torch(quick: tuple[str, Mapping[str, Any]], work: str, floor: float) -> None:
     text, rows = quick
 
     assert rows[work]["ratios"]["torch/backhaul"]["median"] >= floor, text
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_the_table_says_where_torch_hangs(quick: tuple[str, dict[str, Any]]) -> None:
+@pytest.mark.timeout(240)
+def test_the_table_says_where_torch_hangs(quick: tuple[str, Mapping[str, Any]]) -> None:
     text, rows = quick
 
     assert rows[UNUSED]["notes"] == {"torch": "hangs"}
-    assert set(rows[UNUSED]["seconds"]) == {"backhaul"}
+    assert set(rows[UNUSED]["systems"]) == {"backhaul"}
     assert rows[UNUSED]["ratios"] == {}
     (line,) = (line for line in text.splitlines() if line.startswith(UNUSED))
     assert " hangs " in line

@@ -43,6 +43,7 @@ LAYERS = [
     "cluster",
     "testing",
     "dropin",
+    "bench",
     # The package itself and its command offer what the others make.
     "__init__",
     "__main__",
@@ -163,7 +164,9 @@ def test_the_bottom_layers_know_nothing_of_sockets_or_threads() -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_nothing_uses_torch_s_own_rpc(module: str) -> None:
-    """Not to import it, nor to reach it through `torch.distributed`."""
+    """Not to import it, nor to reach it through `torch.distributed`. But it is what the benchmark compares with."""
+    if module == "bench.ports":
+        return
     tree = ast.parse(FILES[module].read_text())
     names = {name for node in ast.walk(tree) for name in imported(node)}
     names |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import backhaul
+from backhaul.bench import command as bench_command
 from backhaul.launch import command as run_command
 
 
@@ -16,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"backhaul {backhaul.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     run_command.add_parser(commands)
+    bench_command.add_parser(commands)
     options = parser.parse_args(argv)
     code: int = options.handle(options)
     return code

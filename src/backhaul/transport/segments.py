@@ -17,6 +17,9 @@ share. Segments are much larger than what lies in them, since only touched pages
 counts. Idle ones are given back to the system by punching a hole, which needs no word to the receiver either. A tensor
 that the receiver keeps for long is its own in the end: the sender forgets that segment and makes another.
 
+Neither end keeps a descriptor: mappings do not need one, and a process has few. The sender closes its own once the
+frame that it goes with is out.
+
 When a process forks, its received tensors become private memory in the child, as all others are, and the
 segments are not used again.
 """
@@ -32,7 +35,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from backhaul.errors import ProtocolError
@@ -49,10 +52,11 @@ _CONTROL = mmap.PAGESIZE
 _SMALLEST = 16 << 20
 _IDLE_SECONDS = 4.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_PUNCH_HOLE = 0x02 | 0x01  # and keep the size
+_MADV_REMOVE = 9  # punches a hole
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mmap.argtypes = (
     ctypes.c_void_p,
     ctypes.c_size_t,
@@ -74,13 +78,24 @@ def are_possible() -> bool:
 class _Mapping:
     """A segment as one process sees it."""
 
-    __slots__ = ("_memory", "address", "capacity", "control")
+    __slots__ = ("_size", "_unmap", "address", "capacity", "control")
 
     def __init__(self, descriptor: int, size: int) -> None:
-        self._memory = mmap.mmap(descriptor, size)
+        self._size = 0
+        # Not with the module mmap: its objects keep a descriptor each.
+        place = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        if place == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self._size = size
+        self._unmap = _libc.munmap
+        self.address: int = place
         self.capacity = size - _CONTROL
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.control = memoryview(self._memory)[self.capacity : self.capacity + 2]
+        self.control = (ctypes.c_ubyte * 2).from_address(place + self.capacity)
+
+    def __del__(self) -> None:
+        if self._size:
+            self._unmap(self.address, self._size)
 
 
 class _Segment:
@@ -91,14 +106,15 @@ class _Segment:
     def __init__(self, id: int, capacity: int) -> None:
         size = capacity + _CONTROL
         self.id = id
-        self.descriptor = os.memfd_create("backhaul", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create("backhaul", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.descriptor, size)
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self.mapping = _Mapping(self.descriptor, size)
+            os.ftruncate(descriptor, size)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self.mapping = _Mapping(descriptor, size)
         except BaseException:
-            os.close(self.descriptor)
+            os.close(descriptor)
             raise
+        self.descriptor: int | None = descriptor  # until it is passed
         self.warm = 0  # bytes that have been touched
         self.used_at = 0.0
 
@@ -108,12 +124,13 @@ class _Segment:
 
     def cool(self) -> None:
         """Give its memory back to the system. It must be free."""
-        _libc.fallocate(self.descriptor, _PUNCH_HOLE, 0, self.mapping.capacity)
+        _libc.madvise(self.mapping.address, self.mapping.capacity, _MADV_REMOVE)
         self.warm = 0
 
     def forget(self) -> None:
         self.mapping.control[1] = 1
-        os.close(self.descriptor)
+        if self.is_free:  # since a moment ago, perhaps: the receiver has not seen that the segment is given up
+            self.cool()
 
 
 class Budget:
@@ -145,14 +162,17 @@ class Lending:
         self._count = 0
         self.segments: list[_Segment] = []  # guarded by the budget's lock
         self._expected = 0  # the largest buffer that was sent without a segment
+        self._passed: list[int] = []  # descriptors that go, or went, with the last frame
+        self._process = os.getpid()
         with budget.lock:
             budget.lendings.add(self)
 
     def place(self, frame: Frame) -> tuple[Frame, list[int]]:
         """The frame with its large buffers in segments, as far as there are any, and descriptors to be passed with it.
 
-        The descriptors are this object's own.
+        The descriptors are this object's own, and open until the next call: the frame has to be out by then.
         """
+        self._close_passed()
         ids = []
         passed: list[int] = []
         for piece in frame.pieces[1:]:
@@ -161,9 +181,10 @@ class Lending:
             if segment is None:
                 ids.append(0)
                 continue
-            if not segment.used_at:
+            if segment.descriptor is not None:
                 passed.append(segment.descriptor)
-            segment.used_at = time.monotonic()
+                self._passed.append(segment.descriptor)
+                segment.descriptor = None
             source = ctypes.addressof(ctypes.c_char.from_buffer(piece))
             ctypes.memmove(segment.mapping.address, source, size)
             ids.append(segment.id)
@@ -189,6 +210,7 @@ class Lending:
             self._budget.warm += max(0, size - segment.warm)
             segment.warm = max(segment.warm, size)
             segment.mapping.control[0] = 1
+            segment.used_at = time.monotonic()
             return segment
 
     def _reserve(self, size: int, segment: _Segment | None) -> bool:
@@ -234,8 +256,18 @@ class Lending:
                 segment.forget()
         return soonest
 
+    def _close_passed(self) -> None:
+        for descriptor in self._passed:
+            os.close(descriptor)
+        self._passed = []
+
     def close(self) -> None:
         """Forget all segments: the peer is gone, or keeps what it has."""
+        self._close_passed()
+        if os.getpid() != self._process:
+            # A forked child lets go of what is its parent's. The lock may be held by a thread that it does not have.
+            self.segments = []
+            return
         with self._budget.lock:
             self._budget.lendings.discard(self)
             for segment in self.segments:
@@ -275,7 +307,8 @@ class _Lease:
         control = self._mapping.control
         if not self.retired:
             control[0] = 0
-        if self.retired or control[1]:
+        # If the sender has used it again before it gave it up, another lease is to come.
+        if self.retired or (control[1] and not control[0]):
             self._borrowing.forget(self._id)
 
 
@@ -333,17 +366,39 @@ def _map(descriptor: int) -> _Mapping:
         raise ProtocolError(f"a descriptor that is no segment: {error}") from error
 
 
-def _retire() -> None:
-    """Before a fork: what both processes will have is not to be used again."""
+class _Fork(threading.local):
+    """The fork that a thread is about to make: what its leases have at that time."""
+
+    copies: Mapping[_Lease, bytes] = {}
+
+
+_fork = _Fork()
+
+
+def _before_fork() -> None:
+    """What both processes will have is not to be used again.
+
+    It is copied here, since the parent may write to its own before the child has had a look.
+    """
+    copies = {}
     for lease in _living():
         lease.retired = True
+        with contextlib.suppress(MemoryError):
+            copies[lease] = ctypes.string_at(lease.address, lease.size)
+    _fork.copies = copies
 
 
-def _make_private() -> None:
-    """In a forked child: put memory of its own in the place of what it shares."""
+def _after_fork_in_parent() -> None:
+    _fork.copies = {}
+
+
+def _after_fork_in_child() -> None:
+    """Put memory of its own in the place of what it shares."""
+    copies, _fork.copies = _fork.copies, {}
     for lease in _living():
-        with contextlib.suppress(OSError, MemoryError):
-            data = ctypes.string_at(lease.address, lease.size)
+        lease.retired = True  # also one that came since
+        with contextlib.suppress(MemoryError):
+            data = copies.get(lease) or ctypes.string_at(lease.address, lease.size)
             size = -(-lease.size // mmap.PAGESIZE) * mmap.PAGESIZE
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
             place = _libc.mmap(lease.address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
@@ -352,4 +407,4 @@ def _make_private() -> None:
 
 
 if are_possible():
-    os.register_at_fork(before=_retire, after_in_child=_make_private)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -174,8 +174,8 @@ class Decoder:
     def _land(self, table: bytes, payload: int) -> Landing:
         """The landing of tensors some of which are there already, in segments."""
         table, places, elsewhere = split_places(table)
-        if elsewhere > self._limit:
-            raise ProtocolError(f"tensors of {elsewhere} bytes are over the limit of {self._limit}")
+        if payload + elsewhere > self._limit:
+            raise ProtocolError(f"tensors of {payload + elsewhere} bytes are over the limit of {self._limit}")
         landing = Landing.parse(table, payload + elsewhere)
         for index, segment in enumerate(places):
             if segment and self._segments is not None:

@@ -16,13 +16,15 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
-from ports import SERVER, RpcPort
 from torch import Tensor, nn
+
+from backhaul.bench.ports import SERVER, RpcPort
 
 Forward = Callable[[Any], Tensor]
 """Makes a loss by calls through an ``rpc`` module."""
 
 _WIDTH, _BATCH = 64, 16
+_MODEL_WIDTH, _SEQUENCES, _TOKENS = 256, 8, 64
 _TOLERANCE = 1e-4  # of a gradient's norm: sums in another order differ by less, a missing term by more
 
 with torch.random.fork_rng():
@@ -33,15 +35,31 @@ with torch.random.fork_rng():
     _LOCAL = nn.Sequential(*(part for _ in range(300) for part in (nn.Linear(32, 32), nn.Tanh())))
     for weight in list(_LOCAL.parameters())[::2]:
         nn.init.orthogonal_(weight)  # or the gradients would vanish on their way through 300 layers
+    _HEAD, _TAIL = (
+        nn.Sequential(
+            *(nn.TransformerEncoderLayer(_MODEL_WIDTH, 4, 2 * _MODEL_WIDTH, 0.0, batch_first=True) for _ in range(2))
+        )
+        for _ in range(2)
+    )
+    _TEXT, _WEIGHTS = torch.rand(2, _SEQUENCES, _TOKENS, _MODEL_WIDTH)
     _INPUT = torch.rand(_BATCH, _WIDTH, requires_grad=True)
     _NARROW_INPUT = torch.rand(_BATCH, 32, requires_grad=True)
 
-_CLIENT_LEAVES = (_INPUT, _NARROW_INPUT, *_ENCODER.parameters(), *_DECODER.parameters(), *_LOCAL.parameters())
-_SERVER_LEAVES = tuple(REMOTE.parameters())
+_CLIENT_LEAVES = (
+    _INPUT,
+    _NARROW_INPUT,
+    *(parameter for model in (_ENCODER, _DECODER, _HEAD, _LOCAL) for parameter in model.parameters()),
+)
+_SERVER_LEAVES = (*REMOTE.parameters(), *_TAIL.parameters())
 
 
 def layer(index: int, value: Tensor) -> Tensor:
     output: Tensor = REMOTE[index](value)
+    return output
+
+
+def tail(value: Tensor) -> Tensor:
+    output: Tensor = _TAIL(value)
     return output
 
 
@@ -75,6 +93,14 @@ def u_shape(rpc: Any) -> Tensor:
     inner = torch.tanh(_DECODER[0](torch.cat((middle, inner), 1)))
     decoded: Tensor = _DECODER[1](torch.cat((inner, outer), 1))
     return decoded.sum()
+
+
+def transformer(rpc: Any) -> Tensor:
+    """Two of its layers here, two there: what is computed takes far longer than the call."""
+    output: Tensor = rpc.rpc_sync(SERVER, tail, args=(_HEAD(_TEXT),))
+    # Weighted: the plain sum of what a normalization gives does not depend on anything before it.
+    total: Tensor = (output * _WEIGHTS).sum()
+    return total
 
 
 def no_calls(rpc: Any) -> Tensor:
@@ -119,7 +145,7 @@ def flaw(forward: Forward, port: RpcPort) -> str | None:
         there = port.rpc.rpc_sync(SERVER, layer_gradients, args=(port.autograd.__name__, int(context)))
     found = (*map(here.get, _CLIENT_LEAVES), *there)
     expected = torch.autograd.grad(forward(Here), (*_CLIENT_LEAVES, *_SERVER_LEAVES), allow_unused=True)
-    if all(map(_alike, found, expected)):
+    if all(map(alike, found, expected)):
         return None
     return "wrong gradients"
 
@@ -139,10 +165,11 @@ def plan_share(port: RpcPort) -> float:
         return (planned - start) / (clock() - planned)
 
 
-def _alike(found: Tensor | None, expected: Tensor | None) -> bool:
+def alike(found: Tensor | None, expected: Tensor | None, tolerance: float = _TOLERANCE) -> bool:
+    """Whether they are the same up to rounding; None is for no gradient at all."""
     if found is None or expected is None:
         return found is expected
-    return bool((found - expected).norm() <= _TOLERANCE * expected.norm())
+    return bool((found - expected).norm() <= tolerance * expected.norm())
 
 
 FORWARDS: dict[str, Forward] = {
@@ -154,5 +181,6 @@ FORWARDS: dict[str, Forward] = {
     "fan-out of 32": partial(fan_out, 32, 0),
     "fan-out of 8, 1 unused": partial(fan_out, 8, 1),
     "U-shape": u_shape,
+    "transformer in two": transformer,
     "1,500 nodes, no calls": no_calls,
 }

@@ -1,0 +1,14 @@
+"""The benchmark behind ``backhaul bench``: Backhaul beside torch RPC and beside what the machine allows.
+
+| module | what it knows |
+|---|---|
+| `command` | the command line; imports no torch |
+| `compare` | the rounds: which system does which work when |
+| `systems`, `life`, `orders` | the processes of a system, from outside and from inside, and what is said between |
+| `ports` | what a workload can ask of a system |
+| `workloads`, `gradients`, `training` | what is measured |
+| `footprint` | what a system costs before and between calls: start-up, idle CPU, memory |
+| `rows` | the numbers of the rounds, and their ratios |
+| `floors`, `baseline` | how fast it has to be, and how fast it was |
+| `table`, `plot` | what is shown |
+"""

@@ -1,0 +1,171 @@
+"""``backhaul bench [--quick] [--only NAME]… [--json PATH] [--plot PATH] [--check FILE]``"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backhaul.bench.compare import Plan, Result
+
+# Nothing here imports torch before a benchmark runs: this module belongs to the command line.
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure calls and gradients beside torch RPC and what this machine allows",
+        description="Measure Backhaul, torch.distributed.rpc and .autograd, a bare socket and a bare copy on the same "
+        "work, in rounds that take turns, and print the medians and their ratios. Takes up to eight minutes. "
+        "Run it on a quiet machine. The exit code is 0 if every system did all of its work and shut down well; "
+        "how fast they were matters only to --check.",
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", dest="size", action="store_const", const="quick", help="under two minutes")
+    size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="seconds; means nothing")
+    parser.add_argument("--only", action="append", metavar="NAME", help="this work only; may be repeated")
+    parser.add_argument("--list", action="store_true", help="list the names for --only")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PATH",
+        help="also draw them, as PNG and as SVG: into a directory, or to this file name (needs matplotlib)",
+    )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="compare the ratios to torch with those in FILE; what has lost more than a quarter is measured once more, "
+        "and fails if that is no better",
+    )
+    parser.add_argument("--write-baseline", type=Path, metavar="FILE", help="write FILE for --check from this run")
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument(
+        "--explain",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="instead, show where the microseconds of a call go; all that follows is for it",
+    )
+    others.add_argument(
+        "--growth",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="instead, measure how the cost of a call grows with peers, contexts, references and messages; "
+        "all that follows is for it",
+    )
+    parser.set_defaults(handle=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command line; returns the exit code."""
+    if options.explain is not None:
+        from backhaul.bench import explain
+
+        return explain.main([*_before(options), *options.explain])
+    if options.growth is not None:
+        from backhaul.bench import growth
+
+        return growth.main([*_before(options), *options.growth])
+    return _compare(options)
+
+
+def _before(options: argparse.Namespace) -> list[str]:
+    """What stood before ``--explain`` or ``--growth`` is for them, too."""
+    for name in ("check", "write_baseline"):
+        if getattr(options, name) is not None:
+            options.parser.error(f"--{name.replace('_', '-')} is for the comparison with torch only")
+    given = [("--only", name) for name in options.only or ()]
+    given += [(f"--{name}", str(path)) for name in ("json", "plot") if (path := getattr(options, name)) is not None]
+    return [*([f"--{options.size}"] if options.size else []), *(part for pair in given for part in pair)]
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from backhaul.bench import baseline, compare, plot, table
+    from backhaul.bench.systems import SystemFailed
+
+    parser: argparse.ArgumentParser = options.parser
+    if options.list:
+        print("\n".join(compare.NAMES))
+        return 0
+    plan = _plan(options)
+    try:
+        before = baseline.read(options.check) if options.check else {}
+    except baseline.BadBaseline as error:
+        parser.error(str(error))
+    for path in (options.json, options.write_baseline, options.plot and plot.paths(options.plot)[0]):
+        if path is not None:
+            _make_room(parser, path)
+    try:
+        result = compare.run(plan)
+        table.write(result, sys.stdout)
+        data = table.as_json(result)
+        if options.json is not None:
+            options.json.write_text(json.dumps(data, indent=1) + "\n")
+        if options.plot is not None:
+            print(*plot.draw(data, options.plot) if plot.is_available() else [plot.HOW_TO_GET_IT])
+        if options.write_baseline is not None:
+            baseline.write(options.write_baseline, result.rows, data["host"])
+        if options.check is None:
+            return 0
+        return check(options.check, before, result, lambda names: compare.run(plan.closer(names)))
+    except SystemFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    from backhaul.bench import compare
+
+    plan = {None: compare.FULL, "quick": compare.QUICK, "smoke": compare.SMOKE}[options.size]
+    if options.only is None:
+        return plan
+    for name in options.only:
+        if name not in compare.NAMES:
+            known = ", ".join(f'"{known}"' for known in compare.NAMES)
+            options.parser.error(f"there is no work called {name!r}; there are {known}")
+    return plan.only(options.only)
+
+
+def _make_room(parser: argparse.ArgumentParser, path: Path) -> None:
+    # Now, not after minutes of measuring.
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"cannot write to {path.parent}: {error.strerror}")
+
+
+def check(path: Path, before: dict[str, float], result: Result, again: Callable[[list[str]], Result]) -> int:
+    """Hold a run against the baseline that was read from a file; returns the exit code.
+
+    What has lost too much is measured ``again`` before that counts: the machine may have been busy with something else.
+    """
+    from backhaul.bench import baseline, compare, table
+
+    now = baseline.ratios(result.rows)
+    if not now:
+        print(f"nothing to compare with {path}: no ratio to torch was measured", file=sys.stderr)
+        return 1
+    lost = baseline.losses(now, before)
+    if lost:
+        names = compare.workloads_of([loss.work for loss in lost])
+        print(f"once more, for having lost more than {baseline.MOST_LOST:.0%}: {', '.join(names)}", flush=True)
+        second = again(names)
+        table.write(second, sys.stdout)
+        later = baseline.ratios(second.rows)
+        lost = baseline.losses({loss.work: later.get(loss.work, loss.now) for loss in lost}, before)
+    for loss in lost:
+        print(f"lost: {loss}")
+    unknown = baseline.gone(before, compare.FIGURES)
+    for work in unknown:
+        print(f"gone: {work}: {path} has it, and nothing measures it any more")
+    for work in now:
+        if work not in before:
+            print(f"new: {work}: not in {path}")
+    held = sum(work in before for work in now) - len(lost)
+    print(f"{held} of {held + len(lost)} ratios are no more than {baseline.MOST_LOST:.0%} below those in {path}")
+    return 1 if lost or unknown else 0

@@ -1,0 +1,68 @@
+"""Floors: how many times faster than torch RPC a figure has to be at least, and how many it aims at."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from backhaul.bench.footprint import idle_figure
+from backhaul.bench.ports import BACKHAUL, MEMCPY, PING_PONG
+from backhaul.bench.rows import SPEED, Row
+
+
+class Floor(NamedTuple):
+    """Ratios to torch, of medians of one run."""
+
+    at_least: float
+    aim: float
+    beside: tuple[str, float] | None = None  # part of the aim: at most so many times what a bare limit takes
+
+
+FLOORS = {
+    "no-op p50": Floor(3.0, 5.0, beside=(PING_PONG, 2.5)),
+    "echo 1 KiB": Floor(2.0, 3.0),
+    "echo 64 KiB": Floor(2.0, 3.0),
+    "echo 1 MiB": Floor(2.0, 4.0),
+    "echo 16 MiB": Floor(2.0, 4.0),
+    "echo 64 MiB": Floor(3.0, 6.0, beside=(MEMCPY, 2.0)),
+    "5,000 in flight": Floor(5.0, 12.0),
+    "two clients": Floor(3.0, 6.0),
+    "chain of 1": Floor(1.5, 2.5),
+    "chain of 4": Floor(2.0, 3.0),
+    "chain of 16": Floor(2.0, 3.0),
+    "fan-out of 8": Floor(2.0, 3.0),
+}
+
+CEILINGS = {idle_figure(10.0).name: (0.1, 0.02)}
+"""The same for what is counted rather than compared: at most, and the aim."""
+
+
+class Standing(NamedTuple):
+    met: Literal["nothing", "floor", "aim"]
+    text: str
+
+
+def standing(row: Row) -> Standing | None:
+    """How a row stands to its floor, or its ceiling; None if there is none, or nothing to compare with."""
+    name = row.figure.name
+    if name in CEILINGS and (spread := row.spread(BACKHAUL)) is not None:
+        at_most, aim = CEILINGS[name]
+        if spread.median > at_most:
+            return Standing("nothing", f"ABOVE {at_most:g}")
+        return Standing("aim", f"aim <{aim:g}") if spread.median <= aim else Standing("floor", f"floor <{at_most:g}")
+    ratio = row.ratio(*SPEED)
+    if name not in FLOORS or ratio is None:
+        return None
+    floor = FLOORS[name]
+    if ratio.median < floor.at_least:
+        return Standing("nothing", f"BELOW {floor.at_least:g}x")
+    if ratio.median < floor.aim or not _is_near(row, floor):
+        return Standing("floor", f"floor {floor.at_least:g}x")
+    return Standing("aim", f"aim {floor.aim:g}x")
+
+
+def _is_near(row: Row, floor: Floor) -> bool:
+    if floor.beside is None:
+        return True
+    limit, times = floor.beside
+    ratio = row.ratio(BACKHAUL, limit)
+    return ratio is None or ratio.median <= times

@@ -1,0 +1,311 @@
+"""Ports: what a workload can ask of a system, in the words of each system.
+
+A port is one end of a system. Entering it joins the processes, leaving it parts them; a
+client's end then answers `noop`, `echo`, `burst` and so on. The two RPC systems share an API and
+so a port, which shows their modules to the workloads that differentiate (`gradients`). The other two are the
+limits: `SocketPort` makes no calls, it moves bytes there and back, in memory that is already warm; `CopyPort`
+has no other process at all, and copies as often as an echo must.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+CLIENT, SERVER, SECOND = "client", "server", "second-client"
+
+BACKHAUL, TORCH, PING_PONG, MEMCPY = "backhaul", "torch", "ping-pong", "memcpy"
+
+
+class Port(Protocol):
+    def noop(self) -> None:
+        """One call without arguments, there and back."""
+
+    def echo(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, after it has been there and back."""
+
+    def burst(self, count: int) -> None:
+        """So many no-op calls, all sent before the first is waited for."""
+
+    def nest(self, depth: int) -> int:
+        """A call that calls back, and so on: ``depth`` calls, one inside the other. Returns ``depth``."""
+
+    def refer(self) -> None:
+        """Have a value made over there that stays there, and fetch it through its reference."""
+
+
+# -- called remotely: module-level, so that both systems find them by name ----------------------
+
+
+def nothing() -> None:
+    pass
+
+
+def same(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def descend(module: str, there: str, here: str, depth: int) -> int:
+    """Runs on ``here``; the rest of the depth runs on ``there``."""
+    if depth == 1:
+        return 1
+    below: int = sys.modules[module].rpc_sync(there, descend, args=(module, here, there, depth - 1))
+    return below + 1
+
+
+# -- the ports ----------------------------------------------------------------------------------
+
+
+class RpcPort:
+    """A worker of Backhaul or of torch.distributed.rpc: ``rpc`` and ``autograd`` are the modules of either.
+
+    ``kept`` is for what a workload needs again in the next round; it is let go before the workers part.
+    """
+
+    def __init__(
+        self,
+        rpc: Any,
+        autograd: Any,
+        optimizer: Callable[[], Any],
+        role: str,
+        roles: Sequence[str],
+        init: Callable[[], None],
+    ) -> None:
+        self.rpc = rpc
+        self.autograd = autograd
+        self.optimizer = optimizer  # gives the class: whoever does not train does not import it
+        self.kept: dict[str, Any] = {}
+        self._role = role
+        self._roles = roles
+        self._init = init
+
+    def __enter__(self) -> RpcPort:
+        self._init()
+        if self._role != SERVER:
+            self.noop()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.kept.clear()
+        self.rpc.shutdown(graceful=kind is None)
+
+    def meet(self) -> None:
+        """Call every other worker, so that all that calls ever start has been started."""
+        for role in self._roles:
+            if role != self._role:
+                self.rpc.rpc_sync(role, nothing)
+                self.rpc.rpc_async(role, same, args=(torch.ones(4),)).wait()
+
+    def noop(self) -> None:
+        self.rpc.rpc_sync(SERVER, nothing)
+
+    def echo(self, tensor: torch.Tensor) -> torch.Tensor:
+        back: torch.Tensor = self.rpc.rpc_sync(SERVER, same, args=(tensor,))
+        return back
+
+    def burst(self, count: int) -> None:
+        futures = [self.rpc.rpc_async(SERVER, nothing) for _ in range(count)]
+        for future in futures:
+            future.wait()
+
+    def nest(self, depth: int) -> int:
+        depth_reached: int = self.rpc.rpc_sync(SERVER, descend, args=(self.rpc.__name__, CLIENT, SERVER, depth))
+        return depth_reached
+
+    def refer(self) -> None:
+        self.rpc.remote(SERVER, nothing).to_here()
+
+
+def backhaul_port(role: str, roles: Sequence[str], directory: str) -> RpcPort:
+    from backhaul import autograd, rpc
+
+    def init() -> None:
+        options = rpc.RpcOptions(init_method=f"file://{directory}/meeting-point")
+        rpc.init_rpc(role, rank=roles.index(role), world_size=len(roles), rpc_backend_options=options)
+
+    def optimizer() -> Any:
+        from backhaul.optim import DistributedOptimizer
+
+        return DistributedOptimizer
+
+    return RpcPort(rpc, autograd, optimizer, role, roles, init)
+
+
+def torch_port(role: str, roles: Sequence[str], directory: str) -> RpcPort:
+    from torch.distributed import autograd, rpc
+
+    def init() -> None:
+        # Torch's own code warns about itself when it starts, and when an optimizer is made: then whatever the filters.
+        warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
+        warnings.showwarning = partial(_show_unless_of_scripts, warnings.showwarning)
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/meeting-point")
+        rpc.init_rpc(  # type: ignore[no-untyped-call]
+            role, rank=roles.index(role), world_size=len(roles), rpc_backend_options=options
+        )
+
+    def optimizer() -> Any:
+        from torch.distributed.optim import DistributedOptimizer
+
+        return DistributedOptimizer
+
+    return RpcPort(rpc, autograd, optimizer, role, roles, init)
+
+
+def _show_unless_of_scripts(show: Callable[..., None], message: Warning | str, *rest: Any, **more: Any) -> None:
+    if "`TorchScript` support" not in str(message):
+        show(message, *rest, **more)
+
+
+def torch_has_rpc() -> bool:
+    """Whether this build of torch can be compared with: some have no RPC."""
+    if not torch.distributed.is_available():
+        return False
+    try:
+        from torch.distributed import rpc
+    except ImportError:
+        return False
+    return bool(rpc.is_available())
+
+
+class _Stream:
+    """A unix socket, connected; a message is its length, 8 bytes, and then that many bytes."""
+
+    LENGTH = struct.Struct("<Q")
+    _BUFFER_BYTES = 4 << 20  # what Backhaul asks for too
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._memory = bytearray(1 << 10)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, self._BUFFER_BYTES)
+
+    def send(self, data: memoryview) -> None:
+        header = self.LENGTH.pack(len(data))
+        if not data:
+            self.connection.sendall(header)
+            return
+        sent = self.connection.sendmsg((header, data)) - len(header)
+        if sent < len(data):
+            self.connection.sendall(data[sent:])
+
+    def receive(self) -> memoryview:
+        """The next message, in memory that the one after it reuses."""
+        header = self.connection.recv(self.LENGTH.size, socket.MSG_WAITALL)
+        if not header:
+            raise EOFError
+        (size,) = self.LENGTH.unpack(header)
+        if size > len(self._memory):
+            self._memory = bytearray(size)
+        place = memoryview(self._memory)[:size]
+        while place:
+            place = place[self.connection.recv_into(place) :]
+        return memoryview(self._memory)[:size]
+
+
+class SocketPort:
+    """A unix stream socket to the server, which sends back what it gets: a thread for each client."""
+
+    def __init__(self, role: str, roles: Sequence[str], directory: str) -> None:
+        self._role = role
+        self._path = os.path.join(directory, "socket")
+
+    def __enter__(self) -> SocketPort:
+        if self._role == SERVER:
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(self._path)
+            listener.listen()
+            threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if "_stream" in self.__dict__:
+            self._stream.connection.close()
+
+    def noop(self) -> None:
+        self._stream.connection.sendall(_Stream.LENGTH.pack(0))
+        self._stream.receive()
+
+    def echo(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._stream.send(memoryview(tensor.numpy()).cast("B"))  # type: ignore[arg-type]  # arrays are buffers
+        return torch.frombuffer(self._stream.receive(), dtype=tensor.dtype)
+
+    def burst(self, count: int) -> None:
+        connection = self._stream.connection
+        message = _Stream.LENGTH.pack(0)
+        replies = count * len(message)
+        for _ in range(count):
+            while True:
+                try:
+                    connection.send(message, socket.MSG_DONTWAIT)
+                    break
+                except BlockingIOError:  # the server waits for room too: make some
+                    replies -= len(connection.recv(1 << 16))
+        while replies:
+            replies -= len(connection.recv(1 << 16))
+
+    @cached_property
+    def _stream(self) -> _Stream:
+        # At first use: the server listens by then.
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._path)
+        return _Stream(connection)
+
+    def _listen(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=self._serve, args=(_Stream(connection),), daemon=True).start()
+
+    def _serve(self, stream: _Stream) -> None:
+        with stream.connection:
+            try:
+                while True:
+                    stream.send(stream.receive())
+            except EOFError:
+                return
+
+
+class CopyPort:
+    """No other process: an echo is a copy there and a copy back, both into memory that is warm."""
+
+    def __init__(self, role: str, roles: Sequence[str], directory: str) -> None:
+        self._there = self._back = torch.empty(0)
+
+    def __enter__(self) -> CopyPort:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        pass
+
+    def echo(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._there.shape != tensor.shape:
+            self._there, self._back = torch.zeros_like(tensor), torch.zeros_like(tensor)
+        self._there.copy_(tensor)
+        return self._back.copy_(self._there)
+
+
+def no_port(role: str, roles: Sequence[str], directory: str) -> AbstractContextManager[None]:
+    """For a process that has imported torch and joins nobody: what memory is compared with."""
+    return nullcontext()
+
+
+NO_SYSTEM = "torch, imported"
+
+PORTS: dict[str, Callable[[str, Sequence[str], str], AbstractContextManager[Any]]] = {
+    BACKHAUL: backhaul_port,
+    TORCH: torch_port,
+    PING_PONG: SocketPort,
+    MEMCPY: CopyPort,
+    NO_SYSTEM: no_port,
+}
+"""System -> makes the port of one of the roles; all of them share a directory."""

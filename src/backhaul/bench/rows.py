@@ -1,0 +1,61 @@
+"""Rows: the numbers of every round, figure by figure; their medians, spreads and ratios."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from backhaul.bench.ports import BACKHAUL, MEMCPY, PING_PONG, TORCH
+from backhaul.bench.workloads import Figure
+
+SPEED = (TORCH, BACKHAUL)
+RATIOS = (SPEED, (BACKHAUL, PING_PONG), (BACKHAUL, MEMCPY))
+"""How many times longer the first takes than the second."""
+
+STALL_SECONDS = 3.0
+"""Longer than any system takes for a repetition, so something hung."""
+
+
+class Spread(NamedTuple):
+    """The median of the rounds, and the quartiles, between which half of them lie."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[float]) -> Spread:
+        if len(rounds) == 1:
+            return cls(rounds[0], rounds[0], rounds[0])
+        low, median, high = statistics.quantiles(rounds, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+class Stall(NamedTuple):
+    """A repetition, perhaps of a warm-up, that took longer than `STALL_SECONDS`."""
+
+    system: str
+    work: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: for each system that has it, the number of each round; or a note why it has none."""
+
+    figure: Figure
+    rounds: Mapping[str, list[float]]
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def spread(self, system: str) -> Spread | None:
+        rounds = self.rounds.get(system)
+        return Spread.of(rounds) if rounds else None
+
+    def ratio(self, over: str, under: str) -> Spread | None:
+        """Of the rounds, pair by pair: what disturbs a round disturbs both."""
+        above, below = self.rounds.get(over), self.rounds.get(under)
+        if not above or not below:
+            return None
+        return Spread.of([a / b for a, b in zip(above, below, strict=True)])

@@ -1,0 +1,127 @@
+"""Table: the figures of a run as text for people and as plain data for programs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import version
+from typing import Any, TextIO
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from backhaul.bench.compare import Result
+from backhaul.bench.floors import CEILINGS, FLOORS, standing
+from backhaul.bench.rows import RATIOS, Row, Spread
+from backhaul.bench.workloads import Figure
+
+_PLAIN_WIDTH = 250  # wide enough for every row on one line
+_MIB = 1 << 20
+
+
+def write(result: Result, file: TextIO) -> None:
+    """Print the table, ruled on a terminal and plainly aligned elsewhere, and what stalled."""
+    terminal = file.isatty()
+    console = Console(file=file, width=None if terminal else _PLAIN_WIDTH, highlight=False)
+    console.print(
+        f"rounds: {result.rounds}; load before: {result.load:.2f}; medians (quartiles); less is better but for /s",
+    )
+    table = RichTable(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
+    table.add_column("work", no_wrap=True)
+    ratios = [pair for pair in RATIOS if set(pair) <= set(result.systems)]
+    for heading in (*result.systems, *("/".join(pair) for pair in ratios)):
+        table.add_column(heading, justify="right", no_wrap=not terminal)
+    table.add_column("met", no_wrap=True)
+    for row in result.rows:
+        times = (row.notes.get(system) or _text(row.spread(system), row.figure) for system in result.systems)
+        table.add_row(row.figure.name, *times, *(_ratio_text(row.ratio(*pair)) for pair in ratios), _standing_text(row))
+    console.print(table)
+    for stall in result.stalls:
+        console.print(f"stalled: {stall.system}, {stall.work}: {stall.seconds:.1f} s for one repetition")
+    for system, reason in result.left_out.items():
+        console.print(f"left out: {system}: {reason}")
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The table as plain data. Rates are seconds per call, and less is better throughout."""
+    return {
+        "host": host(result.load),
+        "systems": list(result.systems),
+        "left_out": dict(result.left_out),
+        "rows": [_row_as_json(row) for row in result.rows],
+        "stalls": [stall._asdict() for stall in result.stalls],
+    }
+
+
+def host(load: float) -> dict[str, Any]:
+    """Where a run was made, so that it can be judged."""
+    return {
+        "cpus": os.cpu_count(),
+        "load_before": load,
+        "machine": platform.machine(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "backhaul": version("backhaul"),
+    }
+
+
+def _row_as_json(row: Row) -> dict[str, Any]:
+    ratios = {"/".join(pair): row.ratio(*pair) for pair in RATIOS}
+    floor = FLOORS.get(row.figure.name)
+    ceiling = CEILINGS.get(row.figure.name)
+    stands = standing(row)
+    return {
+        "work": row.figure.name,
+        "unit": row.figure.unit,
+        "systems": {
+            system: {**spread._asdict(), "rounds": list(rounds)}
+            for system, rounds in row.rounds.items()
+            if (spread := row.spread(system)) is not None
+        },
+        "notes": dict(row.notes),
+        "ratios": {name: ratio._asdict() for name, ratio in ratios.items() if ratio is not None},
+        "floor": {"at_least": floor.at_least, "aim": floor.aim} if floor else None,
+        "ceiling": {"at_most": ceiling[0], "aim": ceiling[1]} if ceiling else None,
+        "met": stands.met if stands else None,
+        "steady": row.figure.steady,
+    }
+
+
+def _text(spread: Spread | None, figure: Figure) -> str:
+    if spread is None:
+        return "-"
+    if figure.as_rate:
+        return f"{1 / spread.median:,.0f}/s ({1 / spread.high:,.0f}..{1 / spread.low:,.0f})"
+    scale, unit = _scale(spread.median, figure)
+    median, low, high = (_digits(number * scale) for number in spread)
+    return f"{median} {unit} ({low}..{high})"
+
+
+def _scale(number: float, figure: Figure) -> tuple[float, str]:
+    if figure.unit == "share":
+        return 100, "%"
+    if figure.unit == "bytes":
+        return 1 / _MIB, "MiB"
+    if figure.unit == "CPU seconds" or number >= 1:
+        return (1, "s") if number >= 0.1 else (1e3, "ms")
+    return (1e3, "ms") if number >= 1e-3 else (1e6, "us")
+
+
+def _standing_text(row: Row) -> str:
+    stands = standing(row)
+    return stands.text if stands else ""
+
+
+def _ratio_text(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    median, low, high = map(_digits, spread)
+    return f"{median}x ({low}..{high})"
+
+
+def _digits(number: float) -> str:
+    """About three digits: 0.42, 4.21, 42.1, 421."""
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}"

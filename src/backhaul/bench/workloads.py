@@ -1,0 +1,206 @@
+"""Workloads: what is measured in rounds, and which figures of the table come from it.
+
+Every figure but the plan's share is in seconds per call, so less is better and a quotient of two is a
+factor of speed. For gradients a call is a step: forward and backward in a context of their own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from backhaul.bench import gradients, training
+from backhaul.bench.gradients import Forward
+from backhaul.bench.orders import Order
+from backhaul.bench.ports import BACKHAUL, CLIENT, MEMCPY, PING_PONG, SECOND, TORCH, Port, RpcPort
+
+BURST = 5000
+DEPTH = 8
+WINDOW_SECONDS = 0.25  # in which several clients count their calls
+_WARM_UP_SECONDS = 0.1
+_KIB = 1024
+_RPC = (BACKHAUL, TORCH)
+_CALLS = (*_RPC, PING_PONG)
+
+
+class Samples(NamedTuple):
+    """Seconds per call (or the share) of each repetition; and the longest of them as a whole, the warm-up's included.
+
+    Medians and a warm-up would hide a call that hangs for seconds once in a while; ``longest`` does not.
+    """
+
+    seconds: list[float]
+    longest: float
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A row of the table: a number made of one round's samples."""
+
+    name: str
+    of: Callable[[list[float]], float] = statistics.median
+    unit: Literal["seconds", "share", "bytes", "CPU seconds"] = "seconds"
+    as_rate: bool = False  # shown as calls per second; samples never are rates
+    steady: bool = True  # enough to be held against another run
+
+
+@dataclass(frozen=True)
+class Workload:
+    """``run(port, order)`` warms up and measures, on each of the ``clients`` at once.
+
+    ``trial(port)``, once before all that, says what is wrong with a system's results, if anything.
+    """
+
+    name: str
+    run: Callable[[Any, Order], Samples]
+    repetitions: int  # in one round
+    figures: tuple[Figure, ...]
+    systems: tuple[str, ...] = _CALLS  # that can do it
+    trial: Callable[[Any], str | None] | None = None
+    clients: tuple[str, ...] = (CLIENT,)
+    every: int = 1  # so many rounds: for what takes long, and varies little
+
+
+def _noop(port: Port, order: Order) -> Samples:
+    return _time(port.noop, order)
+
+
+def _echo(size: int, port: Port, order: Order) -> Samples:
+    tensor = _tensor(size)
+    if not torch.equal(port.echo(tensor), tensor):
+        raise ValueError(f"the echo of {size} bytes differs from what was sent")
+    return _time(lambda: port.echo(tensor), order)
+
+
+@cache
+def _tensor(size: int) -> torch.Tensor:
+    return torch.rand(size // torch.float32.itemsize)
+
+
+def _burst(port: Port, order: Order) -> Samples:
+    return _time(lambda: port.burst(BURST), order, warm_up=lambda: port.burst(BURST // 50), calls=BURST)
+
+
+def _together(port: Port, order: Order) -> Samples:
+    """Calls one after the other, while another client does the same: seconds per call of this one."""
+    clock = time.monotonic
+    longest = 0.0
+    while (now := clock()) < order.start:
+        port.noop()
+        longest = max(longest, clock() - now)
+    calls = 0
+    while calls == 0 or now < order.start + WINDOW_SECONDS:
+        before = now
+        port.noop()
+        now = clock()
+        longest = max(longest, now - before)
+        calls += 1
+    return Samples([(now - order.start) / calls], longest)
+
+
+def _nest(port: Port, order: Order) -> Samples:
+    if port.nest(DEPTH) != DEPTH:
+        raise ValueError("a nested call returned another depth")
+    return _time(lambda: port.nest(DEPTH), order)
+
+
+def _refer(port: Port, order: Order) -> Samples:
+    return _time(port.refer, order)
+
+
+def _step(forward: Forward, port: RpcPort, order: Order) -> Samples:
+    return _time(lambda: gradients.step(forward, port), order)
+
+
+def _train(port: RpcPort, order: Order) -> Samples:
+    return _time(lambda: training.step(port), order)
+
+
+def _plan_share(port: RpcPort, order: Order) -> Samples:
+    shares: list[float] = []
+    timed = _time(lambda: shares.append(gradients.plan_share(port)), order)
+    return Samples(shares[-order.repetitions :], timed.longest)
+
+
+def _time(
+    act: Callable[[], object], order: Order, *, warm_up: Callable[[], object] | None = None, calls: int = 1
+) -> Samples:
+    """Time ``act``, which makes so many calls, after ``warm_up`` or itself has run for a while."""
+    clock = time.perf_counter
+    warm_up = warm_up or act
+    longest = 0.0
+    # By time rather than by number: a process that has just been thawed is slow for a while,
+    # and a fixed number of calls lasts longest on the slowest system.
+    end = clock() + _WARM_UP_SECONDS
+    while (start := clock()) < end:
+        warm_up()
+        longest = max(longest, clock() - start)
+    samples = []
+    for _ in range(order.repetitions):
+        start = clock()
+        act()
+        samples.append(clock() - start)
+    return Samples([seconds / calls for seconds in samples], max(longest, *samples))
+
+
+def _p99(samples: list[float]) -> float:
+    return sorted(samples)[int(len(samples) * 0.99)]
+
+
+def _joint(samples: list[float]) -> float:
+    """Seconds per call of all clients together, whose rates add up."""
+    return 1 / sum(1 / seconds for seconds in samples)
+
+
+def _echo_of(label: str, size: int, repetitions: int, every: int = 1) -> Workload:
+    name = f"echo {label}"
+    return Workload(name, partial(_echo, size), repetitions, (Figure(name),), (*_CALLS, MEMCPY), every=every)
+
+
+def _gradient_of(name: str, repetitions: int, every: int = 1) -> Workload:
+    forward = gradients.FORWARDS[name]
+    return Workload(
+        name,
+        partial(_step, forward),
+        repetitions,
+        (Figure(name),),
+        _RPC,
+        trial=partial(gradients.flaw, forward),
+        every=every,
+    )
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("no-op", _noop, 1000, (Figure("no-op p50"), Figure("no-op p99", _p99, steady=False))),
+        _echo_of("1 KiB", _KIB, 300),
+        _echo_of("64 KiB", 64 * _KIB, 200),
+        _echo_of("1 MiB", _KIB**2, 50),
+        _echo_of("16 MiB", 16 * _KIB**2, 8),
+        _echo_of("64 MiB", 64 * _KIB**2, 4),
+        _echo_of("256 MiB", 256 * _KIB**2, 2, every=4),
+        Workload("in flight", _burst, 1, (Figure(f"{BURST:,} in flight", as_rate=True),)),
+        Workload("two clients", _together, 1, (Figure("two clients", _joint, as_rate=True),), clients=(CLIENT, SECOND)),
+        Workload("nested", _nest, 40, (Figure(f"nested x {DEPTH}"),), _RPC),
+        Workload("remote + to_here", _refer, 150, (Figure("remote + to_here"),), _RPC),
+        _gradient_of("chain of 1", 60),
+        _gradient_of("chain of 4", 20),
+        _gradient_of("chain of 16", 8),
+        _gradient_of("fan-out of 2", 40),
+        _gradient_of("fan-out of 8", 15),
+        _gradient_of("fan-out of 32", 5),
+        _gradient_of("fan-out of 8, 1 unused", 15),
+        _gradient_of("U-shape", 50),
+        Workload("parameter server", _train, 20, (Figure("parameter server"),), _RPC, trial=training.flaw),
+        _gradient_of("transformer in two", 2, every=2),
+        _gradient_of("1,500 nodes, no calls", 5),
+        Workload("plan", _plan_share, 5, (Figure("share of its plan", unit="share"),), (BACKHAUL,)),
+    )
+}

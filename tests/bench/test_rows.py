@@ -1,0 +1,64 @@
+"""Numbers of rounds: spreads and ratios, and how they stand to the floors."""
+
+from __future__ import annotations
+
+import pytest
+
+from backhaul.bench.floors import FLOORS, standing
+from backhaul.bench.footprint import idle_figure
+from backhaul.bench.rows import Row, Spread
+from backhaul.bench.workloads import WORKLOADS, Figure
+
+
+def row(name: str, **rounds: list[float]) -> Row:
+    return Row(Figure(name), {system.replace("_", "-"): numbers for system, numbers in rounds.items()})
+
+
+def test_a_spread_is_the_median_and_the_quartiles() -> None:
+    assert Spread.of([5.0, 1.0, 3.0, 2.0, 4.0]) == (3.0, 2.0, 4.0)
+    assert Spread.of([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_a_ratio_is_that_of_the_ratios_of_each_round() -> None:
+    assert row("any", torch=[2.0, 40.0, 6.0], backhaul=[1.0, 10.0, 2.0]).ratio("torch", "backhaul") == (3.0, 2.5, 3.5)
+
+
+def test_no_ratio_to_a_system_without_numbers() -> None:
+    assert row("any", torch=[], backhaul=[1.0]).ratio("torch", "backhaul") is None
+    assert row("any", backhaul=[1.0]).ratio("torch", "backhaul") is None
+
+
+@pytest.mark.parametrize(
+    ("torch", "ping_pong", "met", "text"),
+    [
+        (2.9, 1.0, "nothing", "BELOW 3x"),
+        (3.0, 1.0, "floor", "floor 3x"),
+        (5.0, 1.0, "aim", "aim 5x"),
+        (5.0, 0.3, "floor", "floor 3x"),  # too far from a bare socket for the aim
+    ],
+)
+def test_how_a_row_stands_to_its_floor(torch: float, ping_pong: float, met: str, text: str) -> None:
+    assert standing(row("no-op p50", torch=[torch], backhaul=[1.0], ping_pong=[ping_pong])) == (met, text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "met", "text"),
+    [(0.2, "nothing", "ABOVE 0.1"), (0.1, "floor", "floor <0.1"), (0.01, "aim", "aim <0.02")],
+)
+def test_idle_workers_have_a_ceiling(seconds: float, met: str, text: str) -> None:
+    assert standing(Row(idle_figure(10.0), {"backhaul": [seconds]})) == (met, text)
+
+
+def test_three_seconds_are_not_held_against_the_ceiling_of_ten() -> None:
+    assert standing(Row(idle_figure(3.0), {"backhaul": [5.0]})) is None
+
+
+def test_a_row_without_a_floor_or_without_torch_stands_nowhere() -> None:
+    assert standing(row("nested x 8", torch=[1.0], backhaul=[1.0])) is None
+    assert standing(row("no-op p50", backhaul=[1.0])) is None
+
+
+def test_every_floor_is_that_of_a_figure() -> None:
+    figures = {figure.name for workload in WORKLOADS.values() for figure in workload.figures}
+    assert set(FLOORS) <= figures
+    assert all(floor.at_least < floor.aim for floor in FLOORS.values())

@@ -1,0 +1,66 @@
+"""What the table says of each kind of number."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from backhaul.bench import table
+from backhaul.bench.compare import Result
+from backhaul.bench.footprint import idle_figure
+from backhaul.bench.rows import Row, Stall
+from backhaul.bench.workloads import Figure
+
+
+def text(row: Row) -> list[str]:
+    file = io.StringIO()
+    result = Result(["backhaul", "torch"], [row], [Stall("torch", "nested", 4.0)], 0.5, {"ping-pong": "is out"})
+    table.write(result, file)
+    return file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("figure", "number", "shown"),
+    [
+        (Figure("a"), 42.1e-6, "42.1 us (42.1..42.1)"),
+        (Figure("a"), 4.213e-3, "4.21 ms (4.21..4.21)"),
+        (Figure("a"), 2.5, "2.50 s (2.50..2.50)"),
+        (Figure("a", as_rate=True), 1e-4, "10,000/s (10,000..10,000)"),
+        (Figure("a", unit="share"), 0.06, "6.00 % (6.00..6.00)"),
+        (Figure("a", unit="bytes"), 3 << 20, "3.00 MiB (3.00..3.00)"),
+        (idle_figure(10.0), 19.8, "19.8 s (19.8..19.8)"),
+        (idle_figure(10.0), 0.002, "2.00 ms (2.00..2.00)"),
+    ],
+)
+def test_numbers_have_three_digits_and_a_unit(figure: Figure, number: float, shown: str) -> None:
+    assert shown in text(Row(figure, {"backhaul": [number]}))[2]
+
+
+def test_headings_rows_and_what_else_there_is_to_say() -> None:
+    first, heading, line, *rest = text(Row(Figure("chain of 4"), {"backhaul": [1.0], "torch": [3.5]}))
+
+    assert "rounds: 1; load before: 0.50" in first
+    assert heading.split() == ["work", "backhaul", "torch", "torch/backhaul", "met"]
+    assert line.split()[-2:] == ["aim", "3x"]
+    assert [line.strip() for line in rest] == [
+        "stalled: torch, nested: 4.0 s for one repetition",
+        "left out: ping-pong: is out",
+    ]
+
+
+def test_a_note_stands_in_place_of_a_number() -> None:
+    line = text(Row(Figure("a"), {"backhaul": [1.0]}, {"torch": "hangs"}))[2]
+    assert " hangs " in line
+
+
+def test_the_data_are_plain() -> None:
+    row = Row(Figure("chain of 4"), {"backhaul": [1.0, 1.0], "torch": [2.5, 2.5]})
+    data = json.loads(json.dumps(table.as_json(Result(["backhaul", "torch"], [row], [], 0.0, {}))))
+
+    (found,) = data["rows"]
+    assert found["systems"]["torch"] == {"median": 2.5, "low": 2.5, "high": 2.5, "rounds": [2.5, 2.5]}
+    assert found["ratios"] == {"torch/backhaul": {"median": 2.5, "low": 2.5, "high": 2.5}}
+    assert found["floor"] == {"at_least": 2.0, "aim": 3.0}
+    assert found["met"] == "floor"

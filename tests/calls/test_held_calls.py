@@ -1,0 +1,326 @@
+"""Calls that are held back to leave together: they all run, in order, whoever waits or does not."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import operator
+import signal
+import socket
+import threading
+from collections import defaultdict
+
+import pytest
+import torch
+from callees import identity, open_gate, wait_for_gate, who
+from test_shutdown import shut_down_all
+
+from backhaul import current, rpc
+from backhaul.agent import outbound as outbound_module
+from backhaul.agent.outbound import Outbound
+from backhaul.rpc import RpcOptions
+from backhaul.testing import InProcessCluster
+from backhaul.wire.frames import encode
+from backhaul.wire.messages import AwaitEnd, Ping
+from backhaul.worker import Worker
+from crew import Crew
+
+PATIENCE = 20.0
+BACKLOG = outbound_module._BACKLOG
+
+ran: dict[str, list[int]] = defaultdict(list)
+over: dict[str, threading.Event] = defaultdict(threading.Event)
+
+
+def note(name: str, number: int, last: int) -> None:
+    """Append to a list of the test; the last one to come says so."""
+    ran[name].append(number)
+    if len(ran[name]) == last:
+        over[name].set()
+
+
+def keep_busy(worker: Worker, gate: str) -> list[torch.futures.Future[bool]]:
+    """So many calls are under way to worker1 that more are held back."""
+    return [worker.rpc_async("worker1", wait_for_gate, args=(gate,)) for _ in range(BACKLOG + 1)]
+
+
+def route(worker: Worker) -> Outbound:
+    return worker.agent._routes[1]
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """Of the list of this test."""
+    return str(request.node.name)
+
+
+@pytest.fixture
+def busy(pair: InProcessCluster, gate: str) -> InProcessCluster:
+    keep_busy(pair[0], gate)
+    assert pair[0].rpc_sync("worker1", who) == "worker1"  # and nothing is held any more
+    return pair
+
+
+def test_5000_calls_run_although_nobody_waits(pair: InProcessCluster, name: str) -> None:
+    count = 5000
+    futures = [pair[0].rpc_async("worker1", note, args=(name, i, count)) for i in range(count)]
+    assert over[name].wait(PATIENCE)
+    assert sorted(ran[name]) == list(range(count))
+    assert torch.futures.wait_all(futures) == [None] * count
+
+
+@pytest.mark.parametrize("count", range(1, 19))
+def test_the_last_ones_leave_at_a_tick(busy: InProcessCluster, name: str, gate: str, count: int) -> None:
+    """Also if there are too few of them to leave by themselves."""
+    for i in range(count):
+        busy[0].rpc_async("worker1", note, args=(name, i, count))
+    assert over[name].wait(PATIENCE)
+    open_gate(gate)
+
+
+def test_calls_of_one_thread_leave_in_order() -> None:
+    """One thread serves them, so they run in the order in which they come."""
+    count = 1000
+    with InProcessCluster(2, sockets=True, options=RpcOptions(num_worker_threads=1)) as workers:
+        large = torch.zeros(100_000)
+        for i in range(count):
+            # Some that are held, some that are too large for it, some that somebody waits for.
+            extra = (large,) if i % 50 == 7 else ()
+            future = workers[0].rpc_async("worker1", note_in_order, args=(i, count, *extra))
+            if i % 90 == 3:
+                future.wait()
+        assert over["order"].wait(PATIENCE)
+    assert ran["order"] == list(range(count))
+
+
+def note_in_order(number: int, last: int, *_: object) -> None:
+    note("order", number, last)
+
+
+def stop_ticking(workers: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> Outbound:
+    """What is held stays so until something else has it leave."""
+    outbound = route(workers[0])
+    monkeypatch.setattr(workers[0].agent.watch, "remind", lambda _: None)
+    return outbound
+
+
+def test_a_call_is_held_while_many_are_under_way(
+    busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbound = stop_ticking(busy, monkeypatch)
+    futures = [busy[0].rpc_async("worker1", operator.add, args=(i, 1)) for i in range(3)]
+    assert len(outbound._held) == 3
+    assert futures[0].wait() == 1  # who waits for one sends all
+    assert outbound._held == []
+    assert [future.wait() for future in futures] == [1, 2, 3]
+    open_gate(gate)
+
+
+def test_enough_of_them_leave_at_once(
+    busy: InProcessCluster, name: str, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbound = stop_ticking(busy, monkeypatch)
+    count = outbound_module._MAX_HELD + 1
+    for i in range(count):
+        busy[0].rpc_async("worker1", note, args=(name, i, count))
+    assert outbound._held == []
+    assert over[name].wait(PATIENCE)
+    open_gate(gate)
+
+
+def test_large_calls_are_not_held_and_take_the_others_along(
+    busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbound = stop_ticking(busy, monkeypatch)
+    x = torch.arange(1_000_000)
+    small = busy[0].rpc_async("worker1", identity, args=(1,))
+    assert len(outbound._held) == 1
+    large = busy[0].rpc_async("worker1", identity, args=(x,))
+    assert outbound._held == []
+    assert small.wait() == 1
+    assert torch.equal(large.wait(), x)
+    open_gate(gate)
+
+
+def test_a_callback_has_them_leave_at_once(busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outbound = stop_ticking(busy, monkeypatch)
+    done = threading.Event()
+    futures = [busy[0].rpc_async("worker1", who) for _ in range(3)]
+    assert len(outbound._held) == 3
+    futures[2].add_done_callback(lambda _: done.set())
+    assert outbound._held == []
+    assert done.wait(PATIENCE)
+    doubled = busy[0].rpc_async("worker1", operator.add, args=(1, 1)).then(lambda f: 2 * f.value())
+    assert outbound._held == []
+    assert doubled.wait() == 4
+    open_gate(gate)
+
+
+def test_an_awaited_one_leaves_at_once(busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_ticking(busy, monkeypatch)
+
+    async def ask() -> list[int]:
+        futures = [busy[0].rpc_async("worker1", operator.add, args=(i, 1)) for i in range(5)]
+        return [await future for future in futures]  # type: ignore[misc]
+
+    assert asyncio.run(asyncio.wait_for(ask(), PATIENCE)) == [1, 2, 3, 4, 5]
+    open_gate(gate)
+
+
+def test_those_of_a_collection_leave(busy: InProcessCluster, gate: str) -> None:
+    """torch hangs its callbacks on them out of our sight."""
+    futures = [busy[0].rpc_async("worker1", operator.add, args=(i, 1)) for i in range(5)]
+    assert [future.wait() for future in torch.futures.collect_all(futures).wait()] == [1, 2, 3, 4, 5]
+    open_gate(gate)
+
+
+def test_a_held_call_can_time_out(busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_ticking(busy, monkeypatch)
+    future = busy[0].rpc_async("worker1", wait_for_gate, args=(gate,), timeout=0.2)
+    done = threading.Event()
+    busy[0].rpc_async("worker1", who)  # keeps its distance: nobody waits for it
+    future.add_done_callback(lambda _: done.set())
+    assert done.wait(PATIENCE)
+    with pytest.raises(rpc.RpcTimeoutError):
+        future.wait()
+    open_gate(gate)
+
+
+def test_a_peer_that_dies_while_calls_are_held(
+    busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbound = stop_ticking(busy, monkeypatch)
+    futures = [busy[0].rpc_async("worker1", who) for _ in range(10)]
+    assert len(outbound._held) == 10
+    open_gate(gate)
+    busy[1].shutdown(graceful=False)
+    for future in futures:
+        with pytest.raises(rpc.WorkerLostError, match="worker1"):
+            future.wait()
+    assert outbound._held == []
+
+
+def test_a_call_that_comes_when_the_peer_has_just_been_lost(
+    pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot is opened after all others have been failed, and before the channel is shut: it is not forgotten."""
+    assert pair[0].rpc_sync("worker1", who) == "worker1"
+    outbound = route(pair[0])
+    channel = outbound._channel
+    shutting, asked = threading.Event(), threading.Event()
+    shut = channel.shutdown
+    errors: list[BaseException] = []
+
+    def shut_late() -> None:
+        shutting.set()
+        assert asked.wait(PATIENCE)
+        shut()
+
+    def ask() -> None:
+        assert shutting.wait(PATIENCE)
+        try:
+            outbound.ask(lambda id: encode(AwaitEnd(id, 0)), "a question", math.inf, is_call=False)
+        except BaseException as error:
+            errors.append(error)
+        asked.set()
+
+    monkeypatch.setattr(channel, "shutdown", shut_late)
+    run = threading.Thread(target=ask)
+    run.start()
+    outbound.lose(rpc.WorkerLostError("worker 'worker1' is lost: it was killed", "worker1"))
+    run.join(PATIENCE)
+    assert [type(error) for error in errors] == [rpc.WorkerLostError]
+
+
+def test_threads_that_wait_and_threads_that_do_not(pair: InProcessCluster) -> None:
+    wrong: list[object] = []
+    futures: list[torch.futures.Future[int]] = []
+    lock = threading.Lock()
+
+    def work(thread: int) -> None:
+        mine = []
+        for i in range(150):
+            if thread % 2:
+                mine.append(pair[0].rpc_async("worker1", operator.add, args=(1000 * thread, i)))
+            elif pair[0].rpc_sync("worker1", operator.add, args=(1000 * thread, i)) != 1000 * thread + i:
+                wrong.append((thread, i))
+        with lock:
+            futures.extend(mine)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not wrong
+    expected = sorted(1000 * thread + i for thread in (1, 3, 5, 7) for i in range(150))
+    assert sorted(torch.futures.wait_all(futures)) == expected
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_threads_that_all_do_not_wait(pair: InProcessCluster, name: str, threads: int) -> None:
+    """Whoever is in the middle of holding a call back when the tick comes."""
+    each = 3000 // threads
+
+    def work(thread: int) -> None:
+        for i in range(each):
+            pair[0].rpc_async("worker1", note, args=(name, thread * each + i, each * threads))
+
+    makers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join(60)
+    assert over[name].wait(PATIENCE)
+    assert sorted(ran[name]) == list(range(each * threads))
+
+
+def test_a_graceful_shutdown_waits_for_held_calls(pair: InProcessCluster, name: str) -> None:
+    count = 100
+    futures = [pair[0].rpc_async("worker1", note, args=(name, i, count)) for i in range(count)]
+    assert shut_down_all(pair) == []
+    assert over[name].is_set()
+    assert all(future.done() for future in futures)
+
+
+def test_a_hard_shutdown_fails_held_calls(busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_ticking(busy, monkeypatch)
+    futures = [busy[0].rpc_async("worker1", who) for _ in range(5)]
+    busy[0].shutdown(graceful=False)
+    for future in futures:
+        with pytest.raises(rpc.BackhaulError):
+            future.wait()
+    open_gate(gate)
+
+
+def hold_for_a_full_socket() -> None:
+    """Calls are held back, and when they are to leave there is no room."""
+    outbound = current.worker().agent._routes[1]
+    for _ in range(BACKLOG + 1):
+        rpc.rpc_async("worker1", who)
+    outbound.send_held()
+    assert not outbound._held
+    ping = bytes(encode(Ping(0)))
+    try:
+        while True:
+            assert outbound._channel._socket.send(ping, socket.MSG_DONTWAIT) == len(ping)  # type: ignore[attr-defined]
+    except BlockingIOError:
+        pass
+    for i in range(3):
+        rpc.rpc_async("worker1", note, args=("full", i, 3))
+    outbound.send_held()  # as a tick does
+
+
+def await_notes(name: str) -> bool:
+    return over[name].wait(5)
+
+
+def test_calls_that_were_to_leave_when_there_was_no_room() -> None:
+    """They leave when there is, although nobody waits for them and nothing else is sent."""
+    with Crew(2) as crew:
+        assert crew[0].run(rpc.rpc_sync, "worker1", who) == "worker1"
+        crew[1].signal(signal.SIGSTOP)
+        crew[0].run(hold_for_a_full_socket)
+        crew[1].signal(signal.SIGCONT)
+        assert crew[1].run(await_notes, "full")

@@ -1,0 +1,199 @@
+"""The short way for one small tensor makes the bytes of the general way, and understands them."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import pytest
+import torch
+from recorded_exchange import head
+from tensor_trips import DTYPES, check, coo, filled, land
+
+from backhaul.errors import ProtocolError, UnsendableError
+from backhaul.wire import headers, tensors
+from backhaul.wire.decoder import Decoder
+from backhaul.wire.frames import encode
+from backhaul.wire.messages import Ping
+from backhaul.wire.tensors import INLINE, Packed, land_small, pack_small, pack_tensors
+
+base = torch.arange(60.0)
+
+KINDS = {
+    "scalar": torch.tensor(3.5),
+    "one": torch.ones(1),
+    "vector": torch.arange(5),
+    "matrix": torch.randn(3, 4),
+    "many dimensions": torch.ones([1] * 60 + [2]),
+    "leaf": torch.ones(3, requires_grad=True),
+    "computed": torch.ones(3, requires_grad=True) * 2,
+    "parameter": torch.nn.Parameter(torch.ones(2, 2)),
+    "frozen": torch.nn.Parameter(torch.ones(2, 2), requires_grad=False),
+    "part of a storage": base[10:20],
+    "contiguous view": base.reshape(6, 10)[2:4],
+    "conj": torch.tensor([1 + 2j]).conj(),
+    "neg": torch.tensor([1 + 2j]).conj().imag,
+    "largest": torch.zeros(INLINE, dtype=torch.uint8),
+    "size one strides": torch.empty_strided((1, 3), (17, 1)).fill_(2),
+}
+
+OTHERS = {
+    "transposed": base.reshape(6, 10).t(),
+    "gaps": base[::2],
+    "expanded": torch.ones(1).expand(4),
+    "too large": torch.zeros(INLINE + 1, dtype=torch.uint8),
+    "empty": torch.zeros(0, 3),
+    "meta": torch.empty(3, device="meta"),
+    "sparse": coo([[0, 1]], torch.ones(2), (3,)),
+}
+
+
+def general(tensor: torch.Tensor) -> Packed:
+    """As if it was not the only one: no short way is taken."""
+    return tensors._pack([tensor])
+
+
+def data_of(packed: Packed) -> bytes:
+    return b"".join([packed.table, *packed.buffers])
+
+
+def land_short(table: bytes, data: bytes) -> torch.Tensor | None:
+    buffer = ctypes.create_string_buffer(data, len(data))
+    return land_small(table, ctypes.addressof(buffer), len(data))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_are_those_of_the_general_way(kind: str) -> None:
+    tensor = KINDS[kind]
+    small = pack_small(tensor)
+    assert small is not None
+    table, data = small
+    packed = general(tensor)
+    assert table == len(packed.table)
+    assert data == data_of(packed) == data_of(pack_tensors([tensor]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3)], ids=str)
+def test_every_dtype_by_both_ways(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = filled(shape, dtype)
+    small = pack_small(tensor)
+    assert small is not None
+    table, data = small
+    packed = general(tensor)
+    assert data == data_of(packed)
+    (expected,) = land(packed)
+    got = land_short(data[:table], data[table:])
+    assert got is not None
+    check(got, expected)
+    check(got, tensor)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_short_way_in_gives_what_the_general_way_gives(kind: str) -> None:
+    tensor = KINDS[kind]
+    packed = general(tensor)
+    (expected,) = land(packed)
+    got = land_short(packed.table, b"".join(packed.buffers))
+    if got is None:  # a Parameter, or one with a bit set: the general way has it
+        assert type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg()
+        return
+    check_same(got, expected)
+
+
+def check_same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.stride() == expected.stride()
+    assert (got.dtype, got.shape, got.requires_grad) == (expected.dtype, expected.shape, expected.requires_grad)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_others_are_left_to_the_general_way(kind: str) -> None:
+    tensor = OTHERS[kind]
+    assert pack_small(tensor) is None
+    assert bytes(encode(Ping(1), [tensor])).endswith(data_of(general(tensor)))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+def test_through_a_frame(kind: str) -> None:
+    tensor = {**KINDS, **OTHERS}[kind]
+    (envelope,) = Decoder().receive_data(bytes(encode(Ping(1), [tensor])))
+    (got,) = envelope.tensors
+    assert type(got) is type(tensor)
+    assert got.requires_grad == tensor.requires_grad
+    if not tensor.is_meta:
+        assert torch.equal(got.detach().to_dense(), tensor.detach().to_dense())
+
+
+def test_a_storage_that_was_shrunk_is_not_read() -> None:
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(UnsendableError, match="was freed or shrunk"):
+        pack_small(tensor)
+    with pytest.raises(UnsendableError, match="was freed or shrunk"):
+        general(tensor)
+    tail = torch.ones(100)[50:]
+    tail.untyped_storage().resize_(220)
+    with pytest.raises(UnsendableError, match="was freed or shrunk"):
+        pack_small(tail)
+
+
+def test_what_arrives_is_its_own_memory() -> None:
+    data = bytearray(bytes(encode(Ping(1), [torch.ones(4)])))
+    decoder = Decoder()
+    (envelope,) = decoder.receive_data(data)
+    decoder.receive_data(bytes(encode(Ping(2), [torch.zeros(4)])))
+    assert envelope.tensors[0].tolist() == [1, 1, 1, 1]
+    envelope.tensors[0].resize_(1000)
+
+
+def test_a_reader_in_inference_mode_takes_the_general_way() -> None:
+    data = bytes(encode(Ping(1), [torch.ones(4, requires_grad=True)]))
+    with torch.inference_mode():
+        (envelope,) = Decoder().receive_data(data)
+    assert not envelope.tensors[0].is_inference()
+    assert envelope.tensors[0].requires_grad
+
+
+def test_every_single_bit_flip_by_both_ways() -> None:
+    """What the short way takes, the general way takes too, and makes the same of it."""
+    sent = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    packed = general(sent)
+    data = b"".join(packed.buffers)
+    taken = 0
+    for bit in range(8 * len(packed.table)):
+        flipped = bytearray(packed.table)
+        flipped[bit // 8] ^= 1 << bit % 8
+        table = bytes(flipped)
+        try:
+            got = land_short(table, data)
+        except ProtocolError:
+            with pytest.raises(ProtocolError):
+                headers._parse(table, len(data))
+            continue
+        if got is None:
+            continue
+        taken += 1
+        parsed = headers._parse(table, len(data))
+        assert parsed.sizes == [len(data)]
+        assert parsed.headers[0].dtype is got.dtype
+        assert tuple(parsed.headers[0].sizes) == tuple(got.shape)
+        assert bool(parsed.headers[0].flags & headers.GRAD) == got.requires_grad
+    assert 0 < taken < 40
+
+
+def test_a_size_that_overflows() -> None:
+    table = struct.pack("<IIQBBBBBIQ3q", 1, 1, 8, 0, 1, 0, 0, 3, 0, 0, 1 << 62, 8, 1 << 62)
+    with pytest.raises(ProtocolError):
+        Decoder().receive_data(frame_of(table, bytes(8)))
+
+
+def frame_of(table: bytes, payload: bytes) -> bytes:
+    return head(4, 2, len(table), len(payload)) + b"\x91\x05" + table + payload
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    code = len(headers.DTYPES)
+    table = struct.pack("<IIQBBBBBIQ1q", 1, 1, 8, 0, code, 0, 0, 1, 0, 0, 8)
+    with pytest.raises(ProtocolError, match="which this torch does not know"):
+        Decoder().receive_data(frame_of(table, bytes(8)))
