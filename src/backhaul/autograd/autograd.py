@@ -102,7 +102,6 @@ class Autograd:
         with record.lock:
             record.sends.clear()
             record.unspent.clear()
-            record.sent.clear()
             record.recvs.clear()
             record.gradients.clear()
 

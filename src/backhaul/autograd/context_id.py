@@ -47,7 +47,7 @@ class ContextId(int):
     @property
     def sends(self) -> dict[int, Node]:
         """The graph nodes of messages that this worker has sent, by message id."""
-        return dict(self._record().sent)
+        return self._record().sent()
 
     @property
     def recvs(self) -> dict[int, Node]:

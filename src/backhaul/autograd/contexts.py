@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,6 +44,21 @@ class Send(NamedTuple):
         return self.output.grad_fn
 
 
+class Together:
+    """The Sends of a message with several recorded tensors, to be looked at as if they were one node of the graph."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = nodes
+
+    def name(self) -> str:
+        name: str = self._nodes[0].name()
+        return name
+
+    @property
+    def next_functions(self) -> tuple[tuple[Node, int], ...]:
+        return tuple(edge for node in self._nodes for edge in node.next_functions)
+
+
 class Record:
     """A context, as one worker knows it. ``lock`` guards what is not said to be constant."""
 
@@ -55,8 +70,6 @@ class Record:
         """By the id of the message for its first recorded tensor, and ids that follow for the others."""
         self.unspent: dict[int, Send] = {}
         """Those whose graphs have not been run, or were retained: who else may take part in a pass."""
-        self.sent: dict[int, Node] = {}
-        """Sends of whole messages, to look at only, by the id of the message."""
         self.recvs: dict[int, Node] = {}
         """By the id of the message."""
         self.told: set[int] = set()
@@ -71,6 +84,13 @@ class Record:
         self.floors: dict[int, int] = {}
         """By who starts passes: those with lower ids are over."""
         self.over = False
+
+    def sent(self) -> dict[int, Node]:
+        """The Sends of each message, by its id: a node, or several seen as one."""
+        found: dict[int, list[Node]] = {}
+        for send in list(self.sends.values()):
+            found.setdefault(send.message, []).append(send.node)
+        return {message: nodes[0] if len(nodes) == 1 else Together(nodes) for message, nodes in found.items()}
 
     def add(self, source: int, send: Send) -> None:
         self.sends[source] = send

@@ -159,7 +159,7 @@ def _first_uses(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     while it has the interpreter. On two threads that is for ever. Operations, as these, wait for the lock without it;
     and who finds the node made wants nothing else under the lock.
     """
-    found = [tensor for tensor in tensors if tensor.is_leaf or tensor._is_view()]
+    found = [tensor for tensor in tensors if tensor.is_leaf or (tensor._version and tensor._is_view())]
     return [each.view_as(each) if each.layout is torch.strided else each.clone() for each in found]
 
 

@@ -79,14 +79,8 @@ class Recorder:
             return Mark(record.id), tensors
         record.told.add(to.id)
         message = self._contexts.new_id(len(recorded))
-        if len(recorded) == 1:
-            output = send(message, recorded)
-            record.add(message, Send(message, to, output))
-            record.sent[message] = output.grad_fn
-            return Mark(record.id, message), tensors
         for source, tensor in enumerate(recorded, message):
             record.add(source, Send(message, to, send(source, [tensor])))
-        record.sent[message] = send(message, recorded).grad_fn
         return Mark(record.id, message), tensors
 
 

@@ -9,6 +9,7 @@ from backhaul.autograd import backward as _backward
 from backhaul.autograd import context as _ours
 from backhaul.autograd import get_gradients
 from backhaul.autograd.context_id import ContextId
+from backhaul.autograd.contexts import Together
 from backhaul.autograd.contexts import current as _context
 from backhaul.autograd.functions import ID_BITS, RecvItemNode, RecvNode, SendNode
 from backhaul.errors import BackhaulError, ContextError, MisuseError, RemoteTraceback
@@ -67,6 +68,7 @@ class Node:
 
 _NAMES = {
     SendNode: "torch::distributed::autograd::SendRpcBackward",
+    Together: "torch::distributed::autograd::SendRpcBackward",
     RecvNode: "torch::distributed::autograd::RecvRpcBackward",
 }
 
