@@ -175,7 +175,8 @@ def test_the_guide_has_every_option_with_its_default() -> None:
         row = re.search(rf"^\| `{option.name}` \| `?([^|`]+?)`? \|", table, flags=re.MULTILINE)
         assert row, f"the table of options lacks {option.name}"
         number, _, unit = row[1].partition(" ")
-        default = ast.literal_eval(number) << 30 if unit == "GiB" else ast.literal_eval(row[1])
+        shift = {"MiB": 20, "GiB": 30}.get(unit)
+        default = ast.literal_eval(row[1]) if shift is None else ast.literal_eval(number) << shift
         assert default == option.default, option.name
 
 

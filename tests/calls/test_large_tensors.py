@@ -24,13 +24,17 @@ def budget_of(worker: Worker) -> Budget:
     return worker.agent._transport._budget  # type: ignore[attr-defined]
 
 
-def exchange(worker: Worker, count: int = 5) -> None:
-    for number in range(count):
+def exchange(worker: Worker, how: str = "rpc_async") -> None:
+    for number in range(5):
         x = torch.full((1 << 18,), float(number))
-        assert torch.equal(worker.rpc_sync("worker1", identity, args=(x,)), x)
+        if how == "rpc_sync":
+            assert torch.equal(worker.rpc_sync("worker1", identity, args=(x,)), x)
+        else:
+            assert torch.equal(worker.rpc_async("worker1", identity, args=(x,)).wait(), x)
 
 
-def test_an_idle_worker_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["rpc_sync", "rpc_async"])
+def test_an_idle_worker_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(segments, "_IDLE_SECONDS", 0.1)
     with InProcessCluster(2, sockets=True) as workers:
         freed = [threading.Event() for _ in workers]
@@ -38,7 +42,7 @@ def test_an_idle_worker_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -
             watch = worker.agent.watch
             monkeypatch.setattr(watch, "trim", trimming(watch.trim, budget_of(worker), event))
         for _ in range(2):
-            exchange(workers[0])
+            exchange(workers[0], how)
             assert budget_of(workers[0]).warm > 0
             for event in freed:
                 event.clear()
@@ -96,4 +100,4 @@ def keep_and_check(count: int) -> None:
 def test_processes_that_keep_what_they_get() -> None:
     """More than a channel may have segments."""
     with Crew(2) as crew:
-        crew[0].run(keep_and_check, segments._MAX_SEGMENTS + 20)
+        crew[0].run(keep_and_check, segments._MAX_LIVING + 20)

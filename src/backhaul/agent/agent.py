@@ -98,6 +98,7 @@ class Agent:
         self.pool = Pool(label, options.num_worker_threads, enter)
         self.watch = Watch(label + "-watch", options.unresponsive_after, enter)
         self.watch.trim = transport.trim
+        transport.when_used(self.watch.wake)
         self.execution = Execution(self.me, codec, enter, options.max_message_bytes)
         self.serving = Serving(self.pool, self.watch, self._handle, options.num_worker_threads)
         self.serving.on_end = self._inbound_ended

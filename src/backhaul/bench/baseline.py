@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from backhaul.bench.rows import SPEED, Row
 
 MOST_LOST = 0.25
-"""The share of a ratio that may be lost: runs differ by less than that."""
+"""The share of a ratio that may be lost. Runs of few rounds can differ by more: hence the second look."""
 
 
 class BadBaseline(Exception):

@@ -378,32 +378,38 @@ def _passes(two: Pair, sizes: Sizes) -> list[Curve]:
 # The plan.
 
 
-def one_source(nodes: int) -> dict[int, Source]:
-    """A chain of operations, each with a leaf of its own: half of the nodes are leaves."""
+# Short branches on a trunk, so that a graph of many nodes is not as deep. Torch 2.13 frees what Python has looked at by
+# recursion, node by node, and 50,000 nodes in a row are too many for the stack of a thread.
+
+
+def branch(length: int) -> Tensor:
+    """So many nodes in a row, the last one a leaf."""
     value = torch.rand(1, requires_grad=True)
-    for _ in range(nodes // 2):
-        value = value + torch.rand(1, requires_grad=True)
+    for _ in range(length - 1):
+        value = -value
+    return value
+
+
+def one_source(nodes: int) -> dict[int, Source]:
+    """One graph, and its roots."""
+    value = branch(_BRANCH)
+    for _ in range(nodes // _BRANCH - 1):
+        value = value + branch(_BRANCH - 1)
     return {ROOT: Source(start([value]).grad_fn, ROOT)}
 
 
 def sources_apart(nodes: int) -> dict[int, Source]:
-    """Many short chains that have nothing to do with each other: as at a server."""
-    found: dict[int, Source] = {}
-    for number in range(1, nodes // _BRANCH + 1):
-        value = torch.rand(1, requires_grad=True)
-        for _ in range(_BRANCH - 2):
-            value = -value
-        found[number] = Source(send(number, [value]).grad_fn, number)
-    return found
+    """Many short branches that have nothing to do with each other: as at a server."""
+    numbers = range(1, nodes // _BRANCH + 1)
+    return {number: Source(send(number, [branch(_BRANCH - 1)]).grad_fn, number) for number in numbers}
 
 
 def sources_of_one(nodes: int) -> dict[int, Source]:
-    """One long chain that many sources lie on: as with ways around calls."""
+    """One graph that many sources lie on: as with ways around calls."""
     found: dict[int, Source] = {}
-    value = torch.rand(1, requires_grad=True)
-    for number in range(1, nodes // _BRANCH + 1):
-        for _ in range(_BRANCH - 1):
-            value = -value
+    value = branch(_BRANCH)
+    for number in range(1, nodes // _BRANCH):
+        value = value + branch(_BRANCH - 2)
         found[number] = Source(send(number, [value]).grad_fn, number)
     found[ROOT] = Source(start([value]).grad_fn, ROOT)
     return found

@@ -385,10 +385,13 @@ def summarise(work: str, ways: Sequence[Way], untouched: float) -> Explained:
     times: dict[tuple[int, str, str], float] = {}
     begins: dict[tuple[int, str, str], list[int]] = {}
     for way in usual:
+        first: dict[tuple[int, str, str], int] = {}
         for piece in way.pieces:
             key = piece.leg, piece.where, piece.stage
             times[key] = times.get(key, 0.0) + piece.nanoseconds / len(usual)
-            begins.setdefault(key, []).append(piece.begin - way.pieces[0].begin)
+            first.setdefault(key, piece.begin - way.pieces[0].begin)
+        for key, begin in first.items():
+            begins.setdefault(key, []).append(begin)
     order = sorted(times, key=lambda key: (key[0], statistics.median(begins[key])))
     return Explained(
         work,

@@ -36,6 +36,10 @@ class Seam(NamedTuple):
 
 
 SEAMS = (
+    Seam("backhaul.agent.agent:Agent", "call", "the agent"),
+    Seam("backhaul.agent.execution:Execution", "run", "the agent"),
+    Seam("backhaul.autograd.engine:Engine", "backward", "the engine around it"),
+    Seam("backhaul.autograd.engine:Engine", "run", "the engine around it"),
     Seam("backhaul.wire.values:Codec", "pack", "pack the values"),
     Seam("backhaul.wire.values:Codec", "unpack", "unpack the values"),
     Seam("backhaul.agent.execution", "encode", "encode the frame"),

@@ -244,6 +244,9 @@ class FaultyTransport(Transport):
     def trim(self) -> float:
         return self._inside.trim()
 
+    def when_used(self, callback: Callable[[], None]) -> None:
+        self._inside.when_used(callback)
+
     def close(self) -> None:
         self._inside.close()
 

@@ -119,6 +119,9 @@ class Transport(ABC):
         """Free memory that has not been used for a while; in how many seconds to call this again, or infinity."""
         return math.inf
 
+    def when_used(self, callback: Callable[[], None]) -> None:  # noqa: B027 most have nothing to trim
+        """Have ``callback`` called when there is something to `trim` after there was nothing."""
+
     @abstractmethod
     def close(self) -> None:
         """Stop listening and remove what was made for it."""

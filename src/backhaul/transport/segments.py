@@ -35,7 +35,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from backhaul.errors import ProtocolError
@@ -47,7 +47,8 @@ THRESHOLD = 256 * 1024
 MAX_PASSED = 16
 """Descriptors that may come with one frame."""
 
-_MAX_SEGMENTS = 256  # of one direction of one channel
+_MAX_LIVING = 256  # segments that one end of a channel has
+_MAX_SEGMENTS = 8192  # that it has ever passed: the receiver may keep what lies there, and have them all mapped
 _CONTROL = mmap.PAGESIZE
 _SMALLEST = 16 << 20
 _IDLE_SECONDS = 4.0
@@ -138,6 +139,8 @@ class Budget:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.on_use: Callable[[], None] = lambda: None
+        """Called when there is something to `trim` again. The lock is held."""
         self.lock = threading.Lock()
         # Guarded by lock:
         self.warm = 0
@@ -207,6 +210,8 @@ class Lending:
                 segment = self._make(size)
                 if segment is None:
                     return None
+            if not self._budget.warm:
+                self._budget.on_use()
             self._budget.warm += max(0, size - segment.warm)
             segment.warm = max(segment.warm, size)
             segment.mapping.control[0] = 1
@@ -225,7 +230,7 @@ class Lending:
         return self._budget.warm + more <= self._budget.size
 
     def _make(self, size: int) -> _Segment | None:
-        if self._count >= _MAX_SEGMENTS:
+        if len(self.segments) >= _MAX_LIVING or self._count >= _MAX_SEGMENTS:
             return None
         capacity = _SMALLEST
         while capacity < size:

@@ -285,6 +285,9 @@ class StreamTransport(Transport):
     def trim(self) -> float:
         return self._budget.trim()
 
+    def when_used(self, callback: Callable[[], None]) -> None:
+        self._budget.on_use = callback
+
     def close(self) -> None:
         for listener in self._listeners:
             listener.close()

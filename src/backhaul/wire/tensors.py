@@ -4,8 +4,8 @@
 `backhaul.wire.headers`) and lists the memory to send. The receiver makes a `Landing`
 from the table, fills its buffers straight from the socket, and takes the tensors.
 
-What arrives is the receiver's own: clean base tensors with their own memory, writable,
-resizable, leaves for autograd. Tensors that shared memory in the message share it again.
+What arrives is the receiver's own: clean base tensors with their own memory, writable, leaves for autograd, and
+resizable unless they lie in a segment. Tensors that shared memory in the message share it again.
 """
 
 from __future__ import annotations
