@@ -19,7 +19,7 @@ PURE_TESTS := tests/wire tests/security tests/test_errors.py tests/test_options.
 	tests/autograd/test_graph.py tests/autograd/test_part.py tests/autograd/test_completion.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint slow conformance third-party bench bench-check coverage clean
+.PHONY: help demo test test-pure test-rest lint slow conformance third-party bench bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,8 +27,14 @@ help: ## show this list
 demo: $(STAMP) ## train a model that lives in three processes, and check its gradients
 	@$(BIN)/python examples/demo.py
 
+# The first is work for one processor, the second waits for processes most of the time: so both at once.
 test: lint ## everything that has to pass before a commit
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-pure test-rest
+
+test-pure: $(STAMP)
 	$(BIN)/pytest -q -m "not slow" $(COVER_PURE) --cov-fail-under=95 --cov-report=term:skip-covered $(PURE_TESTS)
+
+test-rest: $(STAMP)
 	$(BIN)/pytest -q -m "not slow" $(PURE_TESTS:%=--ignore=%)
 
 lint: $(STAMP) ## ruff and mypy

@@ -30,6 +30,7 @@ def test_plain_lines() -> None:
     assert float(last[1]) <= 1e-9
 
 
+@pytest.mark.slow
 def test_gradients_that_differ(tmp_path: Path) -> None:
     """The comparison can fail, and the exit code says so."""
     spoiled = tmp_path / "demo.py"

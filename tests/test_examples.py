@@ -203,7 +203,7 @@ def test_it_keeps_its_promise(name: str, tmp_path: Path) -> None:
 
 
 # All of them are in `make slow`; each takes some seconds.
-SAMPLED = ("parameter_server.py", "pipeline.py", "split_learning.ipynb")
+SAMPLED = ("pipeline.py",)
 
 
 @pytest.mark.parametrize(

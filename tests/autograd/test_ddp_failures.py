@@ -247,6 +247,7 @@ def kill_while_the_other_waits(crew: Crew, program: Program, initiator: int) -> 
     return end
 
 
+@pytest.mark.slow
 def test_a_trainer_that_dies(tmp_path: Path) -> None:
     """The other one gets an error long before its process group would give up."""
     with Crew(3) as crew:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import pytest
 import torch
 from acts import Latch, chain, work
 from models import alone, call, leaf, new_weights
@@ -317,6 +318,7 @@ def stop(crew: Crew, victim: int, patience: float, program: Any, *args: Any, gat
         assert crew[rank].run(await_gates, 0, 3.0) < 3
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_noticed_and_holds_nobody_up() -> None:
     """While a worker that only a third one knows waits in a gate, for yet another; then two hops away."""
     patience = 2.0

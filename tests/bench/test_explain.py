@@ -243,6 +243,7 @@ def test_every_work_is_there(ran: tuple[str, dict[str, dict[str, Any]]]) -> None
     assert [line.split("  ")[0] for line in text.splitlines() if line.rstrip().endswith("share")] == list(EXPECTED)
 
 
+@pytest.mark.slow  # by the clock: other work on the machine would decide
 @pytest.mark.parametrize("work", EXPECTED)
 def test_the_stages_are_all_there_and_are_the_whole(ran: tuple[str, dict[str, dict[str, Any]]], work: str) -> None:
     text, works = ran

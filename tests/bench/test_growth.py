@@ -111,6 +111,7 @@ def test_the_plot_is_drawn_from_the_data(tmp_path: Path) -> None:
     assert growth.paths(tmp_path)[0] == tmp_path / "growth.png"
 
 
+@pytest.mark.slow  # by the clock: other work on the machine would decide
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_the_plan_is_linear_in_the_graph(graph: str) -> None:
     small, large = 1_000, 20_000
@@ -121,6 +122,7 @@ def test_the_plan_is_linear_in_the_graph(graph: str) -> None:
     assert statistics.median(costs[large]) < 2 * statistics.median(costs[small])
 
 
+@pytest.mark.slow
 def test_a_short_run_has_every_curve(tmp_path: Path) -> None:
     path = tmp_path / "growth.json"
     command = [sys.executable, "-m", "backhaul", "bench", "--growth", "--smoke", "--json", str(path)]

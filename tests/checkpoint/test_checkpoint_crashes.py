@@ -34,6 +34,7 @@ def test_a_caller_that_is_killed_at_any_time(hand: Hand) -> None:
     assert max(done) > 1
 
 
+@pytest.mark.slow
 def test_workers_and_a_caller_that_are_killed_during_saves(tmp_path: Path) -> None:
     """One after the other; those who are left go on with the checkpoint."""
     with Crew(4) as crew:

@@ -48,7 +48,7 @@ def test_the_program_is_one_for_torch() -> None:
     assert on_torch()[0]["error"] == "ValueError"
 
 
-SLOW = ("-m backhaul.dropin, forkserver", "torchrun")
+SLOW = ("-m backhaul.dropin, forkserver", "-m backhaul.dropin, spawn", "torchrun")
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW else way for way in WAYS])
