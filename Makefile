@@ -17,9 +17,11 @@ COVER_PURE := $(PURE:%=--cov=backhaul.%)
 PURE_TESTS := tests/wire tests/security tests/test_errors.py tests/test_options.py tests/agent/test_pending.py \
 	tests/refs/test_counting.py tests/refs/test_mailbox.py tests/refs/test_simulation.py \
 	tests/autograd/test_graph.py tests/autograd/test_part.py tests/autograd/test_completion.py
+# Of the layers that are not pure, up to autograd.
+LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing tests/transport
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-pure test-rest lint slow conformance third-party bench bench-check coverage clean
+.PHONY: help demo test test-pure test-layers test-rest lint slow conformance third-party bench bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -27,15 +29,18 @@ help: ## show this list
 demo: $(STAMP) ## train a model that lives in three processes, and check its gradients
 	@$(BIN)/python examples/demo.py
 
-# The first is work for one processor, the second waits for processes most of the time: so both at once.
+# The first is work for one processor, the others wait for processes most of the time: so all at once.
 test: lint ## everything that has to pass before a commit
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-pure test-rest
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-pure test-layers test-rest
 
 test-pure: $(STAMP)
 	$(BIN)/pytest -q -m "not slow" $(COVER_PURE) --cov-fail-under=95 --cov-report=term:skip-covered $(PURE_TESTS)
 
+test-layers: $(STAMP)
+	$(BIN)/pytest -q -m "not slow" $(LAYER_TESTS) $(PURE_TESTS:%=--ignore=%)
+
 test-rest: $(STAMP)
-	$(BIN)/pytest -q -m "not slow" $(PURE_TESTS:%=--ignore=%)
+	$(BIN)/pytest -q -m "not slow" $(PURE_TESTS:%=--ignore=%) $(LAYER_TESTS:%=--ignore=%)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check
