@@ -28,21 +28,23 @@ def test_the_cost_at_a_size_is_the_median_of_its_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "factor", "flat"),
+    ("costs", "factor", "to_lowest", "verdict"),
     [
-        ((1.0, 1.0, 1.0), 1.0, True),
-        ((9.0, 2.0, 1.0, 2.8), 1.4, True),
-        ((9.0, 2.0, 1.0, 3.2), 1.6, False),
-        ((1.0, 2.0, 4.0, 8.0), 4.0, False),
-        ((4.0, 2.0, 1.0), 1 / 3, True),
-        ((1.0,), 1.0, True),
+        ((1.0, 1.0, 1.0, 1.0), 1.0, 1.0, "flat"),
+        ((1.0, 1.2, 1.2, 1.4), 1.4 / 1.1, 1.4, "flat"),
+        ((1.0, 1.4, 1.9, 1.7), 1.7 / 1.2, 1.7, "unclear"),  # too near to the limit to be called flat
+        ((9.0, 2.0, 1.0, 3.2), 3.2 / 5.5, 3.2, "unclear"),  # what is dear at small sizes hides what has grown
+        ((1.0, 2.0, 4.0, 8.0), 8.0 / 1.5, 8.0, "GROWS"),
+        ((4.0, 2.0, 1.0), 0.25, 0.5, "flat"),
+        ((1.0,), 1.0, 1.0, "flat"),
     ],
 )
-def test_flat_is_within_one_and_a_half_times_the_median_of_the_others(
-    costs: tuple[float, ...], factor: float, flat: bool
+def test_a_curve_is_judged_by_the_lower_half_of_its_sizes_and_by_the_lowest(
+    costs: tuple[float, ...], factor: float, to_lowest: float, verdict: str
 ) -> None:
     assert growth.factor(curve(*costs)) == pytest.approx(factor)
-    assert growth.is_flat(curve(*costs)) is flat
+    assert growth.factor_to_lowest(curve(*costs)) == pytest.approx(to_lowest)
+    assert growth.verdict(curve(*costs)) == verdict
 
 
 def test_the_table_has_a_part_for_each_axis_and_a_verdict_for_each_row() -> None:
@@ -52,11 +54,11 @@ def test_the_table_has_a_part_for_each_axis_and_a_verdict_for_each_row() -> None
     lines = [line.split() for line in file.getvalue().splitlines() if line.strip()]
 
     assert lines[0][-3:] == ["load", "before:", "0.50"]
-    assert lines[1] == ["processes", "1", "2", "factor"]
-    assert lines[2] == ["call", "40.0", "us", "50.0", "us", "1.25x", "flat"]
-    assert lines[3] == ["slow", "call", "2.00", "ms", "4.00", "ms", "2.00x", "GROWS"]
-    assert lines[4] == ["contexts", "alive", "1,000", "2,000", "factor"]
-    assert lines[5] == ["one", "more:", "memory", "2.00", "KiB", "2.00", "KiB", "1.00x", "flat"]
+    assert lines[1] == ["processes", "1", "2", "factor", "to", "lowest"]
+    assert lines[2] == ["call", "40.0", "us", "50.0", "us", "1.25x", "1.25x", "flat"]
+    assert lines[3] == ["slow", "call", "2.00", "ms", "4.00", "ms", "2.00x", "2.00x", "GROWS"]
+    assert lines[4] == ["contexts", "alive", "1,000", "2,000", "factor", "to", "lowest"]
+    assert lines[5] == ["one", "more:", "memory", "2.00", "KiB", "2.00", "KiB", "1.00x", "1.00x", "flat"]
 
 
 def test_a_curve_of_one_size_has_no_verdict() -> None:

@@ -1,8 +1,9 @@
 """``backhaul bench --growth``: whether the cost of one more stays the same as there are more and more.
 
-A curve is **flat** if the cost at its largest size is within 1.5 times that at its base; else it **grows**. The base is
-the median of the costs at all other sizes. Not the smallest size: what a pass or a batch costs once makes one message
-of two dear, and would hide that one of ten thousand has become dearer. Nor the lowest cost, which is luck.
+A curve is **flat** if the cost at its largest size is within 1.5 times its base, and **grows** if not. The base is the
+median of the costs in the lower half of its sizes. That can be too kind: what a pass or a batch costs once makes one
+message of two dear. So the factor to the lowest cost of all other sizes is shown too, which can be too strict, since it
+is that of the luckiest. What is flat by the first and not by the second is **unclear**: look at it, or measure again.
 """
 
 from __future__ import annotations
@@ -77,18 +78,29 @@ def _parser() -> argparse.ArgumentParser:
 
 def base(curve: Curve) -> float:
     """The cost that the largest size is compared with."""
-    *others, largest = curve.medians.values()
-    return statistics.median(others or [largest])
+    costs = list(curve.medians.values())
+    return statistics.median(costs[: max(1, len(costs) // 2)])
 
 
 def factor(curve: Curve) -> float:
     """How many times the base the largest size costs."""
-    medians = curve.medians
-    return medians[max(medians)] / base(curve)
+    return list(curve.medians.values())[-1] / base(curve)
+
+
+def factor_to_lowest(curve: Curve) -> float:
+    """How many times the lowest cost of all other sizes it costs."""
+    *others, largest = curve.medians.values()
+    return largest / min(others or [largest])
 
 
 def is_flat(curve: Curve) -> bool:
     return factor(curve) <= FLAT_WITHIN
+
+
+def verdict(curve: Curve) -> str:
+    if not is_flat(curve):
+        return "GROWS"
+    return "flat" if factor_to_lowest(curve) <= FLAT_WITHIN else "unclear"
 
 
 def again(found: Sequence[Curve], sizes: Sizes) -> list[Curve]:
@@ -104,7 +116,7 @@ def write(found: Sequence[Curve], load: float, file: TextIO) -> None:
     console = Console(file=file, width=None if terminal else _PLAIN_WIDTH, highlight=False)
     console.print(
         f"cost of one, in the median of its rounds; flat: at the largest size at most {FLAT_WITHIN:g} times "
-        f"the median of the others; load before: {load:.2f}"
+        f"the median of the lower half of sizes; load before: {load:.2f}"
     )
     for axis in dict.fromkeys(curve.axis for curve in found):
         rows = [curve for curve in found if curve.axis == axis]
@@ -114,6 +126,7 @@ def write(found: Sequence[Curve], load: float, file: TextIO) -> None:
         for size in sizes:
             table.add_column(f"{size:,}", justify="right", no_wrap=True, min_width=10)
         table.add_column("factor", justify="right", no_wrap=True)
+        table.add_column("to lowest", justify="right", no_wrap=True)
         table.add_column("", no_wrap=True)
         for curve in rows:
             costs = [_text(curve.medians.get(size), curve) for size in sizes]
@@ -122,10 +135,10 @@ def write(found: Sequence[Curve], load: float, file: TextIO) -> None:
         console.print(table)
 
 
-def _verdict(curve: Curve) -> tuple[str, str]:
+def _verdict(curve: Curve) -> tuple[str, str, str]:
     if len(curve.rounds) < 2:
-        return "", ""
-    return f"{factor(curve):.2f}x", "flat" if is_flat(curve) else "GROWS"
+        return "", "", ""
+    return f"{factor(curve):.2f}x", f"{factor_to_lowest(curve):.2f}x", verdict(curve)
 
 
 def _text(cost: float | None, curve: Curve) -> str:
@@ -154,6 +167,8 @@ def as_json(found: Sequence[Curve], load: float) -> dict[str, Any]:
                 ],
                 "base": base(curve),
                 "factor": factor(curve),
+                "factor_to_lowest": factor_to_lowest(curve),
+                "verdict": verdict(curve),
                 "flat": is_flat(curve),
             }
             for curve in found
