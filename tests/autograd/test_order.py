@@ -18,7 +18,8 @@ from backhaul import rpc
 from backhaul.agent.serving import Inbound
 from backhaul.testing import InProcessCluster
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.messages import Gradients
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import KINDS, NEWS, Gradients
 
 PATIENCE = 10.0
 
@@ -41,11 +42,21 @@ def counting(workers: InProcessCluster) -> Iterator[Counter[str]]:
 
         return posted
 
+    reply = Inbound.reply
+
+    def replied(inbound: Inbound, frame: Frame) -> None:
+        kind = KINDS[frame.pieces[0][3]]
+        if kind in NEWS:  # that comes where replies do
+            counts[kind.__name__] += 1
+        reply(inbound, frame)
+
+    Inbound.reply = replied  # type: ignore[method-assign]
     for worker, post in zip(workers, posts, strict=True):
         worker.agent.post = counted(post)  # type: ignore[method-assign]
     try:
         yield counts
     finally:
+        Inbound.reply = reply  # type: ignore[method-assign]
         for worker, post in zip(workers, posts, strict=True):
             worker.agent.post = post  # type: ignore[method-assign]
 

@@ -172,7 +172,7 @@ class FakeChannel(Channel):
         self.full = False
         self.waited.set()
 
-    def read(self, timeout: float | None) -> bool:
+    def read(self, timeout: float | None, bell: int | None = None) -> bool:
         self.calls.append("read")
         return False
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -87,9 +88,9 @@ def test_in_an_exchange_it_is_awake_for_a_moment_and_only_once(ends: Pair, monke
     looks: list[float] = []
     look_until = found._look_until
 
-    def counted(end: float) -> bool:
+    def counted(poll: Any, end: float) -> bool:
         looks.append(end - time.perf_counter())
-        return look_until(end)
+        return look_until(poll, end)
 
     monkeypatch.setattr(found, "_look_until", counted)
     assert not found.wait(0.01)

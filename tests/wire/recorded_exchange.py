@@ -125,7 +125,8 @@ def outcome(data: bytes, pieces: Iterable[bytes] | None = None, limit: int = 64 
 
 def unpack(envelopes: Sequence[Envelope]) -> None:
     """What a worker does with trees next: that, too, may only blame the peer or the names it gave."""
-    for message, tensors in envelopes:
+    for envelope in envelopes:
+        message, tensors = envelope.message, envelope.tensors
         if isinstance(message, Call | Result | Failure | Create):
             # No pickles: a mutated one may name anything that can be called, and unpickling calls it.
             try:

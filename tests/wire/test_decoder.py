@@ -15,7 +15,7 @@ from recorded_exchange import EXCHANGE, FRAMES, SMALL, STREAM, check_all, check_
 
 from backhaul.ids import RefId, ShareId
 from backhaul.wire import decoder as decoder_module
-from backhaul.wire.decoder import Decoder
+from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import encode
 from backhaul.wire.messages import (
     KINDS,
@@ -73,7 +73,7 @@ LITERAL = [
 @pytest.mark.parametrize(("text", "message"), LITERAL)
 def test_literal_frames(text: str, message: object) -> None:
     (envelope,) = Decoder().receive_data(bytes.fromhex(text))
-    assert envelope == (message, [])
+    assert envelope == Envelope(message, [])
 
 
 def test_a_literal_frame_with_a_tensor() -> None:
@@ -125,7 +125,7 @@ def test_a_message_comes_with_its_last_byte_and_not_before() -> None:
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: memoryview(data).cast("I")])
 def test_any_buffer_will_do(kind: Any) -> None:
     message = next(made for made in (Result(1, "a" * length) for length in range(4)) if encode(made).size % 4 == 0)
-    assert Decoder().receive_data(kind(bytes(encode(message)))) == [(message, [])]
+    assert Decoder().receive_data(kind(bytes(encode(message)))) == [Envelope(message, [])]
 
 
 def test_what_arrived_does_not_depend_on_the_chunk() -> None:

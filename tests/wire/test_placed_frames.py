@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -57,7 +58,7 @@ class Pool:
             for size in Landing.parse(data[end - table : end], len(data) - end).sizes:
                 pieces.append(data[end : end + size])
                 end += size
-            frame = frame._replace(pieces=pieces)
+            frame = msgspec.structs.replace(frame, pieces=pieces)
         for piece, id in zip(frame.pieces[1:], ids, strict=True):
             if id:
                 os.pwrite(self._made[id - 1], piece, 0)
@@ -159,7 +160,7 @@ def placed(table: bytes, payload: bytes = b"", kind: int = 4) -> bytes:
 
 
 def single(shape: Sequence[int], nbytes: int, *ids: int) -> bytes:
-    return headers.encode_single(1, 0, shape, nbytes) + struct.pack(f"<{len(ids)}I", *ids)
+    return headers.encode_single(1, 0, tuple(shape), nbytes) + struct.pack(f"<{len(ids)}I", *ids)
 
 
 BAD = {

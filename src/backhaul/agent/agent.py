@@ -22,6 +22,7 @@ from backhaul.agent.execution import Execution
 from backhaul.agent.farewell import Counts, Farewell
 from backhaul.agent.future import Future
 from backhaul.agent.membership import Member, Membership
+from backhaul.agent.news import News
 from backhaul.agent.outbound import Outbound
 from backhaul.agent.pool import Pool
 from backhaul.agent.serving import Handler, Inbound, Serving
@@ -173,6 +174,24 @@ class Agent:
     def post(self, to: To, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a one-way message. Raises `WorkerLostError`."""
         self._post(self._route(to, math.inf), encode(message, tensors))
+
+    def post_frame(self, to: To, frame: Frame) -> None:
+        """Send a one-way message that is encoded. Raises `WorkerLostError`."""
+        self._post(self._route(to, math.inf), frame)
+
+    def listen(self, to: To, about: int) -> News | None:
+        """Let a worker's messages about this come where its replies do, for the calling thread; None if that cannot be.
+
+        For a thread that is about to wait for them, and tells the worker so.
+        """
+        return self._route(to, math.inf).listen(about)
+
+    def hear(self, news: News) -> None:
+        """Handle what has arrived, one message after the other."""
+        while news.arrived:
+            envelope = news.arrived.popleft()
+            # An outbound has a peer, too, and they look at nothing else.
+            self._handlers[type(envelope.message)](news.outbound, envelope)  # type: ignore[arg-type]
 
     def is_connected(self, rank: int) -> bool:
         """Whether messages to that worker can leave without a new connection."""

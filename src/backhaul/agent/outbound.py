@@ -32,13 +32,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backhaul.agent.future import Future
+from backhaul.agent.news import Bell, News
 from backhaul.agent.pending import Pending, Slot, wake
 from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError, WorkerUnresponsiveError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode, join
-from backhaul.wire.messages import Failure, Goodbye, Ping, Result
+from backhaul.wire.messages import NEWS, Failure, Goodbye, Ping, Result
 
 if TYPE_CHECKING:
     from backhaul.agent.completions import Completions
@@ -109,6 +110,8 @@ class Outbound:
         self._held: list[Frame] = []  # guarded by _sending: calls that have not left
         self._urgent: set[int] = set()  # slots whose futures have callbacks; some may be done
         self._sleepers: deque[tuple[Slot, threading.Lock]] = deque()
+        self._news: dict[int, News] = {}
+        self._bell: Bell | None = None  # made when it is first needed
         self._pinged: float | None = None  # when a ping left that nothing has answered
         self.lost: WorkerLostError | None = None
         """Why the connection has ended, if it has."""
@@ -276,13 +279,42 @@ class Outbound:
             if handling:
                 self._serving.resumed()
 
-    def _read(self, slot: Slot, timeout: float) -> None:
+    def listen(self, about: int) -> News | None:
+        """Let messages about this come where replies do, for the calling thread to wait for; None if that cannot be."""
+        if not self._channel.hears_bells:
+            return None
+        with self._guard:
+            if self.lost is not None:
+                return None
+            if self._bell is None:
+                self._bell = Bell()
+            news = self._news[about] = News(self, about, self._bell)
+            return news
+
+    def close_news(self, about: int) -> None:
+        self._news.pop(about, None)
+
+    def await_news(self, news: News, seconds: float) -> None:
+        """See `News.wait`."""
+        slot = news.slot
+        deadline = time.monotonic() + seconds
+        try:
+            while not slot.done and (timeout := deadline - time.monotonic()) > 0:
+                if self._reading.acquire(blocking=False):
+                    self._read(slot, timeout, news.bell)
+                else:
+                    self._sleep(slot, timeout)
+        finally:
+            if self._sleepers and not self._reading.locked():
+                self._pass_on()
+
+    def _read(self, slot: Slot, timeout: float, bell: Bell | None = None) -> None:
         """Read once, and hand out what came. Holds the reader role, and gives it up."""
         problem: Exception | None = None
         finished: list[Slot] = []
         try:
             if not slot.done:
-                finished = self._receive(None if timeout == math.inf else timeout)
+                finished = self._receive(None if timeout == math.inf else timeout, bell)
         except (ChannelClosed, ProtocolError) as error:
             problem = error
         finally:
@@ -291,6 +323,8 @@ class Outbound:
             self.lose(problem)
         elif finished:
             self._settle_all(finished, inline=True)
+        elif bell is not None:
+            bell.hush()
         elif not slot.done and timeout >= self._patience / 4:
             self.check_alive()
 
@@ -316,7 +350,7 @@ class Outbound:
                 wake(waiter)
                 return
 
-    def _receive(self, timeout: float | None) -> list[Slot]:
+    def _receive(self, timeout: float | None, bell: Bell | None = None) -> list[Slot]:
         """Read once, and finish the slots whose replies are complete. Holds the reader role.
 
         The futures among them are still to be settled, without the role. But they are *done* before it is
@@ -324,7 +358,7 @@ class Outbound:
         """
         channel = self._channel
         finished: list[Slot] = []
-        if channel.read(timeout):
+        if channel.read(timeout, None if bell is None else bell.fileno()):
             self._pinged = None
             try:
                 while (envelope := channel.next()) is not None:
@@ -340,7 +374,8 @@ class Outbound:
         """The slot that waits for this reply, finished."""
         message = envelope.message
         if not isinstance(message, _REPLIES):
-            raise ProtocolError(f"a {type(message).__name__} where replies are expected")
+            self._take_news(envelope)
+            return None
         if message.refs:
             self._execution.traffic.arriving(message.refs)
         slot = self._pending.take(message.id)
@@ -350,6 +385,15 @@ class Outbound:
         slot.envelope = envelope
         slot.finish()
         return slot
+
+    def _take_news(self, envelope: Envelope) -> None:
+        message = envelope.message
+        if not isinstance(message, NEWS):
+            raise ProtocolError(f"a {type(message).__name__} where replies are expected")
+        news = self._news.get(message.backward.id)
+        if news is not None:  # otherwise it has been given up
+            news.arrived.append(envelope)
+            news.slot.finish()
 
     def _settle_all(self, finished: list[Slot], *, inline: bool) -> None:
         plain: list[tuple[Slot, Future[Any]]] = []
@@ -498,12 +542,17 @@ class Outbound:
             else:
                 self.lost = WorkerLostError(f"worker {self.peer.name!r} is lost: {reason}", self.peer.name)
             slots = self._pending.drain()
+            bell, self._bell = self._bell, None
         self._channel.shutdown()
         self._watch.remove(self)
         # Both locks are free soon: the channel is shut, so nobody waits on it.
         with self._reading, self._sending:
             self._channel.close()
             self._held = []
+        if bell is not None:
+            bell.close()
+        for news in list(self._news.values()):
+            news.slot.finish()
         for slot in slots:
             self._fail(slot, self._loss())
         self._pass_on()
@@ -521,8 +570,10 @@ class Outbound:
                 self._sending.release()
 
     def abandon(self) -> None:
-        """In a forked child: close the descriptor, and leave the connection to the parent."""
+        """In a forked child: close the descriptors, and leave the connection to the parent."""
         self._channel.close()
+        if self._bell is not None:
+            self._bell.close()
 
     def _loss(self) -> WorkerLostError | None:
         """The loss as an exception of its own: one that several threads raise collects all their frames."""

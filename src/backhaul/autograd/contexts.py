@@ -11,8 +11,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from backhaul.autograd.functions import ID_BITS, rank_of
@@ -31,7 +32,7 @@ _REMEMBERED = 4096
 _START_BITS = ID_BITS - 1
 
 
-class Send(NamedTuple):
+class Send(msgspec.Struct, frozen=True, eq=False):
     """A recorded tensor of a message, at its sender."""
 
     message: int

@@ -35,7 +35,7 @@ from backhaul.autograd.graph import Component
 from backhaul.autograd.passes import Running
 from backhaul.autograd.replicas import Replica, replicas
 from backhaul.autograd.run import Run
-from backhaul.autograd.share import Share
+from backhaul.autograd.share import Share, Starts
 from backhaul.errors import (
     BackhaulError,
     ContextError,
@@ -46,7 +46,7 @@ from backhaul.errors import (
 )
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame
+from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import (
     Check,
     Failed,
@@ -59,6 +59,8 @@ from backhaul.wire.messages import (
 )
 
 _log = logging.getLogger(__name__)
+
+_MAX_NEWS = 64 * 1024
 
 _run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
 
@@ -118,9 +120,15 @@ class Engine:
             if ask:
                 self._ask(running, self._me.id)
             for component in components:
-                self.run(share, component)
+                self._run_roots(running, component)
             with self.agent.serving.pause():
-                if not running.wait(deadline, partial(self.run, share), self._check_every, lambda: self.check(share)):
+                if not running.wait(
+                    deadline,
+                    partial(self._run_roots, running),
+                    self.agent.hear,
+                    self._check_every,
+                    lambda: self.check(share),
+                ):
                     busy = ", ".join(f"rank {rank}" for rank in running.busy)
                     raise RpcTimeoutError(
                         f"backward ran for more than its timeout of {timeout:g} s"
@@ -130,6 +138,7 @@ class Engine:
             self.fail(share, error)
             raise
         finally:
+            running.close()
             with self._lock:
                 del self._running[share.backward.id]
             with record.lock:
@@ -155,54 +164,86 @@ class Engine:
             raise gone(record.id, self._me)
         return running
 
-    def run(self, share: Share, component: Component) -> None:
+    def _run_roots(self, running: Running, component: Component) -> None:
+        """Run the component of the roots, on the thread of `backward`.
+
+        That thread has nothing else to do then but wait, unless it waits in the run itself: so it is the one to read
+        what comes from the first worker that it gives gradients to.
+        """
+        listen = None if component.waits else partial(running.listen, self.agent)
+        self.run(running.share, component, listen)
+
+    def run(self, share: Share, component: Component, listen: Callable[[int], bool] | None = None) -> None:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
+        try:
+            emitted = self._run(share, component, listen)
+        except BaseException as error:
+            self.fail(share, error)
+            return
+        finally:
+            component.leaves, component.recvs = (), {}
+        if not share.backward.retain_graph:
+            share.record.spend(component.sources)
+        self._report(share, False, component.sources, emitted)
+
+    def _run(self, share: Share, component: Component, listen: Callable[[int], bool] | None) -> Sequence[int]:
+        """Run a component; the sources on other workers that it has emitted gradients for."""
         leaves = [leaf.variable for leaf in component.leaves]
         averaged = replicas.of(leaves)
         in_grad = averaged or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
+        captures = not share.backward.into_grad and not in_grad
+        starts: Starts | None = None
+        if captures and not component.recvs and not component.waits:
+            starts = share.starts(component)
+            direct = gradients.without_a_run(*starts)
+            if direct is not None:
+                found = [direct.get(leaf) for leaf in leaves]
+                starts = direct = None  # who stores the gradients will be the only one to have them
+                self._store(share, leaves, found)
+                return ()
         run = Run(
-            self.agent, share, component, require=self.require, check=self.check, held=self._held, hold=not averaged
+            self.agent,
+            share,
+            component,
+            require=self.require,
+            check=self.check,
+            held=self._held,
+            tell=self._tell,
+            listen=listen,
+            hold=not averaged,
         )
         self._runs.add(run)
         before, functions.thread.run = functions.thread.run, run
         # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
         token = current.set(share.record.id)
         try:
-            if share.backward.into_grad:
-                self._run_engine(share, component)
-                run.flush()
-            elif in_grad:
-                self._run_in_grad(share, component, leaves, averaged)
-                run.flush()
-            else:
-                captured = self._run_engine(share, component, (*leaves, self._anchor))
+            if captures:
+                starts = starts or share.starts(component)
+                captured = self._run_engine(share, starts, (*leaves, self._anchor))
+                starts = None
                 run.flush()
                 if leaves:
                     self._store(share, leaves, captured)
-        except BaseException as error:
-            self.fail(share, error)
-            return
+            elif in_grad and not share.backward.into_grad:
+                self._run_in_grad(share, component, leaves, averaged)
+                run.flush()
+            else:
+                self._run_engine(share, share.starts(component))
+                run.flush()
         finally:
             self._holding.discard(run)
             functions.thread.run = before
             current.reset(token)
-            component.leaves, component.recvs = (), {}
             self._runs.discard(run)
-        if not share.backward.retain_graph:
-            share.record.spend(component.sources)
-        self._report(share, False, component.sources, run.emitted)
+        return run.emitted
 
     def _run_engine(
-        self, share: Share, component: Component, inputs: tuple[torch.Tensor, ...] = ()
+        self, share: Share, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
     ) -> Sequence[torch.Tensor | None]:
-        """Have torch run a component: the gradients of ``inputs``; without any, all go into ``.grad``."""
-        starts, values = share.starts(component)
-        if inputs and not component.recvs:
-            direct = gradients.without_a_run(starts, values)
-            if direct is not None:
-                return [direct.get(leaf) for leaf in inputs]
+        """Have torch run from these starts: the gradients of ``inputs``; without any, all go into ``.grad``."""
+        edges, values = starts
         return _run_backward(
-            starts, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
+            edges, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
         )
 
     def _run_in_grad(
@@ -221,7 +262,7 @@ class Engine:
         with record.lock:
             given = {each: record.gradients.get(each) for each in parameters}
         with gradients.in_place_of_grad({**given, **dict.fromkeys(others)}, share.require_going, lent=lent):
-            self._run_engine(share, component)
+            self._run_engine(share, share.starts(component))
             made = {each: each.grad for each in parameters}
             rest = [leaf.grad for leaf in others]
         with record.lock:
@@ -276,15 +317,29 @@ class Engine:
 
     def _report(self, share: Share, resolving: bool, consumed: Iterable[int], emitted: Iterable[int]) -> None:
         """Tell the starter of the pass that a run, or a step of resolving, is over."""
-        backward = share.backward
-        report = Report(backward, resolving, tuple(consumed), tuple(emitted))
-        if rank_of(backward.id) == self._me.id:
+        report = Report(share.backward, resolving, tuple(consumed), tuple(emitted))
+        if share.starter == self._me.id:
             self._take_report(report)
             return
         try:
-            self.agent.post(rank_of(backward.id), report)
+            self._tell(share, share.starter, report)
         except BackhaulError as error:
             self.fail(share, error)
+
+    def _tell(self, share: Share, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send a message of a pass. To the starter where it waits for it, if it does, and the message is small.
+
+        A large one would keep a thread busy there until it is read, and the starter may have given up.
+        """
+        way = share.way
+        if way is None or rank != way.peer.id:
+            self.agent.post(rank, message, tensors)
+            return
+        frame = encode(message, tensors)
+        if frame.size <= _MAX_NEWS and not frame.keep:
+            way.reply(frame)
+        else:
+            self.agent.post_frame(rank, frame)
 
     def _take_report(self, report: Report) -> None:
         running = self._running.get(report.backward.id)
@@ -348,7 +403,7 @@ class Engine:
             error = WorkerLostError(f"worker {name!r} has left the group in the middle of a backward pass", name)
         if not share.fail(error, self._me.name):
             return
-        starter = rank_of(share.backward.id)
+        starter = share.starter
         others = share.record.workers() - {self._me.id, starter}
         if starter == self._me.id:
             self._tell_failed(starter, share.backward, error)
@@ -393,7 +448,7 @@ class Engine:
             with record.lock:
                 shares = list(record.shares.values())
             for share in shares:
-                if share.depends_on(peer.id) or rank_of(share.backward.id) == peer.id:
+                if share.depends_on(peer.id) or share.starter == peer.id:
                     self.agent.pool.run(partial(self.fail, share, WorkerLostError(str(error), peer.name)))
 
     def abandon(self, record: Record, error: BaseException) -> None:
@@ -402,7 +457,7 @@ class Engine:
             shares = list(record.shares.values())
             record.shares.clear()
         for share in shares:
-            mine = rank_of(share.backward.id) == self._me.id
+            mine = share.starter == self._me.id
             if not mine and share.end():
                 continue
             if share.fail(error, self._me.name) and mine:
@@ -456,15 +511,19 @@ class Engine:
             if send is None or send.to.id != inbound.peer.id:
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {inbound.peer.name!r}")
         share.got_from(inbound.peer.id)
+        starter = share.starter
+        serving = isinstance(inbound, Inbound)
+        if message.listens and serving and inbound.peer.id == starter:
+            share.way = inbound
         components, ask = share.arrive(_gradients(message, envelope))
         if ask:
-            starter = rank_of(share.backward.id)
             running = self._running.get(share.backward.id)
             if running is not None:
                 self._ask(running, self._me.id)
             elif starter != self._me.id:
                 self.agent.post(starter, Resolve(share.backward))
-        self._run_all(share, components, may_wait=True)
+        # The thread of `backward` must go on listening.
+        self._run_all(share, components, may_wait=serving)
 
     def _on_take_part(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
         share.got_from(inbound.peer.id)
@@ -486,7 +545,7 @@ class Engine:
         error = self.agent.execution.rebuild(envelope, inbound.peer)
         if not share.fail(error, self._me.name):
             return
-        if rank_of(share.backward.id) == self._me.id:
+        if share.starter == self._me.id:
             self._tell_failed(self._me.id, share.backward, error)
         if message.refs or envelope.tensors:  # the texts will do
             message = msgspec.structs.replace(message, tree=None, refs=())

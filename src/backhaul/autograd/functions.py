@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from backhaul.errors import ContextError
@@ -43,7 +44,7 @@ def rank_of(id: int) -> int:
     return id >> ID_BITS
 
 
-class Recv(NamedTuple):
+class Recv(msgspec.Struct, frozen=True, gc=False):
     """A message with recorded tensors, at its receiver."""
 
     context: int

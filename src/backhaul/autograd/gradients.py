@@ -81,6 +81,8 @@ def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict
         leaf: torch.Tensor = start.node.variable  # type: ignore[attr-defined]
         if leaf._backward_hooks or leaf.dtype is not value.dtype or leaf.shape != value.shape:
             return None
+        if getattr(leaf, "_post_accumulate_grad_hooks", None):
+            return None
         before = found.get(leaf)
         found[leaf] = value if before is None else before + value
     return found

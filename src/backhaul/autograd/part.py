@@ -11,12 +11,14 @@ until nothing new is found. After that (`resolve`) the components are planned ag
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from backhaul.autograd.graph import SMALL, Component, Node, plan, reach, together
 
 
-class Source(NamedTuple):
+class Source(msgspec.Struct, frozen=True, eq=False):
     """A candidate: its node, and the message that its tensor was sent in."""
 
     node: Node

@@ -7,6 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from backhaul.agent.agent import Agent
+from backhaul.agent.news import News
 from backhaul.autograd.completion import Ledger
 from backhaul.autograd.functions import ROOT, rank_of
 from backhaul.autograd.graph import Component
@@ -28,6 +30,8 @@ class Running:
         self._todo: deque[Component] = deque()
         self._error: BaseException | None = None
         self._over = False
+        self._thread = threading.get_ident()
+        self._news: News | None = None
 
     def ask(self, rank: int) -> tuple[bool, bool]:
         """A worker wants the pass to be resolved: ``(begin with it, it is done already)``."""
@@ -46,7 +50,7 @@ class Running:
             if not resolving:
                 self._over = self._ledger.report(consumed, emitted)
                 if self._over:
-                    self._changed.notify_all()
+                    self._notify()
                 return set()
             if self._resolving is None or not self._resolving.report(consumed, emitted):
                 return set()
@@ -63,25 +67,55 @@ class Running:
         """Let the thread that waits for the pass run this."""
         with self._lock:
             self._todo.append(component)
-            self._changed.notify_all()
+            self._notify()
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
             if self._error is None:
                 self._error = error
-                self._changed.notify_all()
+                self._notify()
 
-    def wait(self, deadline: float, run: Callable[[Component], None], every: float, check: Callable[[], None]) -> bool:
+    def listen(self, agent: Agent, rank: int) -> bool:
+        """Wait for what this worker has to tell where its replies come. True if it is to be told that."""
+        if self._news is not None:
+            return False
+        news = agent.listen(rank, self.share.backward.id)
+        with self._lock:
+            self._news = news
+        return news is not None
+
+    def close(self) -> None:
+        if self._news is not None:
+            self._news.close()
+
+    def _notify(self) -> None:
+        """Holds ``_lock``."""
+        self._changed.notify_all()
+        if self._news is not None and threading.get_ident() != self._thread:
+            self._news.ring()
+
+    def wait(
+        self,
+        deadline: float,
+        run: Callable[[Component], None],
+        hear: Callable[[News], None],
+        every: float,
+        check: Callable[[], None],
+    ) -> bool:
         """True when the pass is over, False at the deadline; raises what the pass failed with.
 
-        Runs what it is given meanwhile, and calls ``check`` now and then.
+        Runs what it is given and hears what it listens for meanwhile, and calls ``check`` now and then.
         """
         next_check = time.monotonic() + every
         while True:
+            news = self._news
+            if news is not None:
+                news.reset()
             with self._lock:
                 until = min(deadline, next_check)
-                timeout = min(until - time.monotonic(), threading.TIMEOUT_MAX)
-                self._changed.wait_for(lambda: self._error is not None or self._over or self._todo, max(0.0, timeout))
+                if news is None:
+                    timeout = min(until - time.monotonic(), threading.TIMEOUT_MAX)
+                    self._changed.wait_for(self._is_something, max(0.0, timeout))
                 if self._error is not None:
                     raise self._error
                 if self._over:
@@ -89,8 +123,15 @@ class Running:
                 component = self._todo.popleft() if self._todo else None
             if component is not None:
                 run(component)
-            elif time.monotonic() >= deadline:
+            elif news is not None and news.arrived:
+                hear(news)
+            elif (now := time.monotonic()) >= deadline:
                 return False
-            elif time.monotonic() >= next_check:
-                next_check = time.monotonic() + every
+            elif now >= next_check:
+                next_check = now + every
                 check()
+            elif news is not None:
+                news.wait(until - now)
+
+    def _is_something(self) -> bool:
+        return self._error is not None or self._over or bool(self._todo)

@@ -61,6 +61,8 @@ class Run:
         require: Callable[[Share, Recv], None],
         check: Callable[[Share], None],
         held: Callable[[Run], None],
+        tell: Callable[[Share, int, Any, Sequence[torch.Tensor]], None],
+        listen: Callable[[int], bool] | None = None,
         hold: bool = True,
     ) -> None:
         self.share = share
@@ -71,6 +73,8 @@ class Run:
         self._require = require
         self._check = check
         self._on_held = held
+        self._tell = tell
+        self._listen = listen
         self._max_held = _MAX_HELD_BYTES if hold else -1
         self._recvs = dict(component.recvs)  # that are to come
         self._is_alone = len(self._recvs) == 1
@@ -132,5 +136,7 @@ class Run:
             self._post(parcel)
 
     def _post(self, parcel: _Parcel) -> None:
-        message = Gradients(self.share.backward, tuple(parcel.sources), tuple(parcel.present))
-        self._agent.post(parcel.to, message, parcel.tensors)
+        rank = parcel.to.id
+        listens = self._listen is not None and self._listen(rank)
+        message = Gradients(self.share.backward, tuple(parcel.sources), tuple(parcel.present), listens)
+        self._tell(self.share, rank, message, parcel.tensors)

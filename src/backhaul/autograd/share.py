@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from backhaul.agent.serving import Serving
+from backhaul.agent.serving import Inbound, Serving
 from backhaul.autograd.contexts import Record
-from backhaul.autograd.functions import NOTHING, ROOT
+from backhaul.autograd.functions import NOTHING, ROOT, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
 from backhaul.autograd.part import Part, Source
 from backhaul.errors import ContextError, RpcTimeoutError, fresh, kept
@@ -22,6 +22,9 @@ from backhaul.wire.messages import Pass
 Gradients = Sequence[torch.Tensor | None]
 """Of the inputs of a Send: one, but for that of the roots."""
 
+
+Starts = tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]
+"""What torch's engine is to start from, and with which gradients."""
 
 _OVER = ContextError("the autograd context of this backward pass has been left")
 
@@ -32,6 +35,7 @@ class Share:
     def __init__(self, backward: Pass, record: Record, root: torch.Tensor | None = None) -> None:
         """``root`` is the output of the Send of the roots, where the pass is started."""
         self.backward = backward
+        self.starter = rank_of(backward.id)
         self.record = record
         self._root = root
         self.deadline = math.inf
@@ -47,6 +51,8 @@ class Share:
         self._asked = False
         self._error: BaseException | None = None
         self.round = 0
+        self.way: Inbound | None = None
+        """The connection on which who started the pass waits for what this worker has to tell it, if it does."""
 
     def arrive(self, gradients: Mapping[int, Gradients]) -> tuple[list[Component], bool]:
         """Gradients are here: what can be run now, and whether the pass is to be resolved first."""
@@ -93,8 +99,8 @@ class Share:
             return self._root
         return self.record.sends[source].output
 
-    def starts(self, component: Component) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
-        """What torch's engine is to start from, and with which gradients. Raises what the pass has failed with.
+    def starts(self, component: Component) -> Starts:
+        """Where the run of a component begins. Raises what the pass has failed with.
 
         Usually it starts right behind the Sends. They are run only to wait, or to pass on that there is no gradient.
         """

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from backhaul.agent.agent import Agent
+from backhaul.agent.news import Bell
 from backhaul.agent.outbound import Outbound
 from backhaul.agent.pending import Slot
 from backhaul.agent.serving import Inbound
@@ -151,8 +152,8 @@ class Scheduler(Network):
                     self._awaited.remove(slot)
                     self._running += 1
 
-        def received(timeout: float | None) -> list[Slot]:
-            finished = receive(timeout)
+        def received(timeout: float | None, bell: Bell | None = None) -> list[Slot]:
+            finished = receive(timeout, bell)
             with self._changed:
                 # Those that came too late for their call need nothing more.
                 self._in_hand[channel] += len(finished) - self._just_taken.pop(channel, 0)

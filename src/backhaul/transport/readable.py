@@ -17,6 +17,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 _TAKEN_SECONDS = 0.0006
 """An offer that comes back later than this has been taken: a hiccup of the machine is shorter, a time slice longer."""
@@ -58,24 +59,37 @@ class Readable:
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         self._poll = poll.poll
+        self._socket = sock
+        self._belled: tuple[int, Callable[[float | None], object]] | None = None
         self._awake_seconds = awake_seconds if may_stay_awake() else 0.0
         self._comes_soon = False
 
-    def wait(self, timeout: float | None) -> bool:
-        """True when there is something to read, or the connection has ended; False after ``timeout`` seconds."""
+    def wait(self, timeout: float | None, bell: int | None = None) -> bool:
+        """True when there is something to read, or the connection has ended; False after ``timeout`` seconds.
+
+        True as well when the descriptor ``bell`` can be read from.
+        """
+        poll = self._poll if bell is None else self._with(bell)
         start = time.perf_counter()
         if self._comes_soon and start >= _turn.paused_until and _turn.lock.acquire(blocking=False):
             try:
-                if self._look_until(start + self._awake_seconds):
+                if self._look_until(poll, start + self._awake_seconds):
                     return True
             finally:
                 _turn.lock.release()
-        ready = bool(self._poll(None if timeout is None else timeout * 1000))
+        ready = bool(poll(None if timeout is None else timeout * 1000))
         self._comes_soon = time.perf_counter() - start < self._awake_seconds
         return ready
 
-    def _look_until(self, end: float) -> bool:
-        poll = self._poll
+    def _with(self, bell: int) -> Callable[[float | None], object]:
+        if self._belled is None or self._belled[0] != bell:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            poll.register(bell, select.POLLIN)
+            self._belled = bell, poll.poll
+        return self._belled[1]
+
+    def _look_until(self, poll: Callable[[float | None], object], end: float) -> bool:
         while not poll(0):
             before = time.perf_counter()
             if before >= end:

@@ -62,6 +62,8 @@ def host_id() -> str:
 class StreamChannel(Channel):
     """Frames over a connected socket. Over a unix socket, large tensors in segments."""
 
+    hears_bells = True
+
     def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
         self._socket = sock
         shares = sock.family == socket.AF_UNIX and segments.are_possible()
@@ -124,9 +126,9 @@ class StreamChannel(Channel):
             raise ChannelClosed("closed here") from error
         return bool(poll.poll(None if timeout is None else timeout * 1000))
 
-    def read(self, timeout: float | None) -> bool:
+    def read(self, timeout: float | None, bell: int | None = None) -> bool:
         try:
-            if timeout != 0 and not self._readable.wait(timeout):
+            if timeout != 0 and not self._readable.wait(timeout, bell):
                 return False
             if self._borrowing is None:
                 count = self._socket.recv_into(self._decoder.writable(), 0, _NO_WAIT)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -35,7 +35,7 @@ _MIN_ROOM = 16 * 1024
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
 
-class Envelope(NamedTuple):
+class Envelope(msgspec.Struct, frozen=True, gc=False):
     """A message that arrived, and the tensors that its trees refer to."""
 
     message: Any

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -45,7 +45,7 @@ _JOIN_BELOW = 128 * 1024
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """Pieces to be written in order; ``keep`` must live until they are."""
 
     pieces: list[bytes | memoryview]

@@ -80,6 +80,12 @@ _ONE_EACH = 1 << 32 | 1
 _START_OF_FIRST = bytes(12)
 
 
+# The same few kinds of tensor go to and fro in most programs: their tables, both ways.
+_REMEMBERED = 1024
+_made: dict[tuple[int, int, tuple[int, ...], int], bytes] = {}
+_seen: dict[bytes, tuple[int, tuple[torch.dtype, Sequence[int], bool]]] = {}
+
+
 class Header(NamedTuple):
     """One entry of a table."""
 
@@ -112,10 +118,17 @@ def _single(ndim: int) -> struct.Struct:
     return struct.Struct(f"{_SINGLE.format}{ndim}q")
 
 
-def encode_single(code: int, flags: int, shape: Sequence[int], nbytes: int) -> bytes:
+def encode_single(code: int, flags: int, shape: tuple[int, ...], nbytes: int) -> bytes:
     """The table of a message with one contiguous tensor."""
-    ndim = len(shape)
-    return _single(ndim).pack(1, 1, nbytes, STRIDED, code, flags, CPU, ndim, 0, 0, *shape)
+    key = code, flags, shape, nbytes
+    table = _made.get(key)
+    if table is None:
+        ndim = len(shape)
+        table = _single(ndim).pack(1, 1, nbytes, STRIDED, code, flags, CPU, ndim, 0, 0, *shape)
+        if len(_made) >= _REMEMBERED:
+            _made.clear()
+        _made[key] = table
+    return table
 
 
 def encode(count: int, headers: Iterable[Header], sizes: Sequence[int]) -> bytes:
@@ -160,6 +173,19 @@ def split_places(table: bytes) -> tuple[bytes, Sequence[int], int]:
     except struct.error as error:
         raise ProtocolError(f"the tensor table ends early: {error}") from error
     return table[:end], places, sum(size for size, place in zip(sizes, places, strict=True) if place)
+
+
+def recognise(table: bytes, payload: int) -> tuple[torch.dtype, Sequence[int], bool] | None:
+    """What `parse_single` finds, remembered."""
+    known = _seen.get(table)
+    if known is not None and known[0] == payload:
+        return known[1]
+    found = parse_single(table, payload)
+    if found is not None:
+        if len(_seen) >= _REMEMBERED:
+            _seen.clear()
+        _seen[table] = payload, found
+    return found
 
 
 def parse_single(table: bytes | memoryview, payload: int) -> tuple[torch.dtype, Sequence[int], bool] | None:

@@ -248,7 +248,7 @@ def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
 
     What a `Landing` does, in one go. Raises ProtocolError.
     """
-    plain = headers.parse_single(table, size)
+    plain = headers.recognise(table, size)
     if plain is None or torch.is_inference_mode_enabled():
         return None
     dtype, shape, requires_grad = plain
