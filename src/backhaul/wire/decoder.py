@@ -195,7 +195,7 @@ class Decoder:
             size = sizes[self._index]
             available = self._end - self._start
             if available >= size:
-                landing.put(self._index, self._view[self._start : self._start + size])
+                landing.copy(self._index, self._address + self._start)
                 self._start += size
             elif size <= _COLLECT_BELOW:
                 self._wanted = size

@@ -82,8 +82,10 @@ _START_OF_FIRST = bytes(12)
 
 # The same few kinds of tensor go to and fro in most programs: their tables, both ways.
 _REMEMBERED = 1024
-_made: dict[tuple[int, int, tuple[int, ...], int], bytes] = {}
+_MAX_REMEMBERED_SIZE = 4096
+_made: dict[tuple[int, int, tuple[int, ...], int] | tuple[Plain, ...], bytes] = {}
 _seen: dict[bytes, tuple[int, tuple[torch.dtype, Sequence[int], bool]]] = {}
+_parsed: dict[bytes, tuple[int, Table]] = {}
 
 
 class Header(NamedTuple):
@@ -103,9 +105,18 @@ class Header(NamedTuple):
 class Table(NamedTuple):
     """A table that was checked."""
 
-    headers: list[Header]
-    sizes: list[int]  # of the buffers
-    is_plain: bool  # one buffer that is exactly one contiguous tensor
+    headers: Sequence[Header]
+    sizes: Sequence[int]  # of the buffers
+    owners: Sequence[Header | None]  # of each buffer: the tensor that is exactly it, or None if several share it
+
+
+class Plain(NamedTuple):
+    """What there is to know of a tensor that is contiguous, and alone in its memory."""
+
+    code: int  # of its dtype
+    flags: int
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 @lru_cache(maxsize=256)
@@ -131,6 +142,24 @@ def encode_single(code: int, flags: int, shape: tuple[int, ...], nbytes: int) ->
     return table
 
 
+def encode_plain(tensors: tuple[Plain, ...]) -> bytes:
+    """The table of a message with several such tensors, each in a buffer of its own."""
+    table = _made.get(tensors)
+    if table is None:
+        sizes = [each.nbytes for each in tensors]
+        entries = []
+        for index, (code, flags, shape, _) in enumerate(tensors):
+            entries.append(_ENTRY.pack(STRIDED, code, flags, CPU, len(shape), index, 0))
+            entries.append(_words(len(shape)).pack(*shape))
+        counts = _COUNTS.pack(len(tensors), len(tensors))
+        table = b"".join((counts, struct.pack(f"<{len(sizes)}Q", *sizes), *entries))
+        if len(table) <= _MAX_REMEMBERED_SIZE:
+            if len(_made) >= _REMEMBERED:
+                _made.clear()
+            _made[tensors] = table
+    return table
+
+
 def encode(count: int, headers: Iterable[Header], sizes: Sequence[int]) -> bytes:
     """The table of `count` tensors, whose components are among the headers."""
     parts = [_COUNTS.pack(count, len(sizes)), struct.pack(f"<{len(sizes)}Q", *sizes)]
@@ -150,15 +179,20 @@ def parse(table: bytes | memoryview, payload: int) -> Table:
     if not len(table):
         if payload:
             raise ProtocolError(f"{payload} bytes of buffers but no tensor table")
-        return Table([], [], False)
+        return Table((), (), ())
+    key = bytes(table) if len(table) <= _MAX_REMEMBERED_SIZE else b""
+    known = _parsed.get(key)
+    if known is not None and known[0] == payload:
+        return known[1]
     try:
-        single = parse_single(table, payload)
-        if single is None:
-            return _parse(table, payload)
+        found = _parse(table, payload)
     except struct.error as error:
         raise ProtocolError(f"the tensor table ends early: {error}") from error
-    dtype, shape, grad = single
-    return Table([Header(STRIDED, dtype, GRAD if grad else 0, CPU, shape, None, 0, 0, payload)], [payload], True)
+    if key:
+        if len(_parsed) >= _REMEMBERED:
+            _parsed.clear()
+        _parsed[key] = payload, found
+    return found
 
 
 def split_places(table: bytes) -> tuple[bytes, Sequence[int], int]:
@@ -238,7 +272,18 @@ def _parse(table: bytes | memoryview, payload: int) -> Table:
     unused = set(range(buffers)).difference(header.buffer for header in headers)
     if unused:
         raise ProtocolError(f"no tensor uses the buffers {sorted(unused)}")
-    return Table(headers, sizes, False)
+    return Table(headers, sizes, _owners(headers, sizes))
+
+
+def _owners(headers: Sequence[Header], sizes: Sequence[int]) -> list[Header | None]:
+    owners: list[Header | None] = [None] * len(sizes)
+    users = [0] * len(sizes)
+    for header in headers:
+        if header.buffer != NO_BUFFER:
+            users[header.buffer] += 1
+            if header.nbytes == sizes[header.buffer]:
+                owners[header.buffer] = header
+    return [owner if count == 1 else None for owner, count in zip(owners, users, strict=True)]
 
 
 def _parse_entry(

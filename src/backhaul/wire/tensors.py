@@ -81,34 +81,38 @@ def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
     if not tensors:
         return Packed(b"", [], [])
     try:
-        if len(tensors) == 1:
-            return _pack_plain(tensors[0]) or _pack(tensors)
-        return _pack(tensors)
+        return _pack_plain(tensors) or _pack(tensors)
     except UnsendableError:
         raise
     except (RuntimeError, TypeError) as error:
         raise UnsendableError(f"torch gives no access to the memory of a tensor: {error}") from error
 
 
-def _pack_plain(tensor: torch.Tensor) -> Packed | None:
-    """The one tensor of a message if it is contiguous and on the CPU, else None."""
-    kind = type(tensor)
-    code = headers.DTYPE_CODES.get(tensor.dtype)
-    if (
-        (kind is not torch.Tensor and kind is not Parameter)
-        or code is None
-        or tensor.layout is not torch.strided
-        or not tensor.is_cpu
-        or tensor.is_nested
-        or not tensor.is_contiguous()
-    ):
-        return None
-    nbytes = tensor.nbytes
-    if not nbytes:
-        return None
-    packed = Packed(headers.encode_single(code, _flags(tensor), tensor.shape, nbytes), [], [])
-    _add_buffer(packed, tensor, nbytes)
-    return packed
+def _pack_plain(tensors: Sequence[torch.Tensor]) -> Packed | None:
+    """As `_pack`, if all are contiguous, on the CPU, and over memory that no other has; else None."""
+    plain: list[headers.Plain] = []
+    storages: set[int] = set()
+    packed = Packed(b"", [], [])
+    for tensor in tensors:
+        kind = type(tensor)
+        code = headers.DTYPE_CODES.get(tensor.dtype)
+        if (
+            (kind is not torch.Tensor and kind is not Parameter)
+            or code is None
+            or tensor.layout is not torch.strided
+            or not tensor.is_cpu
+            or tensor.is_nested
+            or not tensor.is_contiguous()
+        ):
+            return None
+        nbytes = tensor.nbytes
+        storage = tensor.untyped_storage()._cdata
+        if not nbytes or storage in storages:
+            return None
+        storages.add(storage)
+        plain.append(headers.Plain(code, _flags(tensor), tensor.shape, nbytes))
+        _add_buffer(packed, tensor, nbytes)
+    return Packed(headers.encode_plain(tuple(plain)), packed.buffers, packed.keep)
 
 
 def _flags(tensor: torch.Tensor) -> int:
@@ -273,15 +277,14 @@ class Landing:
 
     __slots__ = ("_headers", "_memory", "_owners", "sizes")
 
-    sizes: list[int]  # of each buffer, in bytes
+    sizes: Sequence[int]  # of each buffer, in bytes
 
     def __init__(self, table: headers.Table) -> None:
         self.sizes = table.sizes
         self._headers = table.headers
         self._memory: list[torch.Tensor | None] = [None] * len(table.sizes)
-        # A buffer that is exactly one tensor is allocated as that tensor; None: several share it.
-        self._owners: list[Header | None]
-        self._owners = [table.headers[0]] if table.is_plain else _owners(table)
+        # A buffer that is exactly one tensor is allocated as that tensor.
+        self._owners = list(table.owners)
 
     @classmethod
     def parse(cls, table: bytes | memoryview, payload: int) -> Landing:
@@ -299,6 +302,10 @@ class Landing:
         if type(data) is not bytes:
             data = bytes(data)
         ctypes.memmove(self._allocate(index).data_ptr(), data, size)
+
+    def copy(self, index: int, address: int) -> None:
+        """Fill a whole buffer with the bytes at an address."""
+        ctypes.memmove(self._allocate(index).data_ptr(), address, self.sizes[index])
 
     def place(self, index: int) -> memoryview:
         """Allocate a buffer and return all of its bytes, for the caller to fill.
@@ -397,17 +404,6 @@ class Landing:
         return torch.sparse_compressed_tensor(
             indices[0], indices[1], values, sizes, layout=layout, check_invariants=True
         )
-
-
-def _owners(table: headers.Table) -> list[Header | None]:
-    owners: list[Header | None] = [None] * len(table.sizes)
-    users = [0] * len(table.sizes)
-    for header in table.headers:
-        if header.buffer != headers.NO_BUFFER:
-            users[header.buffer] += 1
-            if header.nbytes == table.sizes[header.buffer]:
-                owners[header.buffer] = header
-    return [owner if count == 1 else None for owner, count in zip(owners, users, strict=True)]
 
 
 def _fresh(owner: Header | None, size: int) -> torch.Tensor:
