@@ -62,7 +62,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             by_worker.setdefault(worker, []).append(part)
         work = {worker: self._make(each, as_groups) for worker, each in by_worker.items()}
         made = spread(f"making the optimizer {self._name}", work)
-        self._locals = {worker: rref for worker, (rref, _, _) in made.items()}
+        self._locals = {worker: rref for worker, (rref, _, _, _) in made.items()}
+        self._ids = {worker: id for worker, (_, _, _, id) in made.items()}
         super().__init__(
             [
                 self._adopt(group, list(part), made[next(iter(part))][2][number])
@@ -116,8 +117,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         changes = self._changes()
         with_grad = torch.is_grad_enabled()
         work = {
-            worker: (local.step, (rref, context_id, _of_worker(changes, worker, self._homes), with_grad))
-            for worker, rref in self._locals.items()
+            worker: (local.step, (id, context_id, _of_worker(changes, worker, self._homes), with_grad))
+            for worker, id in self._ids.items()
         }
         news = spread("the optimizer step", work)
         for number, each in changes.items():
@@ -177,7 +178,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if worker in self._locals:
                 entries.append(value)
             else:
-                self._locals[worker] = value[0]
+                self._locals[worker], self._ids[worker] = value[0], value[3]
                 entries.append(value[2][number])
         self.param_groups.append(self._adopt(group, list(parts), entries[0]))
 

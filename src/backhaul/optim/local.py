@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import secrets
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,10 @@ from backhaul.refs.rref import RRef
 
 Changes = dict[int, Change]
 """By the number of the group."""
+
+
+_ID_BITS = 62
+_here: weakref.WeakValueDictionary[int, LocalOptimizer] = weakref.WeakValueDictionary()
 
 
 def require_no_closure(step: Any, whose: str, is_method: bool = False) -> None:
@@ -46,6 +52,9 @@ class LocalOptimizer:
     def __init__(
         self, make: Callable[..., Any], parts: Sequence[Part], as_groups: bool, args: Sequence[Any], kwargs: Entries
     ) -> None:
+        self.id = secrets.randbits(_ID_BITS)
+        """Who holds a reference to it can call it by this: a reference in every step would cost as much as the step."""
+        _here[self.id] = self
         self.params: list[torch.Tensor] = []
         self._numbers: list[int] = []
         self._sizes: list[int] = []
@@ -266,19 +275,20 @@ def _as_group(part: Part, params: list[torch.Tensor]) -> dict[str, Any]:
     return {**copied(part.entries), "params": given}
 
 
-Made = tuple[RRef[LocalOptimizer], Entries, dict[int, Entries]]
+Made = tuple[RRef[LocalOptimizer], Entries, dict[int, Entries], int]
 
 
 def make(optimizer_class: Any, parts: list[Part], as_groups: bool, args: list[Any], kwargs: Entries) -> Made:
-    """Make one here: a reference to it, its defaults, and the entries of its groups by their numbers."""
+    """Make one here: a reference to it, its defaults, the entries of its groups by their numbers, and its id."""
     local = LocalOptimizer(optimizer_class, parts, as_groups, args, kwargs)
-    return RRef(local), local.defaults(), local.entries()
+    return RRef(local), local.defaults(), local.entries(), local.id
 
 
-def step(
-    local: RRef[LocalOptimizer], context_id: int | None, changes: Changes | None, with_grad: bool
-) -> Changes | None:
-    return local.local_value().step(context_id, changes, with_grad)
+def step(id: int, context_id: int | None, changes: Changes | None, with_grad: bool) -> Changes | None:
+    local = _here.get(id)
+    if local is None:  # who asked for the step has given up waiting for it, and the optimizer with it
+        raise MisuseError("the optimizer of this step is gone from here")
+    return local.step(context_id, changes, with_grad)
 
 
 def zero_grad(local: RRef[LocalOptimizer], set_to_none: bool) -> None:
