@@ -94,9 +94,7 @@ def test_a_function_that_the_callee_lacks(pair: InProcessCluster, monkeypatch: p
     tree, packing = pair[0].codec.pack((keywords, (), {}))
     name = f"{__name__}:keywords"
     assert name in str(tree)
-    monkeypatch.setattr(
-        pair[0].codec, "pack", lambda value, labels: (_renamed(tree, name, f"{__name__}:gone"), packing)
-    )
+    monkeypatch.setattr(pair[0].codec, "pack_call", lambda *call: (_renamed(tree, name, f"{__name__}:gone"), packing))
     with pytest.raises(rpc.MisuseError, match="gone"):
         pair[0].rpc_sync("worker1", keywords)
 

@@ -267,7 +267,7 @@ class Agent:
     def _request(
         self, to: Outbound, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[int], Frame]:
-        tree, packing = self._codec.pack((function, tuple(args), dict(kwargs)), ("func", "args", "kwargs"))
+        tree, packing = self._codec.pack_call(function, tuple(args), dict(kwargs))
         return lambda id: self.execution.request(lambda refs, mark: Call(id, tree, refs, mark), packing, to)
 
     def _route(self, to: To, deadline: float) -> Outbound:
@@ -364,12 +364,8 @@ class Agent:
         return handler(inbound, envelope)
 
     def _on_call(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
-        def send_late(frame: Frame) -> None:
-            inbound.reply(frame)
-            inbound.count_finished()
-
         inbound.calls_started += 1
-        frame = self.execution.run(envelope, inbound, send_late)
+        frame = self.execution.run(envelope, inbound, inbound.reply_late)
         if frame is not None:
             inbound.count_finished()
         return frame

@@ -20,7 +20,7 @@ from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Failed, Failure, Mark, Refs, Result
-from backhaul.wire.trees import Packing
+from backhaul.wire.trees import ATOMS, Packing
 from backhaul.wire.values import Codec
 
 ASYNC_MARK = "_backhaul_async_execution"
@@ -117,6 +117,8 @@ class Execution:
 
     def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
         """The frame that answers request ``id`` of ``to``, which had the mark ``asked``, with a value."""
+        if asked is None and type(value) in ATOMS:
+            return encode(Result(id, value))
         tree, packing = self._codec.pack(value)
         tensors: Tensors = packing.tensors
         mark = None
@@ -162,7 +164,10 @@ class Execution:
 
     def open(self, envelope: Envelope, sender: WorkerInfo) -> Any:
         """The value of a reply; raises what the other side raised."""
-        if type(envelope.message) is Result:
+        message = envelope.message
+        if type(message) is Result:
+            if type(message.tree) in ATOMS and not message.refs and message.mark is None:
+                return message.tree
             return self.unpack(envelope, sender)
         raise self.rebuild(envelope, sender)
 

@@ -154,6 +154,11 @@ class Inbound:
         except ChannelClosed:
             _log.debug("= the reply to %s finds nobody", self.peer.name)
 
+    def reply_late(self, frame: Frame) -> None:
+        """Send the reply to a call after its request has been handled."""
+        self.reply(frame)
+        self.count_finished()
+
     def count_finished(self) -> None:
         with self._lock:
             self.calls_finished += 1

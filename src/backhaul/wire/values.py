@@ -28,6 +28,7 @@ _INT = frozenset({int})
 _STR = frozenset({str})
 _MAX_RESOLVED = 4096
 _MAX_PATH = 12
+_PARTS_OF_A_CALL = ("func", "args", "kwargs")
 
 
 class Codec:
@@ -73,13 +74,28 @@ class Codec:
         ``labels`` name the items of a value that is a tuple, for the path in an error: with
         ``("args", "kwargs")`` it says ``args[1]['x']``. Raises UnsendableError.
         """
-        packing = Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth)
+        packing = self._packing()
         try:
             return packing.lower(value), packing
         except Refusal as refusal:
             raise UnsendableError(_explain(value, refusal, labels)) from refusal.__cause__
         except RecursionError as error:
             raise UnsendableError("a value is nested too deeply, or contains itself") from error
+
+    def pack_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Packing]:
+        """What `pack` makes of these three as a tuple, in less time: it is what every call sends."""
+        packing = self._packing()
+        packing.depth -= 1
+        try:
+            tree = [
+                trees.TUPLE,
+                packing.lower(function),
+                _lower_tuple(args, packing) if args else [trees.TUPLE],
+                _lower_dict(kwargs, packing) if kwargs else {},
+            ]
+        except (Refusal, RecursionError):
+            return self.pack((function, args, kwargs), _PARTS_OF_A_CALL)  # which says where it is
+        return tree, packing
 
     def unpack(self, tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """The value of a tree as msgpack gave it.
@@ -95,6 +111,9 @@ class Codec:
             raise
         except Exception as error:
             raise ProtocolError(f"a malformed value: {type(error).__name__}: {error}") from error
+
+    def _packing(self) -> Packing:
+        return Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth)
 
     def _resolve(self, kind: type) -> Lower:
         """How to lower a type that was not seen before."""
