@@ -21,6 +21,10 @@ from backhaul.errors import fresh, kept
 T = TypeVar("T")
 S = TypeVar("S")
 
+# What torch's own constructor, for a future of no device, and `set_result` come down to.
+_make: Any = torch._C.Future.__init__
+_complete: Any = torch._C.Future.set_result
+
 
 class Future(torch.futures.Future[T]):
     """The value of a call, when it comes.
@@ -33,15 +37,22 @@ class Future(torch.futures.Future[T]):
     callback_error: Callable[[BaseException], BaseException] = staticmethod(lambda error: error)
     """What becomes of an error that a callback of `then` raises."""
 
+    has_callbacks = False
+    """User code hangs on this future: whoever completes it must hold nothing."""
+
+    # Of the class, until an instance has its own: thousands of calls may be in flight.
+    _help: Callable[[], None] | None = None
+    _attend: Callable[[], None] | None = None
+    _settled = False
+    _value: Any = None
+    _error: BaseException | None = None
+
     def __init__(self, *, help: Callable[[], None] | None = None, attend: Callable[[], None] | None = None) -> None:
-        super().__init__()
-        self._help = help
-        self._attend = attend
-        self._settled = False
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self.has_callbacks = False
-        """User code hangs on this future: whoever completes it must hold nothing."""
+        _make(self, [])
+        if help is not None:
+            self._help = help
+        if attend is not None:
+            self._attend = attend
 
     def wait(self) -> T:
         """Return the value when it is there; raise what the call raised."""
@@ -118,7 +129,8 @@ class Future(torch.futures.Future[T]):
 
     def settle(self, value: T | None, error: BaseException | None = None) -> None:
         """Complete it, with a value or an error."""
-        self._help = self._attend = None  # they hold on to the call, or to the parent
+        if self._help is not None:
+            self._help = self._attend = None  # they hold on to the call, or to the parent
         if error is not None:
             # The garbage collector cannot see through torch's object: what is kept there must not refer back
             # to this future, by the frames that set it or by those that will raise it.
@@ -131,7 +143,7 @@ class Future(torch.futures.Future[T]):
             super()._set_unwrap_func(raise_copy)
             self._error = stored
         self._value = value
-        self.set_result(value)  # type: ignore[arg-type]
+        _complete(self, value)
         self._settled = True
 
 
