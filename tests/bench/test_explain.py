@@ -219,7 +219,8 @@ DIFFERENTIATED = [
     ("client", "keep the gradients"),
 ]
 EXPECTED = {
-    "no-op": CALLED,
+    # None is its own tree: nothing packs or unpacks it.
+    "no-op": [each for each in CALLED if each not in (("server", "pack the values"), ("client", "unpack the values"))],
     "echo 1 KiB": CALLED,
     "echo 16 MiB": [*CALLED, ("client", "copy into shared memory"), ("server", "copy into shared memory")],
     "hop, forward": [*CALLED, *RECORDED],

@@ -114,8 +114,7 @@ class Running:
             with self._lock:
                 until = min(deadline, next_check)
                 if news is None:
-                    timeout = min(until - time.monotonic(), threading.TIMEOUT_MAX)
-                    self._changed.wait_for(self._is_something, max(0.0, timeout))
+                    self._sleep(until)
                 if self._error is not None:
                     raise self._error
                 if self._over:
@@ -132,6 +131,11 @@ class Running:
                 check()
             elif news is not None:
                 news.wait(until - now)
+
+    def _sleep(self, until: float) -> None:
+        """Wait for other threads. Holds ``_lock``."""
+        timeout = min(until - time.monotonic(), threading.TIMEOUT_MAX)
+        self._changed.wait_for(self._is_something, max(0.0, timeout))
 
     def _is_something(self) -> bool:
         return self._error is not None or self._over or bool(self._todo)

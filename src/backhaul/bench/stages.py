@@ -41,9 +41,11 @@ SEAMS = (
     Seam("backhaul.autograd.engine:Engine", "backward", "the engine around it"),
     Seam("backhaul.autograd.engine:Engine", "run", "the engine around it"),
     Seam("backhaul.wire.values:Codec", "pack", "pack the values"),
+    Seam("backhaul.wire.values:Codec", "pack_call", "pack the values"),
     Seam("backhaul.wire.values:Codec", "unpack", "unpack the values"),
     Seam("backhaul.agent.execution", "encode", "encode the frame"),
     Seam("backhaul.agent.agent", "encode", "encode the frame"),
+    Seam("backhaul.autograd.engine", "encode", "encode the frame"),
     Seam("backhaul.transport.stream:StreamChannel", "write", "write", "write"),
     Seam("backhaul.transport.stream:StreamChannel", "flush", "write", "write"),
     Seam("backhaul.transport.stream:StreamChannel", "wait", "wait for room"),
@@ -58,7 +60,7 @@ SEAMS = (
     Seam("backhaul.autograd.engine", "_run_backward", "torch's engine"),
     Seam("backhaul.autograd.run:Run", "emit", "give gradients away"),
     Seam("backhaul.autograd.gradients", "store", "keep the gradients"),
-    Seam("backhaul.autograd.passes:Running", "wait", "wait for the pass", "sleep"),
+    Seam("backhaul.autograd.passes:Running", "_sleep", "wait for the pass", "sleep"),
     Seam("backhaul.autograd.passes:Running", "report", "report", "wake"),
 )
 
