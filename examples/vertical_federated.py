@@ -8,12 +8,12 @@
     │           └───────┼─ gradients ◄───────────────────────┘   labels     │
     └───────────────────┘            └──────────────────────────────────────┘
 
-The rows of a party never leave its process, nor do the bank's labels. A coordinator, which is this process, says whose
-turn it is, and learns the loss. Activations go from the shop to the bank, and their gradients back: one backward pass
-over both. Each party keeps a book of what it gives and gets, and refuses to be copied.
+Neither trusts the other with code. They are two processes, in a *federation*: each has a certificate with its name, and
+may call only what the other has marked with ``@rpc.expose``; nothing that they send is pickled. The bank asks the shop
+for the activations of a batch, the shop asks the bank who is in it, and one backward pass goes over both. The rows of a
+party never leave its process, nor do the bank's labels. Then the bank tries to get more than that.
 
-The books show what this program does. They do not stop another one: who is in the group can call any function on a
-party's worker. Nor are activations secret, which are made of the rows; parties that do not trust each other have to add
+Activations are not secret: they are made of the rows, and gradients of the labels. Parties that fear that have to add
 noise or encryption.
 
 At the end the trained parameters are compared with those of one process that has all the columns.
@@ -21,22 +21,30 @@ At the end the trained parameters are compared with those of one process that ha
 
 from __future__ import annotations
 
+import datetime
+import logging
+import os
+import subprocess
 import sys
+import tempfile
 from collections import Counter
-from typing import NoReturn
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-import backhaul
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
 
 PEOPLE, BATCH, STEPS, WIDTH = 640, 32, 120, 4
 Book = Counter[tuple[str, tuple[int, ...]]]  # how often what was given or got, and of which shape
-BETWEEN = ("gave activations", "got activations", "gave gradients", "got gradients")
-MAY_CROSS = {("gave the loss", ()), *((what, (BATCH, WIDTH)) for what in BETWEEN)}
+MAY_CROSS = {(f"gave {what}", (BATCH, WIDTH)) for what in ("activations", "gradients")} | {("gave ids", (BATCH,))}
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # the processes share the cores, and sums are made in the same order in each
@@ -66,64 +74,100 @@ def make_optimizer(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam([parameter for model in models for parameter in model.parameters()], lr=0.01)
 
 
+given: Book = Counter()  # by this process
+
+
+def note(what: str, tensor: Tensor) -> None:
+    given[what, tuple(tensor.shape)] += 1
+
+
 def ids_of(step: int) -> Tensor:
     return torch.arange(step * BATCH, (step + 1) * BATCH) % PEOPLE
 
 
-class Party:
-    """Rows about people, and a model. Others call `step`, what a subclass adds, and for the check `report`."""
+@rpc.expose(to="shop")
+def batch(step: int) -> Tensor:
+    """Who is in a batch; the bank decides."""
+    note("gave ids", ids := ids_of(step))
+    return ids
 
-    def __init__(self, rows: Tensor, model: nn.ModuleDict) -> None:
-        self.rows, self.model = rows, model
-        self.optimizer = make_optimizer(model)  # its own: nobody else needs to have the parameters
-        self.book: Book = Counter()
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a party stays where it is")  # or else who has a reference could fetch the rows with it
+@rpc.expose(to="bank")
+class Shop:
+    """The bank may call the methods that are written here, but for those with an underscore in front."""
 
-    def note(self, what: str, tensor: Tensor) -> None:
-        self.book[what, tuple(tensor.shape)] += 1
+    def __init__(self) -> None:
+        self.rows, self.model = make_rows()[1], make_models()[1]
+        self.optimizer = make_optimizer(self.model)  # its own: nobody else needs to have the parameters
+
+    def embed(self, step: int) -> Tensor:
+        ids = rpc.rpc_sync("bank", batch, (step,))
+        activations: Tensor = self._encode(ids)
+        note("gave activations", activations)
+        return activations
+
+    def _encode(self, ids: Tensor) -> Tensor:
+        encoded: Tensor = self.model["encoder"](self.rows[ids])
+        return encoded
 
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def report(self) -> tuple[dict[str, Tensor], Book]:
-        return self.model.state_dict(), self.book
+    def report(self) -> tuple[dict[str, Tensor], dict[tuple[str, tuple[int, ...]], int]]:
+        """The parameters, and what was given away: for the check at the end, which is the bank's."""
+        return dict(self.model.state_dict()), dict(given)
 
 
-class Shop(Party):
+class Bank:
     def __init__(self) -> None:
-        super().__init__(make_rows()[1], make_models()[1])
+        self.accounts, _, self.labels = make_rows()
+        self.model = make_models()[0]
+        self.optimizer = make_optimizer(self.model)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        activations: Tensor = self.model["encoder"](self.rows[ids])
-        self.note("gave activations", activations)
-        activations.register_hook(lambda gradients: self.note("got gradients", gradients))  # type: ignore[no-untyped-call]
-        return activations
+    def loss(self, ids: Tensor, activations: Tensor) -> Tensor:
+        activations.register_hook(lambda gradients: note("gave gradients", gradients))  # type: ignore[no-untyped-call]
+        hidden = torch.cat([self.model["encoder"](self.accounts[ids]), activations], dim=1)
+        return binary_cross_entropy_with_logits(self.model["head"](hidden), self.labels[ids])
 
-
-class Bank(Party):
-    def __init__(self) -> None:
-        accounts, _, self.labels = make_rows()
-        super().__init__(accounts, make_models()[0])
-
-    def loss(self, ids: Tensor, theirs: rpc.RRef[Tensor]) -> Tensor:
-        activations = theirs.to_here()  # straight from the shop
-        self.note("got activations", activations)
-        activations.register_hook(lambda gradients: self.note("gave gradients", gradients))  # type: ignore[no-untyped-call]
-        hidden = torch.cat([self.model["encoder"](self.rows[ids]), activations], dim=1)
-        loss = binary_cross_entropy_with_logits(self.model["head"](hidden), self.labels[ids])
-        self.note("gave the loss", loss)
-        return loss
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def is_refused(party: rpc.RRef[Bank] | rpc.RRef[Shop]) -> bool:
+def train(bank: Bank, shop: rpc.RRef[Shop]) -> None:
+    for step in range(STEPS):
+        with dist_autograd.context() as context_id:
+            activations = shop.rpc_sync().embed(step)
+            loss = bank.loss(ids_of(step), activations)
+            dist_autograd.backward(context_id, [loss], accumulate="grad")
+        bank.step()
+        shop.rpc_sync().step()
+        if step % 20 == 0 or step == STEPS - 1:
+            print(f"step {step:3}   loss {loss.item():.4f}", flush=True)
+
+
+def is_refused(what: str, attempt: Callable[[], Any]) -> bool:
     try:
-        party.to_here()
-    except rpc.UnsendableError:
+        attempt()
+    except (rpc.RefusedError, rpc.UnsendableError) as error:
+        print(f"{what}: {type(error).__name__}", flush=True)
         return True
+    print(f"{what}: ✗ the shop has given it", flush=True)
     return False
+
+
+def try_to_get_more(shop: rpc.RRef[Shop]) -> bool:
+    """Whether the bank gets nothing of the shop that it is not meant to have."""
+    people = torch.arange(PEOPLE)
+    attempts: dict[str, Callable[[], Any]] = {
+        "the shop itself, and its rows with it": shop.to_here,
+        "a method that is not for others": lambda: shop.rpc_sync()._encode(people),
+        "a function that is not exposed": lambda: rpc.rpc_sync("shop", make_rows),
+        "a command": lambda: rpc.rpc_sync("shop", os.system, ("true",)),
+        "a file": lambda: rpc.rpc_sync("shop", torch.load, ("/etc/passwd",)),
+    }
+    return False not in [is_refused(what, attempt) for what, attempt in attempts.items()]
 
 
 def train_alone() -> dict[str, dict[str, Tensor]]:
@@ -140,36 +184,83 @@ def train_alone() -> dict[str, dict[str, Tensor]]:
     return {"bank": bank.state_dict(), "shop": shop.state_dict()}
 
 
-def main() -> int:
-    with backhaul.cluster(2, name="coordinator", names=["bank", "shop"]):
-        bank, shop = rpc.remote("bank", Bank), rpc.remote("shop", Shop)  # each reads its own rows, where it is
-        for step in range(STEPS):
-            with dist_autograd.context() as context_id:
-                activations = shop.remote().embed(ids_of(step))  # a reference: they are not sent here
-                loss = bank.rpc_sync().loss(ids_of(step), activations)
-                dist_autograd.backward(context_id, [loss], accumulate="grad")
-            torch.futures.wait_all([bank.rpc_async().step(), shop.rpc_async().step()])
-            if step % 20 == 0 or step == STEPS - 1:
-                print(f"step {step:3}   loss {loss.item():.4f}", flush=True)
-        refused = is_refused(bank) and is_refused(shop)
-        reports = {"bank": bank.rpc_sync().report(), "shop": shop.rpc_sync().report()}
+def certify(directory: Path, *names: str) -> None:
+    """A certificate for each of these, from an authority that all of them trust.
 
-    for name, (_, book) in reports.items():
+    In earnest each makes its own key, which nobody else gets to see, and has the authority sign it.
+    """
+    now = datetime.datetime.now(datetime.timezone.utc)
+    authority = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "loans and purchases")])
+    authority_key = ec.generate_private_key(ec.SECP256R1())
+    for name in ("ca", *names):
+        is_authority = name == "ca"
+        key = authority_key if is_authority else ec.generate_private_key(ec.SECP256R1())
+        subject = authority if is_authority else x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        certificate = x509.CertificateBuilder(
+            authority, subject, key.public_key(), x509.random_serial_number(), now, now + datetime.timedelta(days=1)
+        ).add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        if not is_authority:
+            names_of_it = x509.SubjectAlternativeName([x509.DNSName(name)])  # what peers know this worker by
+            certificate = certificate.add_extension(names_of_it, critical=False)
+            (directory / f"{name}.key").touch(mode=0o600)
+            (directory / f"{name}.key").write_bytes(
+                key.private_bytes(
+                    serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+                )
+            )
+        signed = certificate.sign(authority_key, hashes.SHA256())
+        (directory / f"{name}.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+
+
+def join(name: str, directory: Path) -> None:
+    """Make this process the party of that name."""
+    tls = rpc.TLS(ca=f"{directory}/ca.pem", cert=f"{directory}/{name}.pem", key=f"{directory}/{name}.key")
+    options = rpc.RpcOptions(trust="federation", tls=tls, init_method=f"file://{directory}/meeting")
+    rpc.init_rpc(name, rank=["bank", "shop"].index(name), world_size=2, rpc_backend_options=options)
+
+
+def be_the_shop(directory: Path) -> int:
+    logging.basicConfig(stream=sys.stdout, format="shop's log: %(message).120s")  # it says what is refused, and why
+    join("shop", directory)
+    rpc.shutdown()  # when the bank is done
+    return 0
+
+
+def be_the_bank(directory: Path) -> int:
+    join("bank", directory)
+    bank, shop = Bank(), rpc.remote("shop", Shop)
+    train(bank, shop)
+    refused = try_to_get_more(shop)
+    state, theirs = shop.rpc_sync().report()
+    rpc.shutdown()
+
+    for name, book in (("bank", given), ("shop", theirs)):
         for (what, shape), times in book.items():
             print(f"{name} {what:16}   {times} times, of shape {shape}")
     alone = train_alone()
-    equal = all(
-        torch.equal(state[key], value) for name, (state, _) in reports.items() for key, value in alone[name].items()
-    )
-    if not equal:
+    trained = {"bank": bank.model.state_dict(), "shop": state}
+    if not all(torch.equal(trained[name][key], value) for name in alone for key, value in alone[name].items()):
         print("✗ the parameters are not those of one process")
         return 1
-    crossed = {entry for _, book in reports.values() for entry in book}
-    if crossed != MAY_CROSS or not refused:
+    if {*given, *theirs} != MAY_CROSS or not refused:
         print("✗ something left a party that should not have")
         return 1
     print("✓ the parameters are, bit by bit, those of one process; rows and labels stayed where they were")
     return 0
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["shop"]:
+        return be_the_shop(Path(sys.argv[2]))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        certify(directory, "bank", "shop")
+        with subprocess.Popen([sys.executable, __file__, "shop", name]) as shop:
+            try:
+                return be_the_bank(directory)
+            except BaseException:
+                shop.terminate()
+                raise
 
 
 if __name__ == "__main__":

@@ -140,6 +140,8 @@ def test_misuse() -> None:
         backhaul.cluster(2, names=["a", "driver"])
     with pytest.raises(OptionError, match="leave init_method out"):
         backhaul.cluster(1, options=rpc.RpcOptions(init_method="file:///tmp/x"))
+    with pytest.raises(OptionError, match="for parties that each start their own"):
+        backhaul.cluster(1, options=rpc.RpcOptions(trust="federation"))
 
 
 Script = Callable[..., "subprocess.Popen[str]"]

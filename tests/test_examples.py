@@ -136,7 +136,7 @@ OTHER_CHECKS = {
         {"lr=0.02": "lr=0.0"}, r"✗ the reward should be at least 0\.8, .*", "ROUNDS = 6"
     ),
     "vertical_federated.py": Spoiled(
-        {"def __reduce__": "def another_name"}, r"✗ something left a party that should not have", "STEPS = 2"
+        {"def make_rows": "@rpc.expose\ndef make_rows"}, r"✗ something left a party that should not have", "STEPS = 2"
     ),
 }
 THREADS = "torch.set_num_threads(1)"  # stands below the constants in all examples that have some

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from backhaul.errors import OptionError
-from backhaul.options import DEFAULT_RPC_TIMEOUT, SECRET_VARIABLE, BackendType, RpcOptions
+from backhaul.options import DEFAULT_RPC_TIMEOUT, SECRET_VARIABLE, BackendType, Quotas, RpcOptions
 
 SECRET = bytes(range(32))
 
@@ -28,6 +28,12 @@ GOOD: dict[str, list[Any]] = {
     "busy_poll": [0, 0.0004, 0.1],
     "segment_pool_bytes": [0, 1, 512 << 20],
     "forbid_leaks": [True, False],
+    "trust": ["cluster", "federation"],
+    "quotas": [None, Quotas(), Quotas(calls=1)],
+    "key_file": [None],
+    "tls": [None],
+    "host": [None, "127.0.0.1", "0.0.0.0", "::", "host.example.org"],
+    "port": [0, 29500, 65535],
 }
 
 BAD: list[tuple[str, Any, str]] = [
@@ -70,6 +76,21 @@ BAD: list[tuple[str, Any, str]] = [
     ("segment_pool_bytes", True, "must be a whole number of bytes"),
     ("forbid_leaks", 1, "1 must be True or False"),
     ("forbid_leaks", None, "must be True or False"),
+    ("trust", "all", "'all' must be 'cluster' or 'federation'"),
+    ("trust", None, "must be 'cluster' or 'federation'"),
+    ("quotas", 64, "64 must be Quotas(...), or None"),
+    ("quotas", {"calls": 64}, "must be Quotas(...), or None"),
+    ("key_file", "", "must be the path of a file that `backhaul keygen` made"),
+    ("key_file", 3, "3 must be the path of a file"),
+    ("key_file", "/no/such/file", "cannot be used: there is no key file /no/such/file"),
+    ("tls", "cert.pem", "must be TLS(ca=..., cert=..., key=...), with the paths of PEM files"),
+    ("host", "", "'' must be a name or an address of this machine; None means loopback"),
+    ("host", " ::1", "must be a name or an address of this machine"),
+    ("host", 7, "must be a name or an address of this machine"),
+    ("port", -1, "must be a port below 65536; 0 means any that is free"),
+    ("port", 65536, "65536 must be a port below 65536"),
+    ("port", "80", "must be a port"),
+    ("port", True, "must be a port"),
 ]
 
 
@@ -134,6 +155,25 @@ def test_options_can_be_copied_and_pickled() -> None:
     assert dataclasses.replace(options, rpc_timeout=6) == RpcOptions(rpc_timeout=6, secret=SECRET, transport="tcp")
     with pytest.raises(OptionError):
         dataclasses.replace(options, rpc_timeout=-1)
+
+
+def test_quotas_are_checked() -> None:
+    for field in dataclasses.fields(Quotas):
+        for value in (0, -1, 1.5, True, None, "64"):
+            with pytest.raises(OptionError, match=f"quota {field.name}: .* must be a whole number of at least 1"):
+                Quotas(**{field.name: value})
+
+
+def test_which_limits_apply() -> None:
+    assert RpcOptions().limits is None
+    assert RpcOptions(trust="federation").limits == Quotas()
+    assert RpcOptions(quotas=Quotas(calls=3)).limits == Quotas(calls=3)
+    assert RpcOptions(max_message_bytes=1 << 40).message_limit == 1 << 40
+    assert RpcOptions(trust="federation").message_limit == 256 << 20
+    assert RpcOptions(trust="federation", max_message_bytes=1000).message_limit == 1000
+    assert RpcOptions().head_limit == RpcOptions().message_limit
+    assert RpcOptions(trust="federation").head_limit == 16 << 20
+    assert RpcOptions(trust="federation", quotas=Quotas(message_bytes=1 << 40)).message_limit == 64 << 30
 
 
 # The secret.

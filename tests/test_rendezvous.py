@@ -141,6 +141,37 @@ def test_tcp() -> None:
     assert first is not None
 
 
+def test_the_store_listens_at_its_address_only() -> None:
+    port = free_port()
+    store = meet(f"tcp://127.0.0.1:{port}", FIRST, 5)
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+    for other in ("127.0.0.2", "::1", socket.gethostbyname(socket.gethostname())):
+        if other != "127.0.0.1":
+            with pytest.raises(OSError), socket.create_connection((other, port), timeout=5):
+                pass
+    assert store is not None
+
+
+def test_a_store_on_localhost() -> None:
+    port = free_port()
+    check_meeting(meet(f"tcp://localhost:{port}", FIRST, 5), meet(f"tcp://localhost:{port}", SECOND, 5))
+
+
+def test_an_address_of_another_machine_cannot_be_hosted() -> None:
+    with pytest.raises(MisuseError, match=r"cannot host the store at 192.0.2.9:29500: .* address of its own machine"):
+        meet("tcp://192.0.2.9:29500", FIRST, 5)
+    with pytest.raises(MisuseError, match=r"cannot host the store at no\.such.host.invalid:29500"):
+        meet("tcp://no.such.host.invalid:29500", FIRST, 5)
+
+
+def test_two_groups_of_one_process_share_the_store() -> None:
+    method = f"tcp://127.0.0.1:{free_port()}"
+    first, again = meet(method, FIRST, 5), meet(method, Place("c", 0, None), 5)
+    check_meeting(first, meet(method, SECOND, 5))
+    check_meeting(again, meet(method, Place("d", 1, None), 5))
+
+
 def test_the_host_may_come_later() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     made: dict[int, dist.Store] = {}

@@ -11,11 +11,13 @@ from backhaul.cluster import cluster
 if TYPE_CHECKING:
     from backhaul import autograd, checkpoint, errors, functions, nn, optim, options, rpc, worker
     from backhaul.options import RpcOptions
+    from backhaul.security.tls import TLS
     from backhaul.worker import Worker
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "TLS",
     "RpcOptions",
     "Worker",
     "autograd",
@@ -30,7 +32,7 @@ __all__ = [
     "worker",
 ]
 
-_CLASSES = {"RpcOptions": "backhaul.options", "Worker": "backhaul.worker"}
+_CLASSES = {"RpcOptions": "backhaul.options", "TLS": "backhaul.security.tls", "Worker": "backhaul.worker"}
 
 
 def __getattr__(name: str) -> Any:

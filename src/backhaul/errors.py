@@ -12,6 +12,8 @@
     │   └── UnsendableError(TypeError)  a value or function that cannot travel
     ├── ProtocolError               theirs: bytes that no correct peer sends
     ├── AuthenticationError         a peer that may not talk to us, or we to it
+    ├── RefusedError                a peer that we may talk to, but that does not do this for us
+    │   └── QuotaError                  it does, but not so much of it
     ├── WorkerLostError(ConnectionError)   the peer died, left or cannot be reached
     │   └── WorkerUnresponsiveError        the peer is there but does not answer
     ├── RpcTimeoutError(TimeoutError)      the deadline passed
@@ -72,6 +74,17 @@ class ProtocolError(BackhaulError):
 
 class AuthenticationError(BackhaulError):
     """One side of a connection did not prove that it belongs to the group."""
+
+
+class RefusedError(BackhaulError):
+    """In federation: the other worker does not let this one do that.
+
+    Its text is the same whether there is such a thing or not. What was refused, and why, is in the other's log.
+    """
+
+
+class QuotaError(RefusedError):
+    """More than the other worker allows this one to have of something at a time: see `options.Quotas`."""
 
 
 class WorkerLostError(BackhaulError, ConnectionError):

@@ -10,17 +10,25 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from backhaul.errors import OptionError
+from backhaul.security.keys import KEY_BYTES, KEY_FILE_VARIABLE, read_key_file
+from backhaul.security.tls import TLS
 
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 30
-SECRET_BYTES = 32
+SECRET_BYTES = KEY_BYTES
 SECRET_VARIABLE = "BACKHAUL_SECRET"
 """Where a launcher leaves the group's secret, in hexadecimal, for the workers it starts."""
+
+HOST_VARIABLE = "BACKHAUL_HOST"
+"""What workers listen on that are not given it as an option."""
 
 MAX_BUSY_POLL = 0.1
 """Longer than that, nobody should keep a processor for what may not come."""
 
+_LEAST_HEAD = 1 << 20
+
 Transport = Literal["auto", "unix", "tcp"]
+Trust = Literal["cluster", "federation"]
 
 
 class BackendType(enum.Enum):
@@ -28,6 +36,29 @@ class BackendType(enum.Enum):
 
     BACKHAUL = "backhaul"
     TENSORPIPE = "tensorpipe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Quotas:
+    """How much one peer may have of a worker at a time. What goes beyond it is refused.
+
+    - ``message_bytes``: the size of a message, and of the tensors in it. A larger one ends the connection.
+    - ``calls``: calls of that peer that this worker is at.
+    - ``contexts``: distributed autograd contexts that this worker knows from that peer.
+    - ``references``: values here that this peer has references to, and values there that it has given references to;
+      and recorded tensors of a context that wait for their gradients from it.
+    """
+
+    message_bytes: int = 256 << 20
+    calls: int = 64
+    contexts: int = 64
+    references: int = 10_000
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"quota {field.name}: {value!r} must be a whole number of at least 1")
 
 
 def _seconds(value: Any) -> float:
@@ -92,11 +123,54 @@ def _transport(value: Any) -> Transport:
     return value  # type: ignore[no-any-return]
 
 
+def _trust(value: Any) -> Trust:
+    if value not in ("cluster", "federation"):
+        raise OptionError("must be 'cluster' or 'federation'")
+    return value  # type: ignore[no-any-return]
+
+
+def _quotas(value: Any) -> Quotas | None:
+    if value is not None and not isinstance(value, Quotas):
+        raise OptionError("must be Quotas(...), or None")
+    return value
+
+
 def _secret(value: Any) -> bytes | None:
     if value is None:
         return None
     if not isinstance(value, bytes) or len(value) < SECRET_BYTES:
         raise OptionError(f"must be at least {SECRET_BYTES} random bytes, e.g. secrets.token_bytes(32)")
+    return value
+
+
+def _key_file(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise OptionError("must be the path of a file that `backhaul keygen` made")
+    path = os.path.abspath(os.fspath(value))
+    try:
+        read_key_file(path)
+    except OptionError as error:
+        raise OptionError(f"cannot be used: {error}") from None
+    return path
+
+
+def _tls(value: Any) -> TLS | None:
+    if value is not None and not isinstance(value, TLS):
+        raise OptionError("must be TLS(ca=..., cert=..., key=...), with the paths of PEM files")
+    return value
+
+
+def _host(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value or value != value.strip()):
+        raise OptionError("must be a name or an address of this machine; None means loopback")
+    return value
+
+
+def _port(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 16:
+        raise OptionError("must be a port below 65536; 0 means any that is free")
     return value
 
 
@@ -112,6 +186,12 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "busy_poll": _moment,
     "segment_pool_bytes": _bytes,
     "forbid_leaks": _flag,
+    "key_file": _key_file,
+    "tls": _tls,
+    "host": _host,
+    "port": _port,
+    "trust": _trust,
+    "quotas": _quotas,
 }
 
 
@@ -123,9 +203,10 @@ class RpcOptions:
     - ``init_method``: where workers find each other: ``env://``, ``tcp://host:port`` or ``file:///path``.
     - ``num_worker_threads``: requests that may run at once before new ones wait a little for a
       thread. It is no hard limit: requests that block each other get more threads.
-    - ``transport``: ``"unix"``, ``"tcp"`` (loopback only, needs a secret), or ``"auto"``, which
-      takes unix sockets and offers TCP too when there is a secret.
-    - ``secret``: what peers on TCP have to prove that they know. The launcher makes one.
+    - ``transport``: ``"unix"``, ``"tcp"`` (which is TLS, and needs a secret or certificates), or ``"auto"``, which
+      takes unix sockets between workers of one host, and offers TCP too when there is a secret or are certificates.
+    - ``secret``: what all workers of the group know, and nobody else; their certificates for TLS follow from it. The
+      launcher makes one.
     - ``connect_timeout``: seconds to reach a peer and to greet it.
     - ``unresponsive_after``: seconds after which a peer that owes an answer and sends nothing at
       all counts as lost; None means never.
@@ -135,6 +216,15 @@ class RpcOptions:
     - ``segment_pool_bytes``: how much shared memory this worker may keep for sending large tensors to workers of the
       same host; 0 means that they go through the socket.
     - ``forbid_leaks``: a graceful shutdown raises `LeakError` if references to values of this worker are left.
+    - ``key_file``: a file that has the secret, made by ``backhaul keygen`` and copied to every host.
+    - ``tls``: certificates of your own, as `TLS`, instead of a secret.
+    - ``host``: what to listen on for TCP, a name or an address of this machine that the others can reach;
+      ``"0.0.0.0"`` or ``"::"`` for all. None means what ``BACKHAUL_HOST`` says, or else loopback.
+    - ``port``: the port to listen on; 0 means any that is free.
+    - ``trust``: ``"cluster"``, in which peers may call any function; or ``"federation"``, in which they may call only
+      what is marked with `backhaul.rpc.expose`, and no value is pickled.
+    - ``quotas``: how much one peer may have of this worker at a time. None means no limits, and in a federation those
+      of ``Quotas()``.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -148,6 +238,12 @@ class RpcOptions:
     busy_poll: float = 0.0004
     segment_pool_bytes: int = 512 << 20
     forbid_leaks: bool = False
+    key_file: str | None = None
+    tls: TLS | None = None
+    host: str | None = None
+    port: int = 0
+    trust: Trust = "cluster"
+    quotas: Quotas | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = _CHECKS.get(name)
@@ -160,10 +256,29 @@ class RpcOptions:
             raise OptionError(f"option {name}: {shown} {error}") from None
         object.__setattr__(self, name, value)
 
+    @property
+    def limits(self) -> Quotas | None:
+        """The quotas that apply, if any."""
+        return Quotas() if self.quotas is None and self.trust == "federation" else self.quotas
+
+    @property
+    def message_limit(self) -> int:
+        """Larger messages are neither sent nor taken."""
+        limits = self.limits
+        return self.max_message_bytes if limits is None else min(self.max_message_bytes, limits.message_bytes)
+
+    @property
+    def head_limit(self) -> int:
+        """The same for what a message has besides the elements of its tensors: a byte of that may take 64 of memory."""
+        return self.message_limit if self.limits is None else max(_LEAST_HEAD, self.message_limit // 16)
+
     def secret_or_inherited(self) -> bytes | None:
-        """The secret, or the one that the launcher left in the environment, or None."""
+        """The secret, or the one in the key file, or the one that the environment tells, or None."""
         if self.secret is not None:
             return self.secret
+        path = self.key_file or os.environ.get(KEY_FILE_VARIABLE)
+        if path:
+            return read_key_file(path)
         text = os.environ.get(SECRET_VARIABLE)
         if not text:
             return None
@@ -174,3 +289,7 @@ class RpcOptions:
                 f"the environment variable {SECRET_VARIABLE} must hold at least {SECRET_BYTES} bytes in "
                 "hexadecimal; let the launcher set it, or unset it"
             ) from None
+
+    def host_or_inherited(self) -> str | None:
+        """What to listen on, from here or from the environment, or None."""
+        return self.host or os.environ.get(HOST_VARIABLE) or None

@@ -6,7 +6,9 @@ Launchers (torchrun, ours) say the place in environment variables; `place_from` 
 from __future__ import annotations
 
 import datetime
+import errno
 import os
+import socket
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -113,12 +115,48 @@ def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hos
     if place.rank is None and not hosted:
         raise OptionError("a dynamic group that meets over TCP needs a rank for each worker; rank 0 hosts the store")
     hosts = place.rank == 0 and not hosted
+    # Where the store listens: at the address that the others were told, and nowhere else. It asks nobody who they are.
+    listening = _listen(host, port) if hosts else None
+    if listening is not None:
+        port = listening.getsockname()[1]
     try:
-        return dist.TCPStore(host, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=hosts,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=None if listening is None else listening.detach(),  # it is the store's from now on
+        )
     except dist.DistError as error:
         if hosts:
             raise MisuseError(f"cannot host the store at {host}:{port}: {error}") from error
         raise RpcTimeoutError(f"no store at {host}:{port}; is rank 0 up? {error}") from error
+
+
+def _listen(host: str, port: int) -> socket.socket | None:
+    """A socket for the store, or None if somebody has the port: this process itself, perhaps, for another group."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise MisuseError(f"cannot host the store at {host}:{port}: {error}") from None
+    for number, (family, _, _, _, address) in enumerate(found, 1):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            return sock
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                return None
+            if number == len(found):
+                raise MisuseError(
+                    f"cannot host the store at {host}:{port}: {error.strerror}. Rank 0 hosts it, and needs the name or "
+                    "an address of its own machine there"
+                ) from None
+    return None
 
 
 def _integer(variable: str) -> int | None:

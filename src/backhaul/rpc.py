@@ -22,6 +22,8 @@ from backhaul.errors import (
     OptionError,
     PartialError,
     ProtocolError,
+    QuotaError,
+    RefusedError,
     RemoteError,
     RpcTimeoutError,
     UnknownWorkerError,
@@ -30,9 +32,11 @@ from backhaul.errors import (
     WorkerUnresponsiveError,
 )
 from backhaul.ids import WorkerInfo
-from backhaul.options import BackendType, RpcOptions
+from backhaul.options import BackendType, Quotas, RpcOptions
 from backhaul.refs.rref import RRef
 from backhaul.rendezvous import place_from
+from backhaul.security.exposure import expose
+from backhaul.security.tls import TLS
 from backhaul.worker import UNSET_TIMEOUT, become_worker, current, set_process_worker
 
 T = TypeVar("T")
@@ -143,7 +147,7 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     return current().get_worker_info(worker_name)
 
 
-__all__ = [
+__all__ = [  # noqa: RUF022 in the order of sorted()
     "AuthenticationError",
     "BackendType",
     "BackhaulError",
@@ -155,15 +159,20 @@ __all__ = [
     "OptionError",
     "PartialError",
     "ProtocolError",
+    "QuotaError",
+    "Quotas",
     "RRef",
+    "RefusedError",
     "RemoteError",
     "RpcOptions",
     "RpcTimeoutError",
+    "TLS",
     "UnknownWorkerError",
     "UnsendableError",
     "WorkerInfo",
     "WorkerLostError",
     "WorkerUnresponsiveError",
+    "expose",
     "functions",
     "get_worker_info",
     "init_rpc",

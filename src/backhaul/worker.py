@@ -7,6 +7,7 @@ back to the process's own worker, made by `init_rpc`. So one process can host ma
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -64,10 +65,16 @@ class Worker:
         while others are waited for; it may raise.
         """
         self.options = RpcOptions() if options is None else options
-        self.codec = Codec()
+        federation = self.options.trust == "federation"
+        if federation and world_size is None:
+            raise OptionError(
+                'trust="federation" needs a group whose members are known: give world_size, and each its rank'
+            )
+        self.codec = Codec(strict=federation)
         self.before_call: list[Callable[[WorkerInfo, Any, Sequence[Any], Mapping[str, Any]], None]] = []
         """Called with the target, the function, args and kwargs before each call leaves."""
-        transport = StreamTransport(self.options) if transport is None else transport
+        if transport is None:
+            transport = StreamTransport(transport_options(self.options))
         self._agent = Agent(
             name,
             rank,
@@ -243,6 +250,20 @@ def _check_seconds(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise OptionError(f"{name}: {value!r} must be a number of seconds; 0 means no limit")
     return float(value)
+
+
+def transport_options(options: RpcOptions) -> RpcOptions:
+    """The options for a worker's transport. In a federation: TLS with certificates, and no memory in common."""
+    if options.trust != "federation":
+        return options
+    if options.tls is None:
+        raise OptionError(
+            'trust="federation" needs certificates that tell the peers apart, which a shared secret does not: give '
+            "tls=TLS(ca=..., cert=..., key=...)"
+        )
+    if options.transport == "unix":
+        raise OptionError('trust="federation" goes over TCP: leave out transport="unix"')
+    return dataclasses.replace(options, transport="tcp", segment_pool_bytes=0)
 
 
 _becoming = threading.Lock()

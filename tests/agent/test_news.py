@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -177,6 +178,25 @@ def test_a_connection_that_ends_ends_the_wait() -> None:
         assert outbound.lost is not None
         news.ring()  # too late, and does no harm
         assert outbound.listen(ABOUT) is None
+
+
+def test_who_waits_on_a_connection_that_has_ended_does_nothing_but_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptors may belong to another connection by then."""
+    with InProcessCluster(2, sockets=True) as workers:
+        outbound = outbound_of(workers[0])
+        news = outbound.listen(ABOUT)
+        assert news is not None
+        outbound.lose(ConnectionError("cut"))
+        reads: list[object] = []
+        monkeypatch.setattr(outbound._channel, "read", lambda *how: reads.append(how))
+        news.reset()
+        begin = time.thread_time()
+        news.wait(0.2)
+        assert time.thread_time() - begin < 0.1, "it was awake all the time"
+        thread = started(lambda: news.wait(PATIENCE))
+        news.ring()
+        joined(thread)
+        assert not reads
 
 
 def test_memory_channels_hear_no_bells() -> None:

@@ -21,6 +21,7 @@ from backhaul.security.credentials import peer_credentials, require_same_user
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import Addresses, ChannelClosed
 from backhaul.transport.stream import RUNTIME_DIR_VARIABLE, StreamListener, StreamTransport
+from greetings import admit
 
 NOBODY = 65534
 HELLO = Hello("group", 1, "worker1", 0)
@@ -123,7 +124,7 @@ def never(hello: Hello) -> Welcome:
 def serve_one(listener: StreamListener) -> None:
     visitor = listener.accept()
     assert visitor is not None
-    channel, hello = visitor.admit(lambda hello: Welcome(0, "worker0"), time.monotonic() + 5)
+    channel, hello = admit(visitor, lambda hello: Welcome(0, "worker0"), time.monotonic() + 5)
     assert hello == HELLO
     channel.close()
 
@@ -150,7 +151,7 @@ def test_another_user_is_refused_by_the_kernel_s_word_alone() -> None:
             visitor = listener.accept()
             assert visitor is not None
             with pytest.raises(AuthenticationError, match=rf"\(pid {process.pid}\) is of user {NOBODY}, not 0"):
-                visitor.admit(never, time.monotonic() + 5)
+                admit(visitor, never, time.monotonic() + 5)
             assert line(process) == "got 0"  # not even a challenge
 
             began = time.monotonic()

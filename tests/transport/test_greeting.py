@@ -13,6 +13,7 @@ from backhaul.errors import AuthenticationError
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import Addresses, Channel, ChannelClosed
 from backhaul.wire.messages import Ping
+from greetings import admit as admit_visitor
 
 
 def test_both_learn_who_the_other_is(group: Group) -> None:
@@ -28,7 +29,7 @@ def test_both_learn_who_the_other_is(group: Group) -> None:
 
 def test_one_transport_listens_and_connects(group: Group) -> None:
     transport, door = group.door()
-    channel, _ = transport.connect(transport.addresses, HELLO, soon())
+    channel, _ = transport.connect(transport.addresses, Hello("group", 0, WELCOME.name, 0), soon())
     send(channel, Ping(1))
     there = door.channel()
     assert receive(there).message == Ping(1)
@@ -153,7 +154,7 @@ def test_a_deadline_that_has_passed(group: Group) -> None:
 
 
 def test_listeners_are_readable_when_somebody_is_there(group: Group) -> None:
-    transport = group.transport()
+    transport = group.transport(WELCOME.name)
     (listener,) = transport.listen()
     assert listener.accept() is None
     assert not is_readable(listener)
@@ -164,7 +165,7 @@ def test_listeners_are_readable_when_somebody_is_there(group: Group) -> None:
         assert poll.poll(SOON * 1000)
         visitor = listener.accept()
         assert visitor is not None
-        visitor.admit(welcome_all, soon())[0].close()
+        admit_visitor(visitor, welcome_all, soon())[0].close()
 
     run(admit, lambda: group.connect(transport).close())
     assert listener.accept() is None

@@ -51,7 +51,8 @@ def test_who_says_nothing_is_cut_off_and_holds_nobody_up(sockets: Group) -> None
     transport, door = sockets.door(patience=0.5)
     began = time.monotonic()
     with raw(transport) as silent:
-        assert len(silent.recv(4096)) == CHALLENGE_SIZE
+        if sockets.kind == "unix":  # over TCP, the other side speaks first
+            assert len(silent.recv(4096)) == CHALLENGE_SIZE
         sockets.connect(transport)
         assert time.monotonic() - began < 0.5
         door.channel().close()

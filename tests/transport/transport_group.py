@@ -15,9 +15,10 @@ from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import Channel, Listener, Transport, Visitor
 from backhaul.transport.memory import MemoryTransport, Network
-from backhaul.transport.stream import StreamTransport
+from backhaul.transport.stream import StreamListener, StreamTransport
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import encode
+from greetings import admit
 
 SECRET = bytes(range(32))
 HELLO = Hello("group", 1, "worker1", 0)
@@ -25,6 +26,7 @@ WELCOME = Welcome(0, "worker0")
 SOON = 10.0  # bounds waits that are over at once unless something is broken
 
 Judge = Callable[[Hello], Welcome]
+Made = Callable[..., StreamTransport]
 
 
 def soon() -> float:
@@ -33,6 +35,26 @@ def soon() -> float:
 
 def welcome_all(hello: Hello) -> Welcome:
     return WELCOME
+
+
+def never(hello: Hello) -> Welcome:
+    raise AssertionError(f"judged who is not known: {hello}")
+
+
+def admit_one(listener: Listener, judge: Judge) -> tuple[Channel, Hello]:
+    """Wait for one visitor, and greet it."""
+    poll = select.poll()
+    poll.register(listener.fileno(), select.POLLIN)
+    assert poll.poll(SOON * 1000)
+    visitor = listener.accept()
+    assert visitor is not None
+    return admit(visitor, judge, soon())
+
+
+def only_listener(transport: StreamTransport) -> StreamListener:
+    (listener,) = transport.listen()
+    assert isinstance(listener, StreamListener)
+    return listener
 
 
 class Door:
@@ -79,7 +101,7 @@ class Door:
 
     def _admit(self, visitor: Visitor) -> None:
         try:
-            self.outcomes.put(visitor.admit(self._judge, time.monotonic() + self._patience))
+            self.outcomes.put(admit(visitor, self._judge, time.monotonic() + self._patience))
         except Exception as error:
             self.outcomes.put(error)
 
@@ -92,18 +114,19 @@ class Group:
         self._network = Network()
         self._ends: list[Callable[[], None]] = []
 
-    def transport(self, **options: Any) -> Transport:
+    def transport(self, name: str = HELLO.name, **options: Any) -> Transport:
         made: Transport
         if self.kind == "memory":
             made = MemoryTransport(self._network, RpcOptions(**options))
         else:
             secret = SECRET if self.kind == "tcp" else None
             made = StreamTransport(RpcOptions(**{"transport": self.kind, "secret": secret, **options}))
+        made.introduce(name)
         self._ends.append(made.close)
         return made
 
     def door(self, judge: Judge = welcome_all, patience: float = SOON, **options: Any) -> tuple[Transport, Door]:
-        transport = self.transport(**options)
+        transport = self.transport(WELCOME.name, **options)
         door = Door(list(transport.listen()), judge, patience)
         self._ends.append(door.close)
         return transport, door

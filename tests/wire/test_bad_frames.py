@@ -57,6 +57,17 @@ def test_the_limit_is_exact() -> None:
         Decoder(len(frame) - 1).receive_data(frame[: HEADER.size])
 
 
+def test_the_limit_of_what_becomes_objects() -> None:
+    """A list of empty lists takes a byte for each in a message, and 64 in memory."""
+    frame = bytes(encode(Result(1, [[]] * 1000)))
+    limit = len(frame)
+    assert len(Decoder(1 << 30, None, limit).receive_data(frame)) == 1
+    with pytest.raises(ProtocolError, match=f"{limit} bytes without their tensors are over the limit of {limit - 1}"):
+        Decoder(1 << 30, None, limit - 1).receive_data(frame[: HEADER.size])
+    large = bytes(encode(Result(1, None), [torch.ones(100_000)]))
+    assert len(Decoder(1 << 30, None, 1000).receive_data(large)) == 1
+
+
 def test_the_limit_is_for_each_message() -> None:
     frame = bytes(encode(Ping(1)))
     assert len(Decoder(len(frame)).receive_data(frame * 1000)) == 1000

@@ -18,9 +18,12 @@ from typing import Any
 import torch
 
 from backhaul.agent.completions import Completions
+from backhaul.agent.door import PATIENCE, Door
 from backhaul.agent.execution import Execution
 from backhaul.agent.farewell import Counts, Farewell
+from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
+from backhaul.agent.guard import Guard
 from backhaul.agent.membership import Member, Membership
 from backhaul.agent.news import News
 from backhaul.agent.outbound import Outbound
@@ -39,7 +42,8 @@ from backhaul.errors import (
 from backhaul.ids import WorkerInfo
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, Welcome
-from backhaul.transport.base import ChannelClosed, Listener, Transport, Visitor
+from backhaul.security.permissions import Permissions
+from backhaul.transport.base import Channel, ChannelClosed, Listener, Transport
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Call, Goodbye, Mark, Ping, Refs, Result
@@ -47,7 +51,6 @@ from backhaul.wire.values import Codec
 
 _log = logging.getLogger(__name__)
 
-_MAX_VISITORS = 64
 _CUT_OFF_SECONDS = 2.0
 _GREET_SECONDS = 2.0
 
@@ -80,7 +83,6 @@ class Agent:
         self._routes: dict[To, Outbound] = {}
         self._connecting: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
-        self._visitors = 0
         self.on_connection_ended: list[Callable[[object, WorkerInfo, WorkerLostError], None]] = []
         """Called, on any thread, when a connection breaks, or its peer dies or leaves. For upper layers."""
 
@@ -91,7 +93,11 @@ class Agent:
 
         self._listeners: Sequence[Listener] = transport.listen()
         try:
+            if name is not None:  # what is wrong with its credentials, the others need not hear of
+                transport.introduce(name)
             self.me = membership.join(name, rank, transport.addresses, deadline, check)
+            if name is None:
+                transport.introduce(self.me.name)
         except BaseException:
             transport.close()
             raise
@@ -100,12 +106,24 @@ class Agent:
         self.watch = Watch(label + "-watch", options.unresponsive_after, enter)
         self.watch.trim = transport.trim
         transport.when_used(self.watch.wake)
-        self.execution = Execution(self.me, codec, enter, options.max_message_bytes)
+        limits = options.limits
+        self.permissions = Permissions(self.me.name, options.message_limit)
+        """What peers may do, in a federation."""
+        self.execution: Execution
+        if options.trust == "federation":
+            self.execution = FederatedExecution(
+                self.me, codec, enter, options.message_limit, options.head_limit, self.permissions
+            )
+        else:
+            self.execution = Execution(self.me, codec, enter, options.message_limit)
         self.serving = Serving(self.pool, self.watch, self._handle, options.num_worker_threads)
+        if limits is not None:
+            self.serving.guard = Guard(self.execution, self.permissions, limits)
         self.serving.on_end = self._inbound_ended
         self.completions = Completions(self.pool, self.watch)
         self.watch.ticks = [self.serving.tick, self.completions.tick]
         self.farewell = Farewell(self, self.closed)
+        self._door = Door(label + "-door", self._judge, self._let_in, patience=min(PATIENCE, options.connect_timeout))
         self._handlers: dict[type[Any], Handler] = {
             Call: self._on_call,
             Ping: lambda inbound, envelope: encode(Result(envelope.message.id, None)),
@@ -119,7 +137,7 @@ class Agent:
         """Let peers in. A newcomer to a dynamic group greets all others, so that they know of it without the store."""
         self.watch.start()
         for listener in self._listeners:
-            self.watch.add_listener(listener, self._visit)
+            self.watch.add_listener(listener, self._door.visit)
         if self.membership.dynamic:
             for info in self.members():
                 try:
@@ -324,6 +342,8 @@ class Agent:
             raise RpcTimeoutError(
                 f"worker {member.name!r} did not answer the greeting in time: RPC ran for more than set timeout"
             ) from error
+        except (AuthenticationError, ProtocolError) as error:
+            raise type(error)(f"no connection to worker {member.name!r}: {error}") from error
         except ChannelClosed as error:
             self.membership.forget(member.id)
             raise WorkerLostError(f"worker {member.name!r} cannot be reached: {error}", member.name) from error
@@ -384,26 +404,10 @@ class Agent:
         how = "has left the group" if inbound.said_goodbye else f"is lost: {error}"
         self._connection_ended(inbound, inbound.peer, WorkerLostError(f"worker {name!r} {how}", name))
 
-    def _visit(self, listener: Listener) -> None:
-        visitor = listener.accept()
-        if visitor is None:
-            return
-        if self._visitors >= _MAX_VISITORS:
-            visitor.turn_away()
-            return
-        with self._lock:
-            self._visitors += 1
-        self.pool.run(lambda: self._admit(visitor))
+    def _let_in(self, channel: Channel, hello: Hello) -> None:
+        self.pool.run(lambda: self._welcome(channel, hello))
 
-    def _admit(self, visitor: Visitor) -> None:
-        try:
-            channel, hello = visitor.admit(self._judge, time.monotonic() + self.options.connect_timeout / 2)
-        except (AuthenticationError, ProtocolError, ChannelClosed, TimeoutError) as error:
-            _log.warning("a connection was not let in: %s", error)
-            return
-        finally:
-            with self._lock:
-                self._visitors -= 1
+    def _welcome(self, channel: Channel, hello: Hello) -> None:
         self.membership.met(Member(hello.id, hello.name, hello.addresses))
         inbound = Inbound(WorkerInfo(hello.id, hello.name), channel, self.serving)
         for callback in list(self.on_connected):
@@ -474,6 +478,7 @@ class Agent:
         deadline = time.monotonic() + wait
         for listener in self._listeners:
             self.watch.remove_listener(listener)
+        self._door.close()
         gone = WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
         for outbound in self._outbounds():
             outbound.say_goodbye()
@@ -493,6 +498,7 @@ class Agent:
         for inbound in list(self.serving.inbounds):
             inbound.abandon()
         self.watch.abandon()
+        self._door.abandon()
         self._transport.abandon()
 
 

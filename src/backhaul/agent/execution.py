@@ -155,7 +155,7 @@ class Execution:
         if self.on_failure is not None:
             error = self.on_failure(error, text)
         kind = type(error)
-        texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", _safe_str(error), text)
+        texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", safe_str(error), text)
         try:
             tree, packing = self._codec.pack(error)
             return self._frame(lambda refs: make(*texts, tree, refs), packing, packing.tensors, to)
@@ -265,7 +265,7 @@ async def _cancel_all() -> None:
     loop.stop()
 
 
-def _safe_str(error: BaseException) -> str:
+def safe_str(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:

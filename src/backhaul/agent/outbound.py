@@ -300,7 +300,10 @@ class Outbound:
         deadline = time.monotonic() + seconds
         try:
             while not slot.done and (timeout := deadline - time.monotonic()) > 0:
-                if self._reading.acquire(blocking=False):
+                if self.lost is not None:
+                    # Nothing comes any more, and the descriptors may be somebody else's: who waits is to be rung for.
+                    _sleep_on(slot, timeout)
+                elif self._reading.acquire(blocking=False):
                     self._read(slot, timeout, news.bell)
                 else:
                     self._sleep(slot, timeout)
@@ -313,7 +316,7 @@ class Outbound:
         problem: Exception | None = None
         finished: list[Slot] = []
         try:
-            if not slot.done:
+            if not slot.done and self.lost is None:  # who loses it closes the channel with this role, after that
                 finished = self._receive(None if timeout == math.inf else timeout, bell)
         except (ChannelClosed, ProtocolError) as error:
             problem = error
@@ -377,7 +380,7 @@ class Outbound:
             self._take_news(envelope)
             return None
         if message.refs:
-            self._execution.traffic.arriving(message.refs)
+            self._execution.traffic.arriving(message.refs, self.peer)
         slot = self._pending.take(message.id)
         if slot is None:  # it comes too late, or answers a ping
             self._execution.discard(envelope)
@@ -579,3 +582,13 @@ class Outbound:
         """The loss as an exception of its own: one that several threads raise collects all their frames."""
         lost = self.lost
         return None if lost is None else type(lost)(str(lost), lost.worker)
+
+
+def _sleep_on(slot: Slot, timeout: float) -> None:
+    """Sleep until the slot is done, or for so many seconds."""
+    waiter = threading.Lock()
+    waiter.acquire()
+    slot.add_waiter(waiter)
+    if not slot.done:
+        waiter.acquire(timeout=min(timeout, threading.TIMEOUT_MAX))
+    slot.remove_waiter(waiter)

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from backhaul.agent.pool import Pool
 from backhaul.errors import ProtocolError
@@ -46,9 +47,20 @@ _log = logging.getLogger(__name__)
 _MAX_HELD = 64
 _MAX_HELD_BYTES = 256 * 1024
 _STALLED_TICKS = 5
+_MAX_CONNECTIONS = 8
 
 Handler = Callable[["Inbound", Envelope], Frame | None]
 """Handles a message; returns the reply to send, or None if there is none, or not yet."""
+
+
+class Guard(Protocol):
+    """See `agent.guard`."""
+
+    def __call__(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+        """What to answer instead of handling a message, if it is refused. Raises if the connection is to end."""
+
+    def finished(self, peer: WorkerInfo) -> None:
+        """A call of that peer is over."""
 
 
 class _ThreadState(threading.local):
@@ -62,6 +74,7 @@ class Inbound:
     def __init__(self, peer: WorkerInfo, channel: Channel, serving: Serving) -> None:
         self.peer = peer
         self.said_goodbye = False
+        self.made = time.monotonic()
         self.over = threading.Event()
         """Everything that the peer sent has been read."""
         self.calls_started = 0  # written by the leader only; user calls only
@@ -86,6 +99,7 @@ class Inbound:
         watch = serving.watch
         channel = self._channel
         handle = serving.handle
+        guard = serving.guard
         with self._lock:
             self._generation += 1
             generation = self._generation
@@ -99,9 +113,14 @@ class Inbound:
                         self._send_held()
                     channel.read(None)
                     continue
-                if getattr(envelope.message, "refs", ()):
+                if guard is not None:
+                    refused = guard(self, envelope)
+                    if refused is not None:
+                        self.reply(refused)
+                        continue
+                elif getattr(envelope.message, "refs", ()):
                     # Now, while this thread cannot lose the lead: the next message must not overtake it.
-                    serving.arriving(envelope.message.refs)
+                    serving.arriving(envelope.message.refs, self.peer)
                 self.turn += 1
                 self.busy = True
                 state.lead = lead
@@ -162,6 +181,8 @@ class Inbound:
     def count_finished(self) -> None:
         with self._lock:
             self.calls_finished += 1
+        if self._serving.guard is not None:
+            self._serving.guard.finished(self.peer)
 
     def give_away(self, generation: int, turn: int | None = None) -> bool:
         """Give the lead to another thread, unless it has moved on. Never waits."""
@@ -218,8 +239,10 @@ class Serving:
         self.watch = watch
         self.handle = handle
         self.on_end: Callable[[Inbound, Exception], None] = lambda inbound, error: None
-        self.arriving: Callable[[Refs], None] = lambda refs: None
-        """Called with the references that a request brings, in the order of reading."""
+        self.guard: Guard | None = None
+        """Judges each message before it is handled, in the order of reading, if peers are not trusted with all."""
+        self.arriving: Callable[[Refs, WorkerInfo], None] = lambda refs, sender: None
+        """Called with the references that a request brings, in the order of reading, if there is no guard."""
         self.on_pause: Callable[[int], None] = lambda change: None
         """Called with -1 and +1 around a `pause`; a test's scheduler counts with it what runs and does not wait."""
         self.state = _ThreadState()
@@ -233,6 +256,12 @@ class Serving:
 
     def add(self, inbound: Inbound) -> None:
         """Serve a connection that was let in."""
+        if self.guard is not None:
+            # One that opens new connections all the time loses its old ones, and nobody else a thread.
+            same = [other for other in list(self.inbounds) if other.peer == inbound.peer]
+            same.sort(key=lambda other: other.made)
+            for old in same[: max(0, len(same) + 1 - _MAX_CONNECTIONS)]:
+                old.shutdown()
         self.inbounds.add(inbound)
         self.pool.run(inbound.lead)
 

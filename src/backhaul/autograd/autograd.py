@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from backhaul.agent.serving import Inbound
 from backhaul.autograd import entry
 from backhaul.autograd.contexts import Contexts, Record, gone
 from backhaul.autograd.engine import Engine
+from backhaul.autograd.functions import rank_of
 from backhaul.autograd.recording import Recorder
 from backhaul.errors import BackhaulError, WorkerLostError
 from backhaul.ids import WorkerInfo
@@ -40,9 +41,16 @@ class Autograd:
     def __init__(self, agent: Agent) -> None:
         anchor = torch.zeros((), device="cpu", requires_grad=True)
         self.me = agent.me
-        self.contexts = Contexts(agent.me)
+        self._strict = agent.options.trust == "federation"
+        self.contexts = Contexts(
+            agent.me,
+            agent.options.limits,
+            lambda peer, why: agent.permissions.over_quota(peer.name, "a context", why),
+            secret=self._strict,
+        )
         self.engine = Engine(agent, self.contexts, anchor)
         self._agent = agent
+        self._doubted: set[int] = set()  # contexts that somebody else than their initiator has called over
         agent.execution.recording = Recorder(self.contexts, anchor)
         agent.register(Leave, self._on_leave)
         agent.register(Inquire, self._on_inquire)
@@ -106,7 +114,12 @@ class Autograd:
             record.gradients.clear()
 
     def _on_leave(self, inbound: Inbound, envelope: Envelope) -> None:
-        self._end(envelope.message.context, inbound.peer.id, gone(envelope.message.context, self.me))
+        id, sender = envelope.message.context, inbound.peer.id
+        if not self._strict or rank_of(id) == sender:
+            self._end(id, sender, gone(id, self.me))
+        elif self.contexts.get(id) is not None and id not in self._doubted:
+            self._doubted.add(id)  # whoever made it has to say so itself
+            self._agent.pool.run(lambda: self._inquire(rank_of(id), (id,)))
 
     def _end(self, id: int, sender: int, error: BaseException) -> None:
         record = self.contexts.end(id)
@@ -133,17 +146,20 @@ class Autograd:
         for initiator, ids in suspects.items():
             self._agent.pool.run(lambda initiator=initiator, ids=ids: self._inquire(initiator, ids))  # type: ignore[misc]
 
-    def _inquire(self, initiator: int, ids: Iterable[int]) -> None:
+    def _inquire(self, initiator: int, ids: Collection[int]) -> None:
         """End those of these contexts that their initiator has ended, or all if it is dead."""
         name = f"rank {initiator}"
+        over: Collection[int]
         try:
             info = self._agent.membership.find(initiator).info
             name = info.name
-            over = self._agent.insist(info, lambda id: Inquire(id, tuple(ids)), "contexts", _INQUIRE_SECONDS)
+            found = self._agent.insist(info, lambda id: Inquire(id, tuple(ids)), "contexts", _INQUIRE_SECONDS)
+            over = found if type(found) is list else ids
         except BackhaulError as error:
             _log.debug("= contexts of rank %s end: %s", initiator, error)
             over = ids
-        for id in over:
+        self._doubted.difference_update(ids)
+        for id in [id for id in ids if id in over]:
             why = f"worker {name!r}, which made autograd context {id}, is lost or has left it"
             self._end(id, initiator, WorkerLostError(why, name))
 

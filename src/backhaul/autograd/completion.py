@@ -11,19 +11,31 @@ along the chain, all runs have reported. Reports may come in any order, and no a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from backhaul.autograd.functions import ROOT
+from backhaul.errors import ProtocolError
+
+_MOST = 1_000_000
 
 
 class Ledger:
     """Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, strict: bool = False) -> None:
+        """``strict``: refuse what has been reported before. It could make a ledger empty that is not."""
         self._open = {ROOT}
+        self._told: tuple[set[int], set[int]] | None = (set(), set()) if strict else None
 
-    def report(self, consumed: Iterable[int], emitted: Iterable[int]) -> bool:
+    def report(self, consumed: Collection[int], emitted: Collection[int]) -> bool:
         """Take note of a report; True if all is over."""
+        if self._told is not None:
+            for before, now in zip(self._told, (consumed, emitted), strict=True):
+                if len(set(now)) != len(now) or not before.isdisjoint(now):
+                    raise ProtocolError("a worker has reported work of a backward pass that was reported before")
+                before.update(now)
+                if len(before) > _MOST:
+                    raise ProtocolError(f"a backward pass of more than {_MOST} messages")
         self._open.symmetric_difference_update(consumed)
         self._open.symmetric_difference_update(emitted)
         return not self._open

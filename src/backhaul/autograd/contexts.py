@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,9 @@ import msgspec
 import torch
 
 from backhaul.autograd.functions import ID_BITS, rank_of
-from backhaul.errors import ContextError
+from backhaul.errors import BackhaulError, ContextError, QuotaError
 from backhaul.ids import WorkerInfo
+from backhaul.options import Quotas
 
 if TYPE_CHECKING:
     from backhaul.autograd.graph import Node
@@ -85,6 +86,10 @@ class Record:
         self.floors: dict[int, int] = {}
         """By who starts passes: those with lower ids are over."""
         self.over = False
+        self.introducer: int | None = None
+        """Rank of who told this worker of the context."""
+        self.limit: int | None = None
+        """How many recorded tensors may wait for their gradients, if a peer that has a quota has told of it."""
 
     def sent(self) -> dict[int, Node]:
         """The Sends of each message, by its id: a node, or several seen as one."""
@@ -92,6 +97,11 @@ class Record:
         for send in list(self.sends.values()):
             found.setdefault(send.message, []).append(send.node)
         return {message: nodes[0] if len(nodes) == 1 else Together(nodes) for message, nodes in found.items()}
+
+    def require_room(self, count: int) -> None:
+        """Raise `QuotaError` if so many Sends, or Recvs, are too many."""
+        if self.limit is not None and count > self.limit:
+            raise QuotaError(f"{self.limit} tensors of autograd context {self.id} wait for their gradients")
 
     def add(self, source: int, send: Send) -> None:
         self.sends[source] = send
@@ -120,8 +130,23 @@ class Record:
 class Contexts:
     """The contexts that one worker knows. Thread-safe."""
 
-    def __init__(self, me: WorkerInfo) -> None:
+    def __init__(
+        self,
+        me: WorkerInfo,
+        limits: Quotas | None = None,
+        refuse: Callable[[WorkerInfo, str], BackhaulError] = lambda peer, why: ContextError(why),
+        *,
+        secret: bool = False,
+    ) -> None:
+        """``limits`` are those of each peer, and ``refuse`` makes the exception for one that goes beyond them.
+
+        With ``secret``, nobody can guess the ids of this worker's contexts: who knows one has been told of it.
+        """
         self._me = me
+        self._limits = limits
+        self._refuse = refuse
+        self._secret = secret
+        self._introduced: Counter[int] = Counter()  # by rank: how many contexts are known from there
         self._lock = threading.Lock()
         self._records: dict[int, Record] = {}
         self._over: OrderedDict[int, None] = OrderedDict()  # the latest: a message of theirs may still come
@@ -136,7 +161,10 @@ class Contexts:
 
     def new(self) -> Record:
         """A context of this worker's."""
-        record = Record(self.new_id())
+        id = self.new_id()
+        if self._secret:  # above all that are counted
+            id = (((self._me.id << 1) + 1) << _START_BITS) + secrets.randbits(_START_BITS)
+        record = Record(id)
         with self._lock:
             self._records[record.id] = record
         return record
@@ -152,20 +180,37 @@ class Contexts:
         return record
 
     def join(self, id: int, sender: WorkerInfo) -> Record | None:
-        """The record of a context that a message of ``sender`` belongs to; None if it is over."""
+        """The record of a context that a message of ``sender`` belongs to; None if it is over.
+
+        Raises `QuotaError` if there are too many that this worker has told of.
+        """
         record = self._records.get(id)
         if record is None:
             with self._lock:
                 if id in self._over or rank_of(id) == self._me.id:
                     return None
-                record = self._records.setdefault(id, Record(id))
+                record = self._records.get(id) or self._introduce(id, sender)
         record.heard.add(sender.id)
+        return record
+
+    def _introduce(self, id: int, sender: WorkerInfo) -> Record:
+        """A context that was not known here. Holds the lock."""
+        record = Record(id)
+        record.introducer = sender.id
+        if self._limits is not None:
+            if self._introduced[sender.id] >= self._limits.contexts:
+                raise self._refuse(sender, f"{self._limits.contexts} autograd contexts are known from this peer")
+            record.limit = self._limits.references
+        self._introduced[sender.id] += 1
+        self._records[id] = record
         return record
 
     def end(self, id: int) -> Record | None:
         """Forget a context; its record, if there was one."""
         with self._lock:
             record = self._records.pop(id, None)
+            if record is not None and record.introducer is not None:
+                self._introduced[record.introducer] -= 1
             self._over[id] = None
             if len(self._over) > _REMEMBERED:
                 self._over.popitem(last=False)

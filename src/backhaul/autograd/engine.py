@@ -41,6 +41,7 @@ from backhaul.errors import (
     ContextError,
     NotInitializedError,
     ProtocolError,
+    QuotaError,
     RpcTimeoutError,
     WorkerLostError,
 )
@@ -61,6 +62,8 @@ from backhaul.wire.messages import (
 _log = logging.getLogger(__name__)
 
 _MAX_NEWS = 64 * 1024
+_MAX_PASSES = 256
+_MAX_TEXT = 4000
 
 _run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
 
@@ -74,6 +77,19 @@ def _gradients(message: Gradients, envelope: Envelope) -> dict[int, tuple[torch.
     return found
 
 
+def _abridged(message: Failed) -> Failed:
+    """What a peer that may lie has said, to be passed on."""
+    return msgspec.structs.replace(
+        message,
+        worker=message.worker[:_MAX_TEXT],
+        type_name=message.type_name[:_MAX_TEXT],
+        text=message.text[:_MAX_TEXT],
+        traceback="",
+        tree=None,
+        refs=(),
+    )
+
+
 class Engine:
     """One worker's part in backward passes, its own and those of others. Thread-safe."""
 
@@ -81,6 +97,7 @@ class Engine:
         self.agent = agent
         self._me = agent.me
         self._contexts = contexts
+        self._strict = agent.options.trust == "federation"
         self._anchor = anchor
         self._lock = threading.Lock()
         # Guarded by _lock:
@@ -152,7 +169,7 @@ class Engine:
             floor = min([id, *(other for other, r in self._running.items() if r.share.record is record)])
             share = Share(Pass(id, record.id, floor, retain_graph, into_grad), record, root)
             share.deadline, share.check_every = deadline, self._check_every
-            running = self._running[id] = Running(share)
+            running = self._running[id] = Running(share, strict=self._strict)
         with record.lock:
             over = record.over
             if not over:
@@ -480,17 +497,19 @@ class Engine:
                 if not isinstance(envelope.message, Report | Failed):
                     raise gone(backward.context, self._me)
                 return
-            share = self._share(record, backward)
+            share = self._share(record, backward, inbound.peer.id)
             if share is not None:
                 handler(inbound, envelope, share)
         except Exception as error:
+            if self._strict and isinstance(error, ProtocolError | QuotaError):
+                self.agent.permissions.note(inbound.peer.name, f"a {type(envelope.message).__name__}", error)
             if share is None:
                 self._tell_failed(rank_of(backward.id), backward, error)
             else:
                 self.fail(share, error)
 
-    def _share(self, record: Record, backward: Pass) -> Share | None:
-        """This worker's share of a pass, new if need be; None if the pass is over."""
+    def _share(self, record: Record, backward: Pass, sender: int) -> Share | None:
+        """This worker's share of a pass that ``sender`` tells of, new if need be; None if the pass is over."""
         starter = rank_of(backward.id)
         with record.lock:
             share = record.shares.get(backward.id)
@@ -498,10 +517,15 @@ class Engine:
                 return share
             if record.over or starter == self._me.id or backward.id in record.aborted or record.is_over(backward.id):
                 return None
-            ended = record.raise_floor(starter, backward.floor)
-            share = record.shares[backward.id] = Share(backward, record)
+            # What passes are over, others may have told who tells it; in a federation one has to hear it oneself.
+            ended = record.raise_floor(starter, 0 if self._strict and sender != starter else backward.floor)
+            full = self._strict and len(record.shares) >= _MAX_PASSES
+            if not full:
+                share = record.shares[backward.id] = Share(backward, record)
         for old in ended:  # it has failed, if somebody still waits in it, and the news of that comes late
             old.fail(ContextError("this backward pass is over: it failed on another worker"), self._me.name)
+        if full:
+            raise QuotaError(f"{_MAX_PASSES} backward passes of one context go on")
         return share
 
     def _on_gradients(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
@@ -511,21 +535,24 @@ class Engine:
             if send is None or send.to.id != inbound.peer.id:
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {inbound.peer.name!r}")
         share.got_from(inbound.peer.id)
-        starter = share.starter
         serving = isinstance(inbound, Inbound)
-        if message.listens and serving and inbound.peer.id == starter:
+        if message.listens and serving and inbound.peer.id == share.starter:
             share.way = inbound
         components, ask = share.arrive(_gradients(message, envelope))
         if ask:
             running = self._running.get(share.backward.id)
             if running is not None:
                 self._ask(running, self._me.id)
-            elif starter != self._me.id:
-                self.agent.post(starter, Resolve(share.backward))
+            elif share.starter != self._me.id:
+                self.agent.post(share.starter, Resolve(share.backward))
         # The thread of `backward` must go on listening.
         self._run_all(share, components, may_wait=serving)
 
     def _on_take_part(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+        for source in envelope.message.sources:
+            send = share.record.sends.get(source)
+            if send is None or send.to.id != inbound.peer.id:
+                raise ProtocolError(f"part of tensor {source}, which was not sent to {inbound.peer.name!r}")
         share.got_from(inbound.peer.id)
         self._take_part(share, envelope.message.sources)
 
@@ -535,10 +562,15 @@ class Engine:
             self._ask(running, inbound.peer.id)
 
     def _on_resolved(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+        if share.starter != inbound.peer.id:
+            raise ProtocolError(f"worker {inbound.peer.name!r} says what only the starter of a pass can know")
         self._run_all(share, self._resolve(share), may_wait=True)
 
     def _on_report(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
-        self._take_report(envelope.message)
+        message: Report = envelope.message
+        if self._strict and any(each == ROOT or rank_of(each) != inbound.peer.id for each in message.consumed):
+            raise ProtocolError(f"worker {inbound.peer.name!r} reports what others have to do")
+        self._take_report(message)
 
     def _on_failed(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
         message: Failed = envelope.message
@@ -547,7 +579,9 @@ class Engine:
             return
         if share.starter == self._me.id:
             self._tell_failed(self._me.id, share.backward, error)
-        if message.refs or envelope.tensors:  # the texts will do
+        if self._strict:
+            message = _abridged(message)
+        elif message.refs or envelope.tensors:  # the texts will do
             message = msgspec.structs.replace(message, tree=None, refs=())
         self.tell(share.record.workers() - {self._me.id, inbound.peer.id}, message)
 

@@ -18,12 +18,14 @@ from backhaul.autograd.share import Share
 class Running:
     """What the starter of a pass knows of it. Thread-safe."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: Share, *, strict: bool = False) -> None:
+        """``strict``: the others may lie. See `completion.Ledger`."""
         self.share = share
+        self._strict = strict
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         # Guarded by _lock:
-        self._ledger = Ledger()
+        self._ledger = Ledger(strict)
         self._resolving: Ledger | None = None
         self._askers: set[int] = set()
         self._resolved = False
@@ -41,7 +43,7 @@ class Running:
             self._askers.add(rank)
             begin = self._resolving is None
             if begin:
-                self._resolving = Ledger()
+                self._resolving = Ledger(self._strict)
             return begin, False
 
     def report(self, resolving: bool, consumed: Sequence[int], emitted: Sequence[int]) -> set[int]:

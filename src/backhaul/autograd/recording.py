@@ -66,6 +66,8 @@ class Recorder:
         # After the context's end too: the values are good, and who asks for gradients is told what has happened.
         record = self._contexts.join(mark.context, sender)
         if record is not None:
+            if record.limit is not None:
+                record.require_room(len(record.recvs) + 1)
             record.recvs[mark.message] = node
         return outputs
 
@@ -77,6 +79,8 @@ class Recorder:
         recorded = [tensor for tensor in tensors if tensor.requires_grad]
         if not recorded:
             return Mark(record.id), tensors
+        if record.limit is not None:
+            record.require_room(len(record.sends) + len(recorded))
         record.told.add(to.id)
         message = self._contexts.new_id(len(recorded))
         for source, tensor in enumerate(recorded, message):

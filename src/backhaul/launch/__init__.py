@@ -6,6 +6,7 @@
 - `prefix`       the worker's name in front of every line
 - `job`          all or nothing: the first failure stops the rest
 - `command`      ``backhaul run``
+- `keygen`       ``backhaul keygen``
 - `members`      the worker processes of ``cluster(n)``
 - `main_module`  gives a worker the driver's ``__main__``
 - `interactive`  ships what was typed into a notebook or an interpreter

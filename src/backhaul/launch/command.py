@@ -8,17 +8,21 @@ import signal
 import sys
 from typing import BinaryIO
 
+from backhaul.errors import OptionError
 from backhaul.launch.guardian import Guardian
 from backhaul.launch.job import Outcome, run_job
 from backhaul.launch.prefix import PrefixedOutput, Write, wants_colour
 from backhaul.launch.session import Session
 from backhaul.launch.supervisor import Command, Supervisor
+from backhaul.options import HOST_VARIABLE, RpcOptions
+from backhaul.security.keys import KEY_FILE_VARIABLE
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "run",
-        usage="backhaul run [-h] [-n N] [-m] [--names A,B,…] [--dropin] [--no-color] SCRIPT [ARGS …]",
+        usage="backhaul run [-h] [-n N] [-m] [--names A,B,…] [--key-file FILE] [--host HOST] [--dropin] [--no-color] "
+        "SCRIPT [ARGS …]",
         help="start a script in several worker processes on this machine",
         description="Start SCRIPT in N worker processes. Each finds its rank and the group in its environment, "
         "so that backhaul.rpc.init_rpc() needs no arguments. The first worker that fails stops the others, "
@@ -27,6 +31,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("-n", "--nproc", type=int, default=1, metavar="N", help="number of workers (default: 1)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("--names", metavar="A,B,…", help="names of the workers (default: worker0,worker1,…)")
+    parser.add_argument("--key-file", metavar="FILE", help="the cluster's key, as `backhaul keygen` makes it")
+    parser.add_argument("--host", metavar="HOST", help="what workers listen on for other hosts (default: loopback)")
     parser.add_argument("--dropin", action="store_true", help="with Backhaul behind torch.distributed.rpc")
     parser.add_argument("--no-color", "--no-colour", action="store_true", help="plain prefixes")
     parser.add_argument("script", metavar="SCRIPT", help="what to run, followed by its own arguments")
@@ -40,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
     if options.nproc < 1:
         parser.error(f"-n must be at least 1, not {options.nproc}")
     names = _names(parser, options.names, options.nproc)
+    given = _given(parser, options)
     if not options.module and not os.path.exists(options.script):
         parser.error(f"no such script: {options.script}")
     target = ["-m", options.script] if options.module else [options.script]
@@ -49,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     with Session() as session:
         commands = []
         for rank, name in enumerate(names):
-            env = {**os.environ, **session.environment(rank, options.nproc)}
+            env = {**os.environ, **session.environment(rank, options.nproc), **given}
             if options.names:
                 env["BACKHAUL_NAME"] = name
             commands.append(Command(name, argv, env))
@@ -94,6 +101,19 @@ def _names(parser: argparse.ArgumentParser, given: str | None, count: int) -> li
     if len(names) != count or len(set(names)) != count or not all(names):
         parser.error(f"--names needs {count} different names, separated by commas; got {given!r}")
     return names
+
+
+def _given(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, str]:
+    """What the command line says about keys and hosts, as the workers' environment. Checked here, once for all."""
+    given = {}
+    try:
+        if options.key_file is not None:
+            given[KEY_FILE_VARIABLE] = RpcOptions(key_file=options.key_file).key_file or ""
+        if options.host is not None:
+            given[HOST_VARIABLE] = RpcOptions(host=options.host).host or ""
+    except OptionError as error:
+        parser.error(str(error))
+    return given
 
 
 def _report(outcome: Outcome, count: int) -> None:

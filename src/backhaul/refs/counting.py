@@ -51,6 +51,11 @@ who was not in the group while the dead one lived has nothing from it.
 that, over connections that may break). Nothing is assumed of their order relative to calls. A worker
 that one takes for dead is dead, and the driver makes sure that every worker named in a `Sweep` is examined.
 
+**Federation.** Where peers may lie (``strict``), a reference goes only from its owner to a user and back. Then no
+worker can have sent on what it had when it died, and nobody is asked: the dead are struck off at once, and a `Sweep` is
+nothing that a peer has to say. `allows` says which notices a peer may send at all: about itself, and about what it was
+given. Whoever was given a reference is listed for it, or the owner has a pin towards it (`may_use`).
+
 Methods return the messages to send, and the values to free; they do nothing else. One driver calls them, under
 one lock, and does not let go of it before the messages are in their outboxes: a `Register` that overtakes the
 `Release` before it takes the reference away from who has just got it.
@@ -59,6 +64,7 @@ one lock, and does not let go of it before the messages are in their outboxes: a
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
@@ -177,15 +183,19 @@ class _Question:
 class Counting:
     """One worker's part. ``me`` is its rank."""
 
-    def __init__(self, me: int, first_number: int = 0) -> None:
+    def __init__(self, me: int, first_number: int = 0, *, strict: bool = False) -> None:
         """``first_number`` must be far from that of any other process that ever has this rank."""
         self.me = me
+        self._strict = strict
         self._first_number = first_number
         self._owned: dict[RefId, _Owned] = {}
         self._used: dict[RefId, _Used] = {}
         self._pins: dict[ShareId, _Pin] = {}
         self._refs: dict[int, int] = {}  # owner -> how many there are; one count for each owner keeps `_Numbers` short
         self._shares = first_number
+        self._listed: Counter[int] = Counter()  # worker -> how many entries of ours list it
+        self._pinned: Counter[int] = Counter()  # worker -> how many pins there are towards it
+        self._used_of: Counter[int] = Counter()  # owner -> how many of its values are used here
         self._settled: dict[int, _Numbers] = {}  # creator -> its creations here that have come, or never will
         # Deaths:
         self._dead: set[int] = set()  # and all that they sent here has been read
@@ -217,6 +227,44 @@ class Counting:
     def pinned(self) -> int:
         return len(self._pins)
 
+    def may_use(self, peer: int, ref: RefId) -> bool:
+        """Whether a value of ours was given to that worker, and it has not given it back."""
+        entry = self._owned.get(ref)
+        if entry is None or ref.owner != self.me:
+            return False
+        return peer == self.me or peer in entry.users or any(self._pins[share].to == peer for share in entry.pins)
+
+    def held_by(self, peer: int) -> int:
+        """How many references to values of ours that worker has, those under way to it included."""
+        return self._listed[peer] + self._pinned[peer]
+
+    def used_of(self, owner: int) -> int:
+        """How many values of that worker are used here."""
+        return self._used_of[owner]
+
+    def fragments(self, creator: int) -> int:
+        """How many gaps there are in the numbers of that worker's creations here; an honest one leaves few."""
+        return len(self._settled.get(creator, ()))
+
+    def is_new(self, ref: RefId) -> bool:
+        """Whether nothing is known of a value that its creator asks for."""
+        return ref not in self._owned and ref.number not in self._settled.get(ref.creator, ())
+
+    def allows(self, peer: int, notice: Notice) -> bool:
+        """Whether a peer that may lie has a right to say this."""
+        if isinstance(notice, Register):
+            return self.may_use(peer, notice.ref)
+        if isinstance(notice, Release):
+            return notice.ref.owner == self.me
+        if isinstance(notice, Registered):
+            return notice.ref.owner == peer
+        if isinstance(notice, Unpin):
+            pin = self._pins.get(notice.share)
+            return pin is None or pin.to == peer
+        if isinstance(notice, Recall):
+            return all(share.sharer == peer for share in notice.shares)
+        return False  # a Sweep, which nobody needs
+
     def new_ref(self, owner: int) -> RefId:
         """A name for a value. If it is another worker's, `creating` and `created` must follow."""
         number = self._refs[owner] = self._refs.get(owner, self._first_number) + 1
@@ -234,13 +282,13 @@ class Counting:
         entry = self._owned.setdefault(ref, _Owned())
         entry.expected = False
         if creator not in self._dead and self._settle(ref):
-            entry.users.add(creator)
+            self._list(entry, creator)
         return self._free_if_idle(ref)
 
     def creating(self, ref: RefId) -> None:
         """A creation is on its way to the owner; we have a copy."""
-        self._used[ref] = entry = _Used()
-        entry.copies = 1
+        entry = self._used.get(ref)  # a peer may have made up a reference of that name
+        (self._use(ref) if entry is None else entry).copies += 1
 
     def created(self, ref: RefId) -> list[Action]:
         """The owner has confirmed the creation, or it is not known whether it ever happened. Once for each."""
@@ -269,7 +317,7 @@ class Counting:
             return []
         entry.copies = 0
         for share in entry.pins:
-            del self._pins[share]
+            self._pinned[self._pins.pop(share).to] -= 1
         entry.pins.clear()
         return self._leave_if_idle(ref)
 
@@ -284,6 +332,7 @@ class Counting:
         if entry is not None and to not in self._dead:
             entry.pins.add(share)
             self._pins[share] = _Pin(ref, to, over)
+            self._pinned[to] += 1
         return share
 
     def unpin(self, share: ShareId) -> list[Action]:
@@ -291,6 +340,7 @@ class Counting:
         pin = self._pins.pop(share, None)
         if pin is None:
             return []
+        self._pinned[pin.to] -= 1
         entry = self._entry(pin.ref)
         if entry is not None:
             entry.pins.discard(share)
@@ -316,7 +366,7 @@ class Counting:
         used = self._used.get(ref)
         is_new = used is None
         if used is None:
-            used = self._used[ref] = _Used()
+            used = self._use(ref)
         used.copies += 1
         if used.confirmed:
             return self._tell(share.sharer, Unpin(share))
@@ -342,9 +392,9 @@ class Counting:
         return self._on_swept(peer, notice.dead)
 
     def _on_register(self, peer: int, ref: RefId) -> list[Action]:
-        exists = self.expects(ref)
+        exists = ref.owner == self.me and self.expects(ref)
         if exists and peer not in self._dead:
-            self._owned[ref].users.add(peer)
+            self._list(self._owned[ref], peer)
         return self._tell(peer, Registered(ref, exists))
 
     def expects(self, ref: RefId) -> bool:
@@ -356,7 +406,7 @@ class Counting:
             return False
         entry = self._owned[ref] = _Owned()
         entry.expected = True
-        entry.users.add(ref.creator)  # it will release it, whether its creation arrives or not
+        self._list(entry, ref.creator)  # it will release it, whether its creation arrives or not
         return True
 
     def _settle(self, ref: RefId) -> bool:
@@ -368,11 +418,13 @@ class Counting:
         return True
 
     def _on_release(self, peer: int, ref: RefId) -> list[Action]:
+        if ref.owner != self.me:
+            return []  # it never was listed here
         early = ref.creator == peer and self._settle(ref)
         entry = self._owned.get(ref)
         if entry is None:
             return []
-        entry.users.discard(peer)
+        self._strike_off(entry, {peer})
         return [*(self._void(ref) if early else []), *self._free_if_idle(ref)]
 
     def _void(self, ref: RefId) -> list[Action]:
@@ -422,7 +474,9 @@ class Counting:
         # What it owned can be used no more; nothing is to be told to it.
         for ref, used in [(ref, used) for ref, used in self._used.items() if ref.owner == worker]:
             actions += [Confirm(ref, False)] if used.confirmed else self._confirm(ref, exists=False)
-        if self._unswept is not None or self._concerned(worker):
+        if self._strict:
+            actions += self._strike_off_the_dead()
+        elif self._unswept is not None or self._concerned(worker):
             actions += self._start_sweep()
         return actions + self._answer_sweeps()
 
@@ -473,7 +527,7 @@ class Counting:
         for share in [share for share, pin in self._pins.items() if pin.to in self._dead]:
             actions += self.unpin(share)
         for ref, entry in list(self._owned.items()):
-            entry.users -= self._dead
+            self._strike_off(entry, self._dead)
             actions += self._free_if_idle(ref)
         return actions
 
@@ -491,6 +545,22 @@ class Counting:
                 actions += self._tell(peer, Swept(question.dead))
         return actions
 
+    def _list(self, entry: _Owned, user: int) -> None:
+        if user not in entry.users:
+            entry.users.add(user)
+            self._listed[user] += 1
+
+    def _strike_off(self, entry: _Owned, users: set[int]) -> None:
+        for user in entry.users & users:
+            entry.users.discard(user)
+            self._listed[user] -= 1
+
+    def _use(self, ref: RefId) -> _Used:
+        if ref not in self._used:
+            self._used_of[ref.owner] += 1
+        entry = self._used[ref] = _Used()
+        return entry
+
     def _entry(self, ref: RefId) -> _Owned | _Used | None:
         return self._owned.get(ref) if ref.owner == self.me else self._used.get(ref)
 
@@ -501,6 +571,7 @@ class Counting:
         if entry is None or not entry.idle():
             return []
         del self._used[ref]
+        self._used_of[ref.owner] -= 1
         return self._tell(ref.owner, Release(ref))
 
     def _free_if_idle(self, ref: RefId) -> list[Action]:

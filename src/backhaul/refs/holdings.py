@@ -27,7 +27,10 @@ from backhaul.errors import (
     BackhaulError,
     MisuseError,
     NotInitializedError,
+    ProtocolError,
+    QuotaError,
     RpcTimeoutError,
+    UnsendableError,
     WorkerLostError,
     fresh,
     kept,
@@ -36,9 +39,10 @@ from backhaul.ids import RefId, WorkerInfo
 from backhaul.refs.cell import Cell
 from backhaul.refs.counting import Action, Counting, Free, Send, Void
 from backhaul.refs.mailbox import Inbox, Outbox
+from backhaul.refs.rights import Rights
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Notice, Notices, Refs, Sweep
+from backhaul.wire.messages import Create, Notice, Notices, Refs, Register, Registered, Sweep, Unpin
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +72,9 @@ class Holdings:
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._process = secrets.randbits(_PROCESS_BITS) + 1  # tells this process from others that have had its rank
-        self._counting = Counting(agent.me.id, first_number=self._process << _NUMBER_BITS)
+        strict, limits = agent.options.trust == "federation", agent.options.limits
+        self._counting = Counting(agent.me.id, first_number=self._process << _NUMBER_BITS, strict=strict)
+        self._rights = Rights(self._counting, None if limits is None else limits.references, strict=strict)
         self._cells: dict[RefId, Cell] = {}  # values of ours
         self._gone: dict[RefId, BaseException] = {}  # why a value of others cannot be had
         self._creations: dict[RefId, Future[Any]] = {}  # under way
@@ -223,18 +229,62 @@ class Holdings:
     # What the agent tells about messages: see agent.traffic.
 
     def departing(self, attached: list[Any], to: WorkerInfo, over: object) -> Refs:
+        if self._rights.strict:
+            self._require_direct(attached, to)
         with self._lock:
-            return tuple((rref._ref, self._counting.share(rref._ref, to.id, over)) for rref in attached)
+            if not self._rights.is_full(to.id, len(attached)):
+                return tuple((rref._ref, self._counting.share(rref._ref, to.id, over)) for rref in attached)
+        raise self._over_quota(to, "references to more values")
+
+    def _require_direct(self, attached: list[Any], to: WorkerInfo) -> None:
+        for rref in attached:
+            if rref._ref.owner not in (self.me.id, to.id):
+                raise UnsendableError(
+                    f"{rref!r} cannot go to worker {to.name!r}: in a federation a reference goes from its owner to "
+                    f"another worker and back. Let {rref.owner_name()!r} give it to {to.name!r}, or send the value"
+                )
+
+    def _over_quota(self, peer: WorkerInfo, what: str) -> QuotaError:
+        return self._agent.permissions.over_quota(
+            peer.name, what, f"worker {peer.name!r} has references to {self._rights.limit} values"
+        )
 
     def stayed(self, refs: Refs) -> None:
         with self._lock:
             after = self._apply([action for _, share in refs for action in self._counting.unpin(share)])
         self._act(after)
 
-    def arriving(self, refs: Refs) -> None:
+    def arriving(self, refs: Refs, sender: WorkerInfo) -> None:
         with self._lock:
-            after = self._apply([action for ref, share in refs for action in self._counting.receive(ref, share)])
+            wrong = self._rights.objection(refs, sender.id)
+            after = self._receive(refs if wrong is None else ())
         self._act(after)
+        if wrong is not None:
+            raise ProtocolError(wrong)
+
+    def admit(self, request: Any, sender: WorkerInfo) -> None:
+        makes = type(request) is Create
+        with self._lock:
+            wrong = self._rights.complaint(request, sender.id)
+            full = makes and self._rights.is_full(sender.id, 1)
+            if wrong is None and not full:
+                if makes and self._rights.strict:
+                    self._counting.expects(request.ref)  # later requests may name it
+                after = self._receive(getattr(request, "refs", ()))
+        if wrong is not None:
+            raise self._agent.permissions.refuse(sender.name, f"a {type(request).__name__}", wrong)
+        if full:
+            raise self._over_quota(sender, "a value")
+        self._act(after)
+
+    def decline(self, refs: Refs, sender: WorkerInfo) -> None:
+        with self._lock:
+            after = self._apply([Send(sender.id, Unpin(share)) for _, share in refs if share.sharer == sender.id])
+        self._act(after)
+
+    def _receive(self, refs: Refs) -> _Aftermath:
+        """Holds the lock."""
+        return self._apply([action for ref, share in refs for action in self._counting.receive(ref, share)])
 
     def arrived(self, refs: Refs) -> None:
         with self._lock:
@@ -308,14 +358,27 @@ class Holdings:
         with self._lock:
             if self._inboxes.setdefault(inbound.peer.id, Inbox()).accept(message.number, message.process):
                 for notice in message.notices:
-                    actions += self._counting.handle(inbound.peer.id, notice)
+                    if self._rights.strict and not self._counting.allows(inbound.peer.id, notice):
+                        actions += self._disallow(inbound.peer, notice)
+                    else:
+                        actions += self._counting.handle(inbound.peer.id, notice)
             after = self._apply(actions)
+            modest = self._rights.is_modest(inbound.peer.id, len(self._outboxes.get(inbound.peer.id, ())))
         self._act(after)
+        if self._rights.strict:
+            if not modest:
+                raise ProtocolError("more notices about references than a worker has reason to send")
+            return self._agent.answer(message.id, None)
         for notice in message.notices:
             if isinstance(notice, Sweep):
                 for rank in notice.dead:
                     self._examine_later(rank)
         return self._agent.answer(message.id, None)
+
+    def _disallow(self, peer: WorkerInfo, notice: Notice) -> list[Action]:
+        """A peer has no right to say that. To whom asks for a value, it is as if there were none."""
+        self._agent.permissions.note(peer.name, f"a {type(notice).__name__}", getattr(notice, "ref", ""))
+        return [Send(peer.id, Registered(notice.ref, False))] if isinstance(notice, Register) else []
 
     def _tick(self) -> bool:
         """Called by the watch thread."""

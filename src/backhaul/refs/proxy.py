@@ -41,6 +41,11 @@ class Proxy:
 
 def invoke(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
     """Run a method of the value, once there is one. Runs on the owner, and holds no thread until then."""
+    return invoke_found(rref, lambda value: getattr(value, name), args, kwargs)
+
+
+def invoke_found(rref: RRef[Any], find: Callable[[Any], Callable[..., Any]], args: Any, kwargs: Any) -> Future[Any]:
+    """The same of what ``find`` finds at the value."""
     references = rref._references
     future: Future[Any] = Future()
     context = contextvars.copy_context()
@@ -50,7 +55,7 @@ def invoke(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
             future.settle(None, failed)
             return
         try:
-            value, later = references.execution.invoke(context, getattr(cell.get(), name), args, kwargs)
+            value, later = references.execution.invoke(context, find(cell.get()), args, kwargs)
         except BaseException as error:
             future.settle(None, error)
             return

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from backhaul.agent.agent import Agent, To, name_for_people
-from backhaul.agent.execution import Execution, follow
+from backhaul.agent.execution import ASYNC_MARK, Execution, follow
+from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
 from backhaul.agent.serving import Inbound
 from backhaul.errors import (
@@ -25,8 +26,9 @@ from backhaul.errors import (
 from backhaul.ids import RefId, WorkerInfo
 from backhaul.refs.cell import Cell
 from backhaul.refs.holdings import Holdings
-from backhaul.refs.proxy import invoke, type_of
+from backhaul.refs.proxy import invoke, invoke_found, type_of
 from backhaul.refs.rref import RRef
+from backhaul.wire import callables
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Create, Fetch
@@ -47,6 +49,8 @@ class References:
         codec.register(RRef, "rref", self._lower, self._lift)
         agent.register(Create, self._on_create)
         agent.register(Fetch, self._on_fetch)
+        if isinstance(agent.execution, FederatedExecution):
+            agent.execution.entries[callables.name_of(invoke)] = self._invoke_for
 
     # What an RRef asks for.
 
@@ -184,7 +188,8 @@ class References:
         if type(value) is not tuple or len(value) != 3 or not all(type(part) is int for part in value):
             raise ProtocolError("a reference that is none")
         ref = RefId(*value)
-        if not self._holdings.hold(ref):
+        known = unpacking.announced is None or ref in unpacking.announced
+        if not known or not self._holdings.hold(ref):
             raise ProtocolError(f"a reference {ref} that the message does not announce")
         return RRef._made(self, ref)
 
@@ -243,6 +248,26 @@ class References:
         if cell.when_ready(lambda: inbound.reply(answer())):
             return answer()
         return None
+
+    def _invoke_for(self, peer: WorkerInfo) -> Callable[..., Future[Any]]:
+        """`invoke` for a peer of a federation: methods that are exposed to it, of a value that was given to it."""
+        permissions = self._agent.permissions
+
+        def method(value: Any, name: str) -> Callable[..., Any]:
+            found = permissions.names(peer.name).method(value, name)
+            if found is None:
+                what = f"the method {name!r} of a {type(value).__qualname__}"
+                raise permissions.refuse(peer.name, what, "there is none that is exposed to it")
+            return found
+
+        def invoke_method(*arguments: Any) -> Future[Any]:
+            kinds = tuple(map(type, arguments))
+            if kinds != (RRef, str, tuple, dict) or not arguments[0].is_owner():
+                raise permissions.refuse(peer.name, "a method", f"arguments of the types {kinds}")
+            return invoke_found(arguments[0], lambda value: method(value, arguments[1]), *arguments[2:])
+
+        setattr(invoke_method, ASYNC_MARK, True)
+        return invoke_method
 
     # The end.
 

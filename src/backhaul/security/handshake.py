@@ -9,8 +9,10 @@ little-endian::
 
 A proof is HMAC-SHA256 under the key over the side's name, both nonces and the message
 that follows it. It is compared in constant time, and the message is decoded only after it
-was found right. On a unix socket the kernel vouches for the peer (see `credentials`), and
-the key is empty.
+was found right.
+
+On a unix socket the kernel vouches for the peer (see `credentials`), and over TCP its certificate does (see `tls`):
+the transports give an empty key, and a proof shows no more than that both speak of the same connection.
 
 A server that refuses says why in a `Welcome`, with a proof of zeros if it could not trust
 the client. The client takes that text as a hint for a person, nothing more.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from backhaul.security.handshake import Hello, Welcome
-from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor
+from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import HEADER, Frame
 from backhaul.wire.messages import KINDS, Call, Failure, Result
@@ -196,8 +196,14 @@ class _FaultyVisitor(Visitor):
         self._inside = inside
         self._faults = faults
 
-    def admit(self, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
-        channel, hello = self._inside.admit(judge, deadline)
+    def fileno(self) -> int:
+        return self._inside.fileno()
+
+    def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello]:
+        outcome = self._inside.step(judge)
+        if isinstance(outcome, str):
+            return outcome
+        channel, hello = outcome
         return FaultyChannel(channel, self._faults), hello
 
     def turn_away(self) -> None:
@@ -229,6 +235,9 @@ class FaultyTransport(Transport):
 
     def listen(self) -> Sequence[Listener]:
         return [_FaultyListener(listener, self._faults) for listener in self._inside.listen()]
+
+    def introduce(self, name: str) -> None:
+        self._inside.introduce(name)
 
     @property
     def addresses(self) -> Addresses:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from backhaul.ids import Addresses
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
+
+Want = Literal["read", "write"]
+"""What a greeting waits for: something to read, or room to write."""
 
 
 class ChannelClosed(Exception):
@@ -68,14 +72,23 @@ class Channel(ABC):
 
 
 class Visitor(ABC):
-    """A connection that has come in and has not been let in yet."""
+    """A connection that has come in and has not been let in yet. For one thread."""
+
+    trusted = False
+    """Whether somebody vouches for the peer already: TLS, or the kernel."""
+    whence = ""
+    """The address that it comes from, if it has one. For people."""
 
     @abstractmethod
-    def admit(self, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
-        """Greet the peer. ``judge`` decides; a welcome that refuses is sent and raises.
+    def fileno(self) -> int:
+        """A descriptor that is readable, or writable, when the next step can be made."""
 
-        Raises `AuthenticationError`, `ProtocolError` or `ChannelClosed`; the connection is
-        then closed.
+    @abstractmethod
+    def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello]:
+        """Go on with the greeting without waiting: what to wait for before the next step, or the channel.
+
+        ``judge`` decides; a welcome that refuses is sent and raises. Raises `AuthenticationError`, `ProtocolError` or
+        `ChannelClosed`; the connection is then closed.
         """
 
     @abstractmethod
@@ -103,7 +116,10 @@ class Transport(ABC):
 
     @abstractmethod
     def listen(self) -> Sequence[Listener]:
-        """Start to listen; `addresses` is known after it."""
+        """Start to listen; `addresses` is known after it. Before anybody is let in, `introduce` this worker."""
+
+    def introduce(self, name: str) -> None:  # noqa: B027 some have nothing to show to a peer
+        """From now on this is the worker of that name. Raises `OptionError` if its credentials are not for it."""
 
     @property
     @abstractmethod
@@ -136,4 +152,4 @@ class Transport(ABC):
         """In a forked child: close the descriptors, and remove nothing."""
 
 
-__all__ = ["Addresses", "Channel", "ChannelClosed", "Listener", "Transport", "Visitor"]
+__all__ = ["Addresses", "Channel", "ChannelClosed", "Listener", "Transport", "Visitor", "Want"]

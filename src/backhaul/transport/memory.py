@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from backhaul.errors import AuthenticationError
 from backhaul.options import DEFAULT_MAX_MESSAGE_BYTES, RpcOptions
 from backhaul.security.handshake import Hello, Welcome
-from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor
+from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
 
@@ -192,7 +192,10 @@ class MemoryVisitor(Visitor):
         self.welcome: Welcome | None = None
         self.answered = threading.Event()
 
-    def admit(self, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
+    def fileno(self) -> int:
+        return self.far.fileno()
+
+    def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello]:
         self.welcome = judge(self.hello)
         self.answered.set()
         if self.welcome.refused:
@@ -250,7 +253,7 @@ class MemoryTransport(Transport):
 
     def __init__(self, network: Network, options: RpcOptions | None = None) -> None:
         self._network = network
-        self._max_message_bytes = (RpcOptions() if options is None else options).max_message_bytes
+        self._max_message_bytes = (RpcOptions() if options is None else options).message_limit
         self._listener: MemoryListener | None = None
 
     def listen(self) -> Sequence[Listener]:

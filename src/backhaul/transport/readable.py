@@ -12,6 +12,7 @@ an exchange: who is idle, or waits for something long, sleeps.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -84,7 +85,10 @@ class Readable:
     def _with(self, bell: int) -> Callable[[float | None], object]:
         if self._belled is None or self._belled[0] != bell:
             poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
+            try:
+                poll.register(self._socket, select.POLLIN)
+            except ValueError:  # which has no descriptor any more
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
             poll.register(bell, select.POLLIN)
             self._belled = bell, poll.poll
         return self._belled[1]

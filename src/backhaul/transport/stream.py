@@ -1,4 +1,4 @@
-"""Channels over unix and TCP sockets.
+"""Channels over unix sockets, and the transport that has these and, between hosts, TCP with TLS (`tls`).
 
 Sockets stay in blocking mode; what must not wait says so with ``MSG_DONTWAIT``. Who waits for bytes does so in
 `readable`.
@@ -8,48 +8,45 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import select
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from backhaul.errors import AuthenticationError, OptionError, ProtocolError
+from backhaul.errors import OptionError, ProtocolError
 from backhaul.options import RpcOptions
-from backhaul.security import handshake
 from backhaul.security.credentials import require_same_user
-from backhaul.security.handshake import ClientHandshake, Hello, ServerHandshake, Welcome
+from backhaul.security.handshake import Hello, Welcome
+from backhaul.security.tls import ClusterCredentials, Credentials, OwnCredentials
 from backhaul.transport import segments
-from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor
+from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
+from backhaul.transport.greeting import Line, Steps, drive, receive_visitor, visit
+from backhaul.transport.hosts import Site, choose_site
 from backhaul.transport.readable import Readable
 from backhaul.transport.segments import Borrowing, Budget, Lending
+from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, connect_tcp, connect_unix, tune
+from backhaul.transport.tls import TlsLine
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
 
 RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
 """A private directory that a launcher made for its workers' sockets, and removes."""
 
-LOOPBACK = "127.0.0.1"
 _MAX_UNIX_PATH = 100  # the kernel's limit is 108 with the terminating zero
-_SOCKET_BUFFER = 4 << 20
 # Plain integers: combining the enumeration's members costs a microsecond each time.
-_NO_WAIT = int(socket.MSG_DONTWAIT)
 _NO_WAIT_FOR_DESCRIPTORS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
-_SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _DESCRIPTOR_ROOM = socket.CMSG_SPACE(segments.MAX_PASSED * array.array("i").itemsize)
 _MAX_PIECES = 512  # below IOV_MAX, which is 1024
-_BACKLOG = 128
-_QUEUE_PAUSE = 0.005
+_BACKLOG = 1024
 
-# A silent loss of the network is noticed after about IDLE + COUNT * INTERVAL seconds of
-# silence, or when written data is not acknowledged for USER_TIMEOUT.
-_KEEPALIVE_IDLE = 2
-_KEEPALIVE_INTERVAL = 1
-_KEEPALIVE_COUNT = 4
-_USER_TIMEOUT_MS = 6000
+_KEY_ADVICE = (
+    "make a key with `backhaul keygen cluster.key`, copy that file to every host, and name it with `backhaul run "
+    "--key-file`, BACKHAUL_KEY_FILE or RpcOptions(key_file=...); or bring certificates with RpcOptions(tls=TLS(...))"
+)
 
 
 def host_id() -> str:
@@ -69,13 +66,13 @@ class StreamChannel(Channel):
         shares = sock.family == socket.AF_UNIX and segments.are_possible()
         self._borrowing = Borrowing() if shares else None
         self._lending = Lending(budget) if shares and budget.size else None
-        self._decoder = Decoder(options.max_message_bytes, self._borrowing)
+        self._decoder = Decoder(options.message_limit, self._borrowing, options.head_limit)
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._unsent: list[memoryview] = []
         self._keep: object = None
         self._passing: list[int] = []  # descriptors that go with the first byte that is unsent
         self._readable = Readable(sock, options.busy_poll)
-        _tune(sock)
+        tune(sock)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -85,11 +82,11 @@ class StreamChannel(Channel):
         if len(pieces) > 1:
             return self._write_large(frame)
         try:
-            sent = self._socket.send(pieces[0], _SEND_FLAGS)
+            sent = self._socket.send(pieces[0], SEND_FLAGS)
         except BlockingIOError:
             sent = 0
         except OSError as error:
-            raise _closed(error) from error
+            raise closed(error) from error
         if sent == frame.size:
             return True
         self._unsent = [memoryview(pieces[0])[sent:]]
@@ -108,11 +105,11 @@ class StreamChannel(Channel):
             if self._passing:
                 beside = ((socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._passing)),)
             try:
-                sent = self._socket.sendmsg(self._unsent[:_MAX_PIECES], beside, _SEND_FLAGS)
+                sent = self._socket.sendmsg(self._unsent[:_MAX_PIECES], beside, SEND_FLAGS)
             except BlockingIOError:
                 return False
             except OSError as error:
-                raise _closed(error) from error
+                raise closed(error) from error
             self._passing = []
             self._unsent = _drop(self._unsent, sent)
         self._keep = None
@@ -131,7 +128,7 @@ class StreamChannel(Channel):
             if timeout != 0 and not self._readable.wait(timeout, bell):
                 return False
             if self._borrowing is None:
-                count = self._socket.recv_into(self._decoder.writable(), 0, _NO_WAIT)
+                count = self._socket.recv_into(self._decoder.writable(), 0, NO_WAIT)
             else:
                 count, beside, flags, _ = self._socket.recvmsg_into(
                     (self._decoder.writable(),), _DESCRIPTOR_ROOM, _NO_WAIT_FOR_DESCRIPTORS
@@ -141,7 +138,7 @@ class StreamChannel(Channel):
         except BlockingIOError:
             return False
         except OSError as error:
-            raise _closed(error) from error
+            raise closed(error) from error
         if not count:
             raise ChannelClosed("the connection ended")
         self._decoder.wrote(count)
@@ -172,49 +169,66 @@ class StreamChannel(Channel):
         self._socket.close()
 
 
+class UnixLine(Line):
+    """The kernel says whose process is at the other end."""
+
+    def open(self) -> Steps[frozenset[str] | None]:
+        yield from ()
+        require_same_user(self.socket)
+        return None
+
+    def say(self, data: bytes) -> Steps[None]:
+        yield from self.send(data)
+
+    def hear(self, count: int) -> Steps[bytes]:
+        data = bytearray()
+        while len(data) < count:
+            data += yield from self.receive(count - len(data))
+        return bytes(data)
+
+    def channel(self, options: RpcOptions, budget: Budget) -> Channel:
+        return StreamChannel(self.socket, options, budget)
+
+
 class StreamVisitor(Visitor):
-    def __init__(self, sock: socket.socket, key: bytes, options: RpcOptions, budget: Budget) -> None:
-        self._socket = sock
-        self._key = key
+    def __init__(self, line: Line, whence: str, options: RpcOptions, budget: Budget) -> None:
+        self.whence = whence
+        self._line = line
         self._options = options
         self._budget = budget
+        self._steps: Steps[Hello] | None = None
 
-    def admit(self, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
-        sock = self._socket
-        server = ServerHandshake(self._key)
+    def fileno(self) -> int:
+        return self._line.socket.fileno()
+
+    def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello]:
+        if self._steps is None:
+            self._steps = receive_visitor(self._line, judge, self._now_trusted)
         try:
-            if sock.family == socket.AF_UNIX:
-                require_same_user(sock)
-            _send(sock, server.challenge, deadline)
-            rest = server.receive_head(_receive(sock, handshake.HELLO_HEAD_SIZE, deadline))
-            message = _receive(sock, rest, deadline)
-            try:
-                hello = server.receive_hello(message)
-            except AuthenticationError:
-                refusal = Welcome(
-                    -1, "", "the secrets differ; start all workers from one launcher or give all the same"
-                )
-                _send(sock, server.answer(refusal, trusted=False), deadline)
-                raise
-            welcome = judge(hello)
-            _send(sock, server.answer(welcome), deadline)
-            if welcome.refused:
-                raise AuthenticationError(f"refused worker {hello.name!r}: {welcome.refused}")
-            sock.settimeout(None)
-            return StreamChannel(sock, self._options, self._budget), hello
+            return next(self._steps)
+        except StopIteration as end:
+            hello: Hello = end.value
         except BaseException:
-            sock.close()
+            self._line.socket.close()
             raise
+        return self._line.channel(self._options, self._budget), hello
 
     def turn_away(self) -> None:
-        self._socket.close()
+        self._line.socket.close()
+
+    def _now_trusted(self) -> None:
+        self.trusted = True
 
 
 class StreamListener(Listener):
-    def __init__(self, sock: socket.socket, key: bytes, options: RpcOptions, budget: Budget) -> None:
+    """``make_line`` says how greetings go on the sockets that it accepts."""
+
+    def __init__(
+        self, sock: socket.socket, make_line: Callable[[socket.socket], Line], options: RpcOptions, budget: Budget
+    ) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._key = key
+        self._make_line = make_line
         self._options = options
         self._budget = budget
 
@@ -223,65 +237,92 @@ class StreamListener(Listener):
 
     def accept(self) -> Visitor | None:
         try:
-            sock, _ = self._socket.accept()
-        except OSError:  # nobody there, or gone again, or out of descriptors for the moment
-            return None
-        return StreamVisitor(sock, self._key, self._options, self._budget)
+            sock, address = self._socket.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                raise  # somebody waits there, and will not be seen until there is room
+            return None  # nobody there, or gone again
+        whence = f"{address[0]}, port {address[1]}" if isinstance(address, tuple) else ""
+        return StreamVisitor(self._make_line(sock), whence, self._options, self._budget)
 
     def close(self) -> None:
         self._socket.close()
 
 
 class StreamTransport(Transport):
-    """Unix sockets between the processes of one host; TCP on loopback when there is a secret."""
+    """Unix sockets between the processes of one host; TCP with TLS, if there is a secret or are certificates."""
 
     def __init__(self, options: RpcOptions) -> None:
         self._options = options
         self._budget = Budget(options.segment_pool_bytes)
-        self._secret = options.secret_or_inherited()
+        self._secret = None if options.tls else options.secret_or_inherited()
+        self._credentials: Credentials | None = None
+        self._site: Site | None = None
         self._host = host_id()
         self._addresses = Addresses(host=self._host)
         self._listeners: list[StreamListener] = []
         self._directory: str | None = None
         self._path: str | None = None
 
+    @property
+    def _has_unix(self) -> bool:
+        return self._options.transport != "tcp" and self._options.trust != "federation"
+
+    @property
+    def _has_tcp(self) -> bool:
+        return self._options.transport != "unix" and (self._options.tls is not None or self._secret is not None)
+
     def listen(self) -> Sequence[Listener]:
         wanted = self._options.transport
-        if wanted == "tcp" and self._secret is None:
+        if wanted == "unix" and (self._options.host or self._options.port):
+            raise OptionError("transport 'unix' has no host and no port: leave them out, or take 'auto' or 'tcp'")
+        if wanted == "tcp" and not self._has_tcp:
             raise OptionError(
                 "transport 'tcp' needs a secret that all workers share: start them with `backhaul run`, or "
-                "give RpcOptions(secret=...) the same 32 random bytes everywhere"
+                f"give RpcOptions(secret=...) the same 32 random bytes everywhere. For several hosts, {_KEY_ADVICE}"
             )
-        unix = self._listen_unix() if wanted != "tcp" else None
-        tcp = self._listen_tcp(self._secret) if wanted != "unix" and self._secret is not None else None
+        if wanted != "unix":
+            self._site = choose_site(self._options)
+            if not self._has_tcp and not self._site.is_loopback:
+                raise OptionError(
+                    f"listening on {self._site.announced}, beyond this machine, needs a key or certificates, so that "
+                    f"nobody else can call: {_KEY_ADVICE}"
+                )
+        unix = self._listen_unix() if self._has_unix else None
+        tcp = self._listen_tcp(self._site) if self._has_tcp and self._site is not None else None
         self._addresses = Addresses(host=self._host, unix=unix, tcp=tcp)
         return self._listeners
+
+    def introduce(self, name: str) -> None:
+        if self._options.tls is not None:
+            self._credentials = OwnCredentials(self._options.tls, name)
+        elif self._secret is not None:
+            self._credentials = ClusterCredentials(self._secret, name)
+            # Otherwise most workers have nobody to show a certificate to, and need not wait for one.
+            if self._has_tcp and (not self._has_unix or (self._site is not None and not self._site.is_loopback)):
+                self._credentials.prepare()
 
     @property
     def addresses(self) -> Addresses:
         return self._addresses
 
     def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
-        sock, key = self._reach(addresses, deadline)
+        line = self._reach(addresses, deadline)
         try:
-            client = ClientHandshake(key, hello)
-            _send(sock, client.receive_challenge(_receive(sock, handshake.CHALLENGE_SIZE, deadline)), deadline)
-            rest = client.receive_head(_receive(sock, handshake.WELCOME_HEAD_SIZE, deadline))
-            welcome = client.receive_welcome(_receive(sock, rest, deadline))
-            sock.settimeout(None)
-            return StreamChannel(sock, self._options, self._budget), welcome
+            welcome = drive(visit(line, hello), line.socket, deadline)
+            return line.channel(self._options, self._budget), welcome
         except BaseException:
-            sock.close()
+            line.socket.close()
             raise
 
     def is_listening(self, addresses: Addresses, deadline: float) -> bool:
         try:
-            sock, _ = self._reach(addresses, deadline)
+            line = self._reach(addresses, deadline)
         except ChannelClosed:
             return False
-        except (AuthenticationError, TimeoutError):
+        except TimeoutError:
             return True
-        sock.close()
+        line.socket.close()
         return True
 
     def trim(self) -> float:
@@ -321,38 +362,48 @@ class StreamTransport(Transport):
         except BaseException:
             sock.close()
             raise
-        self._listeners.append(StreamListener(sock, b"", self._options, self._budget))
+        self._listeners.append(StreamListener(sock, UnixLine, self._options, self._budget))
         return path
 
-    def _listen_tcp(self, secret: bytes) -> tuple[str, int]:
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    def _listen_tcp(self, site: Site) -> tuple[str, int]:
+        sock = socket.socket(site.family, socket.SOCK_STREAM)
         try:
-            sock.bind((LOOPBACK, 0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if site.family == socket.AF_INET6:
+                # All of IPv6 is all of IPv4, too, whatever the system's default is.
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            sock.bind(site.address)
             sock.listen(_BACKLOG)
+        except OSError as error:
+            sock.close()
+            raise OptionError(
+                f"cannot listen on {site.address[0]}, port {site.address[1] or 'any'}: {error.strerror}; the host must "
+                "be an address of this machine, and the port one that nobody else uses"
+            ) from error
         except BaseException:
             sock.close()
             raise
-        self._listeners.append(StreamListener(sock, secret, self._options, self._budget))
-        host, port = sock.getsockname()
-        return host, port
+        self._listeners.append(StreamListener(sock, self._visited, self._options, self._budget))
+        return site.announced, sock.getsockname()[1]
 
-    def _reach(self, addresses: Addresses, deadline: float) -> tuple[socket.socket, bytes]:
-        """A connected socket, and the key for its handshake."""
-        wanted = self._options.transport
-        if wanted != "tcp" and addresses.unix is not None and addresses.host == self._host:
-            sock = _connect(socket.AF_UNIX, addresses.unix, deadline)
-            try:
-                require_same_user(sock)
-            except BaseException:
-                sock.close()
-                raise
-            return sock, b""
-        if wanted != "unix" and addresses.tcp is not None and self._secret is not None:
-            return _connect(socket.AF_INET, addresses.tcp, deadline), self._secret
+    def _visited(self, sock: socket.socket) -> Line:
+        return TlsLine(sock, self._shown(), server=True)
+
+    def _shown(self) -> Credentials:
+        if self._credentials is None:
+            raise ChannelClosed("this worker has not been introduced yet")
+        return self._credentials
+
+    def _reach(self, addresses: Addresses, deadline: float) -> Line:
+        """A connected socket, and how to greet on it."""
+        if self._has_unix and addresses.unix is not None and addresses.host == self._host:
+            return UnixLine(connect_unix(addresses.unix, deadline))
+        if self._has_tcp and addresses.tcp is not None:
+            return TlsLine(connect_tcp(*addresses.tcp, deadline), self._shown(), server=False)
         raise ChannelClosed(
             f"no way to reach it: it offers unix={addresses.unix!r} on host {addresses.host!r}, "
-            f"tcp={addresses.tcp!r}; this worker is on host {self._host!r}, uses transport {wanted!r} and "
-            f"has {'a' if self._secret else 'no'} secret"
+            f"tcp={addresses.tcp!r}; this worker is on host {self._host!r}, uses transport "
+            f"{self._options.transport!r} and has {'a' if self._has_tcp else 'no'} secret for TCP"
         )
 
 
@@ -363,78 +414,6 @@ def _require_private(directory: str) -> None:
             f"the directory {directory} for sockets must belong to this user and be closed to others "
             f"(mode 0700); unset {RUNTIME_DIR_VARIABLE} or `chmod 700` it"
         )
-
-
-def _tune(sock: socket.socket) -> None:
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
-    if sock.family == socket.AF_UNIX:
-        return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
-
-
-def _connect(family: int, address: str | tuple[str, int], deadline: float) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        while True:
-            try:
-                sock.settimeout(_remaining(deadline))
-                sock.connect(address)
-                return sock
-            except BlockingIOError:
-                # A unix socket whose queue of connections is full; a TCP one would make us wait.
-                time.sleep(_QUEUE_PAUSE)
-    except TimeoutError:
-        sock.close()
-        raise
-    except OSError as error:
-        sock.close()
-        raise ChannelClosed(f"nobody answers at {address}: {error}") from error
-    except BaseException:
-        sock.close()
-        raise
-
-
-def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
-    try:
-        sock.settimeout(_remaining(deadline))
-        sock.sendall(data)
-    except TimeoutError:
-        raise
-    except OSError as error:
-        raise _closed(error) from error
-
-
-def _receive(sock: socket.socket, count: int, deadline: float) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        try:
-            sock.settimeout(_remaining(deadline))
-            piece = sock.recv(count - len(data))
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise _closed(error) from error
-        if not piece:
-            raise ChannelClosed("the connection ended during the greeting")
-        data += piece
-    return bytes(data)
-
-
-def _remaining(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the greeting took too long")
-    return left
-
-
-def _closed(error: OSError) -> ChannelClosed:
-    return ChannelClosed(str(error))
 
 
 def _drop(pieces: list[memoryview], count: int) -> list[memoryview]:

@@ -21,7 +21,7 @@ import torch
 
 from backhaul.errors import MisuseError, UnsendableError
 
-_MAX_NAME = 512
+MAX_NAME = 512
 _CACHED = 4096
 
 # id -> the name that led to the object of that id. Only a hint, so it keeps no object alive and
@@ -79,13 +79,13 @@ def _split(name: str) -> tuple[str, tuple[str, ...]]:
     module, colon, qualname = name.partition(":")
     parts = tuple(qualname.split("."))
     if (
-        len(name) > _MAX_NAME
+        len(name) > MAX_NAME
         or not colon
         or not all(map(str.isidentifier, module.split(".")))
         or not all(map(str.isidentifier, parts))
         or any(part.startswith("__") for part in parts[:-1])
     ):
-        raise MisuseError(f"{name[:_MAX_NAME]!r} is not the name of a function or class: 'module:qualname'")
+        raise MisuseError(f"{name[:MAX_NAME]!r} is not the name of a function or class: 'module:qualname'")
     return module, parts
 
 
@@ -102,7 +102,7 @@ def _import(module: str, name: str) -> types.ModuleType:
 def _name_of(obj: Any) -> str:
     rebound = ""
     for name in _candidates(obj):
-        if len(name) > _MAX_NAME:
+        if len(name) > MAX_NAME:
             continue
         try:
             found = find(name)

@@ -51,8 +51,15 @@ class Segments(Protocol):
 class Decoder:
     """Collects the bytes of one direction of one connection. Not thread-safe."""
 
-    def __init__(self, max_message_bytes: int = 64 << 30, segments: Segments | None = None) -> None:
+    def __init__(
+        self,
+        max_message_bytes: int = 64 << 30,
+        segments: Segments | None = None,
+        max_head_bytes: int | None = None,
+    ) -> None:
+        """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes."""
         self._limit = max_message_bytes
+        self._head_limit = max_message_bytes if max_head_bytes is None else max_head_bytes
         self._segments = segments
         self._buffer = bytearray(_START)
         self._view = memoryview(self._buffer)
@@ -139,6 +146,10 @@ class Decoder:
                 raise ProtocolError(
                     f"a message of {size + payload} bytes (tensor table {table}) is over the limit of "
                     f"{self._limit}; option max_message_bytes sets it"
+                )
+            if size > self._head_limit:
+                raise ProtocolError(
+                    f"values that take {size} bytes without their tensors are over the limit of {self._head_limit}"
                 )
             if not table and payload:
                 raise ProtocolError("a payload without a tensor table")

@@ -79,6 +79,8 @@ def _lower_method(value: Any, packing: Packing) -> Any:
     owner, name = value.__self__, value.__name__
     if isinstance(owner, type):
         return [trees.NAMED, _name(value, packing)]
+    if packing.strict:
+        raise Refusal("it is bound to an object, and goes to a worker of a federation: pass a function and the object")
     if _method(owner, name) != value:
         raise Refusal(f"its object has no such method under the name {name!r}: pass the object and a function")
     return [trees.METHOD, packing.lower_part(owner, ".__self__"), name]
@@ -105,6 +107,8 @@ def _method(owner: Any, name: Any) -> Any:
 
 
 def _lower_partial(value: functools.partial[Any], packing: Packing) -> Any:
+    if packing.strict:
+        raise Refusal("a partial does not go to a worker of a federation: pass the function and its arguments")
     if vars(value):
         return packing.lower_unknown(value, "a partial with attributes of its own: take them off")
     return [

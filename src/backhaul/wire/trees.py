@@ -7,7 +7,7 @@ stands for; the tensors of a message travel beside its tree and are named by ind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -97,6 +97,7 @@ class Packing:
         "attached",
         "depth",
         "names",
+        "strict",
         "tensors",
     )
 
@@ -107,10 +108,12 @@ class Packing:
         lower_unknown: Callable[[Any, Packing, str], Any],
         names: Names,
         depth: int,
+        strict: bool,
     ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.attached: list[Any] = []  # extensions may note here what they sent
         self.names = names
+        self.strict = strict
         self.depth = depth  # how many levels may still be entered
         self._indices: dict[int, int] = {}
         self._noted: set[Hashable] = set()
@@ -187,12 +190,22 @@ class Packing:
 class Unpacking:
     """The state of one unpack: the tensors of the message, and how to lift a part of its tree."""
 
-    __slots__ = ("_lifters", "depth", "names", "tensors")
+    __slots__ = ("_lifters", "announced", "depth", "names", "strict", "tensors")
 
-    def __init__(self, lifters: Sequence[Lift], tensors: Sequence[torch.Tensor], names: Names, depth: int) -> None:
+    def __init__(
+        self,
+        lifters: Sequence[Lift],
+        tensors: Sequence[torch.Tensor],
+        names: Names,
+        depth: int,
+        strict: bool,
+        announced: Container[Any] | None,
+    ) -> None:
         self.tensors = tensors
         self.names = names
         self.depth = depth
+        self.strict = strict
+        self.announced = announced  # what extensions may find in the tree, if that is limited
         self._lifters = lifters
 
     def tensor(self, index: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ occur twice arrive as two.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -29,18 +29,25 @@ _STR = frozenset({str})
 _MAX_RESOLVED = 4096
 _MAX_PATH = 12
 _PARTS_OF_A_CALL = ("func", "args", "kwargs")
+_MAX_ODD_KEYS = 1000
+# Types of which hardly any two values that differ have the same hash, or nobody can tell which.
+_SPREAD = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class Codec:
     """Packs and unpacks values; one for each kind of peer. Thread-safe once types are registered.
 
     ``names`` decides which functions and classes may be named, by default any that can
-    be imported.
+    be imported. A ``strict`` codec is for peers that may run no code here: no pickles, nothing that is
+    bound to an object, and nothing that takes much longer to build than to send.
     """
 
-    def __init__(self, names: Names | None = None, *, allow_pickle: bool = True, max_depth: int = 100) -> None:
+    def __init__(
+        self, names: Names | None = None, *, allow_pickle: bool = True, strict: bool = False, max_depth: int = 100
+    ) -> None:
         self._names: Names = callables if names is None else names
-        self._allow_pickle = allow_pickle
+        self._allow_pickle = allow_pickle and not strict
+        self._strict = strict
         self._max_depth = max_depth
         self._extensions: dict[type, tuple[str, Lower]] = {}
         self._lifts: dict[str, Callable[[Any, Unpacking], Any]] = {}
@@ -49,6 +56,8 @@ class Codec:
         lifters: dict[int, Lift] = {**scalars.LIFT, **objects.LIFT, **_LIFT}
         lifters[trees.EXTENSION] = self._lift_extension
         lifters[trees.PICKLE] = self._lift_pickle
+        if strict:
+            lifters[trees.METHOD] = lifters[trees.PARTIAL] = _lift_bound
         self._lifters = [lifters[tag] for tag in range(len(lifters))]
 
     def register(
@@ -97,14 +106,23 @@ class Codec:
             return self.pack((function, args, kwargs), _PARTS_OF_A_CALL)  # which says where it is
         return tree, packing
 
-    def unpack(self, tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    def unpack(
+        self,
+        tree: Any,
+        tensors: Sequence[torch.Tensor],
+        names: Names | None = None,
+        announced: Container[Any] | None = None,
+    ) -> Any:
         """The value of a tree as msgpack gave it.
 
+        ``names`` says what this peer may name, and ``announced`` what extensions may find in the tree.
         Raises ProtocolError for a tree that no codec makes, and MisuseError if it names a
         class or function that does not exist here.
         """
         # What has no parts for the packer may still be an array or two of the tree.
-        unpacking = Unpacking(self._lifters, tensors, self._names, self._max_depth + 2)
+        unpacking = Unpacking(
+            self._lifters, tensors, names or self._names, self._max_depth + 2, self._strict, announced
+        )
         try:
             return unpacking.lift(tree)
         except BackhaulError:
@@ -113,7 +131,7 @@ class Codec:
             raise ProtocolError(f"a malformed value: {type(error).__name__}: {error}") from error
 
     def _packing(self) -> Packing:
-        return Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth)
+        return Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth, self._strict)
 
     def _resolve(self, kind: type) -> Lower:
         """How to lower a type that was not seen before."""
@@ -278,14 +296,28 @@ def _lift_tuple(tree: list[Any], unpacking: Unpacking) -> Any:
 
 
 def _lift_set(tree: list[Any], unpacking: Unpacking) -> Any:
-    return set(_distinct(unpacking.lift_parts(tree, 1)))
+    return set(_distinct(unpacking.lift_parts(tree, 1), unpacking))
 
 
 def _lift_frozenset(tree: list[Any], unpacking: Unpacking) -> Any:
-    return frozenset(_distinct(unpacking.lift_parts(tree, 1)))
+    return frozenset(_distinct(unpacking.lift_parts(tree, 1), unpacking))
 
 
-def _distinct(items: list[Any]) -> Any:
+def _lift_bound(tree: list[Any], unpacking: Unpacking) -> Any:
+    raise ProtocolError("a function that is bound to an object, from a peer that may not send any")
+
+
+def _check_keys(keys: Sequence[Any], unpacking: Unpacking) -> None:
+    """Refuse keys of which a peer can have so many of one hash that it takes minutes to compare them."""
+    if not unpacking.strict or len(keys) <= _MAX_ODD_KEYS:
+        return
+    odd = sum(type(key) not in _SPREAD or (type(key) is int and key.bit_length() > 64) for key in keys)
+    if odd > _MAX_ODD_KEYS:
+        raise ProtocolError(f"a set or dict with {odd} keys that are no plain numbers or text; {_MAX_ODD_KEYS} may be")
+
+
+def _distinct(items: list[Any], unpacking: Unpacking) -> Any:
+    _check_keys(items, unpacking)
     found = set(items)
     if len(found) != len(items):
         raise ProtocolError("a set with the same item twice")
@@ -304,6 +336,7 @@ def _lift_pairs(found: dict[Any, Any], tree: list[Any], unpacking: Unpacking) ->
     parts = unpacking.lift_parts(tree, 1)
     if len(parts) % 2:
         malformed("a dict", tree[0])
+    _check_keys(parts[::2], unpacking)
     found.update(zip(parts[::2], parts[1::2], strict=True))
     if 2 * len(found) != len(parts):
         raise ProtocolError("a dict with the same key twice")

@@ -1,0 +1,170 @@
+"""Execution in a federation: a peer's request runs only what is exposed to it, and its replies are read as strictly.
+
+The function of a request is looked up before anything else of it is looked at. Whatever is wrong with a request before
+the function runs is refused with one text. What the function itself raises goes to the peer as the name of its type and
+its text: a traceback shows paths and code.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from backhaul.agent.execution import Execution, Peer, safe_str
+from backhaul.agent.recording import Tensors
+from backhaul.errors import (
+    BackhaulError,
+    MisuseError,
+    ProtocolError,
+    RefusedError,
+    RemoteError,
+    RemoteTraceback,
+    UnsendableError,
+    user_frames,
+)
+from backhaul.ids import WorkerInfo
+from backhaul.security.exposure import type_name
+from backhaul.security.permissions import Permissions, printable
+from backhaul.wire import callables, trees
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame, encode
+from backhaul.wire.messages import Failed, Failure
+from backhaul.wire.values import Codec
+
+_MAX_NAME = 200
+_MAX_TEXT = 4000
+_STAYS = "(in a federation a traceback stays on its worker, in the log)\n"
+
+Entry = Callable[[WorkerInfo], Callable[..., Any]]
+
+
+class FederatedExecution(Execution):
+    """Executes calls of peers that may run no code of their own, and opens their replies."""
+
+    def __init__(
+        self,
+        me: WorkerInfo,
+        codec: Codec,
+        enter: Callable[[], None],
+        max_message_bytes: int,
+        max_head_bytes: int,
+        permissions: Permissions,
+    ) -> None:
+        super().__init__(me, codec, enter, max_message_bytes)
+        self._max_head_bytes = max_head_bytes
+        self._permissions = permissions
+        self.entries: dict[str, Entry] = {}
+        """Functions of upper layers that peers may call by these names; each is made for one peer, and judges it."""
+
+    def execute(self, envelope: Envelope, sender: WorkerInfo) -> tuple[Any, bool]:
+        message = envelope.message
+        what = "a call"
+        context = contextvars.copy_context()
+        opened = False
+        try:
+            name, tree = _split(message.tree)
+            what = f"the call of {name!r}"
+            entry = self.entries.get(name)
+            function = self._permissions.names(sender.name).get(name) if entry is None else entry(sender)
+            if function is None:
+                raise MisuseError("it is not exposed to it")
+            if message.mark is not None:
+                context.run(self.recording.enter, message.mark, sender)
+            opened = True
+            args, kwargs = self._open(tree, envelope, sender)
+            if type(args) is not tuple or type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
+                raise ProtocolError("arguments that are none")
+        except RefusedError:
+            raise
+        except Exception as error:
+            raise self._permissions.refuse(sender.name, what, error) from None
+        finally:
+            if not opened:
+                self.discard(envelope)
+        return self.invoke(context, function, args, kwargs)
+
+    def unpack(self, envelope: Envelope, sender: WorkerInfo) -> Any:
+        try:
+            return self._open(envelope.message.tree, envelope, sender)
+        except BackhaulError as error:
+            self._permissions.note(sender.name, "a reply", error)
+            raise
+
+    def _open(self, tree: Any, envelope: Envelope, sender: WorkerInfo) -> Any:
+        """The value of a tree, as far as this peer may send it."""
+        message = envelope.message
+        tensors: Tensors = envelope.tensors
+        try:
+            self._check_sizes(tensors)
+            mark = getattr(message, "mark", None)
+            if mark is not None and mark.message:
+                tensors = self.recording.received(mark, tensors, sender)
+            announced = {ref for ref, _ in message.refs}
+            return self._codec.unpack(tree, tensors, self._permissions.names(sender.name), announced)
+        finally:
+            if message.refs:
+                self.traffic.arrived(message.refs)
+
+    def _checked(self, frame: Frame) -> Frame:
+        if len(frame.pieces[0]) > self._max_head_bytes:
+            raise UnsendableError(
+                f"the values of this message take {len(frame.pieces[0])} bytes without its tensors, and a worker of a "
+                f"federation takes {self._max_head_bytes}: send large data as tensors, or in several calls"
+            )
+        return super()._checked(frame)
+
+    def _check_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A tensor may say that all its elements are one: a function that works on it would make them all."""
+        for tensor in tensors:
+            if tensor.layout is torch.strided and tensor.numel() * tensor.element_size() > self._max_message_bytes:
+                raise ProtocolError(
+                    f"a tensor of shape {tuple(tensor.shape)} is over the limit of {self._max_message_bytes} bytes"
+                )
+
+    def tell_failure(self, make: Callable[..., Any], error: BaseException, to: Peer) -> Frame:
+        if self.on_failure is not None:
+            error = self.on_failure(error, "")
+        if not isinstance(error, RefusedError):
+            frames = user_frames(error.__traceback__)
+            self._permissions.note_failure(
+                to.peer.name, lambda: "".join(traceback.format_exception(type(error), error, frames))
+            )
+        args = error.args
+        text = args[0] if len(args) == 1 and type(args[0]) is str else safe_str(error)
+        return encode(make(self._me.name, type_name(type(error)), text[:_MAX_TEXT], ""))
+
+    def rebuild(self, envelope: Envelope, sender: WorkerInfo) -> BaseException:
+        message: Failure | Failed = envelope.message
+        if message.refs:
+            self.discard(envelope)
+        text = printable(message.text, _MAX_TEXT, lines=True)
+        name = printable(message.type_name, _MAX_NAME)
+        # A message about a pass may be about what another worker has told, or is said to have told.
+        who = sender.name if message.worker == sender.name else f"{printable(message.worker)}, says {sender.name}"
+        kind = self._permissions.names(sender.name).exception(message.type_name)
+        error: Any = None
+        if kind is not None:
+            try:
+                error = kind(text)
+            except Exception:  # of another text than it is given here
+                error = None
+        if not isinstance(error, Exception):
+            error = RemoteError(f"{name} on worker {who!r}: {text}", who, name)
+        error.__cause__ = RemoteTraceback(who, _STAYS)
+        return error  # type: ignore[no-any-return]
+
+
+def _split(tree: Any) -> tuple[str, Any]:
+    """The name of the function of a call, and the tree of ``(args, kwargs)``."""
+    if type(tree) is not list or len(tree) != 4 or tree[0] != trees.TUPLE:
+        raise ProtocolError("a call that is none")
+    _, function, args, kwargs = tree
+    if type(function) is not list or len(function) != 2 or function[0] != trees.NAMED or type(function[1]) is not str:
+        raise ProtocolError("a call of something that is not a function of a name")
+    if len(function[1]) > callables.MAX_NAME:
+        raise ProtocolError("a call of a name that is too long")
+    return function[1], [trees.TUPLE, args, kwargs]

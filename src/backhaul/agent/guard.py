@@ -1,0 +1,80 @@
+"""Guard: judges what peers ask for before it is handled, where they are not trusted with everything.
+
+The reading thread asks it about each message, in the order of reading and before it can lose the lead: a request that
+makes a value is judged, and its maker listed, before any later request that names that value.
+
+It counts the calls of each peer, over all connections: a peer that hangs up and comes back has not finished those that
+still run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from backhaul.agent.execution import Execution
+from backhaul.agent.serving import Inbound
+from backhaul.errors import ProtocolError, RefusedError
+from backhaul.ids import WorkerInfo
+from backhaul.options import Quotas
+from backhaul.security.permissions import Permissions
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame
+from backhaul.wire.messages import AwaitEnd, AwaitReady, Call, Create, Failed, Fetch
+
+_REQUESTS = (Call, Create, Fetch)
+_WAITS = (AwaitReady, AwaitEnd)
+# Each stage of a shutdown is awaited once, and again after a broken connection.
+_MAX_WAITS = 64
+
+
+class Guard:
+    """Thread-safe."""
+
+    def __init__(self, execution: Execution, permissions: Permissions, quotas: Quotas) -> None:
+        self._execution = execution
+        self._permissions = permissions
+        self._quotas = quotas
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._calls: Counter[int] = Counter()  # by rank: how many are being served
+        self._waits: Counter[int] = Counter()
+
+    def __call__(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+        """What to answer instead of handling a message, if it is refused. Raises if the connection is to end."""
+        message = envelope.message
+        if isinstance(message, _REQUESTS):
+            try:
+                self._begin(inbound.peer)
+                try:
+                    self._execution.traffic.admit(message, inbound.peer)
+                except BaseException:
+                    self.finished(inbound.peer)
+                    raise
+            except RefusedError as error:
+                if refs := getattr(message, "refs", ()):
+                    self._execution.traffic.decline(refs, inbound.peer)
+                return self._execution.failure(message.id, error, inbound)
+        elif isinstance(message, Failed):
+            if message.refs:
+                raise ProtocolError("references in a message that has none")
+        elif isinstance(message, _WAITS):
+            with self._lock:
+                self._waits[inbound.peer.id] += 1
+                if self._waits[inbound.peer.id] > _MAX_WAITS:
+                    raise ProtocolError(f"it has asked {_MAX_WAITS} times for the end of the group")
+        return None
+
+    def _begin(self, peer: WorkerInfo) -> None:
+        limit = self._quotas.calls
+        with self._lock:
+            full = self._calls[peer.id] >= limit
+            if not full:
+                self._calls[peer.id] += 1
+        if full:
+            raise self._permissions.over_quota(peer.name, "a call", f"{limit} calls of this peer are under way")
+
+    def finished(self, peer: WorkerInfo) -> None:
+        """A call of that peer is over."""
+        with self._lock:
+            self._calls[peer.id] -= 1

@@ -1,0 +1,190 @@
+"""What a federation's peers may name: functions and classes that were marked with `expose`, and some torch operators.
+
+In federation a name that a peer sends is looked up in the table here, and nowhere else: nothing is imported, and no
+attribute is followed. So there is no difference between what does not exist and what is not exposed.
+
+The mark is an entry of the table and no attribute of the object: a subclass does not inherit it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import fnmatch
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, overload
+
+from backhaul import errors
+from backhaul.errors import MisuseError, OptionError, UnsendableError
+from backhaul.security import operators
+from backhaul.wire import callables
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+EVERYBODY = ("*",)
+
+
+class Exposed(NamedTuple):
+    """An entry of the table."""
+
+    target: Any
+    to: tuple[str, ...]
+    """Patterns of names, of the workers that may use it."""
+
+    def is_for(self, peer: str) -> bool:
+        return self.to == EVERYBODY or any(fnmatch.fnmatchcase(peer, pattern) for pattern in self.to)
+
+
+_table: dict[str, Exposed] = {}  # "module:qualname" ->
+_exceptions: dict[str, str] = {}  # "module.qualname" -> the key above, of exposed classes of exceptions
+
+
+@overload
+def expose(obj: T, *, to: str | Sequence[str] = "*") -> T: ...
+@overload
+def expose(obj: None = None, *, to: str | Sequence[str] = "*") -> Callable[[T], T]: ...
+def expose(obj: Any = None, *, to: str | Sequence[str] = "*") -> Any:
+    """Let the other workers of a federation call a function, or use a class. Returns it as it is.
+
+    As a decorator, ``@rpc.expose`` or ``@rpc.expose(to="bank-*")``, or as a call, ``rpc.expose(torch.linalg.norm)``.
+    ``to`` are the names of the workers that may, as in their certificates: one or several, in which ``*`` stands for
+    anything. To expose the same name again replaces the entry.
+
+    Of a class that is exposed, peers may make instances, send instances if it is a dataclass, an enum or a named tuple,
+    and call the public methods that are written in it, on instances that they have references to. Its subclasses are
+    not exposed, nor are methods of its bases, unless these are exposed, too.
+
+    Outside a federation it changes nothing: there peers may call whatever can be imported.
+    """
+    patterns = _patterns(to)
+    if obj is None:
+        return lambda found: _expose(found, patterns)
+    return _expose(obj, patterns)
+
+
+def _expose(obj: T, to: tuple[str, ...]) -> T:
+    name = _name_for(obj)
+    _table[name] = Exposed(obj, to)
+    if isinstance(obj, type) and issubclass(obj, Exception):
+        _exceptions[type_name(obj)] = name
+    return obj
+
+
+def _patterns(to: Any) -> tuple[str, ...]:
+    patterns = (to,) if isinstance(to, str) else tuple(to) if isinstance(to, list | tuple | set | frozenset) else ()
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise OptionError(f"expose(to={to!r}): give the name of a worker, or a list of names; 'bank-*' is a pattern")
+    return EVERYBODY if "*" in patterns else patterns
+
+
+def _name_for(obj: Any) -> str:
+    """The name that a peer will call it by: as `callables.name_of`, but at a time when its module has no such name."""
+    if isinstance(obj, staticmethod | classmethod):
+        raise MisuseError("expose: put @rpc.expose below @staticmethod; for a class method, expose the class")
+    if not callable(obj):
+        raise MisuseError(f"expose: {obj!r:.100} is neither a function nor a class")
+    if not isinstance(obj, type | types.FunctionType):
+        try:
+            return callables.name_of(obj)
+        except UnsendableError as error:
+            raise MisuseError(f"expose: {error}") from None
+    name = f"{obj.__module__}:{obj.__qualname__}"
+    if "<" in name:
+        raise MisuseError(f"expose: {obj.__qualname__!r} has no name to be called by: define it at module level")
+    return name
+
+
+def type_name(kind: type) -> str:
+    """What messages about exceptions call a type."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class PeerNames:
+    """What one peer may name: the `Names` of a codec."""
+
+    __slots__ = ("_limit", "peer")
+
+    def __init__(self, peer: str, limit: int) -> None:
+        """``limit`` is the most bytes that the result of an operator may have."""
+        self.peer = peer
+        self._limit = limit
+
+    def name_of(self, obj: Any) -> str:
+        """The name to send for something of ours: who gets it decides whether it knows it."""
+        return callables.name_of(obj)
+
+    def get(self, name: str) -> Any:
+        """What the peer means; None if it may not name it, whether there is such a thing or not."""
+        entry = _table.get(name)
+        if entry is not None and entry.is_for(self.peer):
+            return entry.target
+        return operators.find(name, self._limit)
+
+    def find(self, name: str) -> Any:
+        """The same, and raises `MisuseError` for what it may not name."""
+        found = self.get(name)
+        if found is None:
+            raise MisuseError(
+                f"{name!r:.200} is not exposed to worker {self.peer!r} here: mark a function or class that it may name "
+                "with @rpc.expose"
+            )
+        return found
+
+    def exception(self, name: str) -> type[Exception] | None:
+        """The class of an exception that the peer tells of, by its `type_name`, if it may be raised here."""
+        entry = _table.get(_exceptions.get(name, ""))
+        if entry is not None and entry.is_for(self.peer):
+            kind: type[Exception] = entry.target
+            return kind
+        return _plain_exceptions().get(name)
+
+    def method(self, value: Any, name: str) -> Callable[..., Any] | None:
+        """The method of a value that the peer may call by that name, bound to it.
+
+        It is taken from where its class, or an exposed base, defines it: not from the value, whose attributes may hide
+        it, and without ``getattr``, which runs code of the class.
+        """
+        if name.startswith("_") and name != "__call__":
+            return None
+        kind = type(value)
+        if not self._has(kind):
+            return None
+        for base in kind.__mro__:
+            found = vars(base).get(name)
+            if found is None:
+                continue
+            if base is not kind and not self._has(base):
+                return None  # what hides an exposed one is not exposed itself
+            plain = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+            if type(plain) is not types.FunctionType:
+                return None
+            bound: Callable[..., Any] = found.__get__(value, kind)
+            return bound
+        return None
+
+    def _has(self, kind: type) -> bool:
+        entry = _table.get(f"{kind.__module__}:{kind.__qualname__}")
+        return entry is not None and entry.target is kind and entry.is_for(self.peer)
+
+
+def _plain_exceptions() -> dict[str, type[Exception]]:
+    """Exceptions that anybody may raise: builtin ones and ours, that are made of a text."""
+    global _plain
+    if not _plain:
+        found = [*vars(builtins).values(), *vars(errors).values()]
+        kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)}
+        _plain = {type_name(kind): kind for kind in kinds if _is_made_of_text(kind)}
+    return _plain
+
+
+_plain: dict[str, type[Exception]] = {}
+
+
+def _is_made_of_text(kind: type[Exception]) -> bool:
+    # One that ends iterations would end a loop of the caller's, and say nothing.
+    if issubclass(kind, StopIteration | StopAsyncIteration):
+        return False
+    try:
+        return str(kind("text")) in ("text", "'text'")
+    except TypeError:
+        return False

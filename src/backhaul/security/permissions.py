@@ -1,0 +1,104 @@
+"""Permissions: what the peers of a worker in a federation may do, and what is said when they may not.
+
+Whoever is refused gets one text, for what does not exist as for what is not for it. The log of this worker has the rest
+(logger ``backhaul.security``): who, what, and why. What a peer has sent stands there in bounds and without control
+characters, and a peer that is refused all the time does not fill the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from backhaul.errors import QuotaError, RefusedError
+from backhaul.security.exposure import PeerNames
+
+_log = logging.getLogger("backhaul.security")
+
+_MAX_TEXT = 300
+_LINES = 10
+_SECONDS = 1.0
+
+
+def printable(text: str, limit: int = _MAX_TEXT, *, lines: bool = False) -> str:
+    """Text of a peer's that can be shown: so many characters at most, and none that a terminal acts on."""
+    cut = text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+    if cut.isprintable():
+        return cut
+    kept = "\n\t" if lines else ""
+    return "".join(
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in cut
+    )
+
+
+def refusal(me: str) -> RefusedError:
+    """What a peer is told, whatever was refused."""
+    return RefusedError(
+        f"worker {me!r} refused this: it names something that is not exposed to this peer, or is not given to it, or "
+        f"does not exist. The log of {me!r} says more"
+    )
+
+
+class _Lines:
+    """How many lines one peer has had in the log lately."""
+
+    __slots__ = ("count", "since")
+
+    def __init__(self) -> None:
+        self.since = 0.0
+        self.count = 0
+
+
+class Permissions:
+    """Thread-safe."""
+
+    def __init__(self, me: str, message_bytes: int) -> None:
+        """``message_bytes`` is the most that a message may have."""
+        self._me = me
+        self._message_bytes = message_bytes
+        self._names: dict[str, PeerNames] = {}
+        self._lock = threading.Lock()
+        self._lines: dict[str, _Lines] = {}
+
+    def names(self, peer: str) -> PeerNames:
+        """What that peer may name."""
+        found = self._names.get(peer)
+        if found is None:
+            found = self._names[peer] = PeerNames(peer, self._message_bytes)
+        return found
+
+    def refuse(self, peer: str, what: str, why: object) -> RefusedError:
+        """Log that something was refused; the exception for the peer."""
+        self.note(peer, what, why)
+        return refusal(self._me)
+
+    def over_quota(self, peer: str, what: str, why: str) -> QuotaError:
+        """The same for what goes beyond a quota, whose text the peer may see."""
+        self.note(peer, what, why)
+        return QuotaError(f"worker {self._me!r} refused this: {why}")
+
+    def note(self, peer: str, what: str, why: object) -> None:
+        """Log that something was refused."""
+        if self._may_log(peer):
+            _log.warning("refused worker %s %s: %s", printable(peer), printable(what), printable(str(why)))
+
+    def note_failure(self, peer: str, describe: Callable[[], str]) -> None:
+        """Log that a call of that peer's has failed; the peer itself is not told where."""
+        if self._may_log(peer):
+            _log.warning("a call of worker %s failed:\n%s", printable(peer), describe())
+
+    def _may_log(self, peer: str) -> bool:
+        with self._lock:
+            lines = self._lines.setdefault(peer, _Lines())
+            now = time.monotonic()
+            suppressed = 0
+            if now - lines.since > _SECONDS:
+                suppressed = max(0, lines.count - _LINES)
+                lines.since, lines.count = now, 0
+            lines.count += 1
+            fits = lines.count <= _LINES
+        if suppressed:
+            _log.warning("%s more lines about worker %s are left out", suppressed, printable(peer))
+        return fits

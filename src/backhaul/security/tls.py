@@ -1,0 +1,370 @@
+"""TLS between workers: who presents which certificate, whose are accepted, and the bytes, without sockets.
+
+Only TLS 1.3, with certificates on both sides, and without session tickets: so each connection is a new one, and a
+recorded one is of no use. The names of hosts are not looked at. What counts is the worker's name in the certificate,
+which the greeting compares with what the peer says.
+
+A client that the server refuses has finished its own handshake by then: that is how TLS 1.3 is. It learns of the
+refusal when it first reads; `Tunnel` has the same words for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import ssl
+import threading
+from abc import ABC, abstractmethod
+from typing import Any, NoReturn
+
+from backhaul.errors import AuthenticationError, OptionError, ProtocolError
+from backhaul.security.certificates import Authority, Issued, worker_of
+from backhaul.security.keys import read_private
+
+RECORD = 16384
+"""So many bytes at most travel in one record of TLS, which OpenSSL takes and gives one at a time."""
+
+_LONGEST_PEM = 1 << 20
+_HEAD = 5  # of a record: its type, 3, 1 to 4, its length (2)
+_LONGEST_RECORD = RECORD + 256
+_HANDSHAKE, _ALERT = 22, 21
+
+
+@dataclasses.dataclass(frozen=True)
+class TLS:
+    """Certificates that you bring yourself: paths of PEM files. Raises `OptionError` for any that cannot be used.
+
+    - ``ca``: the certificates of those who may issue certificates for workers of the group.
+    - ``cert``: this worker's certificate, followed by intermediate ones, if any. It is for client and server, and
+      this worker's name is among its names: a URI ``backhaul:worker:<name>`` or a DNS name, or, if it has neither, its
+      common name.
+    - ``key``: its private key, without a password, closed to other users.
+
+    The files are read again when they change, so that certificates can be renewed while the worker runs.
+    """
+
+    ca: str
+    cert: str
+    key: str
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+                raise OptionError(f"TLS({field.name}=...) must be the path of a PEM file, not {value!r}")
+            # Absolute, so that it means the same file after a change of directory.
+            object.__setattr__(self, field.name, os.path.abspath(os.fspath(value)))
+        self.names()
+
+    def names(self) -> frozenset[str]:
+        """The workers that the certificate is for. Raises `OptionError` if one of the files cannot be used."""
+        server, client = self.contexts()
+        # Whether it would do is best known by doing it: a handshake with ourselves, in memory.
+        left, right = Tunnel(server, server=True), Tunnel(client, server=False)
+        try:
+            for _ in range(4):
+                for one, other in ((right, left), (left, right)):
+                    one.shake()
+                    other.feed(one.take())
+            right.check()
+        except (AuthenticationError, ProtocolError) as error:
+            why = str(error)
+            if isinstance(error.__cause__, ssl.SSLCertVerificationError):
+                foreign = error.__cause__.verify_code in _FOREIGN
+                why = f"{self.ca} is not the CA that issued it" if foreign else _judgement(error.__cause__)
+            raise OptionError(f"the certificate {self.cert} would be refused by every peer: {why}") from None
+        return left.names
+
+    def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        """For serving and for connecting. Raises `OptionError` if one of the files cannot be used."""
+        for what, path in (("CA file", self.ca), ("certificate", self.cert)):
+            if not os.path.isfile(path):
+                raise OptionError(f"there is no {what} {path}")
+        read_private(self.key, "private key", _LONGEST_PEM)
+        made = []
+        for server in (True, False):
+            context = _context(server=server)
+            try:
+                context.load_verify_locations(cafile=self.ca)
+            except (ssl.SSLError, OSError) as error:
+                raise OptionError(f"the CA file {self.ca} holds no certificates in PEM: {_text(error)}") from None
+            _load(context, self.cert, self.key)
+            made.append(context)
+        return made[0], made[1]
+
+
+class Credentials(ABC):
+    """What a worker shows to its peers, and whom it believes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
+
+    def tunnel(self, *, server: bool) -> Tunnel:
+        """One side of a new connection."""
+        with self._lock:
+            if self._contexts is None or self._are_stale():
+                self._contexts = self._renew()
+            context = self._contexts[0 if server else 1]
+        return Tunnel(context, server=server)
+
+    def prepare(self) -> None:
+        """Make now what the first connection would wait for."""
+        self.tunnel(server=True)
+
+    @abstractmethod
+    def _are_stale(self) -> bool: ...
+
+    @abstractmethod
+    def _renew(self) -> tuple[ssl.SSLContext, ssl.SSLContext]: ...
+
+
+class ClusterCredentials(Credentials):
+    """Of the worker of this name in the cluster with this secret."""
+
+    def __init__(self, secret: bytes, name: str) -> None:
+        super().__init__()
+        self._secret = secret
+        self._name = name
+        self._authority: Authority | None = None
+        self._issued: Issued | None = None
+
+    def _are_stale(self) -> bool:
+        return self._issued is None or datetime.datetime.now(datetime.timezone.utc) >= self._issued.renew_at
+
+    def _renew(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        if self._authority is None:
+            self._authority = Authority(self._secret)
+        self._issued = self._authority.issue(self._name)
+        return contexts_of(self._issued, self._authority.certificate)
+
+
+class OwnCredentials(Credentials):
+    """Of a worker with certificates of the user's. Raises `OptionError` unless they are for a worker of this name."""
+
+    def __init__(self, tls: TLS, name: str) -> None:
+        super().__init__()
+        self._tls = tls
+        self._seen: tuple[object, ...] = ()
+        names = tls.names()
+        if name not in names:
+            raise OptionError(
+                f"this worker is {name!r}, and its certificate {tls.cert} is for {_listed(names)}: have one issued "
+                f"with the URI backhaul:worker:{name} or the DNS name {name} in it, or call the worker as it says"
+            )
+
+    def _are_stale(self) -> bool:
+        return self._seen != self._look()
+
+    def _look(self) -> tuple[object, ...]:
+        seen: list[object] = []
+        for path in (self._tls.ca, self._tls.cert, self._tls.key):
+            with contextlib.suppress(OSError):  # it is being replaced: then the next connection finds it
+                status = os.stat(path)
+                seen.append((status.st_mtime_ns, status.st_ino, status.st_size))
+        return tuple(seen)
+
+    def _renew(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        seen = self._look()
+        try:
+            made = self._tls.contexts()
+        except OptionError:
+            if self._contexts is None:
+                raise
+            made = self._contexts  # half of the files are new: what was there before still works
+        else:
+            self._seen = seen
+        return made
+
+
+class Tunnel:
+    """One side of a TLS connection, without I/O: bytes of the network in and out, bytes of the peer in and out.
+
+    Feed it what comes, send what it gives to `take`, call `shake` until it is True. Not thread-safe.
+    """
+
+    def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
+        self.server = server
+        self.incoming = ssl.MemoryBIO()
+        self.outgoing = ssl.MemoryBIO()
+        self.stream = context.wrap_bio(self.incoming, self.outgoing, server_side=server)
+        self.feed = self.incoming.write
+        self.take = self.outgoing.read
+
+    def shake(self) -> bool:
+        """Go on with the handshake; True when it is over. Send what `take` has also after it raised.
+
+        Raises `AuthenticationError` or `ProtocolError` that says why it failed.
+        """
+        try:
+            self.stream.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        except ssl.SSLError as error:
+            raise_plainly(error, server=self.server)
+        return True
+
+    def read(self, count: int) -> bytes:
+        """At most so many bytes of the peer's, or none if more has to be fed first."""
+        try:
+            return self.stream.read(count)
+        except ssl.SSLWantReadError:
+            return b""
+        except ssl.SSLError as error:
+            raise_plainly(error, server=self.server)
+
+    def check(self) -> None:
+        """Take notice of a refusal that came after the handshake."""
+        self.read(1)
+
+    def write(self, data: bytes) -> bytes:
+        """What to send so that the peer gets ``data``."""
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self.stream.write(rest[:RECORD]) :]
+        except ssl.SSLError as error:
+            raise_plainly(error, server=self.server)
+        return self.take()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The workers that the peer's certificate is for. After the handshake."""
+        certificate: dict[str, Any] = dict(self.stream.getpeercert() or {})
+        alternatives = certificate.get("subjectAltName", ())
+        if alternatives:
+            workers = [worker_of(str(value)) for kind, value in alternatives if kind == "URI"]
+            hosts = [str(value) for kind, value in alternatives if kind == "DNS"]
+            return frozenset([*filter(None, workers), *hosts])
+        subject = [pair for part in certificate.get("subject", ()) for pair in part]
+        return frozenset(str(value) for kind, value in subject if kind == "commonName")
+
+
+def first_record(data: bytes | bytearray, *, server: bool) -> bool:
+    """Whether ``data`` has the first record of a handshake whole. Raises `ProtocolError` as soon as it cannot be one.
+
+    A server looks at this before it makes a `Tunnel`: who sends anything else costs next to nothing.
+    """
+    if data and (data[0] not in (_HANDSHAKE, _ALERT) or (len(data) > 1 and data[1] != 3)):
+        start = bytes(data[:4])
+        # Not what anybody chooses to send: it would make each of thousands of refusals another one.
+        shown = repr(start) if start.isascii() and start.decode().isprintable() else "other bytes"
+        if server:
+            raise ProtocolError(f"plain text where TLS is spoken: a connection that starts with {shown}")
+        raise ProtocolError(f"what listens there speaks no TLS, and is no Backhaul worker: it says {shown}")
+    if len(data) < _HEAD:
+        return False
+    length = int.from_bytes(data[3:5], "big")
+    if not length or length > _LONGEST_RECORD:
+        raise ProtocolError(f"a handshake that starts with a record of {length} bytes")
+    return len(data) >= _HEAD + length
+
+
+def contexts_of(issued: Issued, authority: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """For serving and for connecting, with a certificate that was issued here."""
+    made = []
+    # The module ssl reads private keys from files only. This one is in memory, and has no name that others could open.
+    descriptor = os.memfd_create("backhaul", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, issued.key + issued.certificate)
+        for server in (True, False):
+            context = _context(server=server)
+            context.load_verify_locations(cadata=authority)
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+            made.append(context)
+    finally:
+        os.close(descriptor)
+    return made[0], made[1]
+
+
+def _context(*, server: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
+    if server:
+        context.num_tickets = 0
+    return context
+
+
+def _load(context: ssl.SSLContext, certificate: str, key: str) -> None:
+    def no_password() -> NoReturn:
+        raise OptionError(f"the private key {key} has a password: give one without, in a file that is closed to others")
+
+    try:
+        context.load_cert_chain(certificate, key, no_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise OptionError(f"the private key {key} is not that of the certificate {certificate}") from None
+        raise OptionError(
+            f"the certificate {certificate} and the private key {key} cannot be read: {_text(error)}; both must be PEM"
+        ) from None
+    except OSError as error:
+        raise OptionError(f"cannot read the certificate {certificate} or the private key {key}: {error}") from None
+
+
+def raise_plainly(error: ssl.SSLError, *, server: bool) -> NoReturn:
+    """Raise what an error of TLS means, in words that help; ``server`` is whether it happened at the listening side."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        raise AuthenticationError(f"the peer's certificate is refused: {_judgement(error)}") from error
+    reason = error.reason or ""
+    for words, refusals in _REFUSALS:
+        if any(each in reason for each in refusals):
+            raise AuthenticationError(words) from None
+    who = "the peer" if server else "what listens there"
+    raise ProtocolError(f"{who} does not speak TLS as Backhaul does: {_text(error)}") from None
+
+
+_SAME_KEY = (
+    "it comes from another cluster: give all workers the same secret or key file (`--key-file`), or start them from "
+    "one launcher; with certificates of your own, the same CA"
+)
+_CLOCKS = "see whether the clocks of both hosts are right"
+
+# Not signed, or not by somebody who is known here: what verification calls it.
+_FOREIGN = (2, 7, 18, 19, 20, 21)
+_JUDGEMENTS = {
+    9: f"it is not valid yet; {_CLOCKS}",
+    10: f"it has expired; renew it, or {_CLOCKS}",
+    26: "it is not for this use: a worker's certificate must be for client and server (extended key usage)",
+    **dict.fromkeys(_FOREIGN, _SAME_KEY),
+}
+
+# Words, and the names that OpenSSL has for the reasons. Those with ALERT are what the peer says of us.
+_REFUSALS: list[tuple[str, tuple[str, ...]]] = [
+    (
+        f"the peer does not accept this worker's certificate: {_SAME_KEY}",
+        ("ALERT_UNKNOWN_CA", "ALERT_DECRYPT_ERROR"),
+    ),
+    (f"the peer says that this worker's certificate has expired: {_CLOCKS}", ("ALERT_CERTIFICATE_EXPIRED",)),
+    (
+        f"the peer does not accept this worker's certificate, or not yet: {_CLOCKS}",
+        ("ALERT_BAD_CERTIFICATE", "ALERT_CERTIFICATE_UNKNOWN", "ALERT_CERTIFICATE_REVOKED"),
+    ),
+    (
+        "the peer says that this worker's certificate is not for this use: it must be for client and server",
+        ("ALERT_UNSUPPORTED_CERTIFICATE",),
+    ),
+    ("the peer shows no certificate, and so nobody knows who it is", ("PEER_DID_NOT_RETURN_A_CERTIFICATE",)),
+    ("the peer wants a certificate, and this worker showed none", ("ALERT_CERTIFICATE_REQUIRED",)),
+    (
+        "the two sides have no version of TLS in common: Backhaul speaks TLS 1.3 only",
+        ("UNSUPPORTED_PROTOCOL", "ALERT_PROTOCOL_VERSION", "NO_PROTOCOLS_AVAILABLE", "WRONG_SSL_VERSION"),
+    ),
+]
+
+
+def _judgement(error: ssl.SSLCertVerificationError) -> str:
+    return _JUDGEMENTS.get(error.verify_code, error.verify_message)
+
+
+def _text(error: OSError) -> str:
+    """What OpenSSL, or the system, says of it."""
+    return str(getattr(error, "reason", None) or error.strerror or error)
+
+
+def _listed(names: frozenset[str]) -> str:
+    return ", ".join(map(repr, sorted(names))) or "nobody"

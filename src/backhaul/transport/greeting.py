@@ -1,0 +1,135 @@
+"""The greeting on a new connection, in steps that do not wait.
+
+Each function here is a generator: it yields what it waits for, ``"read"`` or ``"write"``, and returns its result. So
+the listening side goes on with hundreds of greetings on one thread (`agent.door`), and the connecting side waits
+for its own (`drive`).
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, TypeVar
+
+from backhaul.errors import AuthenticationError
+from backhaul.options import RpcOptions
+from backhaul.security import handshake
+from backhaul.security.handshake import ClientHandshake, Hello, ServerHandshake, Welcome
+from backhaul.transport.base import Channel, ChannelClosed, Want
+from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, remaining
+
+if TYPE_CHECKING:
+    from backhaul.transport.segments import Budget
+
+T = TypeVar("T")
+Steps = Generator[Want, None, T]
+
+# TLS, or the kernel, vouches for the peer: the greeting itself has nothing to prove.
+_NO_KEY = b""
+_LONGEST_LIST = 1000
+_EVENTS: dict[Want, int] = {"read": select.POLLIN, "write": select.POLLOUT}
+
+
+class Line(ABC):
+    """A new connection, on which two workers are about to greet each other."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+
+    @abstractmethod
+    def open(self) -> Steps[frozenset[str] | None]:
+        """Find out who is there: the names that somebody vouches for, or None if the peer may have any.
+
+        Raises `AuthenticationError` if it is nobody who may talk to us.
+        """
+
+    @abstractmethod
+    def say(self, data: bytes) -> Steps[None]:
+        """Send all of it."""
+
+    @abstractmethod
+    def hear(self, count: int) -> Steps[bytes]:
+        """So many bytes of the peer's."""
+
+    @abstractmethod
+    def channel(self, options: RpcOptions, budget: Budget) -> Channel:
+        """What the line becomes after the greeting."""
+
+    def send(self, data: bytes) -> Steps[None]:
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[self.socket.send(rest, SEND_FLAGS) :]
+            except BlockingIOError:
+                yield "write"
+            except OSError as error:
+                raise closed(error) from error
+
+    def receive(self, most: int) -> Steps[bytes]:
+        while True:
+            try:
+                data = self.socket.recv(most, NO_WAIT)
+            except BlockingIOError:
+                yield "read"
+            except OSError as error:
+                raise closed(error) from error
+            else:
+                if not data:
+                    raise ChannelClosed("the connection ended during the greeting")
+                return data
+
+
+def receive_visitor(
+    line: Line, judge: Callable[[Hello], Welcome], on_trusted: Callable[[], None] = lambda: None
+) -> Steps[Hello]:
+    """The listening side. ``judge`` decides; a welcome that refuses is sent and raises."""
+    names = yield from line.open()
+    on_trusted()
+    server = ServerHandshake(_NO_KEY)
+    yield from line.say(server.challenge)
+    rest = server.receive_head((yield from line.hear(handshake.HELLO_HEAD_SIZE)))
+    hello = server.receive_hello((yield from line.hear(rest)))
+    if names is None or hello.name in names:
+        welcome = judge(hello)
+    else:
+        welcome = Welcome(-1, "", f"it says that it is {hello.name!r}, and its certificate is for {_listed(names)}")
+    yield from line.say(server.answer(welcome))
+    if welcome.refused:
+        raise AuthenticationError(f"refused worker {hello.name!r}: {welcome.refused}")
+    return hello
+
+
+def visit(line: Line, hello: Hello) -> Steps[Welcome]:
+    """The connecting side."""
+    names = yield from line.open()
+    client = ClientHandshake(_NO_KEY, hello)
+    challenge = yield from line.hear(handshake.CHALLENGE_SIZE)
+    yield from line.say(client.receive_challenge(challenge))
+    rest = client.receive_head((yield from line.hear(handshake.WELCOME_HEAD_SIZE)))
+    welcome = client.receive_welcome((yield from line.hear(rest)))
+    if names is not None and welcome.name not in names:
+        raise AuthenticationError(
+            f"what listens there says that it is {welcome.name!r}, and its certificate is for {_listed(names)}"
+        )
+    return welcome
+
+
+def drive(steps: Steps[T], sock: socket.socket, deadline: float) -> T:
+    """Go through all steps, waiting as they say. Raises `TimeoutError` at the deadline."""
+    while True:
+        left = remaining(deadline)
+        try:
+            want = next(steps)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+        poll = select.poll()
+        poll.register(sock, _EVENTS[want])
+        poll.poll(left * 1000)
+
+
+def _listed(names: frozenset[str]) -> str:
+    text = ", ".join(map(repr, sorted(names))) or "nobody"
+    return text if len(text) <= _LONGEST_LIST else text[:_LONGEST_LIST] + "…"

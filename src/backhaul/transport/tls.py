@@ -1,0 +1,268 @@
+"""Channels over TCP with TLS.
+
+OpenSSL works on memory here, not on the socket: `Tunnel` turns bytes into records and back, and the socket moves
+them, many at a time. So no call of OpenSSL's waits, and one lock around each is enough to let one thread write while
+another reads, which OpenSSL itself does not allow.
+
+A read takes all that the socket has, up to a chunk, and decrypts all of it that is complete. So nothing that has
+arrived is left where nobody sees it: the descriptor is readable when there is something to read, and not otherwise.
+
+Nobody says that it closes, other than with a `Goodbye` of our own: an end that TLS does not announce is what every
+crash looks like, and counts as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+
+from backhaul.errors import AuthenticationError, ProtocolError
+from backhaul.options import RpcOptions
+from backhaul.security.tls import RECORD, Credentials, Tunnel, first_record
+from backhaul.transport.base import Channel, ChannelClosed
+from backhaul.transport.greeting import Line, Steps
+from backhaul.transport.readable import Readable
+from backhaul.transport.segments import Budget
+from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, tune
+from backhaul.wire.decoder import Decoder, Envelope
+from backhaul.wire.frames import Frame
+
+_CHUNK = 16 * RECORD
+_FIRST_CHUNK = RECORD
+_SMALL = 4096
+_GREETING_CHUNK = 4096
+
+
+class TlsLine(Line):
+    """A certificate says who is at the other end."""
+
+    def __init__(self, sock: socket.socket, credentials: Credentials, *, server: bool) -> None:
+        super().__init__(sock)
+        self._credentials = credentials
+        self._server = server
+        self._tunnel: Tunnel | None = None
+
+    def open(self) -> Steps[frozenset[str] | None]:
+        first = bytearray()
+        if self._server:
+            # Nothing is made for who has not said a whole first record.
+            while not first_record(first, server=True):
+                first += yield from self.receive(_GREETING_CHUNK)
+        self._tunnel = tunnel = self._credentials.tunnel(server=self._server)
+        tunnel.feed(first)
+        while True:
+            try:
+                done = tunnel.shake()
+            except (AuthenticationError, ProtocolError):
+                yield from self._explain(tunnel)
+                raise
+            yield from self.send(tunnel.take())
+            if done:
+                return tunnel.names
+            data = yield from self.receive(_GREETING_CHUNK)
+            if not first:
+                first_record(data, server=False)
+                first += data[:1]
+            tunnel.feed(data)
+
+    def _explain(self, tunnel: Tunnel) -> Steps[None]:
+        """Let the peer know why it is refused. If it does not listen, that is its own loss."""
+        with contextlib.suppress(ChannelClosed):
+            yield from self.send(tunnel.take())
+
+    def say(self, data: bytes) -> Steps[None]:
+        yield from self.send(self._opened().write(data))
+
+    def hear(self, count: int) -> Steps[bytes]:
+        tunnel = self._opened()
+        data = bytearray()
+        while len(data) < count:
+            piece = tunnel.read(count - len(data))
+            if piece:
+                data += piece
+            else:
+                tunnel.feed((yield from self.receive(_GREETING_CHUNK)))
+        return bytes(data)
+
+    def channel(self, options: RpcOptions, budget: Budget) -> Channel:
+        return TlsChannel(self.socket, self._opened(), options)
+
+    def _opened(self) -> Tunnel:
+        if self._tunnel is None:
+            raise ChannelClosed("TLS has not begun on this connection")
+        return self._tunnel
+
+
+class TlsChannel(Channel):
+    """Frames over a connection with TLS, after the handshake."""
+
+    hears_bells = True
+
+    def __init__(self, sock: socket.socket, tunnel: Tunnel, options: RpcOptions) -> None:
+        self._socket = sock
+        self._lock = threading.Lock()  # around what uses these three:
+        self._stream = tunnel.stream
+        self._incoming = tunnel.incoming
+        self._outgoing = tunnel.outgoing
+        self._decoder = Decoder(options.message_limit, None, options.head_limit)
+        self.next = self._decoder.next  # type: ignore[method-assign]
+        self._chunk = memoryview(bytearray(_FIRST_CHUNK))
+        self._plain: list[memoryview] = []  # not encrypted yet, last piece first
+        self._unsent = memoryview(b"")  # encrypted
+        self._keep: object = None
+        self._problem: ChannelClosed | ProtocolError | None = None  # with what has come
+        self._readable = Readable(sock, options.busy_poll)
+        tune(sock)
+        self._decrypt()  # what came together with the end of the greeting
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def write(self, frame: Frame) -> bool:
+        pieces = frame.pieces
+        if len(pieces) > 1 or frame.size > RECORD:
+            self._plain = _joined(pieces)
+            self._keep = frame.keep
+            return self.flush()
+        try:
+            with self._lock:
+                self._stream.write(pieces[0])
+                data = self._outgoing.read()
+            sent = self._socket.send(data, SEND_FLAGS)
+        except BlockingIOError:
+            sent = 0
+        except ssl.SSLError as error:
+            raise ChannelClosed(_text(error)) from error
+        except OSError as error:
+            raise closed(error) from error
+        if sent == len(data):
+            return True
+        self._unsent = memoryview(data)[sent:]
+        return self.flush()
+
+    def flush(self) -> bool:
+        while True:
+            while self._unsent:
+                try:
+                    sent = self._socket.send(self._unsent, SEND_FLAGS)
+                except BlockingIOError:
+                    return False
+                except OSError as error:
+                    raise closed(error) from error
+                self._unsent = self._unsent[sent:]
+            if not self._plain:
+                self._keep = None
+                return True
+            self._unsent = memoryview(self._encrypt())
+
+    def _encrypt(self) -> bytes:
+        """The next chunk of what is to be sent."""
+        room = _CHUNK
+        plain = self._plain
+        try:
+            with self._lock:
+                write = self._stream.write
+                while plain and room > 0:
+                    piece = plain.pop()
+                    size = len(piece)
+                    start = 0
+                    while start < size and room > 0:
+                        count = write(piece[start : start + RECORD])
+                        start += count
+                        room -= count
+                    if start < size:
+                        plain.append(piece[start:])
+                return self._outgoing.read()
+        except ssl.SSLError as error:
+            raise ChannelClosed(_text(error)) from error
+
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
+        poll = select.poll()
+        try:
+            poll.register(self._socket, (select.POLLIN if read else 0) | (select.POLLOUT if write else 0))
+        except (OSError, ValueError) as error:
+            raise ChannelClosed("closed here") from error
+        return bool(poll.poll(None if timeout is None else timeout * 1000))
+
+    def read(self, timeout: float | None, bell: int | None = None) -> bool:
+        chunk = self._chunk
+        try:
+            if timeout != 0 and not self._readable.wait(timeout, bell):
+                return False
+            count = self._socket.recv_into(chunk, 0, NO_WAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise closed(error) from error
+        if not count:
+            raise self._problem or ChannelClosed("the connection ended")
+        with self._lock:
+            self._incoming.write(chunk[:count])
+        if count == len(chunk) < _CHUNK:
+            self._chunk = memoryview(bytearray(_CHUNK))
+        self._decrypt()
+        return True
+
+    def _decrypt(self) -> None:
+        """Take all records that are complete. What came before a bad one is good: the next read raises."""
+        decoder = self._decoder
+        stream = self._stream
+        incoming = self._incoming
+        try:
+            with self._lock:
+                while incoming.pending or stream.pending():
+                    count: int = stream.read(RECORD, decoder.writable())  # type: ignore[assignment]
+                    if not count:  # the peer has said that it closes
+                        break
+                    decoder.wrote(count)
+                else:
+                    return
+        except ssl.SSLWantReadError:
+            return  # the rest of a record is still to come
+        except ssl.SSLError as error:
+            if "ALERT" in (error.reason or ""):
+                self._problem = ChannelClosed(f"the peer ended the connection: {_text(error)}")
+            else:
+                self._problem = ProtocolError(f"bytes that are not what the peer encrypted: {_text(error)}")
+        self.shutdown()  # which whoever reads next notices
+
+    def next(self) -> Envelope | None:  # replaced in __init__, to save a call
+        return self._decoder.next()
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._plain = []
+        self._unsent = memoryview(b"")
+        self._keep = None
+        self._socket.close()
+
+
+def _joined(pieces: list[bytes | memoryview]) -> list[memoryview]:
+    """The pieces, last one first, small neighbours as one: each makes a record of its own."""
+    found: list[memoryview] = []
+    small: list[bytes | memoryview] = []
+    size = 0
+    for piece in pieces:
+        if len(piece) <= _SMALL and size < RECORD:
+            small.append(piece)
+            size += len(piece)
+            continue
+        if small:
+            found.append(memoryview(b"".join(small)))
+        small, size = ([piece], len(piece)) if len(piece) <= _SMALL else ([], 0)
+        if not small:
+            found.append(memoryview(piece))
+    if small:
+        found.append(memoryview(b"".join(small)))
+    found.reverse()
+    return found
+
+
+def _text(error: ssl.SSLError) -> str:
+    return str(error.reason or error)

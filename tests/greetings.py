@@ -1,0 +1,23 @@
+"""The listening side of a greeting, on a thread that waits for it."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+
+from backhaul.security.handshake import Hello, Welcome
+from backhaul.transport.base import Channel, Visitor
+
+_EVENTS = {"read": select.POLLIN, "write": select.POLLOUT}
+
+
+def admit(visitor: Visitor, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
+    """Greet a visitor to the end, as the door does. Raises `TimeoutError` at the deadline."""
+    while isinstance(outcome := visitor.step(judge), str):
+        poll = select.poll()
+        poll.register(visitor.fileno(), _EVENTS[outcome])
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            visitor.turn_away()
+            raise TimeoutError("the greeting took too long")
+    return outcome

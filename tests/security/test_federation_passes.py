@@ -1,0 +1,272 @@
+"""Peers of a federation that lie about backward passes: whose gradients they send, what is done, what is over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import exposed
+import pytest
+import torch
+from exposed import weight
+from liars import attack, federation, is_value, liar
+
+import backhaul.autograd as dist_autograd
+from backhaul import rpc
+from backhaul.autograd.completion import Ledger
+from backhaul.autograd.functions import ROOT
+from backhaul.errors import ProtocolError, RpcTimeoutError
+from backhaul.options import Quotas
+from backhaul.testing import InProcessCluster
+from backhaul.wire import trees
+from backhaul.wire.messages import (
+    Check,
+    Failed,
+    Gradients,
+    Inquire,
+    Leave,
+    Mark,
+    Pass,
+    Ping,
+    Report,
+    Resolve,
+    Resolved,
+    Result,
+    TakePart,
+)
+
+
+@pytest.fixture
+def workers() -> Iterator[InProcessCluster]:
+    with federation() as made:
+        yield made
+
+
+def eventually(check: Callable[[], bool]) -> bool:
+    for _ in range(1000):
+        if check():
+            return True
+        threading.Event().wait(0.005)
+    return False
+
+
+def leaf() -> torch.Tensor:
+    return torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+
+def double_of(context: int) -> torch.Tensor:
+    """What a good pass gives: the current worker has worker0 weigh its tensor."""
+    x = leaf()
+    loss = (rpc.rpc_sync("worker0", exposed.weigh, (x,)) ** 2).sum()
+    dist_autograd.backward(context, [loss])
+    return dist_autograd.get_gradients(context)[x]
+
+
+TWOS = torch.full((3,), 2.0, dtype=torch.float64)
+NEXT = (2 << 48) + 1000
+
+
+def messages_about(backward: Pass, source: int) -> list[tuple[Any, list[torch.Tensor]]]:
+    gradient = torch.full((3,), 1e9, dtype=torch.float64)
+    return [
+        (Gradients(backward, (source,), (0,)), [gradient]),
+        (Gradients(backward, (source,), ()), []),
+        (Gradients(backward, (source,), (7,)), [gradient]),
+        (Gradients(backward, (source,), (0, 0)), [gradient]),
+        (Gradients(backward, (), ()), []),
+        (TakePart(backward, (source,)), []),
+        (TakePart(backward, (ROOT, -1, 1 << 62)), []),
+        (Resolve(backward), []),
+        (Resolved(backward), []),
+        (Report(backward, False, (source,), ()), []),
+        (Report(backward, False, (ROOT,), ()), []),
+        (Report(backward, True, (ROOT,), ()), []),
+        (Failed(backward, "worker1", "builtins.SystemExit", "lost", "", [trees.PICKLE, b""]), []),
+    ]
+
+
+def test_a_context_that_it_does_not_know(workers: InProcessCluster) -> None:
+    """Of all that it can say about ids that it guesses, nothing changes what others get."""
+    with workers[1].as_current(), dist_autograd.context() as context, liar(workers) as peer:
+        x = leaf()
+        weighed = rpc.rpc_sync("worker0", exposed.weigh, (x,))
+        (source,) = workers[0].autograd.contexts.get(context).sends
+        with attack(workers):
+            for guess in (context + 1, context - 1, (1 << 48) + 1, (0 << 48) + 1, 0, -1, (77 << 48) + 1):
+                for starter in (0, 1, 2, 77):
+                    for message, tensors in messages_about(Pass((starter << 48) + 5, guess, 0, False, True), source):
+                        peer.send(message, tensors)
+                peer.send(Leave(guess))
+            assert isinstance(peer.ask(Ping), Result)
+        dist_autograd.backward(context, [(weighed**2).sum()])
+        assert torch.equal(dist_autograd.get_gradients(context)[x], TWOS)
+    assert weight.grad is None
+
+
+def test_gradients_of_what_was_sent_to_another(workers: InProcessCluster) -> None:
+    """It has been told of the context, so it may make its pass fail. It cannot say what the gradients are."""
+    with workers[1].as_current(), dist_autograd.context() as context, liar(workers) as peer:
+        x = leaf()
+        weighed = rpc.rpc_sync("worker0", exposed.weigh, (x,))
+        record = workers[0].autograd.contexts.get(context)
+        (source,) = record.sends
+        for number, starter in enumerate((0, 1, 2), 1):
+            backward = Pass((starter << 48) + number, int(context), 0, False, True)
+            for message, tensors in messages_about(backward, source)[:6]:
+                peer.send(message, tensors)
+        assert isinstance(peer.ask(Ping), Result)
+        assert not record.gradients
+        assert weight.grad is None
+        dist_autograd.backward(context, [(weighed**2).sum()])
+        assert torch.equal(dist_autograd.get_gradients(context)[x], TWOS)
+        assert torch.equal(record.gradients[weight], TWOS)
+
+
+def test_gradients_of_another_shape(workers: InProcessCluster) -> None:
+    """In a context and a pass of its own, for a tensor that was sent to it."""
+    with liar(workers) as peer, attack(workers):
+        x = leaf()
+        for number, gradient in enumerate(
+            (torch.ones(4), torch.ones(3, 3), torch.ones(0), torch.ones(3, dtype=torch.complex64), torch.ones(3).bool())
+        ):
+            context, message = NEXT + 10 * number, NEXT + 10 * number + 1
+            mark = Mark(context, message)
+            answer = peer.call("exposed:weigh", [trees.TENSOR, 0], tensors=[x], mark=mark)
+            backward = Pass(message + 5, context, 0, False, True)
+            peer.send(Gradients(backward, (answer.mark.message,), (0,)), [gradient])
+        assert isinstance(peer.ask(Ping), Result)
+    assert weight.grad is None or weight.grad.shape == (3,)
+    weight.grad = None
+
+
+def test_nobody_ends_a_context_of_another(workers: InProcessCluster) -> None:
+    with workers[1].as_current(), dist_autograd.context() as context:
+        weighed = rpc.rpc_sync("worker0", exposed.weigh, (x := leaf(),))
+        with liar(workers) as peer, attack(workers):
+            for _ in range(100):
+                peer.send(Leave(int(context)))
+            assert isinstance(peer.ask(Ping), Result)
+        # It is asked of who made it, by a thread of its own.
+        assert eventually(lambda: not workers[0].autograd._doubted)
+        assert workers[0].autograd.contexts.get(context) is not None
+        dist_autograd.backward(context, [(weighed**2).sum()])
+        assert torch.equal(dist_autograd.get_gradients(context)[x], TWOS)
+    assert eventually(lambda: workers[0].autograd.counts()["contexts"] == 0)
+
+
+def test_a_context_that_is_over_is_ended_by_whoever_says_so(workers: InProcessCluster) -> None:
+    """worker0 has made it; worker1 passes on that it is over to worker2, whom worker0 does not know."""
+    with workers[0].as_current(), dist_autograd.context():
+        assert rpc.rpc_sync("worker1", exposed.call_back, ("worker2", 4)) == 8
+        assert workers[2].autograd.counts()["contexts"] == 1
+    assert eventually(lambda: all(worker.autograd.counts()["contexts"] == 0 for worker in workers))
+
+
+def test_a_worker_that_answers_for_contexts_of_others(workers: InProcessCluster) -> None:
+    """worker2, asked about its own contexts, says that others are over."""
+    with workers[1].as_current(), dist_autograd.context() as context:
+        rpc.rpc_sync("worker0", exposed.weigh, (leaf(),))
+        agent = workers[2].agent
+        with liar(workers) as peer:
+            assert is_value(peer.call("exposed:double", 1, mark=Mark(NEXT)), 2)
+            for answer in ([int(context), NEXT], [], "all", {}, 7):
+                agent.register(
+                    Inquire, lambda inbound, envelope, answer=answer: agent.answer(envelope.message.id, answer)
+                )
+                workers[0].autograd._inquire(2, (NEXT,))
+                assert workers[0].autograd.contexts.get(NEXT) is None
+                assert workers[0].autograd.contexts.get(context) is not None
+
+
+def test_reports_of_what_others_have_to_do(workers: InProcessCluster) -> None:
+    """A pass is not over because somebody says so. Here it fails, and says who has lied."""
+    with workers[0].as_current(), dist_autograd.context() as context, liar(workers) as peer:
+        late = threading.Event()
+        exposed.gates["late"] = late
+        x = leaf()
+        y = rpc.rpc_sync("worker1", exposed.weigh, (x,))
+        y.register_hook(lambda gradient: late.wait(10) and None)
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            with workers[0].as_current():
+                try:
+                    dist_autograd.backward(context, [(y**2).sum()])
+                except BaseException as error:
+                    errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        record = workers[0].autograd.contexts.get(context)
+        assert eventually(lambda: bool(record.shares))
+        (share,) = record.shares.values()
+        (sent,) = record.sends
+        for consumed, emitted in (((), (ROOT,)), ((ROOT,), ()), ((sent,), ())):
+            peer.send(Report(share.backward, False, consumed, emitted))
+        assert isinstance(peer.ask(Ping), Result)
+        late.set()
+        thread.join()
+    (error,) = errors
+    assert isinstance(error, ProtocolError)
+    assert "worker2" in str(error)
+
+
+def test_what_is_reported_twice() -> None:
+    ledger = Ledger(strict=True)
+    assert not ledger.report([ROOT], [7, 8])
+    for consumed, emitted in (([], [7]), ([], [9, 9]), ([ROOT], [])):
+        with pytest.raises(ProtocolError, match="reported before"):
+            ledger.report(consumed, emitted)
+    honest = Ledger(strict=True)
+    assert not honest.report([7], [])
+    assert not honest.report([ROOT], [7, 8])
+    assert honest.report([8], [])
+
+
+def test_passes_without_number(workers: InProcessCluster) -> None:
+    with liar(workers) as peer, attack(workers):
+        context, message = NEXT, NEXT + 1
+        answer = peer.call("exposed:weigh", [trees.TENSOR, 0], tensors=[leaf()], mark=Mark(context, message))
+        assert answer.mark.context == context
+        for number in range(2000):
+            peer.send(Resolve(Pass(NEXT + 100 + number, context, 0, True, False)))
+            peer.send(Failed(Pass(NEXT + 100 + number, context, 0, True, False), "x", "y", "z", ""))
+        assert isinstance(peer.ask(Ping), Result)
+        record = workers[0].autograd.contexts.get(context)
+        assert len(record.shares) <= 256
+        assert len(record.aborted) <= 256
+        assert isinstance(peer.ask(Check, Pass(NEXT + 100, context, 0, True, False), 1 << 60), Result)
+
+
+def test_recorded_tensors() -> None:
+    with federation(quotas=Quotas(references=5)) as workers, liar(workers) as peer, attack(workers):
+        for number in range(5):
+            mark = Mark(NEXT, NEXT + 1 + number)
+            answer = peer.call("exposed:weigh", [trees.TENSOR, 0], tensors=[leaf()], mark=mark)
+            assert isinstance(answer, Result)
+        answer = peer.call("exposed:weigh", [trees.TENSOR, 0], tensors=[leaf()], mark=Mark(NEXT, NEXT + 99))
+        assert answer.type_name == "backhaul.errors.QuotaError"
+        assert is_value(peer.call("exposed:double", 1, mark=Mark(NEXT)), 2)
+
+
+def test_a_peer_that_keeps_gradients_back_is_not_waited_for_beyond_the_timeout(workers: InProcessCluster) -> None:
+    with workers[0].as_current(), dist_autograd.context() as context:
+        y = rpc.rpc_sync("worker2", exposed.weigh, (leaf(),))
+        workers[2].agent.register(Gradients, lambda inbound, envelope: None)
+        with pytest.raises(RpcTimeoutError, match="rank 2 has gradients to work on"):
+            dist_autograd.backward(context, [(y**2).sum()], timeout=0.3)
+    with workers[1].as_current(), dist_autograd.context() as context:
+        assert torch.equal(double_of(context), TWOS)
+
+
+def test_nobody_says_that_the_passes_of_another_are_over(workers: InProcessCluster) -> None:
+    """A member of the context, which has all ids: it may make a pass fail, and not keep it from ever ending."""
+    with workers[1].as_current(), dist_autograd.context() as context, liar(workers) as peer:
+        weighed = rpc.rpc_sync("worker0", exposed.weigh, (x := leaf(),))
+        floor = (1 << 48) + (1 << 47)
+        for message, tensors in messages_about(Pass(floor, int(context), floor, False, False), 1):
+            peer.send(message, tensors)
+        assert isinstance(peer.ask(Ping), Result)
+        dist_autograd.backward(context, [(weighed**2).sum()], timeout=10)
+        assert torch.equal(dist_autograd.get_gradients(context)[x], TWOS)

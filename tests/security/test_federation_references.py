@@ -1,0 +1,377 @@
+"""Peers of a federation that lie about references: those of others, those that do not exist, and what they hold."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import exposed
+import pytest
+import torch
+from exposed import Account
+from liars import Liar, attack, federation, is_refused, is_value, liar
+
+from backhaul import rpc
+from backhaul.errors import QuotaError, RefusedError
+from backhaul.ids import RefId, ShareId
+from backhaul.options import Quotas
+from backhaul.refs.counting import Counting
+from backhaul.testing import InProcessCluster
+from backhaul.wire import trees
+from backhaul.wire.messages import (
+    Create,
+    Fetch,
+    Notice,
+    Notices,
+    Recall,
+    Register,
+    Registered,
+    Release,
+    Result,
+    Sweep,
+    Swept,
+    Unpin,
+)
+
+
+@pytest.fixture
+def workers() -> Iterator[InProcessCluster]:
+    with federation() as made:
+        yield made
+
+
+def eventually(check: Callable[[], bool]) -> bool:
+    for _ in range(1000):
+        if check():
+            return True
+        threading.Event().wait(0.005)
+    return False
+
+
+def tree_of(ref: RefId) -> Any:
+    return [trees.EXTENSION, "rref", [trees.TUPLE, ref.owner, ref.creator, ref.number]]
+
+
+def tell(peer: Liar, *notices: Notice) -> None:
+    """Send notices, and return when they have been dealt with."""
+    tell.number += 1  # type: ignore[attr-defined]
+    assert isinstance(peer.ask(Notices, 1, tell.number, notices), Result)  # type: ignore[attr-defined]
+
+
+tell.number = 0  # type: ignore[attr-defined]
+
+
+def held_by_the_good_peer(workers: InProcessCluster) -> rpc.RRef[Any]:
+    """A value of worker0 that worker1 has a reference to."""
+    with workers[1].as_current():
+        account = rpc.remote("worker0", Account, (7,))
+        assert account.rpc_sync().deposit(0) == 7
+    return account
+
+
+def still_good(workers: InProcessCluster, account: rpc.RRef[Any]) -> bool:
+    with workers[1].as_current():
+        return bool(account.rpc_sync().deposit(0) == 7)
+
+
+def given_to(peer: Liar, value: Any) -> tuple[RefId, ShareId]:
+    """A reference that the victim gives to the liar, which does not say that it has got it."""
+    answer = peer.call("exposed:give", value)
+    ((ref, share),) = answer.refs
+    return ref, share
+
+
+def test_references_of_others_and_guessed_ones_give_one_answer(workers: InProcessCluster) -> None:
+    account = held_by_the_good_peer(workers)
+    theirs = account._ref
+    guesses = [
+        theirs,
+        RefId(0, 1, theirs.number + 1),
+        RefId(0, 1, theirs.number - 1),
+        RefId(0, 0, theirs.number),
+        RefId(0, 2, 1),
+        RefId(0, 2, theirs.number),
+        RefId(1, 1, 1),
+        RefId(2, 2, 1),
+        RefId(-1, -1, -1),
+        RefId(2**62, 2**62, 2**62),
+    ]
+    with liar(workers) as peer, attack(workers):
+        for ref in guesses:
+            assert is_refused(peer.ask(Fetch, ref)), ref
+            for refs in ((), ((ref, ShareId(2, 1)),), ((ref, ShareId(1, 1)),)):
+                method = peer.call(
+                    "backhaul.refs.proxy:invoke", tree_of(ref), "deposit", [trees.TUPLE, 5], {}, refs=refs
+                )
+                if ref.owner == 2 and refs and refs[0][1].sharer == 2:
+                    # Its own, which it may give. What it stands for is not here.
+                    assert is_refused(method)
+                    continue
+                assert is_refused(method), ref
+                assert is_refused(peer.call("exposed:value_of", tree_of(ref), refs=refs)), ref
+                assert is_refused(peer.call("exposed:echo", [trees.LIST, tree_of(ref)], refs=refs)), ref
+        assert still_good(workers, account)
+
+
+def test_a_hundred_thousand_guesses(workers: InProcessCluster) -> None:
+    """Most of them in notices, of which a thousand go into a message."""
+    account = held_by_the_good_peer(workers)
+    random.seed(0)
+    near = account._ref.number
+    before = workers[0].references.counts()
+    with liar(workers) as peer, attack(workers):
+        start = time.monotonic()
+        for _ in range(100):
+            numbers = [random.choice((near, near + random.randrange(-1000, 1000), random.getrandbits(62)))
+                       for _ in range(1000)]  # fmt: skip
+            refs = [RefId(0, random.choice((0, 1)), number) for number in numbers]
+            tell(peer, *map(Register, refs), *map(Release, refs))
+            assert is_refused(peer.ask(Fetch, refs[0]))
+        assert time.monotonic() - start < 20.0
+        assert still_good(workers, account)
+    assert workers[0].references.counts()["holders"] == before["holders"]
+    assert workers[0].references.counts()["values"] == before["values"]
+
+
+def test_nobody_is_struck_off_by_another(workers: InProcessCluster) -> None:
+    account = held_by_the_good_peer(workers)
+    with liar(workers) as peer, attack(workers):
+        tell(
+            peer,
+            Release(account._ref),
+            Register(account._ref),
+            Registered(account._ref, False),
+            Unpin(ShareId(0, 1)),
+            Unpin(ShareId(1, 1)),
+            Sweep((1,)),
+            Swept((1,)),
+            Recall((ShareId(1, 1),)),
+        )
+        assert is_refused(peer.ask(Fetch, account._ref))  # to register did not help
+        assert still_good(workers, account)
+    assert workers[1].agent.is_connected(0)
+
+
+def test_a_pin_of_another(workers: InProcessCluster) -> None:
+    """While a reference is under way to one peer, another says that it has it: it would be freed too early."""
+    with liar(workers) as peer, liar(workers, rank=1) as good:
+        ref, share = given_to(good, 5)
+        tell(peer, Unpin(share), *(Unpin(ShareId(0, share.number + near)) for near in range(-3, 4)))
+        assert is_value(good.ask(Fetch, ref), 5)
+        tell(good, Register(ref))
+        tell(good, Unpin(share))
+        assert is_value(good.ask(Fetch, ref), 5)
+
+
+def test_what_a_worker_uses_is_not_confirmed_by_a_stranger(workers: InProcessCluster) -> None:
+    """worker0 has a reference of worker1's; worker2 says that its value is gone."""
+    with workers[0].as_current():
+        theirs = rpc.rpc_sync("worker1", exposed.give, ("theirs",))
+        with liar(workers) as peer, attack(workers):
+            tell(peer, Registered(theirs._ref, False), Release(theirs._ref), Register(theirs._ref))
+        assert theirs.to_here() == "theirs"
+
+
+def test_what_was_given_back_is_no_longer_ours(workers: InProcessCluster) -> None:
+    with liar(workers) as peer, attack(workers):
+        ref, share = given_to(peer, 5)
+        assert is_value(peer.ask(Fetch, ref), 5)
+        tell(peer, Register(ref), Unpin(share))
+        assert is_value(peer.ask(Fetch, ref), 5)
+        tell(peer, Release(ref))
+        assert is_refused(peer.ask(Fetch, ref))
+        tell(peer, Register(ref))
+        assert is_refused(peer.ask(Fetch, ref))
+    assert eventually(lambda: workers[0].references.counts()["values"] == 0)
+
+
+def test_values_that_are_made(workers: InProcessCluster) -> None:
+    call = [trees.TUPLE, [trees.NAMED, "exposed:double"], [trees.TUPLE, 4], {}]
+    with liar(workers) as peer, attack(workers):
+        assert isinstance(peer.ask(Create, RefId(0, 2, 1), call), Result)
+        assert is_value(peer.ask(Fetch, RefId(0, 2, 1)), 8)
+        for ref in (RefId(0, 2, 1), RefId(0, 1, 5), RefId(0, 0, 5), RefId(1, 2, 5), RefId(2, 2, 5)):
+            assert is_refused(peer.ask(Create, ref, call)), ref  # made already, or not its own
+        hidden = [trees.TUPLE, [trees.NAMED, "exposed:hidden"], [trees.TUPLE, 4], {}]
+        assert isinstance(peer.ask(Create, RefId(0, 2, 2), hidden), Result)
+        assert is_refused(peer.ask(Fetch, RefId(0, 2, 2)))
+        tell(peer, Release(RefId(0, 2, 1)))
+        assert is_refused(peer.ask(Create, RefId(0, 2, 1), call))  # and never again
+
+
+def test_a_request_may_follow_the_one_that_makes_its_value(workers: InProcessCluster) -> None:
+    """Both are sent before either is answered."""
+    gate = exposed.gates["made"] = threading.Event()
+    with liar(workers) as peer:
+        call = [trees.TUPLE, [trees.NAMED, "exposed:wait"], [trees.TUPLE, "made"], {}]
+        peer.send(Create(1, RefId(0, 2, 1), call))
+        peer.send(Fetch(2, RefId(0, 2, 1)))
+        assert isinstance(peer.receive(), Result)
+        gate.set()
+        assert is_value(peer.receive(), "made")
+
+
+def test_gaps_in_the_numbers_of_creations(workers: InProcessCluster) -> None:
+    """To remember which have been made takes a few bytes, unless it is every other one."""
+    with liar(workers) as peer, attack(workers):
+        for number in range(1, 11):
+            releases = [Release(RefId(0, 2, 2 * (4000 * number + each))) for each in range(4000)]
+            peer.send(Notices(number, 9, number, tuple(releases)))
+        assert peer.is_cut_off()
+
+
+def test_methods_that_are_not_called_as_methods_are(workers: InProcessCluster) -> None:
+    with liar(workers) as peer, attack(workers):
+        ref, _ = given_to(peer, 5)
+        mine = tree_of(ref)
+        given = ((ref, ShareId(2, 9)),)
+        for arguments in (
+            (),
+            (mine,),
+            (mine, "deposit"),
+            (mine, "deposit", [trees.TUPLE], {}, 1),
+            (mine, 7, [trees.TUPLE], {}),
+            (mine, "deposit", [trees.LIST], {}),
+            (mine, "deposit", [trees.TUPLE], [trees.LIST]),
+            (5, "deposit", [trees.TUPLE], {}),
+            ([trees.NAMED, "exposed:Account"], "title", [trees.TUPLE], {}),
+            (mine, "bit_length", [trees.TUPLE], {}),
+            (mine, "__class__", [trees.TUPLE], {}),
+        ):
+            assert is_refused(peer.call("backhaul.refs.proxy:invoke", *arguments, refs=given)), arguments
+
+
+def test_references_of_a_peer_s_own_that_are_none(workers: InProcessCluster) -> None:
+    """An exposed function gets it, and finds that there is nothing: in its own call, and nowhere else."""
+    with liar(workers) as peer, attack(workers):
+        ref = RefId(2, 2, 123)
+        answer = peer.call("exposed:value_of", tree_of(ref), refs=((ref, ShareId(2, 1)),))
+        assert answer.type_name in ("backhaul.errors.RefusedError", "backhaul.errors.WorkerLostError")
+
+
+# Quotas.
+
+
+def test_references_to_our_values() -> None:
+    with federation(quotas=Quotas(references=10)) as workers:
+        with liar(workers) as peer, attack(workers):
+            given = [given_to(peer, number) for number in range(10)]
+            answer = peer.call("exposed:give", 1)
+            assert answer.type_name == "backhaul.errors.QuotaError"
+            assert "worker 'worker2' has references to 10 values" in answer.text
+            call = [trees.TUPLE, [trees.NAMED, "exposed:double"], [trees.TUPLE, 4], {}]
+            assert peer.ask(Create, RefId(0, 2, 1), call).type_name == "backhaul.errors.QuotaError"
+            tell(peer, *(Unpin(share) for _, share in given[:5]))
+            assert isinstance(peer.ask(Create, RefId(0, 2, 1), call), Result)
+        assert eventually(lambda: workers[0].references.counts()["values"] <= 6)
+
+
+def test_references_to_their_values() -> None:
+    with federation(quotas=Quotas(references=10)) as workers, liar(workers) as peer, attack(workers):
+        refs = tuple((RefId(2, 2, number), ShareId(2, number)) for number in range(11))
+        assert is_refused(peer.call("exposed:double", 1, refs=refs))
+        assert is_value(peer.call("exposed:double", 1, refs=refs[:10]), 2)
+
+
+def test_an_honest_peer_beyond_its_quota_keeps_what_it_has() -> None:
+    with federation(quotas=Quotas(references=30, calls=2)) as workers, workers[1].as_current():
+        mine = rpc.RRef("mine")
+        gate = exposed.gates["full"] = threading.Event()
+        waiting = [rpc.rpc_async("worker0", exposed.wait, ("full",)) for _ in range(2)]
+        for _ in range(20):
+            with pytest.raises(QuotaError, match="2 calls of this peer are under way"):
+                rpc.rpc_sync("worker0", exposed.value_of, (mine,))
+        gate.set()
+        assert [each.wait() for each in waiting] == ["full", "full"]
+        # What was refused has left no pin.
+        assert eventually(lambda: workers[1].references.counts()["pinned"] == 0)
+        accounts = [rpc.remote("worker0", Account, (number,)) for number in range(30)]
+        assert [account.rpc_sync().deposit(1) for account in accounts] == list(range(1, 31))
+        with pytest.raises(QuotaError):
+            rpc.remote("worker0", Account).rpc_sync().deposit(1)
+        assert [account.rpc_sync().deposit(1) for account in accounts] == list(range(2, 32))
+
+
+def test_a_dead_peer_gives_all_back(workers: InProcessCluster) -> None:
+    """Nobody is asked about it: what it had, it had from here."""
+    with workers[2].as_current():
+        kept = [rpc.remote("worker0", Account, (number,)) for number in range(3)]
+        assert [each.rpc_sync().deposit(0) for each in kept] == [0, 1, 2]
+        given = rpc.rpc_sync("worker0", exposed.give, (1,))
+    assert workers[0].references.counts()["values"] == 4
+    workers[2].shutdown(graceful=False)
+    assert eventually(lambda: workers[0].references.counts()["values"] == 0)
+    del kept, given
+    assert workers[1].rpc_sync("worker0", exposed.double, (1,)) == 2
+
+
+# What the state machine allows.
+
+MINE = RefId(0, 0, 1)
+
+
+def owner_of_one() -> tuple[Counting, ShareId]:
+    """Rank 0, with a value that it has sent to rank 1."""
+    owner = Counting(0, strict=True)
+    owner.own(MINE)
+    return owner, owner.share(MINE, 1)
+
+
+def test_who_may_use_a_value() -> None:
+    owner, share = owner_of_one()
+    assert [owner.may_use(peer, MINE) for peer in range(3)] == [True, True, False]
+    assert not owner.may_use(1, RefId(0, 0, 2))
+    assert not owner.may_use(1, RefId(1, 0, 1))
+    owner.handle(1, Register(MINE))
+    owner.handle(1, Unpin(share))
+    assert owner.may_use(1, MINE)
+    assert owner.held_by(1) == 1
+    owner.handle(1, Release(MINE))
+    assert not owner.may_use(1, MINE)
+    assert owner.held_by(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("peer", "notice", "allowed"),
+    [
+        (1, Register(MINE), True),
+        (2, Register(MINE), False),
+        (1, Register(RefId(0, 0, 2)), False),
+        (1, Register(RefId(1, 0, 1)), False),
+        (1, Unpin(ShareId(0, 1)), True),
+        (2, Unpin(ShareId(0, 1)), False),
+        (2, Unpin(ShareId(0, 99)), True),  # of no effect
+        (2, Release(MINE), True),  # of itself
+        (2, Release(RefId(1, 2, 1)), False),
+        (1, Registered(RefId(1, 1, 1)), True),
+        (2, Registered(RefId(1, 1, 1)), False),
+        (1, Sweep((2,)), False),
+        (1, Swept((2,)), False),
+        (1, Recall((ShareId(1, 1),)), True),
+        (1, Recall((ShareId(1, 1), ShareId(2, 1))), False),
+    ],
+)
+def test_what_a_peer_may_say(peer: int, notice: Notice, allowed: bool) -> None:
+    owner, _ = owner_of_one()
+    assert owner.allows(peer, notice) is allowed
+
+
+def test_the_dead_are_struck_off_at_once() -> None:
+    owner, _ = owner_of_one()
+    owner.handle(1, Register(MINE))
+    owner.joined(1)
+    owner.joined(2)
+    owner.drop(MINE)
+    assert [type(action).__name__ for action in owner.died(1)] == ["Free"]
+    assert not owner.sweeping
+
+
+def test_a_tensor_by_reference(workers: InProcessCluster) -> None:
+    with workers[1].as_current():
+        rref = rpc.remote("worker0", exposed.double, (torch.ones(2),))
+        assert torch.equal(rref.to_here(), torch.full((2,), 2.0))
+        with pytest.raises(RefusedError):
+            rref.backward()
