@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 OTHER := .venv-third-party
+FUZZ := .venv-fuzz
+INPUTS ?= 1000000
 
 # The layers without sockets, threads or a clock: cheap to test to the last branch.
 # (Not autograd.graph: to find a module of that package coverage would import it, and torch with it, twice. What of
@@ -21,7 +23,7 @@ PURE_TESTS := tests/wire tests/security tests/test_errors.py tests/test_options.
 LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing tests/transport
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-pure test-layers test-rest lint slow conformance third-party bench bench-check coverage clean
+.PHONY: help demo test test-pure test-layers test-rest lint slow conformance third-party fuzz bench bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -56,6 +58,9 @@ conformance: $(STAMP) ## torch's own RPC suites on Backhaul: 464 tests, some ten
 third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyPI, on Backhaul
 	$(OTHER)/bin/pytest -q third_party
 
+fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUTS=...); some half an hour
+	$(FUZZ)/bin/python fuzz/run.py --inputs $(INPUTS)
+
 bench: $(STAMP) ## measure calls and gradients beside torch.distributed and bare limits; into bench-results/
 	$(BIN)/backhaul bench --json bench-results/bench.json --plot bench-results
 
@@ -82,4 +87,9 @@ $(OTHER)/.stamp: pyproject.toml constraints.txt third_party/requirements.txt
 	$(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
 		-r third_party/requirements.txt -e .
+	@touch $@
+
+$(FUZZ)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FUZZ)
+	$(FUZZ)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[fuzz]"
 	@touch $@

@@ -1,0 +1,103 @@
+"""Feed each target of `targets` with inputs that atheris makes up, guided by what they reach.
+
+    python fuzz/run.py [--inputs 1000000] [target ...]
+
+Prints for each how many inputs it has got, how many a second, and what was found. What was found is kept in
+fuzz/findings, and `python fuzz/run.py --replay FILE target` shows it again. The inputs that reach something new are
+kept in fuzz/corpus: the next run starts from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NAMES = ("frames", "greetings", "values", "tensors", "references")
+MAX_LENGTH = {"references": 129}  # of an input; its script ends there
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("targets", nargs="*", metavar="target", help=f"of {', '.join(NAMES)}; all of them without any")
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="for each target (default: a million)")
+    parser.add_argument("--seed", type=int, default=0, help="of the mutations; 0 takes another one each time")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="give this one input to the target")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    wanted = options.targets or NAMES
+    unknown = [name for name in wanted if name not in NAMES]
+    if unknown:
+        parser.error(f"there is no target {unknown[0]!r}; there are {', '.join(NAMES)}")
+    if options.replay is not None:
+        return replay(wanted[0], options.replay)
+    if options.child:
+        fuzz(wanted[0], options.inputs, options.seed)
+        return 0
+    print(f"{'target':<12}{'inputs':>10}{'seconds':>9}{'inputs/s':>10}  found", flush=True)
+    return max([watch(name, options.inputs, options.seed) for name in wanted])
+
+
+def watch(name: str, inputs: int, seed: int) -> int:
+    """Fuzz one target in a process of its own, since a finding may be a crash; print its line."""
+    began = time.monotonic()
+    command = [sys.executable, __file__, "--child", "--inputs", str(inputs), "--seed", str(seed), name]
+    child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    seconds = time.monotonic() - began
+    ran = re.findall(r"^stat::number_of_executed_units: *(\d+)|^#(\d+)\t", child.stdout, re.MULTILINE)
+    count = max((int(one or other) for one, other in ran), default=0)
+    kept = re.findall(r"Test unit written to (\S+)", child.stdout)
+    found = "nothing" if child.returncode == 0 else ", ".join(kept) or f"it ended with {child.returncode}"
+    print(f"{name:<12}{count:>10}{seconds:>9.0f}{count / seconds:>10.0f}  {found}", flush=True)
+    if child.returncode:
+        print(child.stdout[-6000:], flush=True)
+    return int(child.returncode != 0)
+
+
+def fuzz(name: str, inputs: int, seed: int) -> None:
+    """Never returns: the fuzzer ends the process."""
+    import atheris
+
+    with atheris.instrument_imports(include=["backhaul"]):
+        import targets
+
+    import seeds
+    import torch
+
+    torch.set_num_threads(1)
+    corpus, first, findings = HERE / "corpus" / name, HERE / "corpus" / f"{name}-seeds", HERE / "findings"
+    for directory in (corpus, first, findings):
+        directory.mkdir(parents=True, exist_ok=True)
+    for number, data in enumerate(seeds.seeds(name)):
+        (first / str(number)).write_bytes(data)
+    limits = [
+        f"-runs={inputs}",
+        f"-max_len={MAX_LENGTH.get(name, 4096)}",
+        "-timeout=30",
+        "-rss_limit_mb=4096",
+        f"-seed={seed}",
+    ]
+    outputs = [f"-artifact_prefix={findings}/{name}-", "-print_final_stats=1"]
+    atheris.Setup([sys.argv[0], *limits, *outputs, str(corpus), str(first)], targets.TARGETS[name])
+    atheris.Fuzz()
+
+
+def replay(name: str, file: Path) -> int:
+    import targets
+
+    try:
+        targets.TARGETS[name](file.read_bytes())
+    except Exception:
+        traceback.print_exc()
+        return 1
+    print("nothing")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

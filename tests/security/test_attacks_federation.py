@@ -1,0 +1,576 @@
+"""A member of a federation that keeps to no rule: it has a certificate, and may run no code all the same.
+
+Its connection is TLS, and what it sends is written here byte by byte, or tree by tree. The attacked worker and the good
+peer are processes with what `exposed` has.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import random
+import ssl
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import exposed
+import pytest
+import torch
+from intruder import INTRUDER, Besieged, Line, MiB, is_cut, set_up
+from pickle_payloads import payloads
+from test_attacks_pickles import CONTAINERS
+
+import backhaul.autograd as dist_autograd
+from backhaul import rpc
+from backhaul.ids import RefId, ShareId
+from backhaul.security.permissions import refusal
+from backhaul.wire import headers, trees
+from backhaul.wire.frames import HEADER, encode
+from backhaul.wire.messages import (
+    Call,
+    Create,
+    Failed,
+    Failure,
+    Fetch,
+    Gradients,
+    Inquire,
+    Leave,
+    Mark,
+    Notices,
+    Pass,
+    Recall,
+    Refs,
+    Register,
+    Registered,
+    Release,
+    Report,
+    Resolved,
+    Result,
+    Sweep,
+    Swept,
+    TakePart,
+    Unpin,
+)
+from mint import Mint
+
+REFUSED = str(refusal("worker0"))
+NAMED, TUPLE, TENSOR = trees.NAMED, trees.TUPLE, trees.TENSOR
+
+
+# In the workers.
+
+
+def set_up_federation() -> None:
+    importlib.import_module("exposed")
+    set_up()
+
+
+def ask_federation() -> float:
+    began = time.monotonic()
+    assert rpc.rpc_sync("worker0", exposed.double, (21,), timeout=30) == 42
+    return time.monotonic() - began
+
+
+def what_ran() -> list[str]:
+    return list(exposed.called)
+
+
+_state: dict[str, Any] = {}
+
+
+def loaded(*modules: str) -> list[str]:
+    return [module for module in modules if module in sys.modules]
+
+
+# In the test.
+
+
+class Mallory:
+    """The intruder's connection."""
+
+    def __init__(self, besieged: Besieged, context: ssl.SSLContext) -> None:
+        self.tls = context.wrap_socket(besieged.tcp())
+        self.line = Line(self.tls, besieged.hello())
+        self._ids = itertools.count(1)
+
+    def send(self, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        self.line.send(bytes(encode(message, tensors)))
+
+    def ask(self, message: type[Any], *fields: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
+        number = next(self._ids)
+        self.send(message(number, *fields), tensors)
+        answer = self.line.answer()
+        assert answer is not None, "it was cut off"
+        assert answer.id == number
+        return answer
+
+    def call(self, function: Any, *args: Any, refs: Refs = (), tensors: Sequence[torch.Tensor] = ()) -> Any:
+        """The answer to a call; the function is a name or a tree, and the arguments are trees."""
+        function = [NAMED, function] if isinstance(function, str) else function
+        return self.ask(Call, [TUPLE, function, [TUPLE, *args], {}], refs, tensors=tensors)
+
+    def create(self, number: int, function: str, *args: Any) -> RefId:
+        ref = RefId(0, INTRUDER, number)
+        assert isinstance(self.ask(Create, ref, [TUPLE, [NAMED, function], [TUPLE, *args], {}]), Result)
+        return ref
+
+    def invoke(self, ref: RefId, name: Any, *args: Any) -> Any:
+        """The answer to a call of a method, as a proxy makes it."""
+        rref = [trees.EXTENSION, "rref", [TUPLE, ref.owner, ref.creator, ref.number]]
+        share = ShareId(INTRUDER, next(self._ids))
+        return self.call("backhaul.refs.proxy:invoke", rref, name, [TUPLE, *args], {}, refs=((ref, share),))
+
+    def close(self) -> None:
+        self.tls.close()
+
+
+@pytest.fixture(scope="module")
+def certificates() -> Iterator[Mint]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield Mint(Path(directory))
+
+
+@pytest.fixture(scope="module")
+def federation(certificates: Mint) -> Iterator[Besieged]:
+    def options(rank: int) -> dict[str, Any]:
+        return {"tls": certificates.tls(f"worker{rank}"), "trust": "federation"}
+
+    made = Besieged(options, setup=set_up_federation, ask=ask_federation)
+    try:
+        # What the first call back to a peer has the attacked worker load, a good one is the reason for.
+        made.peer.run(_hold)
+        made.peer.run(_give)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def mine(certificates: Mint) -> ssl.SSLContext:
+    return certificates.tls("worker2").contexts()[1]
+
+
+@pytest.fixture
+def mallory(federation: Besieged, mine: ssl.SSLContext) -> Iterator[Mallory]:
+    """Connected, while the attacked worker is watched."""
+    # What is made once, by the first call of any peer, is made by a good one, or by this one that asks for nothing.
+    Mallory(federation, mine).close()
+    with federation.attack():
+        made = Mallory(federation, mine)
+        yield made
+        made.close()
+    assert federation.victim.run(what_ran) == []
+    assert federation.victim.run(loaded, "backhaul.wire.pickles") == []
+
+
+def assert_refused(answer: Any) -> None:
+    """The one answer to everything, whether there is such a thing or not."""
+    assert answer == Failure(answer.id, "worker0", "backhaul.errors.RefusedError", REFUSED, "")
+
+
+FUNCTIONS = [
+    "os:system",
+    "posix:system",
+    "os:popen",
+    "os:execv",
+    "os:_exit",
+    "builtins:eval",
+    "builtins:exec",
+    "builtins:compile",
+    "builtins:__import__",
+    "builtins:open",
+    "builtins:getattr",
+    "builtins:print",
+    "builtins:len",
+    "subprocess:Popen",
+    "subprocess:run",
+    "ctypes:CDLL",
+    "_ctypes:dlopen",
+    "importlib:import_module",
+    "pickle:loads",
+    "marshal:loads",
+    "torch:load",
+    "torch.hub:load",
+    "torch:zeros",
+    "torch:ops.aten.add",
+    "torch:save",
+    "torch:Tensor.__reduce_ex__",
+    "torch:Tensor.numpy",
+    "torch.serialization:load",
+    "operator:add",
+    "operator:attrgetter",
+    "backhaul.rpc:shutdown",
+    "backhaul.rpc:rpc_sync",
+    "backhaul.rpc:expose",
+    "backhaul.refs.proxy:type_of",
+    "backhaul.refs.proxy:invoke_found",
+    "backhaul.worker:current",
+    "backhaul.optim.entries:step",
+    "no.such.module:thing",
+    "exposed:hidden",
+    "exposed:Secret",
+    "exposed:Base",
+    "exposed:Savings",
+    "exposed:Vault",
+    "exposed:for_some.x",
+    "exposed:weight",
+    "exposed:called",
+    "exposed:rpc.rpc_sync",
+    "exposed:torch.load",
+    "exposed:threading.Thread",
+    "exposed:double.__class__",
+    "exposed:double.__globals__",
+    "exposed:double.__code__",
+    "exposed:double.__call__",
+    "exposed:Account.__init__",
+    "exposed:Account.deposit",
+    "exposed:Account._audit",
+    "exposed:Account.__subclasses__",
+    "exposed:Account.__class__",
+    "exposed:Account.mro",
+    "exposed:Account.__bases__",
+    "exposed:Point.__init__",
+    "exposed:Colour.__members__",
+    "exposed:echo_later.__wrapped__",
+    "exposed",
+    "exposed:",
+    ":double",
+    "exposed:double:x",
+    "../exposed:double",
+    "exposed:double\x00",
+]
+
+
+def test_functions_that_are_not_exposed(mallory: Mallory, federation: Besieged) -> None:
+    for name in FUNCTIONS:
+        assert_refused(mallory.call(name, "true"))
+        assert_refused(mallory.call(name))
+    federation.assert_logged("refused worker worker2 the call of 'os:system'")
+    for number, name in enumerate(FUNCTIONS[:20]):
+        # What cannot be made is answered like what can; who asks for the value is told.
+        ref = RefId(0, INTRUDER, 1000 + number)
+        answer = mallory.ask(Create, ref, [TUPLE, [NAMED, name], [TUPLE, "true"], {}])
+        if isinstance(answer, Result):
+            answer = mallory.ask(Fetch, ref)
+        assert_refused(answer)
+
+
+def test_an_exposed_function_is_not_refused(mallory: Mallory) -> None:
+    """Otherwise the others would say nothing."""
+    assert mallory.call("exposed:double", 21).tree == 42
+    assert mallory.call("torch:neg", [TENSOR, 0], tensors=[torch.ones(2)]).tree == [TENSOR, 0]
+
+
+def test_functions_that_are_no_names(mallory: Mallory) -> None:
+    exposed_function = [NAMED, "exposed:echo"]
+    for function in (
+        [trees.METHOD, [TENSOR, 0], "numpy"],
+        [trees.METHOD, [TENSOR, 0], "tofile"],
+        [trees.METHOD, "text", "format"],
+        [trees.METHOD, exposed_function, "__call__"],
+        [trees.PARTIAL, exposed_function, [TUPLE, 1], {}],
+        [trees.PARTIAL, [NAMED, "os:system"], [TUPLE, "true"], {}],
+        [trees.PICKLE, b"cos\nsystem\n."],
+        [trees.DATACLASS, "exposed:Point", "x", 1, "y", 1],
+        [NAMED, ["exposed:echo"]],
+        [NAMED, b"exposed:echo"],
+        [NAMED, "exposed:echo", "x"],
+        [TUPLE, exposed_function],
+        {"__call__": exposed_function},
+        [],
+        None,
+        7,
+    ):
+        assert_refused(mallory.call(function, 1, tensors=[torch.ones(2)]))
+    for tree in (
+        None,
+        [],
+        [TUPLE],
+        "exposed:echo",
+        [TUPLE, exposed_function],
+        [TUPLE, exposed_function, {}, {}],
+        [TUPLE, exposed_function, [TUPLE], [TUPLE]],
+        [TUPLE, exposed_function, [TUPLE], {1: 2}],
+        [TUPLE, exposed_function, [trees.LIST, 1], {}],
+        [trees.LIST, exposed_function, [TUPLE, 1], {}],
+    ):
+        assert_refused(mallory.ask(Call, tree))
+
+
+def test_values_that_name_what_is_not_exposed(mallory: Mallory) -> None:
+    for value in (
+        [NAMED, "os:system"],
+        [NAMED, "builtins:eval"],
+        [NAMED, "exposed:hidden"],
+        [trees.DATACLASS, "exposed:Secret", "x", 1],
+        [trees.ENUM, "exposed:Weather", "RAIN"],
+        [trees.NAMED_TUPLE, "exposed:Couple", 1, 2],
+        [trees.FLAG, "re:RegexFlag", 2],
+        [trees.METHOD, [TENSOR, 0], "numpy"],
+        [trees.PARTIAL, [NAMED, "exposed:echo"], [TUPLE], {}],
+        [trees.EXTENSION, "exception", "os:system"],
+        [trees.EXTENSION, "no such", 1],
+        [trees.DATACLASS, "exposed:Account", "balance", 1],
+        [trees.DATACLASS, "exposed:Point", "x", 1, "y", 1, "__class__", 1],
+        [trees.DATACLASS, "exposed:Point", "__class__", 1, "y", 1],
+    ):
+        assert_refused(mallory.call("exposed:echo", value, tensors=[torch.ones(2)]))
+        assert_refused(mallory.call("exposed:echo", [trees.LIST, {"a": value}], tensors=[torch.ones(2)]))
+
+
+def test_pickles(mallory: Mallory) -> None:
+    for data in payloads()[::3]:
+        assert_refused(mallory.call("exposed:echo", [trees.PICKLE, data]))
+    for container in CONTAINERS.values():
+        assert_refused(mallory.call("exposed:echo", container([trees.PICKLE, payloads()[0]])))
+        assert_refused(mallory.ask(Call, container([trees.PICKLE, payloads()[0]])))
+
+
+METHODS = [
+    "_audit",
+    "__init__",
+    "__class__",
+    "__dict__",
+    "__getattribute__",
+    "__getattr__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__setattr__",
+    "__init_subclass__",
+    "__subclasshook__",
+    "__doc__",
+    "owner",
+    "hook",
+    "kind",
+    "balance",
+    "inherited",
+    "deposit.__globals__",
+    "deposit.__class__",
+    "no_such",
+    "__class__.__bases__",
+    "mro",
+    "title.__func__",
+]
+
+
+def test_methods_that_are_not_exposed(mallory: Mallory) -> None:
+    account = mallory.create(1, "exposed:Account", 100)
+    assert mallory.invoke(account, "deposit", 5).tree == 105
+    for name in (*METHODS, "", 7, None, b"deposit", [trees.LIST, "deposit"]):
+        assert_refused(mallory.invoke(account, name))
+    assert mallory.invoke(account, "deposit", 5).tree == 110
+    # Of a value whose class is not exposed, or not to this peer, none at all.
+    for number, maker in ((2, "exposed:savings"), (3, "exposed:vault")):
+        made = mallory.create(number, maker)
+        for name in ("withdraw", "deposit", "open", "to_here", "local_value", "owner"):
+            assert_refused(mallory.invoke(made, name))
+
+
+def test_references_that_were_made_up(mallory: Mallory, federation: Besieged) -> None:
+    federation.victim.run(_keep)
+    federation.peer.run(_hold)
+    real = RefId(*federation.victim.run(_held))
+    held = RefId(*federation.peer.run(_held))
+    share = functools.partial(ShareId, INTRUDER)
+    for ref in (
+        real,
+        held,
+        RefId(0, 0, 1),
+        RefId(0, 1, 1),
+        RefId(1, 1, 1),
+        RefId(1, INTRUDER, 1),
+        RefId(7, 7, 7),
+        RefId(0, INTRUDER, 99),
+    ):
+        rref = [trees.EXTENSION, "rref", [TUPLE, ref.owner, ref.creator, ref.number]]
+        assert_refused(mallory.ask(Fetch, ref))
+        assert_refused(mallory.call("exposed:value_of", rref))
+        assert_refused(mallory.call("exposed:value_of", rref, refs=((ref, share(1)),)))
+        assert_refused(mallory.call("exposed:echo", rref, refs=((ref, ShareId(0, 1)),)))
+        assert_refused(mallory.invoke(ref, "deposit", 1))
+    for tree in ([TUPLE, 0, 0], [TUPLE, 0, 0, "x"], [TUPLE, 0, 0, 1.5], None, "rref", [trees.LIST, 0, 0, 1]):
+        assert_refused(mallory.call("exposed:value_of", [trees.EXTENSION, "rref", tree]))
+    # The good peer's reference is as good as before.
+    assert federation.peer.run(_deposit) == 8
+
+
+def _keep() -> None:
+    _state["account"] = rpc.RRef(exposed.Account(7))
+
+
+def _hold() -> None:
+    _state["account"] = account = rpc.remote("worker0", exposed.Account, (7,))
+    assert account.rpc_sync().deposit(0) == 7
+
+
+def _give() -> None:
+    """A reference to a value of the good peer's goes to the attacked worker, which has to tell that it has come."""
+    assert rpc.rpc_sync("worker0", exposed.value_of, (rpc.RRef(5),)) == 5
+
+
+def _held() -> tuple[int, int, int]:
+    ref = _state["account"]._ref
+    return ref.owner, ref.creator, ref.number
+
+
+def _deposit() -> int:
+    return int(_state["account"].rpc_sync().deposit(1))
+
+
+def test_lies_about_references_of_others(mallory: Mallory, federation: Besieged) -> None:
+    federation.peer.run(_hold)
+    held = RefId(*federation.peer.run(_held))
+    shares = tuple(ShareId(0, number) for number in range(1, 50))
+    lies: list[Any] = [
+        Release(held),
+        Register(held),
+        Registered(held, False),
+        Registered(RefId(1, 0, 1), False),
+        Sweep((1,)),
+        Sweep((0, 1, 2)),
+        Swept((1,)),
+        Recall(shares),
+        *(Unpin(ShareId(sharer, number)) for sharer in (0, 1) for number in range(50)),
+    ]
+    for number, lie in enumerate(lies, 1):
+        answer = mallory.ask(Notices, 1, number, (lie,))
+        assert isinstance(answer, Result | Failure)
+    assert federation.peer.run(_deposit) == 8
+
+
+def guess(mallory: Mallory, count: int) -> None:
+    choose = random.Random(8)
+    for start in range(0, count, 50):
+        names = [RefId(0, choose.choice((0, 1, 2)), choose.choice((start, choose.getrandbits(62)))) for _ in range(50)]
+        for place, name in enumerate(names):
+            mallory.send(Fetch(start + place, name))
+        for _ in names:
+            assert_refused(mallory.line.answer())
+
+
+def test_guessed_references(mallory: Mallory) -> None:
+    guess(mallory, 2_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_100_000_guessed_references(mallory: Mallory) -> None:
+    guess(mallory, 100_000)
+
+
+def test_contexts_and_passes_that_were_made_up(mallory: Mallory, federation: Besieged) -> None:
+    """Each is refused, or ends the connection; a context of the good peer's goes on, and cannot be left for it."""
+    context = federation.peer.run(_open_context)
+    mallory.send(Leave(context))
+    for guessed in (context + 1, context ^ 1 << 40, 1 << 48, (2 << 48) + 1, 0, -1, (1 << 64) - 1):
+        backward = Pass(guessed, guessed, guessed, False, True)
+        mine = Pass((INTRUDER << 48) + 1, guessed, (INTRUDER << 48) + 1, False, True)
+        for message in (
+            Leave(guessed),
+            TakePart(mine, (1, 2)),
+            Resolved(mine),
+            Resolved(backward),
+            Report(backward, False, (1,), (2,)),
+            Failed(backward, "worker1", "builtins.ValueError", "it failed", ""),
+            Gradients(backward, (1, 2), (0,)),
+            Gradients(mine, (1,), (5,)),
+            Inquire(1, (guessed,)),
+            Call(2, [TUPLE, [NAMED, "exposed:double"], [TUPLE, 1], {}], (), Mark(guessed, 1)),
+        ):
+            line = Mallory(federation, mallory.tls.context)
+            tensors = [torch.ones(2)] if isinstance(message, Gradients) else ()
+            line.send(message, tensors)
+            line.send(Call(99, [TUPLE, [NAMED, "exposed:double"], [TUPLE, 4], {}]))
+            while (answer := line.line.answer(within=5)) is not None and answer.id != 99:
+                pass
+            assert answer is None or answer.tree == 8
+            line.close()
+    assert federation.peer.run(_finish_context) == [2.0, 2.0, 2.0]
+
+
+def _open_context() -> int:
+    _state["context"] = context = dist_autograd.context()
+    _state["number"] = number = context.__enter__()
+    _state["leaf"] = leaf = torch.ones(3, requires_grad=True)
+    _state["out"] = rpc.rpc_sync("worker0", exposed.double, (leaf,))
+    return int(number)
+
+
+def _finish_context() -> list[float]:
+    try:
+        dist_autograd.backward(_state["number"], [_state["out"].sum()])
+        return list(dist_autograd.get_gradients(_state["number"])[_state["leaf"]].tolist())
+    finally:
+        _state["context"].__exit__(None, None, None)
+
+
+# Quotas.
+
+
+def test_messages_that_are_too_large(mallory: Mallory, federation: Besieged) -> None:
+    for metadata, table, payload in ((2, 41, 256 * MiB), (256 * MiB, 0, 0), (2, 41, (1 << 63) - 1)):
+        line = Mallory(federation, mallory.tls.context)
+        line.line.send(HEADER.pack(b"BH", 1, 1, metadata, table, payload) + bytes(64))
+        assert is_cut(line.tls)
+        line.close()
+
+
+def test_tensors_that_are_larger_than_their_message(mallory: Mallory) -> None:
+    """One element that says it is many."""
+    for tensor in (
+        torch.ones(1).expand(1 << 40),
+        torch.ones(1).expand(1 << 20, 1 << 20),
+        torch.empty(1 << 50, device="meta"),
+    ):
+        for name in ("exposed:double", "torch:add", "torch:clone", "torch:mm"):
+            answer = mallory.call(name, [TENSOR, 0], [TENSOR, 0], tensors=[tensor])
+            assert isinstance(answer, Failure)
+    rows, columns = torch.ones(1).expand(1 << 24, 1), torch.ones(1).expand(1, 1 << 24)
+    for name in ("torch:add", "torch:mm", "torch:matmul", "torch:maximum", "torch:atan2"):
+        answer = mallory.call(name, [TENSOR, 0], [TENSOR, 1], tensors=[rows, columns])
+        assert answer.type_name == "backhaul.errors.QuotaError"
+    corner = torch.zeros(2, 1, dtype=torch.int64)
+    wide = torch.sparse_coo_tensor(corner, torch.ones(1), (1 << 30, 1 << 30), check_invariants=True)
+    for name in ("torch:add", "torch:exp", "torch:mm", "torch:sum"):
+        assert isinstance(mallory.call(name, [TENSOR, 0], [TENSOR, 0], tensors=[wide]), Failure)
+
+
+def test_more_calls_than_it_may_have(mallory: Mallory, federation: Besieged) -> None:
+    federation.victim.run(_open_gate)
+    for number in range(70):
+        mallory.send(Call(1000 + number, [TUPLE, [NAMED, "exposed:wait"], [TUPLE, "gate"], {}]))
+    refused = [mallory.line.answer() for _ in range(6)]
+    assert {answer.type_name for answer in refused} == {"backhaul.errors.QuotaError"}
+    assert federation.peer.run(ask_federation) < 1.0  # while all of them run
+    federation.victim.run(_close_gate)
+    assert all(mallory.line.answer().tree == "gate" for _ in range(64))
+
+
+def _open_gate() -> None:
+    exposed.gates["gate"] = threading.Event()
+
+
+def _close_gate() -> None:
+    exposed.gates["gate"].set()
+
+
+def test_frames_that_lie(mallory: Mallory, federation: Besieged) -> None:
+    """As in a cluster: the connection ends, and nothing else."""
+    table = headers.encode_single(headers.DTYPE_CODES[torch.float32], 0, (1 << 40,), 16)
+    for data in (
+        HEADER.pack(b"BH", 1, 1, 2, len(table), 16) + b"\x91\x01" + table + bytes(16),
+        HEADER.pack(b"BH", 1, 1, 100_002, 0, 0) + b"\x92\x01" + b"\x91" * 100_000,
+        HEADER.pack(b"BH", 1, 0x81, 2, 41, 0) + bytes(43),
+        bytes(encode(Result(1, None))),
+        b"BX" + bytes(18),
+    ):
+        line = Mallory(federation, mallory.tls.context)
+        line.line.send(data)
+        assert is_cut(line.tls), data[:24]
+        line.close()

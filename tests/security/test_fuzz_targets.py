@@ -1,0 +1,124 @@
+"""The targets of `make fuzz`, with as many inputs as there is time for in every run of the tests."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "fuzz"))
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch says once of sparse tensors that they are in beta
+    from seeds import seeds
+    from targets import TARGETS, Finding, bounded, resident
+
+    FIRST = {name: list(seeds(name)) for name in TARGETS}
+
+EXAMPLES = {"frames": 500, "greetings": 300, "values": 400, "tensors": 400, "references": 300}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    """Threads of torch's own would count as memory that an input takes."""
+    torch.set_num_threads(1)
+
+
+def mutated(name: str, number: int) -> bytes:
+    """An input of a target with some bytes changed, lost, repeated, put in, or taken from another one."""
+    choose = random.Random(number)
+    data = bytearray(choose.choice(FIRST[name]))
+    for _ in range(choose.randrange(4)):
+        place = choose.randrange(len(data) + 1)
+        count = choose.randrange(1, 9)
+        kind = choose.randrange(6)
+        if kind == 0 and place < len(data):
+            data[place] ^= 1 << choose.randrange(8)
+        elif kind == 1:
+            data[place : place + count] = choose.choice([b"\0", b"\xff", b"\x7f", b"\x80", b"\x01"]) * count
+        elif kind == 2:
+            del data[place : place + count]
+        elif kind == 3:
+            data[place:place] = data[place : place + count]
+        elif kind == 4:
+            data[place:place] = choose.randbytes(count)
+        else:
+            other = choose.choice(FIRST[name])
+            data[place:] = other[choose.randrange(len(other) + 1) :]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_where_it_starts(name: str) -> None:
+    for data in FIRST[name]:
+        TARGETS[name](data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_mutations(name: str) -> None:
+    @settings(
+        max_examples=EXAMPLES[name],
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(st.integers(0, 1 << 64))
+    @example(0)
+    def run(number: int) -> None:
+        TARGETS[name](mutated(name, number))
+
+    run()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@settings(max_examples=50, deadline=None, database=None)
+@given(data=st.binary(max_size=300))
+def test_random_bytes(name: str, data: bytes) -> None:
+    TARGETS[name](data)
+
+
+# What was found once.
+
+FOUND = {
+    "a notice about a value of another owner, which is then freed as ours": (
+        "references",
+        "0087156c75ad56b1efbf74558e",
+    ),
+    "a reference that this worker is about to make, made up by a peer": (
+        "references",
+        "00 09007209 02000000 02000000 03010000 01000000",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(name: str) -> None:
+    target, data = FOUND[name]
+    TARGETS[target](bytes.fromhex(data))
+
+
+def test_what_takes_too_much_is_found() -> None:
+    kept: list[bytes] = []
+
+    def greedy(data: bytes) -> None:
+        before = resident()
+        while resident() - before < 40 << 20:
+            kept.append(bytes(1 << 20))
+
+    with pytest.raises(Finding, match=r"0 bytes took \d+ MiB"):
+        bounded(greedy)(b"")
+
+    def slow(data: bytes) -> None:
+        end = time.thread_time() + 1.01
+        while time.thread_time() < end:
+            pass
+
+    with pytest.raises(Finding, match=r"0 bytes took 1\.0 s"):
+        bounded(slow)(b"")
