@@ -34,6 +34,11 @@ def test_only_steady_figures_with_a_ratio_count() -> None:
     assert baseline.ratios([*rows(nested=2.0), unsteady, without_torch]) == {"nested": 2.0}
 
 
+def test_the_ratio_of_a_row_over_tls_is_that_of_tls() -> None:
+    tls = Row(Figure("TLS no-op p50", ours="backhaul-tls"), {"torch": [4.0], "backhaul": [1.0], "backhaul-tls": [2.0]})
+    assert baseline.ratios([tls]) == {"TLS no-op p50": 2.0}
+
+
 def test_a_quarter_may_be_lost() -> None:
     before = {"a": 4.0, "b": 4.0, "c": 4.0, "only before": 1.0}
     assert baseline.losses({"a": 3.0, "b": 2.9, "c": 9.0, "only now": 0.1}, before) == [Loss("b", 4.0, 2.9)]

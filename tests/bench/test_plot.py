@@ -7,7 +7,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from backhaul.bench import plot, table
-from backhaul.bench.compare import Result
+from backhaul.bench.compare import SYSTEMS, Result
 from backhaul.bench.footprint import idle_figure
 from backhaul.bench.rows import Row
 from backhaul.bench.workloads import Figure
@@ -23,11 +23,15 @@ ROWS = [
     Row(Figure("share of its plan", unit="share"), {"backhaul": [0.06]}),
     Row(idle_figure(10.0), {"torch": [19.8], "backhaul": [0.002]}),
     Row(Figure("memory of an idle worker", unit="bytes"), {"torch": [4e7], "backhaul": [4e6]}),
+    Row(
+        Figure("TLS echo 64 MiB", ours="backhaul-tls"),
+        {"torch": [0.1], "backhaul": [0.02], "backhaul-tls": [0.2], "ssl": [0.15], "tcp": [0.08]},
+    ),
 ]
 
 
 def data(rows: list[Row]) -> dict[str, Any]:
-    return table.as_json(Result(["backhaul", "torch", "ping-pong", "memcpy"], rows, [], 0.0, {}))
+    return table.as_json(Result(list(SYSTEMS), rows, [], 0.0, {}))
 
 
 def test_a_directory_or_a_name() -> None:
@@ -47,6 +51,16 @@ def test_the_same_data_give_the_same_drawing(tmp_path: Path) -> None:
     _, second = plot.draw(data(ROWS), tmp_path / "second")
 
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_floor_is_drawn_where_it_is_one_of_speed_against_torch(tmp_path: Path) -> None:
+    """That of tensors over TLS is a share of bare ssl, and has no place among multiples of torch."""
+    _, drawn = plot.draw(data(ROWS[-1:]), tmp_path / "share")
+    without = data(ROWS[-1:])
+    without["rows"][0]["floor"] = None
+    _, bare = plot.draw(without, tmp_path / "none")
+
+    assert drawn.read_bytes() == bare.read_bytes()
 
 
 def test_backhaul_alone_is_drawn_too(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import pytest
 
 from backhaul.bench.floors import FLOORS, standing
 from backhaul.bench.footprint import idle_figure
-from backhaul.bench.rows import Row, Spread
+from backhaul.bench.rows import RATIOS, Row, Spread
 from backhaul.bench.workloads import WORKLOADS, Figure
 
 
-def row(name: str, **rounds: list[float]) -> Row:
-    return Row(Figure(name), {system.replace("_", "-"): numbers for system, numbers in rounds.items()})
+def row(name: str, ours: str = "backhaul", /, **rounds: list[float]) -> Row:
+    return Row(Figure(name, ours=ours), {system.replace("_", "-"): numbers for system, numbers in rounds.items()})
 
 
 def test_a_spread_is_the_median_and_the_quartiles() -> None:
@@ -42,6 +42,22 @@ def test_how_a_row_stands_to_its_floor(torch: float, ping_pong: float, met: str,
 
 
 @pytest.mark.parametrize(
+    ("torch", "met", "text"), [(1.9, "nothing", "BELOW 2x"), (2.0, "floor", "floor 2x"), (3.0, "aim", "aim 3x")]
+)
+def test_a_small_call_over_tls_is_held_against_torch_without(torch: float, met: str, text: str) -> None:
+    found = row("TLS no-op p50", "backhaul-tls", torch=[torch], backhaul=[0.1], backhaul_tls=[1.0], ssl=[0.2])
+    assert standing(found) == (met, text)
+
+
+@pytest.mark.parametrize(
+    ("ssl", "met", "text"), [(0.59, "nothing", "BELOW 0.6x"), (0.6, "floor", "floor 0.6x"), (0.9, "aim", "aim 0.9x")]
+)
+def test_tensors_over_tls_are_held_against_bare_ssl(ssl: float, met: str, text: str) -> None:
+    found = row("TLS echo 64 MiB", "backhaul-tls", torch=[0.1], backhaul=[0.1], backhaul_tls=[1.0], ssl=[ssl])
+    assert standing(found) == (met, text)
+
+
+@pytest.mark.parametrize(
     ("seconds", "met", "text"),
     [(0.2, "nothing", "ABOVE 0.1"), (0.1, "floor", "floor <0.1"), (0.01, "aim", "aim <0.02")],
 )
@@ -62,3 +78,16 @@ def test_every_floor_is_that_of_a_figure() -> None:
     figures = {figure.name for workload in WORKLOADS.values() for figure in workload.figures}
     assert set(FLOORS) <= figures
     assert all(floor.at_least < floor.aim for floor in FLOORS.values())
+
+
+def test_every_floor_is_against_a_system_that_does_the_same_work() -> None:
+    workloads = {figure.name: (workload, figure) for workload in WORKLOADS.values() for figure in workload.figures}
+    for name, floor in FLOORS.items():
+        workload, figure = workloads[name]
+        assert {floor.against, figure.ours} <= set(workload.systems)
+        assert (floor.against, figure.ours) in RATIOS[figure.ours]
+
+
+def test_the_speed_of_a_row_is_that_of_what_it_is_about() -> None:
+    assert row("any", torch=[4.0], backhaul=[1.0], backhaul_tls=[2.0]).speed == (4.0, 4.0, 4.0)
+    assert row("any", "backhaul-tls", torch=[4.0], backhaul=[1.0], backhaul_tls=[2.0]).speed == (2.0, 2.0, 2.0)

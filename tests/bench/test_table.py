@@ -50,6 +50,24 @@ def test_headings_rows_and_what_else_there_is_to_say() -> None:
     ]
 
 
+def test_tls_has_a_table_of_its_own() -> None:
+    rows = [
+        Row(Figure("no-op p50"), {"backhaul": [1.0], "torch": [4.0]}),
+        Row(Figure("TLS no-op p50", ours="backhaul-tls"), {"backhaul-tls": [2.0], "torch": [4.0], "ssl": [1.0]}),
+    ]
+    file = io.StringIO()
+    table.write(Result(["backhaul", "torch", "backhaul-tls", "ssl"], rows, [], 0.5, {}), file)
+    _, plain, first, tls, second = file.getvalue().splitlines()
+
+    assert plain.split() == ["work", "backhaul", "torch", "torch/backhaul", "met"]
+    assert first.startswith("no-op p50 ")
+    ratios = ["torch/backhaul-tls", "ssl/backhaul-tls", "backhaul-tls/backhaul"]
+    assert tls.split() == ["work", "backhaul-tls", "backhaul", "torch", "ssl", *ratios, "met"]
+    assert second.startswith("TLS no-op p50 ")
+    assert second.split()[-2:] == ["floor", "2x"]
+    assert "0.50x" in second
+
+
 def test_a_note_stands_in_place_of_a_number() -> None:
     line = text(Row(Figure("a"), {"backhaul": [1.0]}, {"torch": "hangs"}))[2]
     assert " hangs " in line
@@ -62,5 +80,6 @@ def test_the_data_are_plain() -> None:
     (found,) = data["rows"]
     assert found["systems"]["torch"] == {"median": 2.5, "low": 2.5, "high": 2.5, "rounds": [2.5, 2.5]}
     assert found["ratios"] == {"torch/backhaul": {"median": 2.5, "low": 2.5, "high": 2.5}}
-    assert found["floor"] == {"at_least": 2.0, "aim": 3.0}
+    assert found["floor"] == {"at_least": 2.0, "aim": 3.0, "against": "torch"}
+    assert found["ours"] == "backhaul"
     assert found["met"] == "floor"

@@ -34,7 +34,7 @@ class Loss(NamedTuple):
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
     """Figure -> how many times longer torch takes, for those that can be held against another run."""
-    found = {row.figure.name: row.ratio(*SPEED) for row in rows if row.figure.steady}
+    found = {row.figure.name: row.speed for row in rows if row.figure.steady}
     return {name: ratio.median for name, ratio in found.items() if ratio is not None}
 
 

@@ -20,7 +20,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "bench",
         help="measure calls and gradients beside torch RPC and what this machine allows",
         description="Measure Backhaul, torch.distributed.rpc and .autograd, a bare socket and a bare copy on the same "
-        "work, in rounds that take turns, and print the medians and their ratios. Takes up to eight minutes. "
+        "work, in rounds that take turns, and print the medians and their ratios; some of it over TLS as well, beside "
+        "bare ssl and TCP. Takes up to eight minutes. "
         "Run it on a quiet machine. The exit code is 0 if every system did all of its work and shut down well; "
         "how fast they were matters only to --check.",
     )

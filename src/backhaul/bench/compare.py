@@ -36,10 +36,24 @@ from collections.abc import Collection, Sequence
 
 from backhaul.bench import footprint
 from backhaul.bench.footprint import Times
-from backhaul.bench.ports import BACKHAUL, CLIENT, MEMCPY, PING_PONG, SECOND, SERVER, TORCH, torch_has_rpc
+from backhaul.bench.ports import (
+    BACKHAUL,
+    BACKHAUL_TLS,
+    CLIENT,
+    MEMCPY,
+    PING_PONG,
+    SECOND,
+    SERVER,
+    SSL,
+    TCP,
+    TORCH,
+    torch_has_rpc,
+)
 from backhaul.bench.rows import STALL_SECONDS, Row, Stall
 from backhaul.bench.systems import System, SystemFailed
 from backhaul.bench.workloads import WORKLOADS, Workload
+
+SYSTEMS = (BACKHAUL, TORCH, PING_PONG, MEMCPY, BACKHAUL_TLS, SSL, TCP)
 
 NAMES = (*WORKLOADS, *footprint.NAMES)
 """All that can be measured."""
@@ -130,7 +144,7 @@ def run(plan: Plan) -> Result:
     """Start the systems, run the plan, end them. Raises `SystemFailed`."""
     load = os.getloadavg()[0]
     left_out = {} if torch_has_rpc() else {TORCH: "this build of torch has no torch.distributed.rpc"}
-    names = [name for name in (BACKHAUL, TORCH, PING_PONG, MEMCPY) if name not in left_out]
+    names = [name for name in SYSTEMS if name not in left_out]
     rows: list[Row] = []
     stalls: list[Stall] = []
     if plan.workloads:
@@ -182,7 +196,7 @@ def measure(systems: Sequence[System], plan: Plan) -> tuple[list[Row], list[Stal
 def _roles(system: str, workloads: Sequence[Workload]) -> tuple[str, ...]:
     if system == MEMCPY:
         return (CLIENT,)
-    both = any(SECOND in workload.clients for workload in workloads)
+    both = any(SECOND in workload.clients for workload in workloads if system in workload.systems)
     return (SERVER, CLIENT, SECOND) if both else (SERVER, CLIENT)
 
 
@@ -196,7 +210,7 @@ def _try_out(systems: Sequence[System], workloads: Sequence[Workload]) -> Notes:
                 continue
             if (flaw := system.try_out(workload.name)) is None:
                 continue
-            if system.name == BACKHAUL:
+            if system.name == BACKHAUL:  # the only one of ours that has trials
                 raise SystemFailed(f"{BACKHAUL}: {workload.name}: {flaw}")
             notes[workload.name][system.name] = flaw
     return notes

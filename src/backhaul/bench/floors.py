@@ -1,19 +1,23 @@
-"""Floors: how many times faster than torch RPC a figure has to be at least, and how many it aims at."""
+"""Floors: how many times faster than torch RPC a figure has to be at least, and how many it aims at.
+
+Of tensors over TLS it is asked how near they come to what Python's own `ssl` moves over a bare socket.
+"""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 from backhaul.bench.footprint import idle_figure
-from backhaul.bench.ports import BACKHAUL, MEMCPY, PING_PONG
-from backhaul.bench.rows import SPEED, Row
+from backhaul.bench.ports import BACKHAUL, MEMCPY, PING_PONG, SSL, TORCH
+from backhaul.bench.rows import Row
 
 
 class Floor(NamedTuple):
-    """Ratios to torch, of medians of one run."""
+    """Ratios to torch, or to ``against``, of medians of one run."""
 
     at_least: float
     aim: float
+    against: str = TORCH
     beside: tuple[str, float] | None = None  # part of the aim: at most so many times what a bare limit takes
 
 
@@ -30,6 +34,8 @@ FLOORS = {
     "chain of 4": Floor(2.0, 3.0),
     "chain of 16": Floor(2.0, 3.0),
     "fan-out of 8": Floor(2.0, 3.0),
+    "TLS no-op p50": Floor(2.0, 3.0),
+    "TLS echo 64 MiB": Floor(0.6, 0.9, against=SSL),
 }
 
 CEILINGS = {idle_figure(10.0).name: (0.1, 0.02)}
@@ -49,10 +55,10 @@ def standing(row: Row) -> Standing | None:
         if spread.median > at_most:
             return Standing("nothing", f"ABOVE {at_most:g}")
         return Standing("aim", f"aim <{aim:g}") if spread.median <= aim else Standing("floor", f"floor <{at_most:g}")
-    ratio = row.ratio(*SPEED)
-    if name not in FLOORS or ratio is None:
+    floor = FLOORS.get(name)
+    ratio = None if floor is None else row.ratio(floor.against, row.figure.ours)
+    if floor is None or ratio is None:
         return None
-    floor = FLOORS[name]
     if ratio.median < floor.at_least:
         return Standing("nothing", f"BELOW {floor.at_least:g}x")
     if ratio.median < floor.aim or not _is_near(row, floor):
@@ -64,5 +70,5 @@ def _is_near(row: Row, floor: Floor) -> bool:
     if floor.beside is None:
         return True
     limit, times = floor.beside
-    ratio = row.ratio(BACKHAUL, limit)
+    ratio = row.ratio(row.figure.ours, limit)
     return ratio is None or ratio.median <= times

@@ -17,12 +17,14 @@ FORMATS = (".png", ".svg")
 
 _INK, _FAINT = "#1f2933", "#d5dae0"
 _FASTER, _SLOWER, _OTHER = "#2f6db5", "#c2543d", "#8a94a0"
-_FLOOR, _COPIES = "#e0a526", "#2a8c6a"
+_FLOOR, _COPIES, _TLS = "#e0a526", "#2a8c6a", "#7a4fa3"
 _DOTS = {
     "torch": ("torch RPC", _OTHER, "o", 30),
     "backhaul": ("Backhaul", _FASTER, "o", 30),
+    "backhaul-tls": ("Backhaul, TLS", _TLS, "o", 30),
     "ping-pong": ("limit: bare socket", _INK, "|", 70),
     "memcpy": ("limit: two warm copies", _COPIES, "|", 70),
+    "ssl": ("limit: bare ssl", _FLOOR, "|", 70),
 }
 _ROW_INCHES = 0.29
 _LEAST, _MOST = 0.5, 100.0  # ratios beyond are cut off, and their numbers tell: idle workers would hide all others
@@ -81,7 +83,7 @@ def _ratios(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
     panel.set_xlim(_LEAST, _MOST)
     panel.axvline(1.0, color=_INK, linewidth=0.8)
     for place, row in enumerate(rows):
-        ratio = row["ratios"].get("torch/backhaul")
+        ratio = row["ratios"].get(f"torch/{row['ours']}")
         if ratio is None:
             note = row["notes"].get("torch")
             panel.text(1.06, place, f"torch {note}" if note else "", va="center", color=_OTHER, style="italic")
@@ -90,7 +92,7 @@ def _ratios(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
         panel.barh(place, median - 1, left=1.0, height=0.62, color=_FASTER if median >= 1 else _SLOWER)
         panel.plot((ratio["low"], ratio["high"]), (place, place), color=_INK, linewidth=1.0)
         right = max(median, ratio["high"], 1.0)
-        if row["floor"]:
+        if row["floor"] and row["floor"]["against"] == "torch":
             least = row["floor"]["at_least"]
             panel.plot((least, least), (place - 0.42, place + 0.42), color=_FLOOR, linewidth=2.2)
             right = max(right, least)
@@ -103,7 +105,7 @@ def _ratios(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
     panel.plot([], [], color=_INK, linewidth=1.0, label="quartiles")
     panel.set_xticks((0.5, 1, 2, 5, 10, 20, 50, 100), ("½", "1", "2", "5", "10", "20", "50", "100"))
     panel.minorticks_off()
-    panel.set_title("times as fast as torch RPC", loc="left", fontsize=10.5, fontweight="bold", pad=24)
+    panel.set_title("times as fast as torch RPC", loc="left", fontsize=10.5, fontweight="bold", pad=40)
     _legend(panel)
 
 
@@ -116,7 +118,7 @@ def _times(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
         if places:
             panel.scatter(medians, places, s=size, c=colour, marker=marker, linewidths=2.0, label=label, zorder=3)
     for place, row in enumerate(rows):
-        ends = [row["systems"][system]["median"] for system in ("backhaul", "torch") if system in row["systems"]]
+        ends = [row["systems"][system]["median"] for system in (row["ours"], "torch") if system in row["systems"]]
         if row["unit"] == "seconds" and len(ends) == 2:
             panel.plot(ends, (place, place), color=_FAINT, linewidth=2.0, zorder=2)
     low, high = panel.get_xlim()
@@ -124,7 +126,7 @@ def _times(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
     panel.set_xticks(list(ticks), list(ticks.values()))
     panel.set_xlim(low, high)
     panel.minorticks_off()
-    panel.set_title("time per call, step or start", loc="left", fontsize=10.5, fontweight="bold", pad=24)
+    panel.set_title("time per call, step or start", loc="left", fontsize=10.5, fontweight="bold", pad=40)
     _legend(panel)
 
 
@@ -132,7 +134,7 @@ def _legend(panel: Axes) -> None:
     panel.legend(
         loc="lower left",
         bbox_to_anchor=(-0.015, 1.0),
-        ncols=4,
+        ncols=3,
         frameon=False,
         borderaxespad=0.2,
         handlelength=1.2,

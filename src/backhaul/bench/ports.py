@@ -2,15 +2,17 @@
 
 A port is one end of a system. Entering it joins the processes, leaving it parts them; a
 client's end then answers `noop`, `echo`, `burst` and so on. The two RPC systems share an API and
-so a port, which shows their modules to the workloads that differentiate (`gradients`). The other two are the
-limits: `SocketPort` makes no calls, it moves bytes there and back, in memory that is already warm; `CopyPort`
-has no other process at all, and copies as often as an echo must.
+so a port, which shows their modules to the workloads that differentiate (`gradients`). The others are the
+limits: `SocketPort` makes no calls, it moves bytes there and back, in memory that is already warm, over a unix socket;
+`TcpPort` does so over TCP, and `SslPort` over TCP with TLS; `CopyPort` has no other process at all, and copies as often
+as an echo must.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -23,9 +25,17 @@ from typing import Any, Protocol
 
 import torch
 
+from backhaul.security.certificates import Authority
+from backhaul.security.keys import read_key_file
+from backhaul.security.tls import contexts_of
+
 CLIENT, SERVER, SECOND = "client", "server", "second-client"
 
 BACKHAUL, TORCH, PING_PONG, MEMCPY = "backhaul", "torch", "ping-pong", "memcpy"
+BACKHAUL_TLS, SSL, TCP = "backhaul-tls", "ssl", "tcp"
+
+KEY_FILE = "cluster.key"
+"""The name of a key in the directory that the processes of a system share."""
 
 
 class Port(Protocol):
@@ -127,11 +137,12 @@ class RpcPort:
         self.rpc.remote(SERVER, nothing).to_here()
 
 
-def backhaul_port(role: str, roles: Sequence[str], directory: str) -> RpcPort:
+def backhaul_port(role: str, roles: Sequence[str], directory: str, **more: Any) -> RpcPort:
+    """``more`` are options."""
     from backhaul import autograd, rpc
 
     def init() -> None:
-        options = rpc.RpcOptions(init_method=f"file://{directory}/meeting-point")
+        options = rpc.RpcOptions(init_method=f"file://{directory}/meeting-point", **more)
         rpc.init_rpc(role, rank=roles.index(role), world_size=len(roles), rpc_backend_options=options)
 
     def optimizer() -> Any:
@@ -140,6 +151,10 @@ def backhaul_port(role: str, roles: Sequence[str], directory: str) -> RpcPort:
         return DistributedOptimizer
 
     return RpcPort(rpc, autograd, optimizer, role, roles, init)
+
+
+def backhaul_tls_port(role: str, roles: Sequence[str], directory: str) -> RpcPort:
+    return backhaul_port(role, roles, directory, transport="tcp", key_file=os.path.join(directory, KEY_FILE))
 
 
 def torch_port(role: str, roles: Sequence[str], directory: str) -> RpcPort:
@@ -179,7 +194,7 @@ def torch_has_rpc() -> bool:
 
 
 class _Stream:
-    """A unix socket, connected; a message is its length, 8 bytes, and then that many bytes."""
+    """A socket, connected; a message is its length, 8 bytes, and then that many bytes."""
 
     LENGTH = struct.Struct("<Q")
     _BUFFER_BYTES = 4 << 20  # what Backhaul asks for too
@@ -213,6 +228,31 @@ class _Stream:
         return memoryview(self._memory)[:size]
 
 
+class _SslStream(_Stream):
+    """The same over TLS, where there is neither ``sendmsg`` nor ``MSG_WAITALL``."""
+
+    def send(self, data: memoryview) -> None:
+        self.connection.sendall(self.LENGTH.pack(len(data)))
+        if data:
+            self.connection.sendall(data)
+
+    def receive(self) -> memoryview:
+        header = bytearray(self.LENGTH.size)
+        self._fill(memoryview(header))
+        (size,) = self.LENGTH.unpack(header)
+        if size > len(self._memory):
+            self._memory = bytearray(size)
+        self._fill(memoryview(self._memory)[:size])
+        return memoryview(self._memory)[:size]
+
+    def _fill(self, place: memoryview) -> None:
+        while place:
+            count = self.connection.recv_into(place)
+            if not count:
+                raise EOFError
+            place = place[count:]
+
+
 class SocketPort:
     """A unix stream socket to the server, which sends back what it gets: a thread for each client."""
 
@@ -222,8 +262,7 @@ class SocketPort:
 
     def __enter__(self) -> SocketPort:
         if self._role == SERVER:
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(self._path)
+            listener = self._open()
             listener.listen()
             threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
         return self
@@ -257,22 +296,67 @@ class SocketPort:
     @cached_property
     def _stream(self) -> _Stream:
         # At first use: the server listens by then.
+        return self._stream_over(self._connect(), server=False)
+
+    def _open(self) -> socket.socket:
+        """What the server listens on."""
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self._path)
+        return listener
+
+    def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._path)
+        return connection
+
+    def _stream_over(self, connection: socket.socket, *, server: bool) -> _Stream:
         return _Stream(connection)
 
     def _listen(self, listener: socket.socket) -> None:
         while True:
             connection, _ = listener.accept()
-            threading.Thread(target=self._serve, args=(_Stream(connection),), daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, stream: _Stream) -> None:
+    def _serve(self, connection: socket.socket) -> None:
+        stream = self._stream_over(connection, server=True)
         with stream.connection:
             try:
                 while True:
                     stream.send(stream.receive())
             except EOFError:
                 return
+
+
+class TcpPort(SocketPort):
+    """The same over TCP, on loopback. What lies at the path tells the port."""
+
+    def _open(self) -> socket.socket:
+        listener = socket.create_server(("127.0.0.1", 0))
+        with open(self._path, "w") as file:
+            file.write(str(listener.getsockname()[1]))
+        return listener
+
+    def _connect(self) -> socket.socket:
+        with open(self._path) as file:
+            return socket.create_connection(("127.0.0.1", int(file.read())))
+
+    def _stream_over(self, connection: socket.socket, *, server: bool) -> _Stream:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return _Stream(connection)
+
+
+class SslPort(TcpPort):
+    """The same with TLS, by Python's own `ssl`, set up as Backhaul sets it up."""
+
+    def __init__(self, role: str, roles: Sequence[str], directory: str) -> None:
+        super().__init__(role, roles, directory)
+        authority = Authority(read_key_file(os.path.join(directory, KEY_FILE)))
+        self._contexts = contexts_of(authority.issue(role), authority.certificate)
+
+    def _stream_over(self, connection: socket.socket, *, server: bool) -> _Stream:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        context: ssl.SSLContext = self._contexts[0 if server else 1]
+        return _SslStream(context.wrap_socket(connection, server_side=server))
 
 
 class CopyPort:
@@ -306,6 +390,9 @@ PORTS: dict[str, Callable[[str, Sequence[str], str], AbstractContextManager[Any]
     TORCH: torch_port,
     PING_PONG: SocketPort,
     MEMCPY: CopyPort,
+    BACKHAUL_TLS: backhaul_tls_port,
+    SSL: SslPort,
+    TCP: TcpPort,
     NO_SYSTEM: no_port,
 }
 """System -> makes the port of one of the roles; all of them share a directory."""

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from backhaul.bench.ports import BACKHAUL, MEMCPY, PING_PONG, TORCH
+from backhaul.bench.ports import BACKHAUL, BACKHAUL_TLS, MEMCPY, PING_PONG, SSL, TCP, TORCH
 from backhaul.bench.workloads import Figure
 
 SPEED = (TORCH, BACKHAUL)
-RATIOS = (SPEED, (BACKHAUL, PING_PONG), (BACKHAUL, MEMCPY))
-"""How many times longer the first takes than the second."""
+RATIOS = {
+    BACKHAUL: (SPEED, (BACKHAUL, PING_PONG), (BACKHAUL, MEMCPY)),
+    BACKHAUL_TLS: ((TORCH, BACKHAUL_TLS), (SSL, BACKHAUL_TLS), (BACKHAUL_TLS, TCP), (BACKHAUL_TLS, BACKHAUL)),
+}
+"""How many times longer the first takes than the second, for rows that are about the key."""
 
 STALL_SECONDS = 3.0
 """Longer than any system takes for a repetition, so something hung."""
@@ -52,6 +55,11 @@ class Row:
     def spread(self, system: str) -> Spread | None:
         rounds = self.rounds.get(system)
         return Spread.of(rounds) if rounds else None
+
+    @property
+    def speed(self) -> Spread | None:
+        """How many times longer torch takes than what the row is about."""
+        return self.ratio(TORCH, self.figure.ours)
 
     def ratio(self, over: str, under: str) -> Spread | None:
         """Of the rounds, pair by pair: what disturbs a round disturbs both."""

@@ -25,8 +25,9 @@ from typing import NamedTuple
 
 from backhaul.bench.life import live
 from backhaul.bench.orders import Failure, Greeting, Meet, Order, Prepare, Verdict
-from backhaul.bench.ports import CLIENT, SERVER
+from backhaul.bench.ports import CLIENT, KEY_FILE, SERVER
 from backhaul.bench.workloads import Samples, Workload
+from backhaul.security.keys import make_key_file
 
 _START_SECONDS = 60.0
 _RUN_SECONDS = 60.0
@@ -70,6 +71,7 @@ class System:
     def __enter__(self) -> System:
         """Start the processes and wait until they have met. They are frozen then."""
         self._directory = tempfile.TemporaryDirectory(prefix="backhaul-bench-")
+        make_key_file(os.path.join(self._directory.name, KEY_FILE))
         # `torch.set_num_threads` does not reach every thread: those that serve would start helpers for a matmul.
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("spawn")

@@ -14,34 +14,49 @@ from rich.table import Table as RichTable
 
 from backhaul.bench.compare import Result
 from backhaul.bench.floors import CEILINGS, FLOORS, standing
+from backhaul.bench.ports import BACKHAUL, BACKHAUL_TLS, MEMCPY, PING_PONG, SSL, TCP, TORCH
 from backhaul.bench.rows import RATIOS, Row, Spread
 from backhaul.bench.workloads import Figure
 
 _PLAIN_WIDTH = 250  # wide enough for every row on one line
 _MIB = 1 << 20
+_COLUMNS = {
+    BACKHAUL: (BACKHAUL, TORCH, PING_PONG, MEMCPY),
+    BACKHAUL_TLS: (BACKHAUL_TLS, BACKHAUL, TORCH, SSL, TCP),
+}
+"""Of the rows that are about the key; a table for each."""
 
 
 def write(result: Result, file: TextIO) -> None:
-    """Print the table, ruled on a terminal and plainly aligned elsewhere, and what stalled."""
+    """Print the tables, ruled on a terminal and plainly aligned elsewhere, and what stalled."""
     terminal = file.isatty()
     console = Console(file=file, width=None if terminal else _PLAIN_WIDTH, highlight=False)
     console.print(
         f"rounds: {result.rounds}; load before: {result.load:.2f}; medians (quartiles); less is better but for /s",
     )
-    table = RichTable(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
-    table.add_column("work", no_wrap=True)
-    ratios = [pair for pair in RATIOS if set(pair) <= set(result.systems)]
-    for heading in (*result.systems, *("/".join(pair) for pair in ratios)):
-        table.add_column(heading, justify="right", no_wrap=not terminal)
-    table.add_column("met", no_wrap=True)
-    for row in result.rows:
-        times = (row.notes.get(system) or _text(row.spread(system), row.figure) for system in result.systems)
-        table.add_row(row.figure.name, *times, *(_ratio_text(row.ratio(*pair)) for pair in ratios), _standing_text(row))
-    console.print(table)
+    for ours in _COLUMNS:
+        if any(row.figure.ours == ours for row in result.rows):
+            console.print(_table(result, ours, terminal))
     for stall in result.stalls:
         console.print(f"stalled: {stall.system}, {stall.work}: {stall.seconds:.1f} s for one repetition")
     for system, reason in result.left_out.items():
         console.print(f"left out: {system}: {reason}")
+
+
+def _table(result: Result, ours: str, terminal: bool) -> RichTable:
+    table = RichTable(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
+    table.add_column("work", no_wrap=True)
+    systems = [system for system in _COLUMNS[ours] if system in result.systems]
+    ratios = [pair for pair in RATIOS[ours] if set(pair) <= set(systems)]
+    for heading in (*systems, *("/".join(pair) for pair in ratios)):
+        table.add_column(heading, justify="right", no_wrap=not terminal)
+    table.add_column("met", no_wrap=True)
+    for row in result.rows:
+        if row.figure.ours == ours:
+            times = (row.notes.get(system) or _text(row.spread(system), row.figure) for system in systems)
+            shares = (_ratio_text(row.ratio(*pair)) for pair in ratios)
+            table.add_row(row.figure.name, *times, *shares, _standing_text(row))
+    return table
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -69,13 +84,14 @@ def host(load: float) -> dict[str, Any]:
 
 
 def _row_as_json(row: Row) -> dict[str, Any]:
-    ratios = {"/".join(pair): row.ratio(*pair) for pair in RATIOS}
+    ratios = {"/".join(pair): row.ratio(*pair) for pair in RATIOS[row.figure.ours]}
     floor = FLOORS.get(row.figure.name)
     ceiling = CEILINGS.get(row.figure.name)
     stands = standing(row)
     return {
         "work": row.figure.name,
         "unit": row.figure.unit,
+        "ours": row.figure.ours,
         "systems": {
             system: {**spread._asdict(), "rounds": list(rounds)}
             for system, rounds in row.rounds.items()
@@ -83,7 +99,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         },
         "notes": dict(row.notes),
         "ratios": {name: ratio._asdict() for name, ratio in ratios.items() if ratio is not None},
-        "floor": {"at_least": floor.at_least, "aim": floor.aim} if floor else None,
+        "floor": {"at_least": floor.at_least, "aim": floor.aim, "against": floor.against} if floor else None,
         "ceiling": {"at_most": ceiling[0], "aim": ceiling[1]} if ceiling else None,
         "met": stands.met if stands else None,
         "steady": row.figure.steady,

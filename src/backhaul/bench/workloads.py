@@ -18,7 +18,19 @@ import torch
 from backhaul.bench import gradients, training
 from backhaul.bench.gradients import Forward
 from backhaul.bench.orders import Order
-from backhaul.bench.ports import BACKHAUL, CLIENT, MEMCPY, PING_PONG, SECOND, TORCH, Port, RpcPort
+from backhaul.bench.ports import (
+    BACKHAUL,
+    BACKHAUL_TLS,
+    CLIENT,
+    MEMCPY,
+    PING_PONG,
+    SECOND,
+    SSL,
+    TCP,
+    TORCH,
+    Port,
+    RpcPort,
+)
 
 BURST = 5000
 DEPTH = 8
@@ -27,6 +39,7 @@ _WARM_UP_SECONDS = 0.1
 _KIB = 1024
 _RPC = (BACKHAUL, TORCH)
 _CALLS = (*_RPC, PING_PONG)
+_TLS = (BACKHAUL_TLS, *_RPC, SSL, TCP)
 
 
 class Samples(NamedTuple):
@@ -48,6 +61,7 @@ class Figure:
     unit: Literal["seconds", "share", "bytes", "CPU seconds"] = "seconds"
     as_rate: bool = False  # shown as calls per second; samples never are rates
     steady: bool = True  # enough to be held against another run
+    ours: str = BACKHAUL  # the system that it is about, and that is compared with the others
 
 
 @dataclass(frozen=True)
@@ -163,6 +177,12 @@ def _echo_of(label: str, size: int, repetitions: int, every: int = 1) -> Workloa
     return Workload(name, partial(_echo, size), repetitions, (Figure(name),), (*_CALLS, MEMCPY), every=every)
 
 
+def _tls_of(plain: Workload, repetitions: int, every: int = 1) -> Workload:
+    """The same work by those who do it over TCP with TLS, and by those whom they are compared with."""
+    figures = (Figure(f"TLS {plain.figures[0].name}", ours=BACKHAUL_TLS),)
+    return Workload(f"TLS {plain.name}", plain.run, repetitions, figures, _TLS, every=every)
+
+
 def _gradient_of(name: str, repetitions: int, every: int = 1) -> Workload:
     forward = gradients.FORWARDS[name]
     return Workload(
@@ -176,10 +196,12 @@ def _gradient_of(name: str, repetitions: int, every: int = 1) -> Workload:
     )
 
 
+_NOOP = Workload("no-op", _noop, 1000, (Figure("no-op p50"), Figure("no-op p99", _p99, steady=False)))
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("no-op", _noop, 1000, (Figure("no-op p50"), Figure("no-op p99", _p99, steady=False))),
+        _NOOP,
         _echo_of("1 KiB", _KIB, 300),
         _echo_of("64 KiB", 64 * _KIB, 200),
         _echo_of("1 MiB", _KIB**2, 50),
@@ -202,5 +224,8 @@ WORKLOADS = {
         _gradient_of("transformer in two", 2, every=2),
         _gradient_of("1,500 nodes, no calls", 5),
         Workload("plan", _plan_share, 5, (Figure("share of its plan", unit="share"),), (BACKHAUL,)),
+        _tls_of(_NOOP, 500),
+        _tls_of(_echo_of("1 MiB", _KIB**2, 0), 30, every=2),
+        _tls_of(_echo_of("64 MiB", 64 * _KIB**2, 0), 3, every=2),
     )
 }
