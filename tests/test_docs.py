@@ -31,7 +31,9 @@ import pytest
 
 import backhaul.autograd as dist_autograd
 from backhaul import errors
-from backhaul.options import RpcOptions
+from backhaul.options import Quotas, RpcOptions
+from backhaul.security.keys import read_key_file
+from backhaul.security.tls import TLS
 from backhaul.wire.messages import KINDS
 
 ROOT = Path(__file__).parent.parent
@@ -217,7 +219,8 @@ def raised_by_autograd() -> Iterator[tuple[str, str]]:
             kind, message = node.func.id, node.args[0]
             if kind.endswith("Error") and kind not in ("ProtocolError", "TimeoutError", "WorkerLostError"):
                 texts = [part.value for part in ast.walk(message) if isinstance(part, ast.Constant)]
-                yield kind, "".join(text for text in texts if isinstance(text, str))
+                if text := "".join(text for text in texts if isinstance(text, str)):  # or it is given elsewhere
+                    yield kind, text
 
 
 def test_the_page_on_autograd_has_every_error_and_its_message() -> None:
@@ -245,3 +248,62 @@ def test_the_page_on_autograd_has_every_argument_of_backward() -> None:
         for parameter in inspect.signature(dist_autograd.backward).parameters.values()
         if parameter.default is not parameter.empty
     ]
+
+
+SECURITY = (ROOT / "docs" / "security.md").read_text()
+
+
+def commands(*programs: str) -> str:
+    """The commands of the page on security that begin with one of these, as a script."""
+    text = re.sub(r"\\\n\s*", "", SECURITY)
+    return "\n".join(
+        line.strip() for line in text.splitlines() if line.startswith(tuple(f"    {p} " for p in programs))
+    )
+
+
+def test_the_commands_of_the_page_on_security(tmp_path: Path) -> None:
+    """They make certificates that a worker takes; and a key."""
+    script = commands("openssl", "printf", "backhaul keygen", "backhaul doctor --trust")
+    assert script.count("openssl") == 3
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing is wrong" in done.stdout
+    assert TLS(*(str(tmp_path / file) for file in ("ca.pem", "bank.pem", "bank.key"))).names() == {"bank"}
+    assert read_key_file(str(tmp_path / "cluster.key"))
+
+
+def test_the_page_on_security_has_lines_that_are_logged_and_reasons_that_are_given() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "src" / "backhaul").rglob("*.py"))
+    section = SECURITY.partition("## What the log says")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\| `(backhaul[.\w]+)` \| `([^`]+)` \|", section, flags=re.MULTILINE)
+    assert len(lines) > 4
+    for logger, line in lines:
+        path = ROOT / "src" / Path(*logger.split(".")).with_suffix(".py")
+        source = path.read_text() if path.exists() else sources
+        assert path.exists() or f'getLogger("{logger}")' in sources
+        assert line in source, line
+    reasons = re.findall(r"^\| `([^`]+)` \| [^`]", section, flags=re.MULTILINE)
+    assert len(reasons) > 10
+    for reason in reasons:
+        for piece in reason.split(" … "):
+            assert piece in sources, f"no reason says {piece!r}"
+
+
+def test_the_page_on_security_has_the_quotas_and_the_options_of_doctor() -> None:
+    for quota in dataclasses.fields(Quotas):
+        row = re.search(rf"^\| `{quota.name}` \| (\d+)( MiB)? \|", SECURITY, flags=re.MULTILINE)
+        assert row, quota.name
+        assert int(row[1]) << (20 if row[2] else 0) == quota.default
+    section = SECURITY.partition("\n## backhaul doctor\n")[2]
+    shown = set(re.findall(r"--[a-z-]+", section.partition("\n\n")[0]))
+    known = set(re.findall(r"--[a-z-]+", run("-m", "backhaul", "doctor", "--help")))
+    assert shown == known - {"--help"}

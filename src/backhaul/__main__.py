@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 import backhaul
 from backhaul.bench import command as bench_command
+from backhaul.doctor import command as doctor_command
 from backhaul.launch import command as run_command
+from backhaul.launch import keygen as keygen_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"backhaul {backhaul.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     run_command.add_parser(commands)
+    keygen_command.add_parser(commands)
+    doctor_command.add_parser(commands)
     bench_command.add_parser(commands)
     options = parser.parse_args(argv)
     code: int = options.handle(options)

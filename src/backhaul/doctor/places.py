@@ -1,0 +1,190 @@
+"""Where a worker would listen, which address it would announce, and where its group meets."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import stat
+import tempfile
+from urllib.parse import urlsplit
+
+from backhaul.doctor.report import Report
+from backhaul.errors import OptionError
+from backhaul.options import RpcOptions
+from backhaul.transport.hosts import Site, choose_site
+
+# The modules that read them import torch.
+RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
+INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
+
+_PATIENCE = 1.0  # for the host of the store to answer
+
+
+def listening(report: Report, options: RpcOptions, credentials: str) -> Site | None:
+    """What TCP would listen on, if it would. ``credentials`` are the kind of those that there are."""
+    report.section("listening")
+    if options.transport == "tcp" or options.trust == "federation":
+        report.fact("unix sockets", "none: all goes over TCP", directory=None)
+    else:
+        _unix(report)
+    if options.transport == "unix":
+        report.fact("TCP", "none: transport 'unix'", address=None)
+        return None
+    try:
+        site = choose_site(options)
+    except OptionError as error:
+        report.fault(str(error))
+        report.fact("TCP", "not possible: see below", address=None)
+        return None
+    host, port = str(site.address[0]), options.port
+    reach = "this machine only" if site.is_loopback else "other machines can connect"
+    if credentials in ("none", "bad"):
+        why = "peers could not be told from strangers" if credentials == "none" else "see below"
+        report.fact("TCP", f"nothing: {why}", address=None)
+    else:
+        report.fact("TCP", f"{host}, {f'port {port}' if port else 'any free port'}: {reach}", address=host, port=port)
+        report.fact("announces", f"{site.announced}: {site.why}", address=site.announced, why=site.why)
+    return site
+
+
+def _unix(report: Report) -> None:
+    directory = os.environ.get(RUNTIME_DIR_VARIABLE)
+    if directory is None:
+        text = f"a new directory of mode 0700 in {tempfile.gettempdir()}, for each worker"
+        report.fact("unix sockets", text, directory=tempfile.gettempdir())
+        return
+    try:
+        mode = stat.S_IMODE(os.stat(directory).st_mode)
+    except OSError as error:
+        report.fact("unix sockets", f"{directory}: {error.strerror}", directory=directory)
+        report.fault(
+            f"the directory {directory} for sockets ({RUNTIME_DIR_VARIABLE}) cannot be used: {error.strerror}. Unset "
+            f"the variable, or `mkdir -m 700 {directory}`"
+        )
+        return
+    text = f"{directory}, mode {mode:04o} ({RUNTIME_DIR_VARIABLE})"
+    report.fact("unix sockets", text, directory=directory, mode=f"{mode:04o}")
+
+
+def meeting(report: Report, options: RpcOptions, site: Site | None) -> None:
+    """Where the group meets, and whether that place is there."""
+    report.section("meeting")
+    method, source = options.init_method, "the option init_method"
+    if method.startswith("env://"):
+        inherited = os.environ.get(INIT_METHOD_VARIABLE)
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if inherited:
+            method, source = inherited, INIT_METHOD_VARIABLE
+        elif address and port:
+            bracketed = f"[{address}]" if ":" in address else address
+            method, source = f"tcp://{bracketed}:{port}", "MASTER_ADDR and MASTER_PORT"
+        else:
+            text = "not known yet: `backhaul run` and torchrun tell their workers, or give init_method"
+            report.fact("init method", text, method=None)
+            return
+    report.fact("init method", f"{method} ({source})", method=method)
+    url = urlsplit(method)
+    if url.scheme == "file":
+        _file(report, url.path)
+        return
+    try:
+        store_port = url.port
+    except ValueError:
+        store_port = None
+    if url.scheme != "tcp" or not url.hostname or store_port is None:
+        report.fault(
+            f"init method {method!r} ({source}) must be like tcp://10.0.0.1:29500 or file:///tmp/meeting-point"
+        )
+        return
+    _store(report, url.hostname, store_port, site)
+
+
+def _file(report: Report, path: str) -> None:
+    directory = os.path.dirname(path)
+    if not path or not os.path.isdir(directory) or os.path.isdir(path):
+        report.fault(f"the group is to meet in {path!r}: that must be a file in a directory that exists")
+    elif not os.access(path if os.path.exists(path) else directory, os.W_OK):
+        report.fault(
+            f"the group is to meet in {path!r}, which this user cannot write: give it to them, or name another"
+        )
+    else:
+        report.fact("store", f"the file {path}, for hosts that share it", path=path)
+
+
+def _store(report: Report, host: str, port: int, site: Site | None) -> None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        report.fault(
+            f"the group is to meet at {host}, and no address is known for it: {error}. Give an address instead"
+        )
+        return
+    where = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    reach = (
+        "of this machine only"
+        if where.is_loopback
+        else "on all interfaces"
+        if where.is_unspecified
+        else "beyond loopback"
+    )
+    rank = os.environ.get("RANK")
+    mine = _can_bind(family, (address[0], 0, *address[2:]))
+    data = {"host": host, "port": port, "here": mine, "loopback": where.is_loopback}
+    if not mine and rank == "0":
+        report.fact("store", f"on another machine, {host}, port {port}", **data)
+        report.fault(
+            f"this is rank 0, which hosts the store, and {host} is no address of this machine: start rank 0 there, or "
+            "name an address of this one"
+        )
+        return
+    if not mine:
+        answer = _answers(family, address)
+        report.fact("store", f"on another machine, {host}, port {port}: {answer or 'it answers'}", **data)
+        if answer is not None:
+            report.note(
+                f"nobody answers at {host}, port {port} ({answer}): if rank 0 has been started there, see whether a "
+                "firewall lets this port through"
+            )
+        return
+    report.fact("store", f"on this machine, {host}, port {port}, {reach}; rank 0 hosts it", **data)
+    if not where.is_loopback:
+        report.note(
+            f"the store at {host}:{port} asks nobody who they are: who reaches it can keep workers from finding each "
+            "other, and no more"
+        )
+    elif site is not None and not site.is_loopback:
+        report.note(
+            f"the group meets at {host}, which only this machine can reach: for workers on others, name an address "
+            "that they can reach"
+        )
+    if rank == "0" and not _can_bind(family, address) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        report.fault(f"this is rank 0, which hosts the store, and port {port} of {host} is taken: name another port")
+
+
+def _can_bind(family: int, address: object) -> bool:
+    """Whether the address is one of this machine, and its port free."""
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(address)  # type: ignore[arg-type]
+        except OSError:
+            return False
+    return True
+
+
+def _answers(family: int, address: object) -> str | None:
+    """Why nobody answers there; None if somebody does."""
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(_PATIENCE)
+        try:
+            sock.connect(address)  # type: ignore[arg-type]
+        except TimeoutError:
+            return "no answer"
+        except OSError as error:
+            with contextlib.suppress(KeyError):
+                return errno.errorcode[error.errno or 0] + f", {error.strerror}"
+            return str(error)
+    return None
