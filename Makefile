@@ -16,7 +16,8 @@ INPUTS ?= 1000000
 PURE := wire errors ids options agent.pending security refs.counting refs.mailbox autograd
 COVER_PURE := $(PURE:%=--cov=backhaul.%)
 # Their own tests, apart from the others: tracing lines makes threads and processes twice as slow.
-PURE_TESTS := tests/wire tests/security tests/test_errors.py tests/test_options.py tests/agent/test_pending.py \
+SECURITY_TESTS := $(filter-out tests/security/test_attacks_%,$(wildcard tests/security/test_*.py))
+PURE_TESTS := tests/wire $(SECURITY_TESTS) tests/test_errors.py tests/test_options.py tests/agent/test_pending.py \
 	tests/refs/test_counting.py tests/refs/test_mailbox.py tests/refs/test_simulation.py \
 	tests/autograd/test_graph.py tests/autograd/test_part.py tests/autograd/test_completion.py
 # Of the layers that are not pure, up to autograd.
