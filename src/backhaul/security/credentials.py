@@ -18,6 +18,11 @@ class PeerCredentials(NamedTuple):
     gid: int
 
 
+def can_tell() -> bool:
+    """Whether the kernel says whose process is at the other end of a unix socket."""
+    return hasattr(socket, "SO_PEERCRED")
+
+
 def peer_credentials(sock: socket.socket) -> PeerCredentials:
     """The process that connected, or listens, at the other end."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)

@@ -12,6 +12,9 @@ from backhaul.transport.base import ChannelClosed
 NO_WAIT = int(socket.MSG_DONTWAIT)
 SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
+UNIX: Any = getattr(socket, "AF_UNIX", None)
+"""The family of unix sockets, or None where there are none."""
+
 _SOCKET_BUFFER = 4 << 20
 _QUEUE_PAUSE = 0.005
 
@@ -26,7 +29,7 @@ _USER_TIMEOUT_MS = 6000
 def tune(sock: socket.socket) -> None:
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
-    if sock.family == socket.AF_UNIX:
+    if sock.family == UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -37,7 +40,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def connect_unix(path: str, deadline: float) -> socket.socket:
-    return _connect(socket.AF_UNIX, path, deadline)
+    return _connect(UNIX, path, deadline)
 
 
 def connect_tcp(host: str, port: int, deadline: float) -> socket.socket:

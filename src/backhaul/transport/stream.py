@@ -18,10 +18,10 @@ from pathlib import Path
 
 from backhaul.errors import OptionError, ProtocolError
 from backhaul.options import RpcOptions
-from backhaul.security.credentials import require_same_user
+from backhaul.security.credentials import can_tell, require_same_user
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.security.tls import ClusterCredentials, Credentials, OwnCredentials
-from backhaul.transport import segments
+from backhaul.transport import segments, sockets
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
 from backhaul.transport.greeting import Line, Steps, drive, receive_visitor, visit
 from backhaul.transport.hosts import Site, choose_site
@@ -63,7 +63,7 @@ class StreamChannel(Channel):
 
     def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
         self._socket = sock
-        shares = sock.family == socket.AF_UNIX and segments.are_possible()
+        shares = sock.family == sockets.UNIX and segments.are_possible()
         self._borrowing = Borrowing() if shares else None
         self._lending = Lending(budget) if shares and budget.size else None
         self._decoder = Decoder(options.message_limit, self._borrowing, options.head_limit)
@@ -266,6 +266,8 @@ class StreamTransport(Transport):
 
     @property
     def _has_unix(self) -> bool:
+        if sockets.UNIX is None or not can_tell():
+            return False
         return self._options.transport != "tcp" and self._options.trust != "federation"
 
     @property
@@ -276,7 +278,11 @@ class StreamTransport(Transport):
         wanted = self._options.transport
         if wanted == "unix" and (self._options.host or self._options.port):
             raise OptionError("transport 'unix' has no host and no port: leave them out, or take 'auto' or 'tcp'")
-        if wanted == "tcp" and not self._has_tcp:
+        if wanted == "unix" and not self._has_unix:
+            raise OptionError(
+                "this system has no unix sockets that tell whose process is at the other end: take 'auto'"
+            )
+        if not self._has_unix and not self._has_tcp:
             raise OptionError(
                 "transport 'tcp' needs a secret that all workers share: start them with `backhaul run`, or "
                 f"give RpcOptions(secret=...) the same 32 random bytes everywhere. For several hosts, {_KEY_ADVICE}"
@@ -354,7 +360,7 @@ class StreamTransport(Transport):
             self._directory = directory
         _require_private(directory)
         path = os.path.join(directory, f"{os.getpid()}-{os.urandom(4).hex()}")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = socket.socket(sockets.UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(path)
             self._path = path
