@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import os
 import queue
 import resource
@@ -348,7 +349,7 @@ def test_a_thousand_strangers_are_a_few_lines(
     port = "a connection from 127.0.0.1, port "
     assert port in text
     assert "plain text where TLS is spoken: a connection that starts with b'GET '" in text
-    assert "plain text where TLS is spoken: a connection that starts with b'BHL1'" in text
+    assert re.search("49[5-9] times: plain text where TLS is spoken: a connection that starts with …", text)
     assert "the connection ended during the greeting" in text
     assert "starts with a record of 32767 bytes" in text
     assert "more connections were not let in; " in text

@@ -1,6 +1,7 @@
 """What a worker on this machine would do, tried out, and what is wrong: ``backhaul doctor``.
 
-- `command`      the command line, and the order in which things are looked at
+- `command`      the command line
+- `checkup`      the order in which things are looked at
 - `report`       what was found: facts, notes, and what is wrong
 - `machine`      versions, limits, memory, processors
 - `credentials`  how peers are told from strangers
