@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import re
 import os
 import queue
+import re
 import resource
 import select
 import socket
