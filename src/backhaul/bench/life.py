@@ -35,8 +35,8 @@ def live(system: str, role: str, roles: Sequence[str], directory: str, line: Con
 
         with PORTS[system](role, roles, directory) as port:
             line.send(Greeting(time.monotonic(), import_seconds))
-            # A full collection looks at all that importing torch has made, and takes a tenth of a second, which would hit
-            # one system or the other by chance. What is made from now on is collected as ever, in all of them.
+            # A full collection looks at all that importing torch has made, and takes a tenth of a second, which would
+            # hit one system or the other by chance. What is made from now on is collected as ever, in all of them.
             gc.collect()
             gc.freeze()
             while (order := line.recv()) is not None:
