@@ -112,6 +112,8 @@ class Outbound:
         self._sleepers: deque[tuple[Slot, threading.Lock]] = deque()
         self._news: dict[int, News] = {}
         self._bell: Bell | None = None  # made when it is first needed
+        self._reads = 0  # how often something has come
+        self._unheard = 0  # how often nothing has, since the ping
         self._pinged: float | None = None  # when a ping left that nothing has answered
         self.lost: WorkerLostError | None = None
         """Why the connection has ended, if it has."""
@@ -315,6 +317,7 @@ class Outbound:
         """Read once, and hand out what came. Holds the reader role, and gives it up."""
         problem: Exception | None = None
         finished: list[Slot] = []
+        reads = self._reads
         try:
             if not slot.done and self.lost is None:  # who loses it closes the channel with this role, after that
                 finished = self._receive(None if timeout == math.inf else timeout, bell)
@@ -328,7 +331,7 @@ class Outbound:
             self._settle_all(finished, inline=True)
         elif bell is not None:
             bell.hush()
-        elif not slot.done and timeout >= self._patience / 4:
+        elif self._reads == reads and not slot.done and timeout >= self._patience / 4:
             self.check_alive()
 
     def _sleep(self, slot: Slot, timeout: float) -> None:
@@ -363,6 +366,7 @@ class Outbound:
         finished: list[Slot] = []
         if channel.read(timeout, None if bell is None else bell.fileno()):
             self._pinged = None
+            self._reads += 1
             try:
                 while (envelope := channel.next()) is not None:
                     slot = self._take(envelope)
@@ -512,12 +516,17 @@ class Outbound:
         )
 
     def check_alive(self) -> None:
-        """Ping a silent peer; lose it if a ping has gone unanswered for too long."""
+        """Ping a silent peer; lose it if a ping has gone unanswered for too long.
+
+        By the clock, and by how often there was a look at it: this process may have been stopped itself, or all of the
+        machine, and then a single look says nothing.
+        """
         if self._patience == math.inf:
             return
         now = time.monotonic()
+        self._unheard += 1
         if self._pinged is None:
-            self._pinged = now
+            self._pinged, self._unheard = now, 0
             if self._sending.acquire(blocking=False):
                 try:
                     if not self._unflushed:
@@ -526,7 +535,7 @@ class Outbound:
                     pass  # the next read says so too
                 finally:
                     self._sending.release()
-        elif now - self._pinged >= self._patience * 0.75:
+        elif now - self._pinged >= self._patience * 0.75 and self._unheard > 1:
             self.lose(
                 WorkerUnresponsiveError(
                     f"worker {self.peer.name!r} has not answered for {self._patience:g} s: it is stopped, hangs "

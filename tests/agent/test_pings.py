@@ -1,0 +1,49 @@
+"""Pings: to a peer that is silent while it owes an answer, and no more than are needed to know that it is there."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from backhaul import rpc
+from backhaul.options import RpcOptions
+from backhaul.testing import InProcessCluster
+from backhaul.wire.messages import Ping
+
+PATIENCE = 0.4
+_over = threading.Event()
+
+
+def wait_until_over() -> bool:
+    return _over.wait(10)
+
+
+@pytest.mark.parametrize("sockets", [False, True], ids=["memory", "sockets"])
+def test_a_long_call_is_pinged_now_and_then(sockets: bool) -> None:
+    _over.clear()
+    options = RpcOptions(unresponsive_after=PATIENCE)
+    with InProcessCluster(2, sockets=sockets, options=options) as workers, workers[0].as_current():
+        rpc.rpc_sync("worker1", int)
+        handlers = workers[1].agent._handlers
+        answer = handlers[Ping]
+        pings: list[float] = []
+        enough = threading.Event()
+
+        def counted(inbound: object, envelope: object) -> object:
+            pings.append(time.monotonic())
+            if len(pings) == 3:
+                enough.set()
+            return answer(inbound, envelope)  # type: ignore[arg-type]
+
+        handlers[Ping] = counted  # type: ignore[assignment]
+        future = rpc.rpc_async("worker1", wait_until_over)
+        waits = threading.Thread(target=future.wait)
+        waits.start()
+        assert enough.wait(10), "a silent peer is asked whether it is there"
+        _over.set()
+        waits.join(10)
+        assert future.wait()
+    # One for each quarter of the patience in which nothing came; whoever answers is not asked again at once.
+    assert pings[2] - pings[0] > 2 * 0.8 * PATIENCE / 4
