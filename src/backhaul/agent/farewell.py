@@ -20,6 +20,7 @@ have hung up, so that none of them takes its going for a death.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -27,11 +28,13 @@ from typing import Any, Protocol
 
 from backhaul.agent.future import Future
 from backhaul.agent.serving import Inbound
-from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError
+from backhaul.errors import BackhaulError, ProtocolError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import AwaitEnd, AwaitReady, Tally
+
+_log = logging.getLogger(__name__)
 
 WORK, LAST = 0, 1
 STAGES = 2
@@ -39,6 +42,7 @@ STAGES = 2
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
 _DEPARTURE_SECONDS = 2.0
+_PROBE_SECONDS = 2.0
 
 PeerCounts = dict[int, int]
 """Rank of a peer -> number of calls."""
@@ -54,6 +58,7 @@ class Asker(Protocol):
 
     def members(self) -> list[WorkerInfo]: ...
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]: ...
+    def is_reachable(self, info: WorkerInfo, seconds: float) -> bool: ...
     def peers_connected(self) -> bool: ...
     def counts(self) -> Counts: ...
     def answer(self, id: int, value: Any) -> Frame: ...
@@ -130,7 +135,7 @@ class Farewell:
                 break
             try:
                 ask = lambda id: AwaitEnd(id, stage)  # noqa: E731
-                dead: list[str] = agent.ask_later(leader, ask, "the end of the group", deadline).wait()
+                dead: list[str] = self._ask(leader, ask, "the end of the group", deadline)
             except WorkerLostError:
                 lost[leader.id] = leader.name
             else:
@@ -179,10 +184,35 @@ class Farewell:
                 lost[info.id] = info.name
         for info, future in futures:
             try:
-                answers[info.id] = future.wait()
+                answers[info.id] = self._answer_of(info, future, make, what, deadline)
             except WorkerLostError:
                 lost[info.id] = info.name
         return answers
+
+    def _ask(self, info: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Any:
+        return self._answer_of(info, self._agent.ask_later(info, make, what, deadline), make, what, deadline)
+
+    def _answer_of(
+        self, info: WorkerInfo, future: Future[Any], make: Callable[[int], Any], what: str, deadline: float
+    ) -> Any:
+        """The answer of a member, asked again if only the connection was lost. Raises `WorkerLostError`.
+
+        Who takes a living member for dead would wait for others that wait for it.
+        """
+        while True:
+            try:
+                return future.wait()
+            except WorkerLostError as error:
+                if time.monotonic() > deadline or not self._is_there(info):
+                    raise
+                _log.debug("= %s is asked again for %s: %s", info.name, what, error)
+            future = self._agent.ask_later(info, make, what, deadline)
+
+    def _is_there(self, info: WorkerInfo) -> bool:
+        try:
+            return self._agent.is_reachable(info, _PROBE_SECONDS)
+        except BackhaulError:
+            return False
 
     @staticmethod
     def _promise(promises: list[_Promise], envelope: Envelope) -> _Promise:
