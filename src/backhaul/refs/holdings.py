@@ -217,9 +217,9 @@ class Holdings:
     def created(self, ref: RefId, error: BackhaulError | None) -> None:
         """The owner has answered; or, with an error, it is not known whether it makes the value."""
         with self._lock:
-            self._creations.pop(ref, None)
-            if error is not None:
+            if error is not None:  # first: who finds no creation under way looks at this next, without the lock
                 self._gone[ref] = kept(_of_creation(error), self.me.name)
+            self._creations.pop(ref, None)
             cell = self._cells.get(ref)
             after = self._apply(self._counting.created(ref))
         if error is not None and cell is not None:
