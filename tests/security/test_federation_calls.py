@@ -372,7 +372,8 @@ def test_connections_of_one_peer(workers: InProcessCluster) -> None:
                 assert time.monotonic() < deadline, f"it has {len(kept)} connections"
                 time.sleep(0.01)
             assert peers[0].is_cut_off()
-            assert is_value(Liar(workers).call("exposed:double", 4), 8)
+            peers.append(Liar(workers))
+            assert is_value(peers[-1].call("exposed:double", 4), 8)
     finally:
         for peer in peers:
             peer.close()
