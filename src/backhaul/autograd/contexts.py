@@ -190,16 +190,19 @@ class Contexts:
                 if id in self._over or rank_of(id) == self._me.id:
                     return None
                 record = self._records.get(id) or self._introduce(id, sender)
+        if record is None:  # said without the lock: it goes into the log, whose handlers are the user's
+            limit = 0 if self._limits is None else self._limits.contexts
+            raise self._refuse(sender, f"{limit} autograd contexts are known from this peer")
         record.heard.add(sender.id)
         return record
 
-    def _introduce(self, id: int, sender: WorkerInfo) -> Record:
-        """A context that was not known here. Holds the lock."""
+    def _introduce(self, id: int, sender: WorkerInfo) -> Record | None:
+        """A context that was not known here; None if there are too many from there. Holds the lock."""
         record = Record(id)
         record.introducer = sender.id
         if self._limits is not None:
             if self._introduced[sender.id] >= self._limits.contexts:
-                raise self._refuse(sender, f"{self._limits.contexts} autograd contexts are known from this peer")
+                return None
             record.limit = self._limits.references
         self._introduced[sender.id] += 1
         self._records[id] = record

@@ -355,16 +355,21 @@ class Holdings:
     def _on_notices(self, inbound: Inbound, envelope: Envelope) -> Frame:
         message: Notices = envelope.message
         actions: list[Action] = []
+        disallowed: list[Notice] = []
         with self._lock:
             if self._inboxes.setdefault(inbound.peer.id, Inbox()).accept(message.number, message.process):
                 for notice in message.notices:
                     if self._rights.strict and not self._counting.allows(inbound.peer.id, notice):
-                        actions += self._disallow(inbound.peer, notice)
+                        disallowed.append(notice)
+                        if isinstance(notice, Register):  # to whom asks for a value, it is as if there were none
+                            actions.append(Send(inbound.peer.id, Registered(notice.ref, False)))
                     else:
                         actions += self._counting.handle(inbound.peer.id, notice)
             after = self._apply(actions)
             modest = self._rights.is_modest(inbound.peer.id, len(self._outboxes.get(inbound.peer.id, ())))
         self._act(after)
+        for notice in disallowed:
+            self._agent.permissions.note(inbound.peer.name, f"a {type(notice).__name__}", getattr(notice, "ref", ""))
         if self._rights.strict:
             if not modest:
                 raise ProtocolError("more notices about references than a worker has reason to send")
@@ -374,11 +379,6 @@ class Holdings:
                 for rank in notice.dead:
                     self._examine_later(rank)
         return self._agent.answer(message.id, None)
-
-    def _disallow(self, peer: WorkerInfo, notice: Notice) -> list[Action]:
-        """A peer has no right to say that. To whom asks for a value, it is as if there were none."""
-        self._agent.permissions.note(peer.name, f"a {type(notice).__name__}", getattr(notice, "ref", ""))
-        return [Send(peer.id, Registered(notice.ref, False))] if isinstance(notice, Register) else []
 
     def _tick(self) -> bool:
         """Called by the watch thread."""
