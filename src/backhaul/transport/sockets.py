@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from typing import Any
@@ -51,6 +52,16 @@ def connect_tcp(host: str, port: int, deadline: float) -> socket.socket:
     except (OSError, UnicodeError, OverflowError) as error:
         raise ChannelClosed(f"{host!r}, port {port}, is no address: {error}") from None
     return _connect(family, address, deadline)
+
+
+def await_ready(sock: socket.socket, *, read: bool, write: bool, timeout: float | None) -> bool:
+    """Wait until the socket is ready for one of those, or has ended; False after ``timeout`` seconds."""
+    poll = select.poll()
+    try:
+        poll.register(sock, (select.POLLIN if read else 0) | (select.POLLOUT if write else 0))
+    except (OSError, ValueError) as error:
+        raise ChannelClosed("closed here") from error
+    return bool(poll.poll(None if timeout is None else timeout * 1000))
 
 
 def remaining(deadline: float) -> float:

@@ -10,7 +10,6 @@ import array
 import contextlib
 import errno
 import os
-import select
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ from backhaul.transport.greeting import Line, Steps, drive, receive_visitor, vis
 from backhaul.transport.hosts import Site, choose_site
 from backhaul.transport.readable import Readable
 from backhaul.transport.segments import Borrowing, Budget, Lending
-from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, connect_tcp, connect_unix, tune
+from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, await_ready, closed, connect_tcp, connect_unix, tune
 from backhaul.transport.tls import TlsLine
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
@@ -116,12 +115,7 @@ class StreamChannel(Channel):
         return True
 
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
-        poll = select.poll()
-        try:
-            poll.register(self._socket, (select.POLLIN if read else 0) | (select.POLLOUT if write else 0))
-        except (OSError, ValueError) as error:
-            raise ChannelClosed("closed here") from error
-        return bool(poll.poll(None if timeout is None else timeout * 1000))
+        return await_ready(self._socket, read=read, write=write, timeout=timeout)
 
     def read(self, timeout: float | None, bell: int | None = None) -> bool:
         try:

@@ -14,7 +14,6 @@ crash looks like, and counts as one.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import ssl
 import threading
@@ -26,7 +25,7 @@ from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.transport.greeting import Line, Steps
 from backhaul.transport.readable import Readable
 from backhaul.transport.segments import Budget
-from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, tune
+from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, await_ready, closed, tune
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
 
@@ -180,12 +179,7 @@ class TlsChannel(Channel):
             raise ChannelClosed(_text(error)) from error
 
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
-        poll = select.poll()
-        try:
-            poll.register(self._socket, (select.POLLIN if read else 0) | (select.POLLOUT if write else 0))
-        except (OSError, ValueError) as error:
-            raise ChannelClosed("closed here") from error
-        return bool(poll.poll(None if timeout is None else timeout * 1000))
+        return await_ready(self._socket, read=read, write=write, timeout=timeout)
 
     def read(self, timeout: float | None, bell: int | None = None) -> bool:
         chunk = self._chunk
