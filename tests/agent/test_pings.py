@@ -47,3 +47,16 @@ def test_a_long_call_is_pinged_now_and_then(sockets: bool) -> None:
         assert future.wait()
     # One for each quarter of the patience in which nothing came; whoever answers is not asked again at once.
     assert pings[2] - pings[0] > PATIENCE / 10
+
+
+def test_one_look_after_a_long_stop_loses_nobody() -> None:
+    """The process, or all of the machine, may have been stopped itself since the ping."""
+    with InProcessCluster(2, sockets=True) as workers:
+        outbound = workers[0].agent._route("worker1", time.monotonic() + 10)
+        outbound.check_alive()
+        assert outbound._pinged is not None
+        outbound._pinged -= 1000
+        outbound.check_alive()
+        assert outbound.lost is None
+        outbound.check_alive()
+        assert isinstance(outbound.lost, rpc.WorkerUnresponsiveError)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from backhaul.bench import curves, growth, plot
+from backhaul.bench import curves, growth
 from backhaul.bench.curves import GRAPHS, GROUPS, SMOKE, Curve, Sizes, time_plan
 
 
@@ -102,8 +102,6 @@ def test_a_group_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_plot_is_drawn_from_the_data(tmp_path: Path) -> None:
-    if not plot.is_available():
-        pytest.skip("needs matplotlib")
     data = json.loads(json.dumps(growth.as_json([curve(1e-6, 2e-6), curve(1e-6, 1e-6)], 0.0)))
 
     files = growth.draw(data, tmp_path / "deep" / "growth.svg")
