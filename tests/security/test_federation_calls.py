@@ -363,18 +363,25 @@ def test_a_message_beyond_the_quota_ends_the_connection() -> None:
 
 def test_connections_of_one_peer(workers: InProcessCluster) -> None:
     """It loses its old ones, and keeps no more threads busy."""
+    ended = threading.Semaphore(0)
+    serving = workers[0].agent.serving
+    on_end = serving.on_end
+
+    def count(inbound: Inbound, error: Exception) -> None:
+        on_end(inbound, error)
+        ended.release()
+
+    serving.on_end = count
     peers = [Liar(workers) for _ in range(40)]
     try:
         with attack(workers):
             # They are let in side by side, so which of them came last is not known for sure.
-            deadline = time.monotonic() + SECONDS
-            while len(kept := [each for each in workers[0].agent.serving.inbounds if each.peer.id == 2]) > 8:
-                assert time.monotonic() < deadline, f"it has {len(kept)} connections"
-                time.sleep(0.01)
+            assert all(ended.acquire(timeout=SECONDS) for _ in range(32))
             assert peers[0].is_cut_off()
             peers.append(Liar(workers))
             assert is_value(peers[-1].call("exposed:double", 4), 8)
     finally:
+        serving.on_end = on_end
         for peer in peers:
             peer.close()
 
