@@ -74,7 +74,7 @@ def shut_down(graceful: bool = True, timeout: float = 0) -> str:
 def wait_until_running(name: str) -> None:
     """Return when a call of `block` runs on this worker."""
     deadline = time.monotonic() + 20
-    while not any(inbound.calls_started > inbound.calls_finished for inbound in current().agent.serving.inbounds):
+    while not any(line.calls_started > line.calls_finished for line in current().agent.serving.lines):
         assert time.monotonic() < deadline
         threading.Event().wait(0.005)
 

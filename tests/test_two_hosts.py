@@ -79,7 +79,7 @@ def leave(graceful: bool) -> None:
 
 
 def channel_kinds() -> set[str]:
-    return {type(outbound._channel).__name__ for outbound in current().agent._outbounds()}
+    return {type(line.channel).__name__ for line in current().agent.calling()}
 
 
 def can_connect(address: str, port: int) -> bool:

@@ -14,9 +14,9 @@ PATIENCE = 20.0
 
 def cut(workers: InProcessCluster, one: int, other: int) -> None:
     """End the connection on which worker ``one`` asks worker ``other``."""
-    for inbound in list(workers[other].agent.serving.inbounds):
-        if inbound.peer.id == one:
-            inbound.shutdown()
+    for line in list(workers[other].agent.serving.lines):
+        if line.peer.id == one:
+            line.shutdown()
 
 
 @pytest.mark.parametrize("pair", [(1, 0), (0, 1), (2, 0), (2, 1)], ids=str)
@@ -30,9 +30,9 @@ def test_a_connection_that_breaks_meanwhile(pair: tuple[int, int]) -> None:
         leader = workers[0].agent.farewell
         handle = leader._end[0].handle
 
-        def noticed(inbound: object, envelope: object) -> object:
+        def noticed(line: object, envelope: object) -> object:
             asked.set()
-            return handle(inbound, envelope)  # type: ignore[arg-type]
+            return handle(line, envelope)  # type: ignore[arg-type]
 
         leader._end[0].handle = noticed  # type: ignore[method-assign,assignment]
         errors: list[BaseException] = []

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-import threading
-from typing import Any
 
 import pytest
 
-from backhaul.agent.pending import Pending, Slot, wake
+from backhaul.agent.pending import Pending, Slot
 
 
 def slot(id: int, deadline: float = math.inf) -> Slot:
@@ -133,47 +131,3 @@ def test_against_a_plain_model() -> None:
                     del model[id_]
             assert len(pending) == len(model)
             assert pending.next_deadline() == min(model.values(), default=math.inf)
-
-
-# Slots.
-
-
-def test_finishing_wakes_all_who_sleep_on_it() -> None:
-    each = slot(1)
-    waiters = [threading.Lock() for _ in range(3)]
-    for waiter in waiters:
-        waiter.acquire()
-        each.add_waiter(waiter)
-    each.finish()
-    assert each.done
-    assert not any(waiter.locked() for waiter in waiters)
-
-
-class Eager:
-    """A sleeper that wakes, and takes itself off the list, while the others are still being woken."""
-
-    def __init__(self, slot: Slot) -> None:
-        self.woken = False
-        self._slot = slot
-
-    def release(self) -> None:
-        self.woken = True
-        self._slot.remove_waiter(self)  # type: ignore[arg-type]
-
-
-def test_nobody_is_missed_when_sleepers_leave_at_once() -> None:
-    each = slot(1)
-    sleepers: list[Any] = [Eager(each) for _ in range(5)]
-    for sleeper in sleepers:
-        each.add_waiter(sleeper)
-    each.finish()
-    assert all(sleeper.woken for sleeper in sleepers)
-    assert each.waiters == ()
-
-
-def test_waking_twice_does_no_harm() -> None:
-    waiter = threading.Lock()
-    waiter.acquire()
-    wake(waiter)
-    wake(waiter)
-    assert not waiter.locked()

@@ -31,11 +31,11 @@ def test_a_long_call_is_pinged_now_and_then(sockets: bool) -> None:
         pings: list[float] = []
         enough = threading.Event()
 
-        def counted(inbound: object, envelope: object) -> object:
+        def counted(line: object, envelope: object) -> object:
             pings.append(time.monotonic())
             if len(pings) == 3:
                 enough.set()
-            return answer(inbound, envelope)  # type: ignore[arg-type]
+            return answer(line, envelope)  # type: ignore[arg-type]
 
         handlers[Ping] = counted  # type: ignore[assignment]
         future = rpc.rpc_async("worker1", wait_until_over)
@@ -52,11 +52,11 @@ def test_a_long_call_is_pinged_now_and_then(sockets: bool) -> None:
 def test_one_look_after_a_long_stop_loses_nobody() -> None:
     """The process, or all of the machine, may have been stopped itself since the ping."""
     with InProcessCluster(2, sockets=True) as workers:
-        outbound = workers[0].agent._route("worker1", time.monotonic() + 10)
-        outbound.check_alive()
-        assert outbound._pinged is not None
-        outbound._pinged -= 1000
-        outbound.check_alive()
-        assert outbound.lost is None
-        outbound.check_alive()
-        assert isinstance(outbound.lost, rpc.WorkerUnresponsiveError)
+        line = workers[0].agent._route("worker1", time.monotonic() + 10)
+        line.check_alive()
+        assert line._state._pinged is not None
+        line._state._pinged -= 1000
+        line.check_alive()
+        assert line.lost is None
+        line.check_alive()
+        assert isinstance(line.lost, rpc.WorkerUnresponsiveError)

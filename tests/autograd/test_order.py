@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
-from backhaul.agent.serving import Inbound
+from backhaul.agent.calling import Calling
+from backhaul.agent.line import Line
 from backhaul.testing import InProcessCluster
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import KINDS, NEWS, Gradients
+from backhaul.wire.messages import KINDS, Failure, Gradients, Result
 
 PATIENCE = 10.0
 
@@ -33,32 +35,23 @@ def _weights() -> None:
 def counting(workers: InProcessCluster) -> Iterator[Counter[str]]:
     """The one-way messages that workers send to each other inside the block, by kind."""
     counts: Counter[str] = Counter()
-    posts = [worker.agent.post for worker in workers]
+    send, reply = Calling.post, Line.reply
 
-    def counted(post: Any) -> Any:
-        def posted(to: Any, message: Any, tensors: Any = ()) -> None:
-            counts[type(message).__name__] += 1
-            post(to, message, tensors)
-
-        return posted
-
-    reply = Inbound.reply
-
-    def replied(inbound: Inbound, frame: Frame) -> None:
+    def count(frame: Frame) -> None:
         kind = KINDS[frame.pieces[0][3]]
-        if kind in NEWS:  # that comes where replies do
+        if kind not in (Result, Failure):
             counts[kind.__name__] += 1
-        reply(inbound, frame)
 
-    Inbound.reply = replied  # type: ignore[method-assign]
-    for worker, post in zip(workers, posts, strict=True):
-        worker.agent.post = counted(post)  # type: ignore[method-assign]
-    try:
+    def sent(line: Calling, frame: Frame) -> None:
+        count(frame)
+        send(line, frame)
+
+    def replied(line: Line, frame: Frame) -> None:
+        count(frame)
+        reply(line, frame)
+
+    with patch.object(Calling, "post", sent), patch.object(Line, "reply", replied):
         yield counts
-    finally:
-        Inbound.reply = reply  # type: ignore[method-assign]
-        for worker, post in zip(workers, posts, strict=True):
-            worker.agent.post = post  # type: ignore[method-assign]
 
 
 def test_a_chain_says_no_more_than_its_gradients_and_that_each_run_is_over(pair: InProcessCluster) -> None:
@@ -91,9 +84,9 @@ def test_one_source_is_run_by_the_thread_that_read_its_gradients(
     engine = pair[1].autograd.engine
     arrived = engine._on_gradients
 
-    def handle(inbound: Inbound, envelope: Envelope) -> None:
+    def handle(line: Line, envelope: Envelope) -> None:
         readers.append(threading.get_ident())
-        engine._handle(arrived, inbound, envelope)
+        engine._handle(arrived, line, envelope)
 
     monkeypatch.setitem(pair[1].agent._handlers, Gradients, handle)
     W["a"].register_hook(lambda _: runners.append(threading.get_ident()))  # type: ignore[no-untyped-call]

@@ -95,12 +95,12 @@ def test_nobody_waits_for_a_reply_that_another_thread_has_read(
 ) -> None:
     """Between reading a reply and handing it out, another thread may take the reader role."""
     assert pair[0].rpc_sync("worker1", who) == "worker1"
-    outbound = pair[0].agent._routes[1]
+    line = pair[0].agent._route(1, math.inf)
     entered, release = threading.Event(), threading.Event()
 
     def read_until_done() -> None:
         while not slot.done:
-            outbound.drain()
+            line.drain()
 
     def settle_late(finished: list[Slot], *, inline: bool) -> None:
         if finished and threading.current_thread() is reader:
@@ -108,15 +108,15 @@ def test_nobody_waits_for_a_reply_that_another_thread_has_read(
             assert release.wait(20)
 
     slot = Slot(10_000, "a ping", math.inf, is_call=False)
-    outbound._pending.open(slot, watched=False)
-    outbound.post(encode(Ping(slot.id)))
-    outbound._channel.wait(read=True, write=False, timeout=10)
-    monkeypatch.setattr(outbound, "_settle_all", settle_late)
+    line._state.open(slot, watched=False)
+    line.post(encode(Ping(slot.id)))
+    line.channel.wait(read=True, write=False, timeout=10)
+    monkeypatch.setattr(line, "_settle_all", settle_late)
     reader = threading.Thread(target=read_until_done)
     reader.start()
     assert entered.wait(10)
     start = time.monotonic()
-    outbound.wait(slot)
+    line.wait(slot)
     assert time.monotonic() - start < 2
     release.set()
     reader.join(10)

@@ -166,7 +166,7 @@ def test_messages_over_the_limit() -> None:
             with pytest.raises(rpc.UnsendableError, match="max_message_bytes"):
                 workers[0].rpc_sync("worker1", torch.zeros, args=(100_000,))
             assert workers[0].rpc_sync("worker1", who) == "worker1"
-            assert workers[0].agent._routes["worker1"].outstanding == 0
+            assert workers[0].agent.calling()[0].outstanding == 0
 
 
 def test_arguments_of_the_wrong_kind(pair: InProcessCluster) -> None:

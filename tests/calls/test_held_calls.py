@@ -16,8 +16,8 @@ from callees import identity, open_gate, wait_for_gate, who
 from test_shutdown import shut_down_all
 
 from backhaul import current, rpc
-from backhaul.agent import outbound as outbound_module
-from backhaul.agent.outbound import Outbound
+from backhaul.agent import link_state
+from backhaul.agent.calling import Calling
 from backhaul.rpc import RpcOptions
 from backhaul.testing import InProcessCluster
 from backhaul.wire.frames import encode
@@ -26,7 +26,7 @@ from backhaul.worker import Worker
 from crew import Crew
 
 PATIENCE = 20.0
-BACKLOG = outbound_module._BACKLOG
+BACKLOG = link_state.BACKLOG
 
 ran: dict[str, list[int]] = defaultdict(list)
 over: dict[str, threading.Event] = defaultdict(threading.Event)
@@ -44,8 +44,8 @@ def keep_busy(worker: Worker, gate: str) -> list[torch.futures.Future[bool]]:
     return [worker.rpc_async("worker1", wait_for_gate, args=(gate,)) for _ in range(BACKLOG + 1)]
 
 
-def route(worker: Worker) -> Outbound:
-    return worker.agent._routes[1]
+def route(worker: Worker) -> Calling:
+    return worker.agent._route(1, math.inf)
 
 
 @pytest.fixture
@@ -97,21 +97,21 @@ def note_in_order(number: int, last: int, *_: object) -> None:
     note("order", number, last)
 
 
-def stop_ticking(workers: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> Outbound:
+def stop_ticking(workers: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> Calling:
     """What is held stays so until something else has it leave."""
-    outbound = route(workers[0])
+    line = route(workers[0])
     monkeypatch.setattr(workers[0].agent.watch, "remind", lambda _: None)
-    return outbound
+    return line
 
 
 def test_a_call_is_held_while_many_are_under_way(
     busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbound = stop_ticking(busy, monkeypatch)
+    line = stop_ticking(busy, monkeypatch)
     futures = [busy[0].rpc_async("worker1", operator.add, args=(i, 1)) for i in range(3)]
-    assert len(outbound._held) == 3
+    assert line._state.holds == 3
     assert futures[0].wait() == 1  # who waits for one sends all
-    assert outbound._held == []
+    assert line._state.holds == 0
     assert [future.wait() for future in futures] == [1, 2, 3]
     open_gate(gate)
 
@@ -119,11 +119,11 @@ def test_a_call_is_held_while_many_are_under_way(
 def test_enough_of_them_leave_at_once(
     busy: InProcessCluster, name: str, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbound = stop_ticking(busy, monkeypatch)
-    count = outbound_module._MAX_HELD + 1
+    line = stop_ticking(busy, monkeypatch)
+    count = link_state.MOST_HELD + 1
     for i in range(count):
         busy[0].rpc_async("worker1", note, args=(name, i, count))
-    assert outbound._held == []
+    assert line._state.holds == 0
     assert over[name].wait(PATIENCE)
     open_gate(gate)
 
@@ -131,27 +131,27 @@ def test_enough_of_them_leave_at_once(
 def test_large_calls_are_not_held_and_take_the_others_along(
     busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbound = stop_ticking(busy, monkeypatch)
+    line = stop_ticking(busy, monkeypatch)
     x = torch.arange(1_000_000)
     small = busy[0].rpc_async("worker1", identity, args=(1,))
-    assert len(outbound._held) == 1
+    assert line._state.holds == 1
     large = busy[0].rpc_async("worker1", identity, args=(x,))
-    assert outbound._held == []
+    assert line._state.holds == 0
     assert small.wait() == 1
     assert torch.equal(large.wait(), x)
     open_gate(gate)
 
 
 def test_a_callback_has_them_leave_at_once(busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    outbound = stop_ticking(busy, monkeypatch)
+    line = stop_ticking(busy, monkeypatch)
     done = threading.Event()
     futures = [busy[0].rpc_async("worker1", who) for _ in range(3)]
-    assert len(outbound._held) == 3
+    assert line._state.holds == 3
     futures[2].add_done_callback(lambda _: done.set())
-    assert outbound._held == []
+    assert line._state.holds == 0
     assert done.wait(PATIENCE)
     doubled = busy[0].rpc_async("worker1", operator.add, args=(1, 1)).then(lambda f: 2 * f.value())
-    assert outbound._held == []
+    assert line._state.holds == 0
     assert doubled.wait() == 4
     open_gate(gate)
 
@@ -189,15 +189,15 @@ def test_a_held_call_can_time_out(busy: InProcessCluster, gate: str, monkeypatch
 def test_a_peer_that_dies_while_calls_are_held(
     busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outbound = stop_ticking(busy, monkeypatch)
+    line = stop_ticking(busy, monkeypatch)
     futures = [busy[0].rpc_async("worker1", who) for _ in range(10)]
-    assert len(outbound._held) == 10
+    assert line._state.holds == 10
     open_gate(gate)
     busy[1].shutdown(graceful=False)
     for future in futures:
         with pytest.raises(rpc.WorkerLostError, match="worker1"):
             future.wait()
-    assert outbound._held == []
+    assert line._state.holds == 0
 
 
 def test_a_call_that_comes_when_the_peer_has_just_been_lost(
@@ -205,8 +205,8 @@ def test_a_call_that_comes_when_the_peer_has_just_been_lost(
 ) -> None:
     """Its slot is opened after all others have been failed, and before the channel is shut: it is not forgotten."""
     assert pair[0].rpc_sync("worker1", who) == "worker1"
-    outbound = route(pair[0])
-    channel = outbound._channel
+    line = route(pair[0])
+    channel = line.channel
     shutting, asked = threading.Event(), threading.Event()
     shut = channel.shutdown
     errors: list[BaseException] = []
@@ -219,7 +219,7 @@ def test_a_call_that_comes_when_the_peer_has_just_been_lost(
     def ask() -> None:
         assert shutting.wait(PATIENCE)
         try:
-            outbound.ask(lambda id: encode(AwaitEnd(id, 0)), "a question", math.inf, is_call=False)
+            line.ask(lambda id: encode(AwaitEnd(id, 0)), "a question", math.inf, is_call=False)
         except BaseException as error:
             errors.append(error)
         asked.set()
@@ -227,7 +227,7 @@ def test_a_call_that_comes_when_the_peer_has_just_been_lost(
     monkeypatch.setattr(channel, "shutdown", shut_late)
     run = threading.Thread(target=ask)
     run.start()
-    outbound.lose(rpc.WorkerLostError("worker 'worker1' is lost: it was killed", "worker1"))
+    line.lose(rpc.WorkerLostError("worker 'worker1' is lost: it was killed", "worker1"))
     run.join(PATIENCE)
     assert [type(error) for error in errors] == [rpc.WorkerLostError]
 
@@ -296,20 +296,20 @@ def test_a_hard_shutdown_fails_held_calls(busy: InProcessCluster, gate: str, mon
 
 def hold_for_a_full_socket() -> None:
     """Calls are held back, and when they are to leave there is no room."""
-    outbound = current.worker().agent._routes[1]
+    line = current.worker().agent._route(1, math.inf)
     for _ in range(BACKLOG + 1):
         rpc.rpc_async("worker1", who)
-    outbound.send_held()
-    assert not outbound._held
+    line.send_held()
+    assert not line._state.holds
     ping = bytes(encode(Ping(0)))
     try:
         while True:
-            assert outbound._channel._socket.send(ping, socket.MSG_DONTWAIT) == len(ping)  # type: ignore[attr-defined]
+            assert line.channel._socket.send(ping, socket.MSG_DONTWAIT) == len(ping)  # type: ignore[attr-defined]
     except BlockingIOError:
         pass
     for i in range(3):
         rpc.rpc_async("worker1", note, args=("full", i, 3))
-    outbound.send_held()  # as a tick does
+    line.send_held()  # as a tick does
 
 
 def await_notes(name: str) -> bool:

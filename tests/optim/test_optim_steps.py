@@ -141,7 +141,7 @@ def test_closures_are_refused(workers: InProcessCluster) -> None:
 
 
 def calls_to(workers: InProcessCluster, rank: int) -> int:
-    return sum(inbound.calls_started for inbound in workers[rank].agent.serving.inbounds)
+    return sum(line.calls_started for line in workers[rank].agent.serving.lines)
 
 
 def test_what_is_done_is_one_call_to_each_worker(workers: InProcessCluster) -> None:

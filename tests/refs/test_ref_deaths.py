@@ -55,11 +55,11 @@ def numbers() -> list[int]:
 
 def kept_of(dead: str) -> int:
     """What a dead worker has left here, once everything that it sent has been read and run."""
-    inbounds = [inbound for inbound in list(current().agent.serving.inbounds) if inbound.peer.name == dead]
-    for inbound in inbounds:
-        assert inbound.over.wait(10)
+    lines = [line for line in list(current().agent.serving.lines) if line.peer.name == dead]
+    for line in lines:
+        assert line.over.wait(10)
     deadline = time.monotonic() + 10
-    while any(inbound.calls_started != inbound.calls_finished for inbound in inbounds):
+    while any(line.calls_started != line.calls_finished for line in lines):
         assert time.monotonic() < deadline
         threading.Event().wait(0.005)
     return len(_kept)

@@ -15,7 +15,7 @@ import torch
 from liars import SECONDS, Liar, attack, federation, is_refused, is_value, liar
 
 from backhaul import rpc
-from backhaul.agent.serving import Inbound
+from backhaul.agent.line import Line
 from backhaul.errors import MisuseError, ProtocolError, QuotaError, RemoteError, WorkerLostError
 from backhaul.ids import RefId, ShareId
 from backhaul.options import Quotas
@@ -264,8 +264,8 @@ def test_a_peer_that_is_refused_all_the_time_does_not_fill_the_log(
 def lie(workers: InProcessCluster, answer: Any, tensors: Any = ()) -> None:
     """Have worker2 answer every call with ``answer(id)``."""
 
-    def handle(inbound: Inbound, envelope: Envelope) -> Frame:
-        inbound.count_finished()
+    def handle(line: Line, envelope: Envelope) -> Frame:
+        line.count_finished()
         return encode(answer(envelope.message.id), tensors)
 
     workers[2].agent.register(Call, handle)
@@ -367,8 +367,8 @@ def test_connections_of_one_peer(workers: InProcessCluster) -> None:
     serving = workers[0].agent.serving
     on_end = serving.on_end
 
-    def count(inbound: Inbound, error: Exception) -> None:
-        on_end(inbound, error)
+    def count(line: Line, error: Exception) -> None:
+        on_end(line, error)
         ended.release()
 
     serving.on_end = count

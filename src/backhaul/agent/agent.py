@@ -1,7 +1,7 @@
 """Agent: makes calls to other workers and serves theirs.
 
-It ties the parts of this package together and holds what they share: the outbound connection
-to each peer, made when it is first needed; the inbound ones; the table of message handlers.
+It ties the parts of this package together and holds what they share: the link with each peer, whose line for requests
+is opened when it is first needed; the lines that peers have opened; the table of message handlers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from backhaul.agent.calling import Calling
 from backhaul.agent.completions import Completions
 from backhaul.agent.door import PATIENCE, Door
 from backhaul.agent.execution import Execution
@@ -24,11 +26,14 @@ from backhaul.agent.farewell import Counts, Farewell
 from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
 from backhaul.agent.guard import Guard
+from backhaul.agent.line import Line
+from backhaul.agent.link import Link
+from backhaul.agent.listening import Listener as Listening
 from backhaul.agent.membership import Member, Membership
-from backhaul.agent.news import News
-from backhaul.agent.outbound import Outbound
+from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed, Queued, Starts, Stops
 from backhaul.agent.pool import Pool
-from backhaul.agent.serving import Handler, Inbound, Serving
+from backhaul.agent.serving import Handler, Served, Serving
+from backhaul.agent.waiting import Vigils
 from backhaul.agent.watch import Watch
 from backhaul.errors import (
     AuthenticationError,
@@ -43,6 +48,7 @@ from backhaul.ids import WorkerInfo
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.security.permissions import Permissions
+from backhaul.transport.awake import most_awake
 from backhaul.transport.base import Channel, ChannelClosed, Listener, Transport
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
@@ -80,8 +86,9 @@ class Agent:
         self._transport = transport
         self.closed = threading.Event()
         self.forked = False
-        self._routes: dict[To, Outbound] = {}
-        self._connecting: dict[int, threading.Lock] = {}
+        self._links: dict[int, Link] = {}
+        self._routes: dict[To, Link] = {}
+        self._listening: dict[int, Listening] = {}
         self._lock = threading.Lock()
         self.on_connection_ended: list[Callable[[object, WorkerInfo, WorkerLostError], None]] = []
         """Called, on any thread, when a connection breaks, or its peer dies or leaves. For upper layers."""
@@ -101,6 +108,8 @@ class Agent:
         except BaseException:
             transport.close()
             raise
+        self.observers = Observers()
+        """Those who are told what happens here."""
         label = f"backhaul-{self.me.name}"
         self.pool = Pool(label, options.num_worker_threads, enter)
         self.watch = Watch(label + "-watch", options.unresponsive_after, enter)
@@ -116,17 +125,19 @@ class Agent:
             )
         else:
             self.execution = Execution(self.me, codec, enter, options.message_limit)
-        self.serving = Serving(self.pool, self.watch, self._handle, options.num_worker_threads)
+        self.execution.observers = self.observers
+        self.serving = Serving(self.pool, self.watch, self._handle, options.num_worker_threads, self.observers)
         if limits is not None:
             self.serving.guard = Guard(self.execution, self.permissions, limits)
-        self.serving.on_end = self._inbound_ended
-        self.completions = Completions(self.pool, self.watch)
+        self.serving.on_end = self._served_ended
+        self.completions = Completions(self.pool, self.watch, self.observers)
+        self.vigils = Vigils(most_awake(options.busy_poll))
         self.watch.ticks = [self.serving.tick, self.completions.tick]
         self.farewell = Farewell(self, self.closed)
         self._door = Door(label + "-door", self._judge, self._let_in, patience=min(PATIENCE, options.connect_timeout))
         self._handlers: dict[type[Any], Handler] = {
             Call: self._on_call,
-            Ping: lambda inbound, envelope: encode(Result(envelope.message.id, None)),
+            Ping: lambda line, envelope: encode(Result(envelope.message.id, None)),
             Goodbye: self._on_goodbye,
         }
         for message, handler in self.farewell.handlers():
@@ -163,10 +174,12 @@ class Agent:
 
         ``timeout`` is in seconds, or infinity; ``what`` is what errors call it.
         """
-        outbound = self._route(to, time.monotonic() + timeout)
-        make = self._request(outbound, function, args, kwargs)
-        deadline = time.monotonic() + timeout  # packing the arguments is no waiting
-        return outbound.ask(make, what or name_for_people(function), deadline, is_call=True)
+        if self.observers.active:
+            self.observers.emit(Asked(peer=str(to), what=what or name_for_people(function)))
+        line = self._route(to, time.monotonic() + timeout)
+        make = self._request(line, function, args, kwargs)
+        deadline = time.monotonic() + timeout  # packing the arguments does not count
+        return line.ask(make, what or name_for_people(function), deadline, is_call=True)
 
     def call_async(
         self,
@@ -178,10 +191,12 @@ class Agent:
         what: str | None = None,
     ) -> Future[Any]:
         """A future of that value."""
-        outbound = self._route(to, time.monotonic() + timeout)
-        make = self._request(outbound, function, args, kwargs)
-        deadline = time.monotonic() + timeout  # packing the arguments is no waiting
-        return outbound.ask_async(make, what or name_for_people(function), deadline, is_call=True)
+        if self.observers.active:
+            self.observers.emit(Asked(peer=str(to), what=what or name_for_people(function)))
+        line = self._route(to, time.monotonic() + timeout)
+        make = self._request(line, function, args, kwargs)
+        deadline = time.monotonic() + timeout  # packing the arguments does not count
+        return line.ask_async(make, what or name_for_people(function), deadline, is_call=True)
 
     def ask_now(self, to: WorkerInfo, make: Callable[[int, Mark | None], Any], what: str, timeout: float) -> Any:
         """The answer to a request that counts as a call of the user's: ``make(id, mark)`` is the message."""
@@ -191,43 +206,102 @@ class Agent:
 
     def post(self, to: To, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a one-way message. Raises `WorkerLostError`."""
-        self._post(self._route(to, math.inf), encode(message, tensors))
+        frame = encode(message, tensors)
+        if self.observers.active:
+            self.observers.emit(Encoded())
+        self._post(self._route(to, math.inf), frame)
 
     def post_frame(self, to: To, frame: Frame) -> None:
         """Send a one-way message that is encoded. Raises `WorkerLostError`."""
         self._post(self._route(to, math.inf), frame)
 
-    def listen(self, to: To, about: int) -> News | None:
-        """Let a worker's messages about this come where its replies do, for the calling thread; None if that cannot be.
+    def post_awaited(self, to: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send a one-way message that a thread of that worker waits for. Raises `WorkerLostError`."""
+        frame = encode(message, tensors)
+        if self.observers.active:
+            self.observers.emit(Encoded())
+        link = self._links.get(to)
+        if link is None or not link.post_awaited(frame):
+            self._post(self._route(to, math.inf), frame)
 
-        For a thread that is about to wait for them, and tells the worker so.
-        """
-        return self._route(to, math.inf).listen(about)
+    @contextmanager
+    def listen(self, about: int) -> Iterator[Listening]:
+        """Inside, the calling thread gets the messages about this that come where replies do."""
+        vigil = self.vigils.take()
+        listening = self._listening[about] = Listening(vigil)
+        try:
+            yield listening
+        finally:
+            del self._listening[about]
+            self.vigils.give_back(vigil)
+            if self.observers.active:
+                for _ in listening.arrived:
+                    self.observers.emit(Stops())
 
-    def hear(self, news: News) -> None:
+    def hear(self, listening: Listening) -> None:
         """Handle what has arrived, one message after the other."""
-        while news.arrived:
-            envelope = news.arrived.popleft()
-            # An outbound has a peer, too, and they look at nothing else.
-            self._handlers[type(envelope.message)](news.outbound, envelope)  # type: ignore[arg-type]
+        while listening.arrived:
+            line, envelope = listening.arrived.popleft()
+            if self.observers.active:
+                self.observers.emit(Starts())
+            self._handlers[type(envelope.message)](line, envelope)
+            if self.observers.active:
+                self.observers.emit(Stops())
+
+    def await_any(self, listening: Listening, ranks: Iterable[int], done: Callable[[], bool], seconds: float) -> None:
+        """Wait until something comes from these workers, the thread is woken, or time is up.
+
+        The thread reads everything that comes; messages that it listens for are in ``listening.arrived`` then. Returns
+        at once if ``done()``.
+        """
+        lines = set(self.watch.unread)
+        for rank in ranks:
+            link = self._links.get(rank)
+            if link is not None and (line := link.open) is not None:
+                lines.add(line)
+        listening.vigil.wait(lines, lambda: bool(listening.arrived) or done(), seconds)
+        if self.watch.unread:
+            self.watch.take_over()
+
+    def read_later(self, ranks: Iterable[int]) -> None:
+        """Messages may come from these workers that no thread listens for any more: have them read all the same."""
+        for rank in ranks:
+            link = self._links.get(rank)
+            if link is not None and (line := link.open) is not None:
+                self.watch.read_once(line)
+
+    def _deliver(self, line: Line, envelope: Envelope) -> None:
+        """Give a message that came among replies to the thread that listens for it, or to the pool."""
+        backward = getattr(envelope.message, "backward", None)
+        listening = None if backward is None else self._listening.get(backward.id)
+        if listening is not None:
+            if self.serving.guard is not None:
+                self.serving.guard(line, envelope)
+            if self.observers.active:
+                self.observers.emit(Queued())
+            listening.add(line, envelope)
+            return
+        if type(envelope.message) not in self._handlers:
+            raise ProtocolError(f"a {type(envelope.message).__name__} where requests are expected")
+        self.serving.run_apart(line, envelope)
 
     def is_connected(self, rank: int) -> bool:
         """Whether messages to that worker can leave without a new connection."""
-        outbound = self._routes.get(rank)
-        return outbound is not None and outbound.lost is None
+        link = self._links.get(rank)
+        return link is not None and link.open is not None
 
     def post_failure(self, to: To, make: Callable[..., Any], error: BaseException) -> None:
         """Send a one-way message about an exception; see `Execution.tell_failure`. Raises `WorkerLostError`."""
-        outbound = self._route(to, math.inf)
-        self._post(outbound, self.execution.tell_failure(make, error, outbound))
+        line = self._route(to, math.inf)
+        self._post(line, self.execution.tell_failure(make, error, line))
 
-    def _post(self, outbound: Outbound, frame: Frame) -> None:
+    def _post(self, line: Calling, frame: Frame) -> None:
         try:
-            outbound.post(frame)
+            line.post(frame)
         except (ChannelClosed, ProtocolError) as error:
-            outbound.lose(error)
-            lost = outbound.lost or error
-            raise WorkerLostError(str(lost), outbound.peer.name) from error
+            line.lose(error)
+            lost = line.lost or error
+            raise WorkerLostError(str(lost), line.peer.name) from error
 
     def prepare(
         self, to: WorkerInfo, value: Any, make: Callable[[int, Any, Refs, Mark | None], Any]
@@ -240,12 +314,12 @@ class Agent:
 
         def send(what: str, timeout: float) -> Future[Any]:
             deadline = time.monotonic() + timeout
-            outbound = self._route(to, deadline)
+            line = self._route(to, deadline)
 
             def frame(id: int) -> Frame:
-                return self.execution.request(lambda refs, mark: make(id, tree, refs, mark), packing, outbound)
+                return self.execution.request(lambda refs, mark: make(id, tree, refs, mark), packing, line)
 
-            return outbound.ask_async(frame, what, deadline, is_call=True)
+            return line.ask_async(frame, what, deadline, is_call=True)
 
         return send
 
@@ -258,9 +332,9 @@ class Agent:
         """The answer to a question of our own, over new connections if need be. Raises if nobody is there."""
         deadline = time.monotonic() + seconds
         while True:
-            outbound = self._route(to, deadline)
+            line = self._route(to, deadline)
             try:
-                return outbound.ask(lambda id: encode(make(id)), what, deadline, is_call=False)
+                return line.ask(lambda id: encode(make(id)), what, deadline, is_call=False)
             except WorkerLostError:
                 # That connection has broken, too. Only one that cannot be made says that nobody is there.
                 if time.monotonic() >= deadline:
@@ -268,42 +342,54 @@ class Agent:
 
     def cut_off(self, rank: int) -> None:
         """End the connections with a worker that is as good as dead; returns when they have been read to the end."""
-        outbound = self._routes.get(rank)
-        if outbound is not None:
-            name = outbound.peer.name
-            outbound.lose(WorkerLostError(f"worker {name!r} is lost: it does not answer", name))
-        for inbound in list(self.serving.inbounds):
-            if inbound.peer.id == rank:
-                inbound.shutdown()
-                inbound.over.wait(_CUT_OFF_SECONDS)
+        link = self._links.get(rank)
+        if link is not None and (line := link.open) is not None:
+            name = line.peer.name
+            line.lose(WorkerLostError(f"worker {name!r} is lost: it does not answer", name))
+        for served in list(self.serving.lines):
+            if served.peer.id == rank:
+                served.shutdown()
+                served.over.wait(_CUT_OFF_SECONDS)
 
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]:
         """A future of the answer to a question of our own: ``make(id)`` is the message."""
-        outbound = self._route(to, deadline)
-        return outbound.ask_async(lambda id: encode(make(id)), what, deadline, is_call=False)
+        line = self._route(to, deadline)
+        return line.ask_async(lambda id: encode(make(id)), what, deadline, is_call=False)
 
     def _request(
-        self, to: Outbound, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, to: Calling, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[int], Frame]:
         tree, packing = self._codec.pack_call(function, tuple(args), dict(kwargs))
+        if self.observers.active:
+            self.observers.emit(Packed())
         return lambda id: self.execution.request(lambda refs, mark: Call(id, tree, refs, mark), packing, to)
 
-    def _route(self, to: To, deadline: float) -> Outbound:
-        outbound = self._routes.get(to)
-        if outbound is not None and outbound.lost is None and not self.forked:
-            return outbound
+    def _route(self, to: To, deadline: float) -> Calling:
+        """The line for requests to a worker, opened if need be."""
+        link = self._routes.get(to)
+        if link is not None and (line := link.open) is not None and not self.forked:
+            return line
         self.require_usable()
         member = self.membership.find(to)
         try:
-            outbound = self._connect(member, deadline)
+            line = self._connect(member, deadline)
         except WorkerLostError:
             # In a dynamic group another may have taken its place since this worker heard of it.
             successor = self.membership.successor(member)
             if successor is None:
                 raise
-            outbound = self._connect(successor, deadline)
-        self._routes[to] = outbound
-        return outbound
+            member = successor
+            line = self._connect(member, deadline)
+        self._routes[to] = self._links[member.id]
+        return line
+
+    def _link(self, peer: WorkerInfo) -> Link:
+        """The link with a peer, new if need be. A peer of another name under the same rank is another peer."""
+        with self._lock:
+            link = self._links.get(peer.id)
+            if link is None or link.peer != peer:
+                link = self._links[peer.id] = Link(peer)
+            return link
 
     def require_usable(self) -> None:
         """Raise unless calls can be made with this agent."""
@@ -315,25 +401,22 @@ class Agent:
         if self.closed.is_set():
             raise NotInitializedError(f"worker {self.me.name!r} has been shut down; call init_rpc again")
 
-    def _connect(self, member: Member, deadline: float) -> Outbound:
-        with self._lock:
-            connecting = self._connecting.setdefault(member.id, threading.Lock())
+    def _connect(self, member: Member, deadline: float) -> Calling:
+        link = self._link(member.info)
         handling = self.serving.about_to_wait()
         try:
-            with connecting:
-                outbound = self._routes.get(member.id)
-                if outbound is None or outbound.lost is not None:
-                    outbound = self._routes[member.id] = self._open(member, deadline)
+            with link.connecting:
+                line = link.open
+                if line is None:
+                    line = link.calling = self._open(member, deadline)
                     if self.closed.is_set():  # close() may not have seen it
-                        outbound.lose(
-                            WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
-                        )
-                return outbound
+                        line.lose(WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name))
+                return line
         finally:
             if handling:
                 self.serving.resumed()
 
-    def _open(self, member: Member, deadline: float) -> Outbound:
+    def _open(self, member: Member, deadline: float) -> Calling:
         hello = Hello(self.membership.group, self.me.id, self.me.name, member.id, self._transport.addresses)
         deadline = min(deadline, time.monotonic() + self.options.connect_timeout)
         try:
@@ -355,20 +438,24 @@ class Agent:
             )
         for callback in list(self.on_connected):
             callback(member.info)
-        return Outbound(
+        if self.observers.active:
+            self.observers.emit(LinkUp(peer=member.name, served=False))
+        return Calling(
             member.info,
             channel,
             execution=self.execution,
             serving=self.serving,
             completions=self.completions,
             watch=self.watch,
+            vigils=self.vigils,
             unresponsive_after=self.options.unresponsive_after,
-            on_lost=self._outbound_lost,
+            deliver=self._deliver,
+            on_lost=self._calling_lost,
         )
 
-    def _outbound_lost(self, outbound: Outbound, error: WorkerLostError) -> None:
-        self.membership.forget(outbound.peer.id)
-        self._connection_ended(outbound, outbound.peer, error)
+    def _calling_lost(self, line: Calling, error: WorkerLostError) -> None:
+        self.membership.forget(line.peer.id)
+        self._connection_ended(line, line.peer, error)
 
     def _connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
         if self.closed.is_set():
@@ -377,44 +464,48 @@ class Agent:
         for callback in list(self.on_connection_ended):
             callback(connection, peer, error)
 
-    def _handle(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+    def _handle(self, line: Line, envelope: Envelope) -> Frame | None:
         handler = self._handlers.get(type(envelope.message))
         if handler is None:
             raise ProtocolError(f"a {type(envelope.message).__name__} where requests are expected")
-        return handler(inbound, envelope)
+        return handler(line, envelope)
 
-    def _on_call(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
-        inbound.calls_started += 1
-        frame = self.execution.run(envelope, inbound, inbound.reply_late)
+    def _on_call(self, line: Line, envelope: Envelope) -> Frame | None:
+        line.calls_started += 1
+        frame = self.execution.run(envelope, line, line.reply_late)
         if frame is not None:
-            inbound.count_finished()
+            line.count_finished()
         return frame
 
-    def _on_goodbye(self, inbound: Inbound, envelope: Envelope) -> None:
-        inbound.said_goodbye = True
-        outbound = self._routes.get(inbound.peer.id)
-        self.membership.forget(inbound.peer.id)
-        if outbound is not None:
-            name = inbound.peer.name
+    def _on_goodbye(self, line: Line, envelope: Envelope) -> None:
+        line.said_goodbye = True
+        link = self._links.get(line.peer.id)
+        self.membership.forget(line.peer.id)
+        if link is not None and (calling := link.open) is not None:
+            name = line.peer.name
             left = WorkerLostError(f"worker {name!r} has left the group", name)
-            self.pool.run(lambda: outbound.lose(left))
+            self.pool.run(lambda: calling.lose(left))
 
-    def _inbound_ended(self, inbound: Inbound, error: Exception) -> None:
-        name = inbound.peer.name
-        how = "has left the group" if inbound.said_goodbye else f"is lost: {error}"
-        self._connection_ended(inbound, inbound.peer, WorkerLostError(f"worker {name!r} {how}", name))
+    def _served_ended(self, served: Served, error: Exception) -> None:
+        self._link(served.peer).ended(served)
+        name = served.peer.name
+        how = "has left the group" if served.said_goodbye else f"is lost: {error}"
+        self._connection_ended(served, served.peer, WorkerLostError(f"worker {name!r} {how}", name))
 
     def _let_in(self, channel: Channel, hello: Hello) -> None:
         self.pool.run(lambda: self._welcome(channel, hello))
 
     def _welcome(self, channel: Channel, hello: Hello) -> None:
         self.membership.met(Member(hello.id, hello.name, hello.addresses))
-        inbound = Inbound(WorkerInfo(hello.id, hello.name), channel, self.serving)
+        served = Served(WorkerInfo(hello.id, hello.name), channel, self.serving)
         for callback in list(self.on_connected):
-            callback(inbound.peer)
-        self.serving.add(inbound)
+            callback(served.peer)
+        self._link(served.peer).opened(served)
+        if self.observers.active:
+            self.observers.emit(LinkUp(peer=hello.name, served=True))
+        self.serving.add(served)
         if self.closed.is_set():
-            inbound.shutdown()
+            served.shutdown()
 
     def _judge(self, hello: Hello) -> Welcome:
         me = self.me
@@ -441,7 +532,7 @@ class Agent:
 
     def peers_connected(self) -> bool:
         """Some other worker can still make calls to this one."""
-        return any(inb.peer != self.me and not inb.said_goodbye for inb in list(self.serving.inbounds))
+        return any(line.peer != self.me and not line.said_goodbye for line in list(self.serving.lines))
 
     def answer(self, id: int, value: Any) -> Frame:
         """The frame that answers a question of our own with a value."""
@@ -451,23 +542,26 @@ class Agent:
     def counts(self) -> Counts:
         """Whether all calls of this worker are settled; calls sent to, and finished for, each peer."""
         sent: dict[int, int] = {}
-        settled = 0
-        for outbound in self._outbounds():
-            sent[outbound.peer.id] = outbound.calls_sent
-            settled += outbound.calls_settled
         finished: dict[int, int] = {}
-        for inbound in list(self.serving.inbounds):
-            finished[inbound.peer.id] = finished.get(inbound.peer.id, 0) + inbound.calls_finished
+        settled = 0
+        for line in self.calling():
+            sent[line.peer.id] = line.calls_sent
+            settled += line.calls_settled
+            finished[line.peer.id] = line.calls_finished
+        for served in list(self.serving.lines):
+            finished[served.peer.id] = finished.get(served.peer.id, 0) + served.calls_finished
+        finished = {rank: count for rank, count in finished.items() if count}
         idle = sum(sent.values()) == settled and all(check() for check in self.idle_checks)
         return idle, sent, finished
 
     def idle(self) -> bool:
         """Nothing that this worker sent, or serves, is under way."""
-        inbounds = list(self.serving.inbounds)
-        return self.counts()[0] and all(inb.calls_started == inb.calls_finished for inb in inbounds)
+        lines: list[Line] = [*self.serving.lines, *self.calling()]
+        return self.counts()[0] and all(line.calls_started == line.calls_finished for line in lines)
 
-    def _outbounds(self) -> list[Outbound]:
-        return [out for out in set(self._routes.values()) if out.lost is None]
+    def calling(self) -> list[Calling]:
+        """The lines that this worker has opened, and that are not lost."""
+        return [line for link in list(self._links.values()) if (line := link.open) is not None]
 
     def close(self, wait: float) -> None:
         """Close everything, now. Waits at most ``wait`` seconds for functions that still run here."""
@@ -480,23 +574,25 @@ class Agent:
             self.watch.remove_listener(listener)
         self._door.close()
         gone = WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
-        for outbound in self._outbounds():
-            outbound.say_goodbye()
-            outbound.lose(gone)
-        for inbound in list(self.serving.inbounds):
-            inbound.shutdown()
+        for line in self.calling():
+            line.say_goodbye()
+            line.lose(gone)
+        for served in list(self.serving.lines):
+            served.shutdown()
         self.execution.close(deadline - time.monotonic())
         self.watch.close()
         self.pool.close(deadline)
+        self.vigils.close()
         self._transport.close()
 
     def abandon(self) -> None:
         """In a forked child: give up the descriptors, so that peers notice when the parent dies."""
         self.forked = True
-        for outbound in set(self._routes.values()):
-            outbound.abandon()
-        for inbound in list(self.serving.inbounds):
-            inbound.abandon()
+        for line in self.calling():
+            line.abandon()
+        for served in list(self.serving.lines):
+            served.abandon()
+        self.vigils.close()
         self.watch.abandon()
         self._door.abandon()
         self._transport.abandon()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from backhaul.agent.future import Future
+from backhaul.agent.observing import Encoded, Invoked, Observers, Packed, RecvRecorded, Returned, SendRecorded
 from backhaul.agent.recording import NoRecording, Recording, Tensors
 from backhaul.agent.traffic import NoTraffic, Traffic
 from backhaul.errors import MisuseError, RemoteError, RemoteTraceback, UnsendableError, user_frames
@@ -39,6 +40,7 @@ class Execution:
 
     def __init__(self, me: WorkerInfo, codec: Codec, enter: Callable[[], None], max_message_bytes: int) -> None:
         self.traffic: Traffic = NoTraffic()
+        self.observers = Observers()
         self.recording: Recording = NoRecording()
         self.on_failure: Callable[[BaseException, str], BaseException] | None = None
         """Told of each exception that goes to another worker, with the text of its traceback; what goes instead."""
@@ -79,7 +81,14 @@ class Execution:
 
     def invoke(self, context: contextvars.Context, function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Run a function in a context. ``(value, False)``, or ``(a future of the value, True)``."""
-        value = context.run(function, *args, **kwargs)
+        if self.observers.active:
+            self.observers.emit(Invoked())
+            try:
+                value = context.run(function, *args, **kwargs)
+            finally:
+                self.observers.emit(Returned())
+        else:
+            value = context.run(function, *args, **kwargs)
         if type(value) is types.CoroutineType:
             return context.run(self._start, value), True
         if not getattr(function, ASYNC_MARK, False):
@@ -100,6 +109,8 @@ class Execution:
             mark = getattr(message, "mark", None)
             if mark is not None and mark.message:
                 tensors = self.recording.received(mark, tensors, sender)
+                if self.observers.active:
+                    self.observers.emit(RecvRecorded())
             return self._codec.unpack(message.tree, tensors)
         finally:
             if message.refs:
@@ -113,17 +124,26 @@ class Execution:
     def request(self, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
         """The frame of a request with a packed value, made by the calling thread."""
         mark, tensors = self.recording.asking(packing.tensors, to.peer)
+        if mark is not None and self.observers.active:
+            self.observers.emit(SendRecorded())
         return self._frame(lambda refs: make(refs, mark), packing, tensors, to)
 
     def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
         """The frame that answers request ``id`` of ``to``, which had the mark ``asked``, with a value."""
         if asked is None and type(value) in ATOMS:
-            return encode(Result(id, value))
+            frame = encode(Result(id, value))
+            if self.observers.active:
+                self.observers.emit(Encoded())
+            return frame
         tree, packing = self._codec.pack(value)
+        if self.observers.active:
+            self.observers.emit(Packed())
         tensors: Tensors = packing.tensors
         mark = None
         if asked is not None:
             mark, tensors = self.recording.answering(asked, tensors, to.peer)
+            if self.observers.active:
+                self.observers.emit(SendRecorded())
         return self._frame(lambda refs: Result(id, tree, refs, mark), packing, tensors, to)
 
     def _frame(self, make: Callable[[Refs], Any], packing: Packing, tensors: Tensors, to: Peer) -> Frame:
@@ -143,6 +163,8 @@ class Execution:
                 f"a message of {frame.size} bytes is over the limit of {self._max_message_bytes}: send it in parts, or "
                 "set the option max_message_bytes on all workers"
             )
+        if self.observers.active:
+            self.observers.emit(Encoded())
         return frame
 
     def failure(self, id: int, error: BaseException, to: Peer) -> Frame:

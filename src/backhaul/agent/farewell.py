@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from backhaul.agent.future import Future
-from backhaul.agent.serving import Inbound
+from backhaul.agent.line import Line
 from backhaul.errors import BackhaulError, ProtocolError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
@@ -83,18 +83,18 @@ class _Promise:
         self._lock = threading.Lock()
         self._kept = False
         self._value: Any = None
-        self._waiting: list[tuple[Inbound, int]] = []
+        self._waiting: list[tuple[Line, int]] = []
 
     def asked_by(self) -> set[int]:
         """The ranks whose requests wait."""
         with self._lock:
-            return {inbound.peer.id for inbound, _ in self._waiting}
+            return {line.peer.id for line, _ in self._waiting}
 
-    def handle(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+    def handle(self, line: Line, envelope: Envelope) -> Frame | None:
         id = envelope.message.id
         with self._lock:
             if not self._kept:
-                self._waiting.append((inbound, id))
+                self._waiting.append((line, id))
                 return None
         return self._answer(id, self._value)
 
@@ -102,8 +102,8 @@ class _Promise:
         with self._lock:
             self._kept, self._value = True, value
             waiting, self._waiting = self._waiting, []
-        for inbound, id in waiting:
-            inbound.reply(self._answer(id, value))
+        for line, id in waiting:
+            line.reply(self._answer(id, value))
 
 
 class Farewell:
@@ -115,10 +115,10 @@ class Farewell:
         self._ready = [_Promise(agent.answer) for _ in range(STAGES)]
         self._end = [_Promise(agent.answer) for _ in range(STAGES)]
 
-    def handlers(self) -> Iterable[tuple[type[Any], Callable[[Inbound, Envelope], Frame | None]]]:
+    def handlers(self) -> Iterable[tuple[type[Any], Callable[[Line, Envelope], Frame | None]]]:
         return (
-            (AwaitReady, lambda inbound, envelope: self._promise(self._ready, envelope).handle(inbound, envelope)),
-            (AwaitEnd, lambda inbound, envelope: self._promise(self._end, envelope).handle(inbound, envelope)),
+            (AwaitReady, lambda line, envelope: self._promise(self._ready, envelope).handle(line, envelope)),
+            (AwaitEnd, lambda line, envelope: self._promise(self._end, envelope).handle(line, envelope)),
             (Tally, self._on_tally),
         )
 
@@ -221,5 +221,5 @@ class Farewell:
             raise ProtocolError(f"stage {stage} of a shutdown, which has {STAGES}")
         return promises[stage]
 
-    def _on_tally(self, inbound: Inbound, envelope: Envelope) -> Frame:
+    def _on_tally(self, line: Line, envelope: Envelope) -> Frame:
         return self._agent.answer(envelope.message.id, self._agent.counts())

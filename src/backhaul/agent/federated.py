@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from backhaul.agent.execution import Execution, Peer, safe_str
+from backhaul.agent.observing import RecvRecorded
 from backhaul.agent.recording import Tensors
 from backhaul.errors import (
     BackhaulError,
@@ -103,6 +104,8 @@ class FederatedExecution(Execution):
             mark = getattr(message, "mark", None)
             if mark is not None and mark.message:
                 tensors = self.recording.received(mark, tensors, sender)
+                if self.observers.active:
+                    self.observers.emit(RecvRecorded())
             announced = {ref for ref, _ in message.refs}
             return self._codec.unpack(tree, tensors, self._permissions.names(sender.name), announced)
         finally:

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 
 from backhaul.agent.execution import Execution
-from backhaul.agent.serving import Inbound
+from backhaul.agent.line import Line
 from backhaul.errors import ProtocolError, RefusedError
 from backhaul.ids import WorkerInfo
 from backhaul.options import Quotas
@@ -40,28 +40,28 @@ class Guard:
         self._calls: Counter[int] = Counter()  # by rank: how many are being served
         self._waits: Counter[int] = Counter()
 
-    def __call__(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+    def __call__(self, line: Line, envelope: Envelope) -> Frame | None:
         """What to answer instead of handling a message, if it is refused. Raises if the connection is to end."""
         message = envelope.message
         if isinstance(message, _REQUESTS):
             try:
-                self._begin(inbound.peer)
+                self._begin(line.peer)
                 try:
-                    self._execution.traffic.admit(message, inbound.peer)
+                    self._execution.traffic.admit(message, line.peer)
                 except BaseException:
-                    self.finished(inbound.peer)
+                    self.finished(line.peer)
                     raise
             except RefusedError as error:
                 if refs := getattr(message, "refs", ()):
-                    self._execution.traffic.decline(refs, inbound.peer)
-                return self._execution.failure(message.id, error, inbound)
+                    self._execution.traffic.decline(refs, line.peer)
+                return self._execution.failure(message.id, error, line)
         elif isinstance(message, Failed):
             if message.refs:
                 raise ProtocolError("references in a message that has none")
         elif isinstance(message, _WAITS):
             with self._lock:
-                self._waits[inbound.peer.id] += 1
-                if self._waits[inbound.peer.id] > _MAX_WAITS:
+                self._waits[line.peer.id] += 1
+                if self._waits[line.peer.id] > _MAX_WAITS:
                     raise ProtocolError(f"it has asked {_MAX_WAITS} times for the end of the group")
         return None
 

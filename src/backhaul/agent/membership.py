@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_FIRST_PAUSE = 0.002
+_SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.1
+_PATIENCE = 0.05
+"""Between two looks for members, this share of the time waited so far: nobody is noticed much later than needed."""
 _NAME_BYTES = 16
 
 
@@ -222,7 +224,7 @@ class Membership:
 
     def _gather(self, world_size: int, deadline: float, check: Callable[[], None]) -> None:
         missing = [id for id in range(world_size) if id not in self._by_id]
-        pause = _FIRST_PAUSE
+        start = time.monotonic()
         while missing:
             check()
             # Asked and not waited for: a store that waits in vain says so on standard error.
@@ -230,14 +232,14 @@ class Membership:
             for id in came:
                 self._learn(self._member_of_rank(id))
             missing = [id for id in missing if id not in came]
-            if missing and time.monotonic() > deadline:
+            now = time.monotonic()
+            if missing and now > deadline:
                 raise RpcTimeoutError(
                     f"{len(missing)} of {world_size} workers did not join in time: ranks "
                     f"{', '.join(map(str, missing))}; start them, or check that all use the same init_method"
                 )
             if not came:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                time.sleep(min(max(_PATIENCE * (now - start), _SHORTEST_PAUSE), _LONGEST_PAUSE))
 
     def _member_of_rank(self, id: int) -> Member:
         """The store's record of a member of a fixed group, checked."""

@@ -1,14 +1,9 @@
-"""Calls that await their reply, by id, and which of them are overdue.
-
-Pure: no locks, no clock. Its driver (`outbound`) serialises `open`, `expire` and `drain`;
-`take` is a single dictionary operation and may be called from any thread.
-"""
+"""Requests that await their reply, by id, and which of them are overdue. Pure: no locks, no clock."""
 
 from __future__ import annotations
 
 import heapq
 import math
-import threading
 from typing import Any
 
 import msgspec
@@ -18,10 +13,10 @@ from backhaul.wire.decoder import Envelope
 
 
 class Slot(msgspec.Struct, gc=False, eq=False):
-    """One outstanding request: filled by whoever reads its reply.
+    """One outstanding request. The thread that reads its reply fills it.
 
-    The garbage collector does not look at it: thousands of calls in flight would have it look at everything else, too.
-    A slot and its future refer to each other until the future is settled.
+    The garbage collector does not track slots: thousands of calls in flight would make it run often, and each run
+    looks at everything else, too. A slot and its future refer to each other until the future is settled.
     """
 
     id: int
@@ -33,36 +28,8 @@ class Slot(msgspec.Struct, gc=False, eq=False):
     done: bool = False
     envelope: Envelope | None = None
     error: BaseException | None = None
-    waiters: tuple[threading.Lock, ...] = ()
-    """Each held by a thread that sleeps on it."""
-
-    def finish(self) -> None:
-        """Mark it done, and wake who sleeps on it.
-
-        A sleeper adds its lock first and looks at ``done`` then, so none is missed.
-        """
-        self.done = True
-        for waiter in self.waiters:
-            wake(waiter)
-
-    def add_waiter(self, waiter: threading.Lock) -> None:
-        with _waiting:
-            self.waiters += (waiter,)
-
-    def remove_waiter(self, waiter: threading.Lock) -> None:
-        with _waiting:
-            self.waiters = tuple(other for other in self.waiters if other is not waiter)
-
-
-_waiting = threading.Lock()
-
-
-def wake(waiter: threading.Lock) -> None:
-    """Release the lock that a thread sleeps on; twice does no harm."""
-    try:
-        waiter.release()
-    except RuntimeError:
-        pass
+    waiters: tuple[Any, ...] = ()
+    """The threads that wait for it; see `link_state`."""
 
 
 class Pending:
@@ -79,11 +46,11 @@ class Pending:
         return id in self._slots
 
     def open(self, slot: Slot, *, watched: bool) -> None:
-        """Await a reply. ``watched``: `expire` is to find it when it is overdue."""
+        """Await a reply. ``watched``: `expire` finds the slot when it is overdue."""
         self._slots[slot.id] = slot
         if watched and slot.deadline != math.inf:
             heapq.heappush(self._deadlines, (slot.deadline, slot.id))
-            # Replies do not look for their deadline; the stale ones go when they outnumber the rest.
+            # A reply does not remove its deadline; stale ones are dropped when they outnumber the rest.
             if len(self._deadlines) > 2 * len(self._slots) + 64:
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._slots]
                 heapq.heapify(self._deadlines)

@@ -52,7 +52,11 @@ class Pool:
             spare.thread = threading.Thread(target=self._serve, args=(spare,), name=self._name, daemon=True)
             with self._starting:
                 self._threads.add(spare.thread)
-                spare.thread.start()
+                try:
+                    spare.thread.start()
+                except BaseException:  # the machine gives no more threads
+                    self._threads.discard(spare.thread)
+                    raise
         else:
             spare.job = job
             spare.lock.release()

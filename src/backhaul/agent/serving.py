@@ -1,25 +1,23 @@
-"""Serving: requests from peers. The thread that reads a request runs it.
+"""Serving: the lines that peers have opened. The thread that reads a request runs it.
 
 Theory of operation
 -------------------
-Each inbound channel has one **leader**, a thread of the pool that reads it. It runs each
-request itself, right where it read it, so that a short request costs no hand-over between
-threads. It gives the lead to another thread only when it must:
+Each line has one **leader**, a thread of the pool that reads it. It runs each request itself, right where it read it,
+so that a short request costs no hand-over between threads. Leading is a `role`. The leader passes it on only when it
+must:
 
 - when its request is about to wait for a call of its own (`about_to_wait`), or
 - when two ticks of the watch thread have found it at the same request (`tick`).
 
-The old leader then goes on with its request alone, replies, and returns to the pool. A
-leader's *generation* tells it whether it still leads: giving the lead away increments it.
+The old leader then goes on with its request alone, replies, and returns to the pool.
 
-Replies to requests that came in one read leave in one write. They are held in ``_out`` while
-further requests are at hand, and whoever takes the lead away sends them first.
+Replies to requests that came in one read leave in one write. They are held in ``_out`` while further requests are at
+hand, and a thread that takes over the lead sends them first.
 
-Requests that run without a lead are *detached*. When as many as ``num_worker_threads`` are,
-ticks give no more leads away as long as some request finishes now and then; if none does, they
-may be blocking each other, and the lead goes on regardless. A request that waits for
-a call does not count. So no pool size can deadlock nested calls, and no burst of slow
-requests makes thousands of threads at once.
+Requests that run without a lead are *detached*. When ``num_worker_threads`` of them do, ticks pass on no more leads as
+long as some request finishes now and then; if none does, they may be blocking each other, and the lead is passed on
+regardless. A request that waits for a call does not count. So no pool size can deadlock nested calls, and no burst of
+slow requests makes thousands of threads at once.
 """
 
 from __future__ import annotations
@@ -29,9 +27,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from backhaul.agent.line import Line
+from backhaul.agent.observing import Began, Ended, LinkLost, Observers, Queued, Read, Resumes, Starts, Stops, Waits
 from backhaul.agent.pool import Pool
+from backhaul.agent.role import Role
 from backhaul.errors import ProtocolError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
@@ -49,14 +50,14 @@ _MAX_HELD_BYTES = 256 * 1024
 _STALLED_TICKS = 5
 _MAX_CONNECTIONS = 8
 
-Handler = Callable[["Inbound", Envelope], Frame | None]
+Handler = Callable[[Line, Envelope], Frame | None]
 """Handles a message; returns the reply to send, or None if there is none, or not yet."""
 
 
 class Guard(Protocol):
     """See `agent.guard`."""
 
-    def __call__(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+    def __call__(self, line: Line, envelope: Envelope) -> Frame | None:
         """What to answer instead of handling a message, if it is refused. Raises if the connection is to end."""
 
     def finished(self, peer: WorkerInfo) -> None:
@@ -65,46 +66,41 @@ class Guard(Protocol):
 
 class _ThreadState(threading.local):
     handling: bool = False  # this thread runs a request
-    lead: tuple[Inbound, int] | None = None  # and still leads this inbound in this generation
+    lead: tuple[Served, int] | None = None  # and leads this line, by this token
 
 
-class Inbound:
-    """The serving side of a connection from ``peer``."""
+class Served(Line):
+    """A line that ``peer`` has opened."""
 
     def __init__(self, peer: WorkerInfo, channel: Channel, serving: Serving) -> None:
-        self.peer = peer
-        self.said_goodbye = False
+        super().__init__(peer, channel, serving)
         self.made = time.monotonic()
         self.over = threading.Event()
         """Everything that the peer sent has been read."""
-        self.calls_started = 0  # written by the leader only; user calls only
-        self.calls_finished = 0  # guarded by _lock
-        self._channel = channel
-        self._serving = serving
-        self._lock = threading.Lock()
-        self._sending = threading.Lock()
-        # Guarded by _lock:
-        self._generation = 0
+        # Guarded by _lock, but for what only the leader writes:
+        self._role: Role[Any] = Role()
         self._out: list[Frame] = []
         self._out_bytes = 0
         self._runner = 0  # the leader's thread
-        # Written by the leader, read by ticks:
-        self.turn = 0  # counts requests
-        self.busy = False
 
     def lead(self) -> None:
-        """Read and run requests until the lead is given away or the channel ends."""
+        """Read and run requests until the lead is passed on or the channel ends."""
+        with self._lock:
+            token = self._role.take()
+        if token:
+            self._lead(token)
+
+    def _lead(self, token: int) -> None:
         serving = self._serving
         state = serving.state
         watch = serving.watch
-        channel = self._channel
+        channel = self.channel
+        role = self._role
         handle = serving.handle
+        observers = serving.observers
         guard = serving.guard
-        with self._lock:
-            self._generation += 1
-            generation = self._generation
-            self._runner = threading.get_ident()
-        lead = (self, generation)
+        self._runner = threading.get_ident()
+        lead = (self, token)
         try:
             while True:
                 envelope = channel.next()
@@ -112,6 +108,8 @@ class Inbound:
                     if self._out:
                         self._send_held()
                     channel.read(None)
+                    if observers.active:
+                        observers.emit(Read(peer=self.peer.name, line=self.descriptor))
                     continue
                 if guard is not None:
                     refused = guard(self, envelope)
@@ -121,22 +119,25 @@ class Inbound:
                 elif getattr(envelope.message, "refs", ()):
                     # Now, while this thread cannot lose the lead: the next message must not overtake it.
                     serving.arriving(envelope.message.refs, self.peer)
-                self.turn += 1
-                self.busy = True
+                role.begin()
                 state.lead = lead
                 state.handling = True
                 if watch.asleep:
                     watch.wake()
+                if observers.active:
+                    observers.emit(Began(peer=self.peer.name, kind=type(envelope.message).__name__))
                 frame = handle(self, envelope)
+                if observers.active:
+                    observers.emit(
+                        Ended(peer=self.peer.name, kind=type(envelope.message).__name__, replies=frame is not None)
+                    )
                 state.handling = False
                 state.lead = None
                 with self._lock:
-                    leading = self._generation == generation
-                    if leading:
-                        self.busy = False
-                        if frame is not None and not frame.keep:
-                            self._out.append(frame)
-                            self._out_bytes += frame.size
+                    leading = role.finish(token)
+                    if leading and frame is not None and not frame.keep:
+                        self._out.append(frame)
+                        self._out_bytes += frame.size
                 if not leading:
                     serving.detached.discard(threading.get_ident())
                     serving.finished += 1
@@ -157,60 +158,47 @@ class Inbound:
             state.lead = None
             self._end(error)
 
-    def reply(self, frame: Frame) -> None:
-        """Send one frame now, waiting for room if need be. A caller that is gone loses it."""
-        try:
-            with self._sending:
-                if self._channel.write(frame):
-                    return
-                handling = self._serving.about_to_wait()
-                try:
-                    while not self._channel.flush():
-                        self._channel.wait(read=False, write=True, timeout=None)
-                finally:
-                    if handling:
-                        self._serving.resumed()
-        except ChannelClosed:
-            _log.debug("= the reply to %s finds nobody", self.peer.name)
+    def pass_on(self, token: int | None = None, turn: int | None = None) -> bool:
+        """Give the lead to another thread, unless it has moved on. Never waits.
 
-    def reply_late(self, frame: Frame) -> None:
-        """Send the reply to a call after its request has been handled."""
-        self.reply(frame)
-        self.count_finished()
-
-    def count_finished(self) -> None:
+        ``token``: the calling thread leads; ``turn``: the leader has been at this request for long.
+        """
         with self._lock:
-            self.calls_finished += 1
-        if self._serving.guard is not None:
-            self._serving.guard.finished(self.peer)
-
-    def give_away(self, generation: int, turn: int | None = None) -> bool:
-        """Give the lead to another thread, unless it has moved on. Never waits."""
-        with self._lock:
-            if self._generation != generation or not self.busy or turn not in (None, self.turn):
+            if token is not None and not self._role.holds(token):
                 return False
-            self._generation += 1
-            self.busy = False
+            before = self._role.holder
+            successor = self._role.pass_on(turn)
+            if not successor:
+                return False
             held, self._out, self._out_bytes = self._out, [], 0
-            self._serving.detached.add(self._runner)
-        self._serving.pool.run(lambda: self._take_over(held))
+            runner = self._runner
+            self._serving.detached.add(runner)
+        try:
+            self._serving.pool.run(lambda: self._take_over(successor, held))
+        except BaseException:
+            # No thread is available. The old leader keeps the lead, and the next tick tries again.
+            with self._lock:
+                self._role.undo(successor, before)
+                self._out = held + self._out
+                self._out_bytes = sum(frame.size for frame in self._out)
+                self._serving.detached.discard(runner)
+            raise
         return True
 
-    def give_away_if_busy(self, turn: int) -> bool:
-        return self.give_away(self._generation, turn)
+    @property
+    def turn(self) -> int:
+        """Counts the requests."""
+        return self._role.turn
 
-    def shutdown(self) -> None:
-        """End the channel; the leader notices and cleans up."""
-        self._channel.shutdown()
+    @property
+    def busy(self) -> bool:
+        """The leader runs a request."""
+        return self._role.busy
 
-    def abandon(self) -> None:
-        """In a forked child: close the descriptor, and leave the connection to the parent."""
-        self._channel.close()
-
-    def _take_over(self, held: list[Frame]) -> None:
+    def _take_over(self, token: int, held: list[Frame]) -> None:
         if held:
             self.reply(join(held))
-        self.lead()
+        self._lead(token)
 
     def _send_held(self) -> None:
         """Send the held replies. Only the leader calls it, and not while it runs a request."""
@@ -219,55 +207,88 @@ class Inbound:
 
     def _end(self, error: Exception) -> None:
         with self._lock:
-            self._generation += 1
+            self._role.end()
             self._out = []
         if not isinstance(error, ChannelClosed):
             own = not isinstance(error, ProtocolError)
             _log.error("closing the connection from %s: %s", self.peer.name, error, exc_info=error if own else None)
-        self._channel.shutdown()
-        with self._sending:
-            self._channel.close()
+        self.channel.shutdown()
+        self.close()
         self._serving.ended(self, error)
+        if self._serving.observers.active:
+            self._serving.observers.emit(LinkLost(peer=self.peer.name, served=True, reason=str(error)))
         self.over.set()
 
 
 class Serving:
-    """All inbound connections of a worker, and the rules for its threads."""
+    """All lines that peers have opened to a worker, and the rules for its threads."""
 
-    def __init__(self, pool: Pool, watch: Watch, handle: Handler, num_worker_threads: int) -> None:
+    def __init__(
+        self, pool: Pool, watch: Watch, handle: Handler, num_worker_threads: int, observers: Observers
+    ) -> None:
         self.pool = pool
         self.watch = watch
         self.handle = handle
-        self.on_end: Callable[[Inbound, Exception], None] = lambda inbound, error: None
+        self.observers = observers
+        self.on_end: Callable[[Served, Exception], None] = lambda line, error: None
         self.guard: Guard | None = None
         """Judges each message before it is handled, in the order of reading, if peers are not trusted with all."""
         self.arriving: Callable[[Refs, WorkerInfo], None] = lambda refs, sender: None
         """Called with the references that a request brings, in the order of reading, if there is no guard."""
-        self.on_pause: Callable[[int], None] = lambda change: None
-        """Called with -1 and +1 around a `pause`; a test's scheduler counts with it what runs and does not wait."""
         self.state = _ThreadState()
         self.detached: set[int] = set()
-        self.finished = 0  # a count that only its changes matter of; not exact
-        self.inbounds: set[Inbound] = set()
+        self.finished = 0  # a change counter: only whether it changed matters
+        self.lines: set[Served] = set()
         self._max_detached = num_worker_threads
-        self._seen: dict[Inbound, int] = {}
+        self._seen: dict[Served, int] = {}
         self._seen_finished = 0
         self._stalled = 0
 
-    def add(self, inbound: Inbound) -> None:
+    def add(self, line: Served) -> None:
         """Serve a connection that was let in."""
         if self.guard is not None:
             # One that opens new connections all the time loses its old ones, and nobody else a thread.
-            same = [other for other in list(self.inbounds) if other.peer == inbound.peer]
+            same = [other for other in list(self.lines) if other.peer == line.peer]
             same.sort(key=lambda other: other.made)
             for old in same[: max(0, len(same) + 1 - _MAX_CONNECTIONS)]:
                 old.shutdown()
-        self.inbounds.add(inbound)
-        self.pool.run(inbound.lead)
+        self.lines.add(line)
+        self.pool.run(line.lead)
 
-    def ended(self, inbound: Inbound, error: Exception) -> None:
-        self.inbounds.discard(inbound)
-        self.on_end(inbound, error)
+    def run_apart(self, line: Line, envelope: Envelope) -> None:
+        """Handle a message on a thread of the pool. For threads that have read it and do something else.
+
+        Raises what ends the connection.
+        """
+        if self.guard is not None:
+            refused = self.guard(line, envelope)
+            if refused is not None:
+                self.pool.run(lambda: line.reply(refused))
+                return
+        elif getattr(envelope.message, "refs", ()):
+            self.arriving(envelope.message.refs, line.peer)
+        if self.observers.active:
+            self.observers.emit(Queued())
+        self.pool.run(lambda: self._run(line, envelope))
+
+    def _run(self, line: Line, envelope: Envelope) -> None:
+        if self.observers.active:
+            self.observers.emit(Starts())
+        self.state.handling = True
+        try:
+            frame = self.handle(line, envelope)
+        finally:
+            self.state.handling = False
+            self.detached.discard(threading.get_ident())
+            self.finished += 1
+        if frame is not None:
+            line.reply(frame)
+        if self.observers.active:
+            self.observers.emit(Stops())
+
+    def ended(self, line: Served, error: Exception) -> None:
+        self.lines.discard(line)
+        self.on_end(line, error)
 
     def about_to_wait(self) -> bool:
         """The calling thread is about to wait for a peer. True: call `resumed` after it."""
@@ -276,8 +297,8 @@ class Serving:
             return False
         lead = state.lead
         if lead is not None:
+            lead[0].pass_on(lead[1])
             state.lead = None
-            lead[0].give_away(lead[1])
         self.detached.discard(threading.get_ident())
         state.handling = False
         return True
@@ -291,11 +312,13 @@ class Serving:
     def pause(self) -> Iterator[None]:
         """Inside, the calling thread waits for something other than a reply that only peers can bring about."""
         handling = self.about_to_wait()
-        self.on_pause(-1)
+        if self.observers.active:
+            self.observers.emit(Waits())
         try:
             yield
         finally:
-            self.on_pause(1)
+            if self.observers.active:
+                self.observers.emit(Resumes())
             if handling:
                 self.resumed()
 
@@ -305,16 +328,16 @@ class Serving:
         Called every few milliseconds by the watch thread while requests come in.
         """
         active = False
-        seen: dict[Inbound, int] = {}
-        for inbound in list(self.inbounds):
-            turn = inbound.turn
-            before = self._seen.get(inbound)
-            seen[inbound] = turn
-            if inbound.busy:
+        seen: dict[Served, int] = {}
+        for line in list(self.lines):
+            turn = line.turn
+            before = self._seen.get(line)
+            seen[line] = turn
+            if line.busy:
                 active = True
                 self.watch.hurry()  # to see whether it is the same request then
                 if before == turn and self._may_detach():
-                    inbound.give_away_if_busy(turn)
+                    line.pass_on(turn=turn)
             elif before != turn:
                 active = True
         self._seen = seen

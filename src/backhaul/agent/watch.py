@@ -2,19 +2,18 @@
 
 It sleeps in ``epoll`` and costs nothing while the worker is idle. It
 
-- lets visitors in at the listeners' doors (the greeting itself runs on the pool),
+- takes visitors from the listeners and gives them to the door,
 - notices peers that hang up while nobody reads from them,
-- reads the replies to futures that nobody waits for,
+- reads the replies to futures that no thread waits for,
 - fails futures whose deadline has passed, and pings peers that owe an answer and are silent,
 - ticks every few milliseconds while requests run, so that long ones give away their lead. It ticks more slowly while
   nothing seems to be stuck: it takes the interpreter from those who work.
 
 It never blocks on a peer and runs no user code.
 
-An outbound is registered one-shot: after each event it must be armed again. Armed with
-``EPOLLIN`` it is *watched*: replies are wanted and nobody else reads them. For a plain future that
-is decided at a tick, since most callers wait for it themselves a moment later; for one with callbacks,
-or awaited, at once.
+A line is registered one-shot: after each event it must be armed again. A line that is armed with ``EPOLLIN`` is
+*watched*: replies are wanted, and no other thread reads them. For a plain future that is decided at a tick, since
+most callers wait for it themselves a moment later; for one with callbacks, or one that is awaited, at once.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from backhaul.agent.outbound import Outbound
+    from backhaul.agent.calling import Calling
     from backhaul.transport.base import Listener
 
 _log = logging.getLogger(__name__)
@@ -51,10 +50,13 @@ class Watch:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
         self._listeners: dict[int, tuple[Listener, Callable[[Listener], None]]] = {}
-        self._outbounds: dict[int, Outbound] = {}
-        self._soon: set[Outbound] = set()  # have futures; to be watched at the next tick if nobody reads
-        self._watched: set[Outbound] = set()
-        self._holding: set[Outbound] = set()
+        self._lines: dict[int, Calling] = {}
+        self.unread: set[Calling] = set()
+        """Lines with futures that perhaps no thread waits for; some may have none left. For waiting threads to read."""
+        self._soon: set[Calling] = set()  # of those, to be watched at the next tick if no thread reads them
+        self._strays: set[Calling] = set()  # have no futures, and something may come all the same
+        self._watched: set[Calling] = set()
+        self._holding: set[Calling] = set()
         self._lock = threading.Lock()
         self._deadline = math.inf  # when to look at deadlines next
         self._check_at = math.inf
@@ -82,7 +84,7 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         with self._lock:
-            self._outbounds.clear()
+            self._lines.clear()
         self._epoll.close()
         with self._bell_lock:
             self._silent = True
@@ -113,69 +115,87 @@ class Watch:
         if self._listeners.pop(listener.fileno(), None) is not None:
             self._epoll.unregister(listener.fileno())
 
-    def add(self, outbound: Outbound) -> None:
+    def add(self, line: Calling) -> None:
         """Notice when this peer hangs up."""
         with self._lock:
             if not self._closing:
-                self._outbounds[outbound.fileno()] = outbound
-                self._epoll.register(outbound.fileno(), _HANG_UP)
+                self._lines[line.fileno()] = line
+                self._epoll.register(line.fileno(), _HANG_UP)
 
-    def remove(self, outbound: Outbound) -> None:
-        """Forget an outbound; its descriptor is about to be closed."""
+    def remove(self, line: Calling) -> None:
+        """Forget an line; its descriptor is about to be closed."""
         with self._lock:
-            self._soon.discard(outbound)
-            self._watched.discard(outbound)
-            if self._outbounds.get(outbound.fileno()) is outbound:
-                del self._outbounds[outbound.fileno()]
-                self._epoll.unregister(outbound.fileno())
+            for lines in (self._soon, self._watched, self._strays, self.unread):
+                lines.discard(line)
+            if self._lines.get(line.fileno()) is line:
+                del self._lines[line.fileno()]
+                self._epoll.unregister(line.fileno())
 
-    def look_after(self, outbound: Outbound, deadline: float) -> None:
-        """This outbound has a future that may find no reader, and is due at ``deadline``."""
-        if outbound not in self._watched and outbound not in self._soon:
-            self._soon.add(outbound)
+    def look_after(self, line: Calling, deadline: float) -> None:
+        """This line has a future that may find no reader, and is due at ``deadline``."""
+        self.unread.add(line)
+        if line not in self._watched and line not in self._soon:
+            self._soon.add(line)
         if deadline < self._deadline:
             self._deadline = deadline
             self.wake()
         elif self.asleep:
             self.wake()
 
-    def remind(self, outbound: Outbound) -> None:
-        """This outbound has something to send: have it do so at the next tick, without waiting."""
-        self._holding.add(outbound)
+    def take_over(self) -> None:
+        """A thread that has read for others stops: look after what is left."""
+        for line in list(self.unread):
+            if not line.futures:
+                self.unread.discard(line)
+            elif line not in self._watched and line not in self._soon:
+                self._soon.add(line)
+                if self.asleep:
+                    self.wake()
+
+    def read_once(self, line: Calling) -> None:
+        """Something may come on this line that no thread waits for any more: read it when it does."""
+        self._strays.add(line)
+        self._soon.add(line)
         if self.asleep:
             self.wake()
 
-    def attend(self, outbound: Outbound) -> None:
-        """Read this outbound's replies from now on, without waiting for a tick."""
+    def remind(self, line: Calling) -> None:
+        """This line has something to send: have it do so at the next tick, without waiting."""
+        self._holding.add(line)
+        if self.asleep:
+            self.wake()
+
+    def attend(self, line: Calling) -> None:
+        """Read this line's replies from now on, without waiting for a tick."""
         with self._lock:
-            if outbound in self._watched:
+            if line in self._watched:
                 return
-            self._arm(outbound, _REPLIES)
+            self._arm(line, _REPLIES)
         if self._check_at == math.inf and self._check_every != math.inf:
             self._check_at = time.monotonic() + self._check_every
             self.wake()
 
-    def _settle(self, outbound: Outbound) -> None:
-        """Arm an outbound after an event, for replies if there are any to come.
+    def _settle(self, line: Calling) -> None:
+        """Arm a line after an event, for replies if there are any to come.
 
-        A caller opens its slot first and looks whether the outbound is attended to then. Here it is
-        the other way round: so one of the two notices the other.
+        A caller opens its slot first and looks whether the line is watched then. Here it is the other way round: so
+        one of the two notices the other.
         """
         with self._lock:
-            self._arm(outbound, _REPLIES if outbound.outstanding else _HANG_UP)
-            if outbound.outstanding and outbound not in self._watched:
-                self._arm(outbound, _REPLIES)
+            self._arm(line, _REPLIES if line.futures or line in self._strays else _HANG_UP)
+            if line.futures and line not in self._watched:
+                self._arm(line, _REPLIES)
 
-    def _arm(self, outbound: Outbound, events: int) -> None:
+    def _arm(self, line: Calling, events: int) -> None:
         """Holds ``_lock``."""
-        if self._outbounds.get(outbound.fileno()) is not outbound:
+        if self._lines.get(line.fileno()) is not line:
             return
-        self._epoll.modify(outbound.fileno(), events)
-        self._soon.discard(outbound)
+        self._epoll.modify(line.fileno(), events)
+        self._soon.discard(line)
         if events == _REPLIES:
-            self._watched.add(outbound)
+            self._watched.add(line)
         else:
-            self._watched.discard(outbound)
+            self._watched.discard(line)
 
     def _run(self) -> None:
         self._enter()
@@ -213,10 +233,10 @@ class Watch:
     def _tick_all(self) -> bool:
         self._pace = min(2 * self._pace, _SLOW_TICK)
         active = self._attend()
-        for outbound in list(self._holding):
-            self._holding.discard(outbound)
-            if not outbound.send_held():
-                self._holding.add(outbound)
+        for line in list(self._holding):
+            self._holding.discard(line)
+            if not line.send_held():
+                self._holding.add(line)
             self.hurry()
             active = True
         for tick in self.ticks:
@@ -245,46 +265,49 @@ class Watch:
             listener, visit = self._listeners[descriptor]
             visit(listener)
             return
-        outbound = self._outbounds.get(descriptor)
-        if outbound is None:
+        line = self._lines.get(descriptor)
+        if line is None:
             return
-        drained = outbound.drain()
-        # Look at it again at the next tick: somebody else reads it; or more replies follow, which nobody is in a hurry
-        # for, and each of which would take the interpreter from those who work.
+        drained = line.drain()
+        # If another thread reads the line, or more replies follow that nobody is in a hurry for, it is looked at again
+        # at the next tick: each event would take the interpreter from the threads that work.
         with self._lock:
-            self._soon.add(outbound)
-            self._watched.discard(outbound)
-        # Now, so that one of the two notices the other: who hangs a callback on a future looks at _watched after that.
-        if drained and (outbound.is_urgent() or not outbound.outstanding):
-            self._settle(outbound)
+            self._soon.add(line)
+            self._watched.discard(line)
+            self._strays.discard(line)
+        # After that, so that one of the two notices the other: a thread that hangs a callback on a future looks at
+        # _watched later.
+        if drained and (line.is_urgent() or not line.futures):
+            self._settle(line)
         else:
             self.asleep = False
 
     def _attend(self) -> bool:
-        """Watch the outbounds that have futures and no reader. False if there was nothing to do."""
+        """Watch the lines that have futures and no reader. False if there was nothing to do."""
         if not self._soon:
             return False
         self.hurry()
-        for outbound in list(self._soon):
-            if not outbound.outstanding or not outbound.being_read():
-                self._settle(outbound)
-                if outbound.lost is not None:
-                    self._soon.discard(outbound)
-                elif self._check_at == math.inf:
-                    self._check_at = time.monotonic() + self._check_every
+        for line in list(self._soon):
+            # In this order: a reader that stops looks at _soon after it has given up its role.
+            self._soon.discard(line)
+            if line.being_read() and line.lost is None:
+                continue  # the reader calls take_over
+            self._settle(line)
+            if self._check_at == math.inf:
+                self._check_at = time.monotonic() + self._check_every
         return True
 
     def _expire(self, now: float) -> None:
         self._deadline = math.inf
-        outbounds = list(self._outbounds.values())
-        for outbound in outbounds:
-            outbound.expire(now)
+        lines = list(self._lines.values())
+        for line in lines:
+            line.expire(now)
         # Calls made meanwhile have lowered _deadline themselves.
-        self._deadline = min([self._deadline, *(outbound.next_deadline() for outbound in outbounds)])
+        self._deadline = min([self._deadline, *(line.next_deadline() for line in lines)])
 
     def _check_peers(self, now: float) -> None:
         self._check_at = math.inf
-        for outbound in list(self._watched):
-            if outbound.outstanding:
-                outbound.check_alive()
+        for line in list(self._watched):
+            if line.futures:
+                line.check_alive()
                 self._check_at = now + self._check_every

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from backhaul.agent.agent import Agent
-from backhaul.agent.serving import Inbound
+from backhaul.agent.line import Line
 from backhaul.autograd import entry
 from backhaul.autograd.contexts import Contexts, Record, gone
 from backhaul.autograd.engine import Engine
@@ -113,8 +113,8 @@ class Autograd:
             record.recvs.clear()
             record.gradients.clear()
 
-    def _on_leave(self, inbound: Inbound, envelope: Envelope) -> None:
-        id, sender = envelope.message.context, inbound.peer.id
+    def _on_leave(self, line: Line, envelope: Envelope) -> None:
+        id, sender = envelope.message.context, line.peer.id
         if not self._strict or rank_of(id) == sender:
             self._end(id, sender, gone(id, self.me))
         elif self.contexts.get(id) is not None and id not in self._doubted:
@@ -128,12 +128,12 @@ class Autograd:
         self._free(record, error)
         self.engine.tell(record.told - {self.me.id, sender, record.initiator}, Leave(id))
 
-    def _on_inquire(self, inbound: Inbound, envelope: Envelope) -> Frame:
+    def _on_inquire(self, line: Line, envelope: Envelope) -> Frame:
         message: Inquire = envelope.message
         for id in message.contexts:
             record = self.contexts.get(id)
             if record is not None:  # whoever was to tell it of the end may be dead
-                record.told.add(inbound.peer.id)
+                record.told.add(line.peer.id)
         return self._agent.answer(message.id, [id for id in message.contexts if self.contexts.get(id) is None])
 
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:

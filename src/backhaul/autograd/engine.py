@@ -27,7 +27,8 @@ import msgspec
 import torch
 
 from backhaul.agent.agent import Agent
-from backhaul.agent.serving import Inbound
+from backhaul.agent.line import Line
+from backhaul.agent.observing import PassBegan, PassEnded, Planned, RunBegan, RunEnded, Stored, TorchBegan, TorchEnded
 from backhaul.autograd import functions, gradients, node_hooks
 from backhaul.autograd.contexts import Contexts, Record, current, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
@@ -47,7 +48,7 @@ from backhaul.errors import (
 )
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame, encode
+from backhaul.wire.frames import Frame
 from backhaul.wire.messages import (
     Check,
     Failed,
@@ -61,7 +62,6 @@ from backhaul.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-_MAX_NEWS = 64 * 1024
 _MAX_PASSES = 256
 _MAX_TEXT = 4000
 
@@ -132,30 +132,41 @@ class Engine:
         deadline = time.monotonic() + timeout
         running = self._begin(record, functions.start(roots), retain_graph, into_grad, deadline)
         share = running.share
+        observers = self.agent.observers
+        if observers.active:
+            observers.emit(PassBegan(context=record.id, backward=share.backward.id))
         try:
-            components, ask = share.arrive({ROOT: gradients})
-            if ask:
-                self._ask(running, self._me.id)
-            for component in components:
-                self._run_roots(running, component)
-            with self.agent.serving.pause():
-                if not running.wait(
-                    deadline,
-                    partial(self._run_roots, running),
-                    self.agent.hear,
-                    self._check_every,
-                    lambda: self.check(share),
-                ):
-                    busy = ", ".join(f"rank {rank}" for rank in running.busy)
-                    raise RpcTimeoutError(
-                        f"backward ran for more than its timeout of {timeout:g} s"
-                        + (f": {busy} has gradients to work on" if busy else "")
-                    )
+            with self.agent.listen(share.backward.id) as listener:
+                running.listener = share.listener = listener
+                components, ask = share.arrive({ROOT: gradients})
+                if observers.active:
+                    observers.emit(Planned(backward=share.backward.id))
+                if ask:
+                    self._ask(running, self._me.id)
+                for component in components:
+                    self.run(share, component)
+                with self.agent.serving.pause():
+                    if not running.wait(
+                        self.agent,
+                        listener,
+                        deadline,
+                        partial(self.run, share),
+                        self._check_every,
+                        lambda: self.check(share),
+                    ):
+                        busy = ", ".join(f"rank {rank}" for rank in running.busy)
+                        raise RpcTimeoutError(
+                            f"backward ran for more than its timeout of {timeout:g} s"
+                            + (f": {busy} has gradients to work on" if busy else "")
+                        )
         except BaseException as error:
             self.fail(share, error)
+            self.agent.read_later(record.workers())
             raise
         finally:
-            running.close()
+            running.listener = share.listener = None
+            if observers.active:
+                observers.emit(PassEnded(context=record.id, backward=share.backward.id, failed=share.failed))
             with self._lock:
                 del self._running[share.backward.id]
             with record.lock:
@@ -181,29 +192,25 @@ class Engine:
             raise gone(record.id, self._me)
         return running
 
-    def _run_roots(self, running: Running, component: Component) -> None:
-        """Run the component of the roots, on the thread of `backward`.
-
-        That thread has nothing else to do then but wait, unless it waits in the run itself: so it is the one to read
-        what comes from the first worker that it gives gradients to.
-        """
-        listen = None if component.waits else partial(running.listen, self.agent)
-        self.run(running.share, component, listen)
-
-    def run(self, share: Share, component: Component, listen: Callable[[int], bool] | None = None) -> None:
+    def run(self, share: Share, component: Component) -> None:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
+        observers = self.agent.observers
+        if observers.active:
+            observers.emit(RunBegan(backward=share.backward.id, sources=tuple(component.sources)))
         try:
-            emitted = self._run(share, component, listen)
+            emitted = self._run(share, component)
         except BaseException as error:
             self.fail(share, error)
             return
         finally:
             component.leaves, component.recvs = (), {}
+            if observers.active:
+                observers.emit(RunEnded(backward=share.backward.id, sources=tuple(component.sources)))
         if not share.backward.retain_graph:
             share.record.spend(component.sources)
         self._report(share, False, component.sources, emitted)
 
-    def _run(self, share: Share, component: Component, listen: Callable[[int], bool] | None) -> Sequence[int]:
+    def _run(self, share: Share, component: Component) -> Sequence[int]:
         """Run a component; the sources on other workers that it has emitted gradients for."""
         leaves = [leaf.variable for leaf in component.leaves]
         averaged = replicas.of(leaves)
@@ -226,7 +233,6 @@ class Engine:
             check=self.check,
             held=self._held,
             tell=self._tell,
-            listen=listen,
             hold=not averaged,
         )
         self._runs.add(run)
@@ -259,9 +265,16 @@ class Engine:
     ) -> Sequence[torch.Tensor | None]:
         """Have torch run from these starts: the gradients of ``inputs``; without any, all go into ``.grad``."""
         edges, values = starts
-        return _run_backward(
-            edges, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
-        )
+        observers = self.agent.observers
+        if observers.active:
+            observers.emit(TorchBegan(backward=share.backward.id))
+        try:
+            return _run_backward(
+                edges, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
+            )
+        finally:
+            if observers.active:
+                observers.emit(TorchEnded(backward=share.backward.id))
 
     def _run_in_grad(
         self, share: Share, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
@@ -320,6 +333,8 @@ class Engine:
         with record.lock:
             if not record.over and not share.failed:
                 gradients.store(record.gradients, leaves, captured)
+        if self.agent.observers.active:
+            self.agent.observers.emit(Stored(backward=share.backward.id))
 
     def require(self, share: Share, recv: Recv) -> None:
         """Raise unless a Recv can be part of this pass."""
@@ -344,19 +359,11 @@ class Engine:
             self.fail(share, error)
 
     def _tell(self, share: Share, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a message of a pass. To the starter where it waits for it, if it does, and the message is small.
-
-        A large one would keep a thread busy there until it is read, and the starter may have given up.
-        """
-        way = share.way
-        if way is None or rank != way.peer.id:
-            self.agent.post(rank, message, tensors)
-            return
-        frame = encode(message, tensors)
-        if frame.size <= _MAX_NEWS and not frame.keep:
-            way.reply(frame)
+        """Send a message of a pass. The starter waits for what the workers that it exchanges tensors with say."""
+        if rank == share.starter and rank in share.record.workers():
+            self.agent.post_awaited(rank, message, tensors)
         else:
-            self.agent.post_frame(rank, frame)
+            self.agent.post(rank, message, tensors)
 
     def _take_report(self, report: Report) -> None:
         running = self._running.get(report.backward.id)
@@ -393,10 +400,14 @@ class Engine:
         return mine
 
     def _run_all(self, share: Share, components: Sequence[Component], *, may_wait: bool) -> None:
-        """Run these, none after another that waits. The calling thread may wait only if it has nothing else to do."""
+        """Run these, none after another that waits. The calling thread may wait only if it has nothing else to do.
+
+        A thread that waits at a gate is in the middle of a run: it starts no other.
+        """
+        inside = functions.thread.run is not None
         for number, component in enumerate(components, 1):
             last = number == len(components)
-            if (component.waits and not may_wait) or not last:
+            if inside or (component.waits and not may_wait) or not last:
                 self.agent.pool.run(partial(self.run, share, component))
             else:
                 self.run(share, component)
@@ -485,9 +496,7 @@ class Engine:
         with self._lock:
             return not self._running and not self._runs
 
-    def _handle(
-        self, handler: Callable[[Inbound, Envelope, Share], None], inbound: Inbound, envelope: Envelope
-    ) -> None:
+    def _handle(self, handler: Callable[[Line, Envelope, Share], None], line: Line, envelope: Envelope) -> None:
         """Handle a message of a pass; what goes wrong fails the pass."""
         backward: Pass = envelope.message.backward
         share: Share | None = None
@@ -497,12 +506,12 @@ class Engine:
                 if not isinstance(envelope.message, Report | Failed):
                     raise gone(backward.context, self._me)
                 return
-            share = self._share(record, backward, inbound.peer.id)
+            share = self._share(record, backward, line.peer.id)
             if share is not None:
-                handler(inbound, envelope, share)
+                handler(line, envelope, share)
         except Exception as error:
             if self._strict and isinstance(error, ProtocolError | QuotaError):
-                self.agent.permissions.note(inbound.peer.name, f"a {type(envelope.message).__name__}", error)
+                self.agent.permissions.note(line.peer.name, f"a {type(envelope.message).__name__}", error)
             if share is None:
                 self._tell_failed(rank_of(backward.id), backward, error)
             else:
@@ -528,53 +537,53 @@ class Engine:
             raise QuotaError(f"{_MAX_PASSES} backward passes of one context go on")
         return share
 
-    def _on_gradients(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+    def _on_gradients(self, line: Line, envelope: Envelope, share: Share) -> None:
         message: Gradients = envelope.message
         for source in message.sources:
             send = share.record.sends.get(source)
-            if send is None or send.to.id != inbound.peer.id:
-                raise ProtocolError(f"gradients for tensor {source}, which was not sent to {inbound.peer.name!r}")
-        share.got_from(inbound.peer.id)
-        serving = isinstance(inbound, Inbound)
-        if message.listens and serving and inbound.peer.id == share.starter:
-            share.way = inbound
+            if send is None or send.to.id != line.peer.id:
+                raise ProtocolError(f"gradients for tensor {source}, which was not sent to {line.peer.name!r}")
+        share.got_from(line.peer.id)
         components, ask = share.arrive(_gradients(message, envelope))
+        if self.agent.observers.active:
+            self.agent.observers.emit(Planned(backward=share.backward.id))
         if ask:
             running = self._running.get(share.backward.id)
             if running is not None:
                 self._ask(running, self._me.id)
             elif share.starter != self._me.id:
                 self.agent.post(share.starter, Resolve(share.backward))
-        # The thread of `backward` must go on listening.
-        self._run_all(share, components, may_wait=serving)
+        # A thread that listens for this pass has to go on listening.
+        listener = share.listener
+        self._run_all(share, components, may_wait=listener is None or not listener.is_mine())
 
-    def _on_take_part(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+    def _on_take_part(self, line: Line, envelope: Envelope, share: Share) -> None:
         for source in envelope.message.sources:
             send = share.record.sends.get(source)
-            if send is None or send.to.id != inbound.peer.id:
-                raise ProtocolError(f"part of tensor {source}, which was not sent to {inbound.peer.name!r}")
-        share.got_from(inbound.peer.id)
+            if send is None or send.to.id != line.peer.id:
+                raise ProtocolError(f"part of tensor {source}, which was not sent to {line.peer.name!r}")
+        share.got_from(line.peer.id)
         self._take_part(share, envelope.message.sources)
 
-    def _on_resolve(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+    def _on_resolve(self, line: Line, envelope: Envelope, share: Share) -> None:
         running = self._running.get(share.backward.id)
         if running is not None:
-            self._ask(running, inbound.peer.id)
+            self._ask(running, line.peer.id)
 
-    def _on_resolved(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
-        if share.starter != inbound.peer.id:
-            raise ProtocolError(f"worker {inbound.peer.name!r} says what only the starter of a pass can know")
+    def _on_resolved(self, line: Line, envelope: Envelope, share: Share) -> None:
+        if share.starter != line.peer.id:
+            raise ProtocolError(f"worker {line.peer.name!r} says what only the starter of a pass can know")
         self._run_all(share, self._resolve(share), may_wait=True)
 
-    def _on_report(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+    def _on_report(self, line: Line, envelope: Envelope, share: Share) -> None:
         message: Report = envelope.message
-        if self._strict and any(each == ROOT or rank_of(each) != inbound.peer.id for each in message.consumed):
-            raise ProtocolError(f"worker {inbound.peer.name!r} reports what others have to do")
+        if self._strict and any(each == ROOT or rank_of(each) != line.peer.id for each in message.consumed):
+            raise ProtocolError(f"worker {line.peer.name!r} reports what others have to do")
         self._take_report(message)
 
-    def _on_failed(self, inbound: Inbound, envelope: Envelope, share: Share) -> None:
+    def _on_failed(self, line: Line, envelope: Envelope, share: Share) -> None:
         message: Failed = envelope.message
-        error = self.agent.execution.rebuild(envelope, inbound.peer)
+        error = self.agent.execution.rebuild(envelope, line.peer)
         if not share.fail(error, self._me.name):
             return
         if share.starter == self._me.id:
@@ -583,9 +592,9 @@ class Engine:
             message = _abridged(message)
         elif message.refs or envelope.tensors:  # the texts will do
             message = msgspec.structs.replace(message, tree=None, refs=())
-        self.tell(share.record.workers() - {self._me.id, inbound.peer.id}, message)
+        self.tell(share.record.workers() - {self._me.id, line.peer.id}, message)
 
-    def _on_check(self, inbound: Inbound, envelope: Envelope) -> Frame:
+    def _on_check(self, line: Line, envelope: Envelope) -> Frame:
         message: Check = envelope.message
         record = self._contexts.get(message.backward.context)
         share = None if record is None else record.shares.get(message.backward.id)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from backhaul.agent.agent import Agent
-from backhaul.agent.news import News
+from backhaul.agent.listening import Listener
 from backhaul.autograd.completion import Ledger
 from backhaul.autograd.functions import ROOT, rank_of
 from backhaul.autograd.graph import Component
@@ -23,7 +23,6 @@ class Running:
         self.share = share
         self._strict = strict
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         # Guarded by _lock:
         self._ledger = Ledger(strict)
         self._resolving: Ledger | None = None
@@ -32,8 +31,8 @@ class Running:
         self._todo: deque[Component] = deque()
         self._error: BaseException | None = None
         self._over = False
-        self._thread = threading.get_ident()
-        self._news: News | None = None
+        self.listener: Listener | None = None
+        """The thread of `backward`, once it listens."""
 
     def ask(self, rank: int) -> tuple[bool, bool]:
         """A worker wants the pass to be resolved: ``(begin with it, it is done already)``."""
@@ -77,46 +76,30 @@ class Running:
                 self._error = error
                 self._notify()
 
-    def listen(self, agent: Agent, rank: int) -> bool:
-        """Wait for what this worker has to tell where its replies come. True if it is to be told that."""
-        if self._news is not None:
-            return False
-        news = agent.listen(rank, self.share.backward.id)
-        with self._lock:
-            self._news = news
-        return news is not None
-
-    def close(self) -> None:
-        if self._news is not None:
-            self._news.close()
-
     def _notify(self) -> None:
         """Holds ``_lock``."""
-        self._changed.notify_all()
-        if self._news is not None and threading.get_ident() != self._thread:
-            self._news.ring()
+        if self.listener is not None:
+            self.listener.wake()
 
     def wait(
         self,
+        agent: Agent,
+        listener: Listener,
         deadline: float,
         run: Callable[[Component], None],
-        hear: Callable[[News], None],
         every: float,
         check: Callable[[], None],
     ) -> bool:
         """True when the pass is over, False at the deadline; raises what the pass failed with.
 
-        Runs what it is given and hears what it listens for meanwhile, and calls ``check`` now and then.
+        The thread reads what comes from the workers of the context, handles the messages of this pass, runs what it is
+        given, and calls ``check`` now and then.
         """
         next_check = time.monotonic() + every
         while True:
-            news = self._news
-            if news is not None:
-                news.reset()
+            if listener.arrived:
+                agent.hear(listener)
             with self._lock:
-                until = min(deadline, next_check)
-                if news is None:
-                    self._sleep(until)
                 if self._error is not None:
                     raise self._error
                 if self._over:
@@ -124,20 +107,15 @@ class Running:
                 component = self._todo.popleft() if self._todo else None
             if component is not None:
                 run(component)
-            elif news is not None and news.arrived:
-                hear(news)
-            elif (now := time.monotonic()) >= deadline:
-                return False
-            elif now >= next_check:
-                next_check = now + every
-                check()
-            elif news is not None:
-                news.wait(until - now)
-
-    def _sleep(self, until: float) -> None:
-        """Wait for other threads. Holds ``_lock``."""
-        timeout = min(until - time.monotonic(), threading.TIMEOUT_MAX)
-        self._changed.wait_for(self._is_something, max(0.0, timeout))
+            elif not listener.arrived:
+                now = time.monotonic()
+                if now >= deadline:
+                    return False
+                if now >= next_check:
+                    next_check = now + every
+                    check()
+                ranks = self.share.record.workers()
+                agent.await_any(listener, ranks, self._is_something, min(deadline, next_check) - now)
 
     def _is_something(self) -> bool:
         return self._error is not None or self._over or bool(self._todo)

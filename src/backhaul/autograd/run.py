@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from backhaul.agent.agent import Agent
+from backhaul.agent.observing import RecvReached
 from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import Component
 from backhaul.autograd.share import Share
@@ -62,7 +63,6 @@ class Run:
         check: Callable[[Share], None],
         held: Callable[[Run], None],
         tell: Callable[[Share, int, Any, Sequence[torch.Tensor]], None],
-        listen: Callable[[int], bool] | None = None,
         hold: bool = True,
     ) -> None:
         self.share = share
@@ -74,7 +74,6 @@ class Run:
         self._check = check
         self._on_held = held
         self._tell = tell
-        self._listen = listen
         self._max_held = _MAX_HELD_BYTES if hold else -1
         self._recvs = dict(component.recvs)  # that are to come
         self._is_alone = len(self._recvs) == 1
@@ -90,10 +89,12 @@ class Run:
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
         if self._parcels and not self.share.has(source):
             self.flush()
-        return self.share.take(source, self._agent.serving, lambda: self._check(self.share))
+        return self.share.take(source, self._agent, lambda: self._check(self.share))
 
     def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         recv: Recv = node.recv
+        if self._agent.observers.active:
+            self._agent.observers.emit(RecvReached(backward=self.share.backward.id, peer=recv.sender.name))
         outputs = self._recvs.pop(node, None)
         if outputs is None:  # it is not part of this run, or comes twice
             raise ContextError(
@@ -136,7 +137,5 @@ class Run:
             self._post(parcel)
 
     def _post(self, parcel: _Parcel) -> None:
-        rank = parcel.to.id
-        listens = self._listen is not None and self._listen(rank)
-        message = Gradients(self.share.backward, tuple(parcel.sources), tuple(parcel.present), listens)
-        self._tell(self.share, rank, message, parcel.tensors)
+        message = Gradients(self.share.backward, tuple(parcel.sources), tuple(parcel.present))
+        self._tell(self.share, parcel.to.id, message, parcel.tensors)

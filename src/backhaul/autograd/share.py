@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from backhaul.agent.serving import Inbound, Serving
+from backhaul.agent.agent import Agent
+from backhaul.agent.listening import Listener
+from backhaul.agent.observing import GateOpens, GateWaits
 from backhaul.autograd.contexts import Record
 from backhaul.autograd.functions import NOTHING, ROOT, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
@@ -51,8 +53,8 @@ class Share:
         self._asked = False
         self._error: BaseException | None = None
         self.round = 0
-        self.way: Inbound | None = None
-        """The connection on which who started the pass waits for what this worker has to tell it, if it does."""
+        self.listener: Listener | None = None
+        """The thread of `backward`, at the worker that started the pass, once it listens."""
 
     def arrive(self, gradients: Mapping[int, Gradients]) -> tuple[list[Component], bool]:
         """Gradients are here: what can be run now, and whether the pass is to be resolved first."""
@@ -67,8 +69,7 @@ class Share:
                 self._prepare(component, part)
             ask = part.must_resolve and not self._asked
             self._asked = self._asked or ask
-            if self._changed is not None:
-                self._changed.notify_all()
+            self._notify()
         return components, ask
 
     def _revive(self, part: Part, sources: Iterable[int]) -> None:
@@ -144,7 +145,7 @@ class Share:
                 self._prepare(component, part)
             return components
 
-    def take(self, source: int, serving: Serving, check: Callable[[], None]) -> Gradients:
+    def take(self, source: int, agent: Agent, check: Callable[[], None]) -> Gradients:
         """The gradients of a source, when they have come. Raises what the pass has failed with.
 
         Calls ``check`` every ``check_every`` seconds, and raises `RpcTimeoutError` at the deadline.
@@ -154,20 +155,54 @@ class Share:
                 return self._take(source)
             to = self.record.sends[source].to
             self._waiting[source] = to.id
-            changed = self._changed = self._changed or threading.Condition(self._lock)
-        with serving.pause():
+            listener = self.listener
+            if listener is None or not listener.is_mine():
+                self._changed = self._changed or threading.Condition(self._lock)
+                listener = None
+        observers = agent.observers
+        if observers.active:
+            observers.emit(GateWaits(backward=self.backward.id, source=source))
+        with agent.serving.pause():
             while True:
                 timeout = min(self.deadline - time.monotonic(), self.check_every, threading.TIMEOUT_MAX)
+                self._wait_for(source, agent, listener, timeout)
                 with self._lock:
-                    if changed.wait_for(lambda: source in self._box or self._error is not None, timeout):
+                    if source in self._box or self._error is not None:
                         del self._waiting[source]
+                        if observers.active:
+                            observers.emit(GateOpens(backward=self.backward.id, source=source))
                         return self._take(source)
-                if time.monotonic() >= self.deadline:
+                now = time.monotonic()
+                if now >= self.deadline:
                     raise RpcTimeoutError(
                         "backward ran for more than its timeout: the gradients of a tensor that was sent to worker "
                         f"{to.name!r} have not come back"
                     )
-                check()
+                if timeout <= 0 or listener is None:
+                    check()
+
+    def _wait_for(self, source: int, agent: Agent, listener: Listener | None, timeout: float) -> None:
+        """Wait at a gate. The thread of `backward` reads meanwhile; another one is woken by the thread that does."""
+
+        def done() -> bool:
+            return source in self._box or self._error is not None
+
+        if listener is None:
+            with self._lock:
+                if self._changed is not None:
+                    self._changed.wait_for(done, timeout)
+            return
+        end = time.monotonic() + timeout
+        while not done() and (left := end - time.monotonic()) > 0:
+            agent.await_any(listener, self.record.workers(), done, left)
+            agent.hear(listener)
+
+    def _notify(self) -> None:
+        """Wake the threads that wait at gates. Holds ``_lock``."""
+        if self._changed is not None:
+            self._changed.notify_all()
+        if self.listener is not None and self._waiting:
+            self.listener.wake()
 
     def _take(self, source: int) -> Gradients:
         if self._error is not None:
@@ -204,8 +239,7 @@ class Share:
             self._error = kept(error, worker)
             self._box.clear()
             self._part = None
-            if self._changed is not None:
-                self._changed.notify_all()
+            self._notify()
         with self.record.lock:
             if not self.record.is_over(self.backward.id):
                 self.record.aborted.add(self.backward.id)

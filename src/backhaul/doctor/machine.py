@@ -16,6 +16,7 @@ from pathlib import Path
 
 from backhaul.doctor.report import Report
 from backhaul.options import RpcOptions
+from backhaul.transport.awake import most_awake
 
 _PACKAGES = ("torch", "msgspec", "cryptography")
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -89,15 +90,16 @@ def processors(report: Report, options: RpcOptions) -> None:
     text += "" if share is None else f", of which a control group allows {share:g}"
     report.fact("usable", f"{text}; load {os.getloadavg()[0]:.2f}", count=count, usable=mine, quota=share)
     enough = len(mine) > 1
-    awake = enough and options.busy_poll > 0
+    seconds = most_awake(options.busy_poll)
+    awake = seconds > 0
     why = (
-        f"for up to {options.busy_poll * 1000:g} ms in the middle of an exchange (option busy_poll)"
+        f"for up to {seconds * 1000:g} ms in the middle of an exchange (option busy_poll)"
         if awake
         else "the option busy_poll is 0"
         if enough
         else "with one processor the peer could not run meanwhile"
     )
-    report.fact("busy polling", f"{'on' if awake else 'off'}: {why}", on=awake, seconds=options.busy_poll)
+    report.fact("busy polling", f"{'on' if awake else 'off'}: {why}", on=awake, seconds=seconds)
     if awake and share is not None and share < 2:
         report.note(
             f"a control group allows this process {share:g} processors: busy polling may use them up, and then the "

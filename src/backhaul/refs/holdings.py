@@ -22,7 +22,7 @@ from typing import Any
 
 from backhaul.agent.agent import Agent
 from backhaul.agent.future import Future
-from backhaul.agent.serving import Inbound
+from backhaul.agent.line import Line
 from backhaul.errors import (
     BackhaulError,
     MisuseError,
@@ -352,24 +352,24 @@ class Holdings:
                 box.answered(number)
         self._flush_later()
 
-    def _on_notices(self, inbound: Inbound, envelope: Envelope) -> Frame:
+    def _on_notices(self, line: Line, envelope: Envelope) -> Frame:
         message: Notices = envelope.message
         actions: list[Action] = []
         disallowed: list[Notice] = []
         with self._lock:
-            if self._inboxes.setdefault(inbound.peer.id, Inbox()).accept(message.number, message.process):
+            if self._inboxes.setdefault(line.peer.id, Inbox()).accept(message.number, message.process):
                 for notice in message.notices:
-                    if self._rights.strict and not self._counting.allows(inbound.peer.id, notice):
+                    if self._rights.strict and not self._counting.allows(line.peer.id, notice):
                         disallowed.append(notice)
                         if isinstance(notice, Register):  # to whom asks for a value, it is as if there were none
-                            actions.append(Send(inbound.peer.id, Registered(notice.ref, False)))
+                            actions.append(Send(line.peer.id, Registered(notice.ref, False)))
                     else:
-                        actions += self._counting.handle(inbound.peer.id, notice)
+                        actions += self._counting.handle(line.peer.id, notice)
             after = self._apply(actions)
-            modest = self._rights.is_modest(inbound.peer.id, len(self._outboxes.get(inbound.peer.id, ())))
+            modest = self._rights.is_modest(line.peer.id, len(self._outboxes.get(line.peer.id, ())))
         self._act(after)
         for notice in disallowed:
-            self._agent.permissions.note(inbound.peer.name, f"a {type(notice).__name__}", getattr(notice, "ref", ""))
+            self._agent.permissions.note(line.peer.name, f"a {type(notice).__name__}", getattr(notice, "ref", ""))
         if self._rights.strict:
             if not modest:
                 raise ProtocolError("more notices about references than a worker has reason to send")

@@ -14,7 +14,7 @@ from backhaul.agent.agent import Agent, To, name_for_people
 from backhaul.agent.execution import ASYNC_MARK, Execution, follow
 from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
-from backhaul.agent.serving import Inbound
+from backhaul.agent.line import Line
 from backhaul.errors import (
     BackhaulError,
     MisuseError,
@@ -195,57 +195,57 @@ class References:
 
     # What peers ask for.
 
-    def _on_create(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+    def _on_create(self, line: Line, envelope: Envelope) -> Frame | None:
         message: Create = envelope.message
-        ref, peer = message.ref, inbound.peer
+        ref, peer = message.ref, line.peer
         if ref.owner != self.me.id or ref.creator != peer.id:
             raise ProtocolError(f"a creation of {ref} by rank {peer.id} on rank {self.me.id}")
         cell = self._holdings.own_for(ref, peer)
-        inbound.calls_started += 1
+        line.calls_started += 1
         # Before the function runs: the creator is listed, and that is all it waits for.
-        inbound.reply(self._agent.answer(message.id, None))
+        line.reply(self._agent.answer(message.id, None))
         try:
             value, later = self.execution.execute(envelope, peer)
         except BaseException as error:
             cell.fail(error, self.me.name)
-            inbound.count_finished()
+            line.count_finished()
             return None
         if later:
-            follow(value, lambda done: self._finish(cell, done, inbound))
+            follow(value, lambda done: self._finish(cell, done, line))
         else:
             cell.set(value)
-            inbound.count_finished()
+            line.count_finished()
         return None
 
-    def _finish(self, cell: Cell, done: Any, inbound: Inbound) -> None:
+    def _finish(self, cell: Cell, done: Any, line: Line) -> None:
         try:
             value = done.value()
         except BaseException as error:
             cell.fail(error, self.me.name)
         else:
             cell.set(value)
-        inbound.count_finished()
+        line.count_finished()
 
-    def _on_fetch(self, inbound: Inbound, envelope: Envelope) -> Frame | None:
+    def _on_fetch(self, line: Line, envelope: Envelope) -> Frame | None:
         id, ref, asked = envelope.message.id, envelope.message.ref, envelope.message.mark
-        inbound.calls_started += 1
+        line.calls_started += 1
         try:
             cell = self._holdings.cell(ref)
         except BackhaulError as error:
-            inbound.count_finished()
-            return self.execution.failure(id, error, inbound)
+            line.count_finished()
+            return self.execution.failure(id, error, line)
 
         def answer() -> Frame:
             try:
                 if (error := cell.error) is not None:
-                    return self.execution.failure(id, error, inbound)
-                return self.execution.result(id, cell.get(), inbound, asked)
+                    return self.execution.failure(id, error, line)
+                return self.execution.result(id, cell.get(), line, asked)
             except BaseException as unsendable:
-                return self.execution.failure(id, unsendable, inbound)
+                return self.execution.failure(id, unsendable, line)
             finally:
-                inbound.count_finished()
+                line.count_finished()
 
-        if cell.when_ready(lambda: inbound.reply(answer())):
+        if cell.when_ready(lambda: line.reply(answer())):
             return answer()
         return None
 

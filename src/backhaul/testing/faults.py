@@ -157,8 +157,8 @@ class FaultyChannel(Channel):
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
         return self._inside.wait(read=read, write=write, timeout=timeout)
 
-    def read(self, timeout: float | None, bell: int | None = None) -> bool:
-        return self._inside.read(timeout, bell)
+    def read(self, timeout: float | None) -> bool:
+        return self._inside.read(timeout)
 
     def next(self) -> Envelope | None:
         return self._inside.next()

@@ -25,14 +25,23 @@ from contextlib import contextmanager
 from typing import Any
 
 from backhaul.agent.agent import Agent
-from backhaul.agent.news import Bell
-from backhaul.agent.outbound import Outbound
+from backhaul.agent.observing import (
+    Began,
+    Came,
+    Ended,
+    Event,
+    HandedOut,
+    LinkLost,
+    Losing,
+    Queued,
+    Resumes,
+    Sent,
+    Starts,
+    Stops,
+    Waits,
+)
 from backhaul.agent.pending import Slot
-from backhaul.agent.serving import Inbound
-from backhaul.transport.base import Channel
 from backhaul.transport.memory import END, MemoryChannel, Network
-from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame
 
 PATIENCE = 0.1
 
@@ -55,8 +64,9 @@ class Scheduler(Network):
         # All guarded by _changed:
         self._queues: dict[MemoryChannel, deque[bytes]] = {}
         self._unsettled: set[MemoryChannel] = set()  # delivered to, and not yet dealt with
-        self._in_hand: Counter[MemoryChannel] = Counter()  # replies that were read and not yet handed out
-        self._just_taken: Counter[MemoryChannel] = Counter()  # of those, by the read that is going on
+        # By descriptor of the channel:
+        self._in_hand: Counter[int] = Counter()  # messages that were read among replies and not yet handed out
+        self._just_taken: Counter[int] = Counter()  # of those, by the read that is going on
         self._awaited: list[Slot] = []  # what requests wait for
         self._running = 0  # requests and completions that run and do not wait
         self._holds = 0
@@ -67,119 +77,72 @@ class Scheduler(Network):
 
     def attach(self, agent: Agent) -> None:
         """Count what this agent does. Before anybody connects to it."""
-        agent.serving.handle = self._counting_requests(agent.serving.handle)
-        agent.serving.on_pause = self._paused
-        agent.completions.add = self._counting_jobs(agent.completions.add)  # type: ignore[method-assign, assignment]
-        add_inbound, add_outbound = agent.serving.add, agent.watch.add
+        agent.observers.add(self._observe)
 
-        def inbound_added(inbound: Inbound) -> None:
-            inbound.reply = self._paying(inbound.reply)  # type: ignore[method-assign, assignment]
-            add_inbound(inbound)
+    def _observe(self, event: Event) -> None:
+        """What it means for what is under way; see the module's docstring."""
+        act = _ACTS.get(type(event))
+        if act is not None:
+            act(self, event)
 
-        def outbound_added(outbound: Outbound) -> None:
-            self._follow(outbound)
-            add_outbound(outbound)
+    def _began(self, _: Event) -> None:
+        self._state.counted = True
+        self._count(1)
 
-        agent.serving.add = inbound_added  # type: ignore[method-assign]
-        agent.watch.add = outbound_added  # type: ignore[method-assign]
+    def _ended(self, event: Ended) -> None:
+        self._state.counted = False
+        if event.replies:
+            self._state.owed += 1
+        else:
+            self._count(-1)
 
-    def _counting_requests(
-        self, handle: Callable[[Inbound, Envelope], Frame | None]
-    ) -> Callable[[Inbound, Envelope], Frame | None]:
-        state = self._state
+    def _queued(self, _: Event) -> None:
+        self._count(1)
 
-        def counted(inbound: Inbound, envelope: Envelope) -> Frame | None:
-            frame: Frame | None = None
-            self._count(1)
-            state.counted = True
-            try:
-                frame = handle(inbound, envelope)
-            finally:
-                state.counted = False
-                if frame is None:
-                    self._count(-1)
-                else:
-                    state.owed += 1
-            return frame
+    def _starts(self, _: Event) -> None:
+        self._state.counted = True
 
-        return counted
+    def _stops(self, _: Event) -> None:
+        self._state.counted = False
+        self._count(-1)
 
-    def _counting_jobs(self, add: Callable[[Callable[[], None]], None]) -> Callable[[Callable[[], None]], None]:
-        state = self._state
+    def _sent(self, event: Sent) -> None:
+        if event.replies:
+            self._pay()
 
-        def added(job: Callable[[], None]) -> None:
-            def counted() -> None:
-                state.counted = True
-                try:
-                    job()
-                finally:
-                    state.counted = False
-                    self._count(-1)
-
-            self._count(1)
-            add(counted)
-
-        return added
-
-    def _paying(self, reply: Callable[[Frame], None]) -> Callable[[Frame], None]:
-        def replied(frame: Frame) -> None:
-            try:
-                reply(frame)
-            finally:
-                self._pay()
-
-        return replied
-
-    def _follow(self, outbound: Outbound) -> None:
-        """Know which replies are on their way to whom."""
-        wait, receive, settle_all, lose = outbound.wait, outbound._receive, outbound._settle_all, outbound.lose
-        channel = _memory_channel(outbound._channel)
-        state = self._state
-
-        def waited(slot: Slot) -> None:
-            if not state.counted:
-                wait(slot)
-                return
-            self._pay()  # whoever takes the lead sends those replies, and reads only then
+    def _waits(self, event: Waits) -> None:
+        if self._state.counted:
+            self._pay()  # the thread that takes the lead sends those replies, and reads only then
             with self._changed:
-                self._awaited.append(slot)
+                if event.slot is not None:
+                    self._awaited.append(event.slot)
                 self._running -= 1
                 self._changed.notify_all()
-            try:
-                wait(slot)
-            finally:
-                with self._changed:
-                    self._awaited.remove(slot)
-                    self._running += 1
 
-        def received(timeout: float | None, bell: Bell | None = None) -> list[Slot]:
-            finished = receive(timeout, bell)
+    def _resumes(self, event: Resumes) -> None:
+        if self._state.counted:
             with self._changed:
-                # Those that came too late for their call need nothing more.
-                self._in_hand[channel] += len(finished) - self._just_taken.pop(channel, 0)
-                self._changed.notify_all()
-            return finished
+                if event.slot is not None:
+                    self._awaited.remove(event.slot)
+                self._running += 1
 
-        def settled(finished: list[Slot], **how: Any) -> None:
-            replies = sum(slot.envelope is not None for slot in finished)
-            try:
-                settle_all(finished, **how)
-            finally:
-                with self._changed:
-                    self._in_hand[channel] -= replies
-                    self._changed.notify_all()
+    def _came(self, event: Came) -> None:
+        with self._changed:
+            # Replies that came too late for their call need nothing more.
+            self._in_hand[event.line] += event.count - self._just_taken.pop(event.line, 0)
+            self._changed.notify_all()
 
-        def lost(reason: Exception) -> None:
-            self._count(1)
-            try:
-                lose(reason)
-            finally:
-                self._count(-1)
+    def _handed_out(self, event: HandedOut) -> None:
+        with self._changed:
+            self._in_hand[event.line] -= event.count
+            self._changed.notify_all()
 
-        outbound.wait = waited  # type: ignore[method-assign]
-        outbound._receive = received  # type: ignore[method-assign]
-        outbound._settle_all = settled  # type: ignore[method-assign]
-        outbound.lose = lost  # type: ignore[method-assign]
+    def _losing(self, _: Event) -> None:
+        self._count(1)
+
+    def _lost(self, event: LinkLost) -> None:
+        if not event.served:
+            self._count(-1)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -209,19 +172,20 @@ class Scheduler(Network):
         to.deliver(data)
 
     def reading(self, channel: MemoryChannel) -> None:
-        self._settle(channel)
+        if not _has_replies(channel):
+            self._settle(channel)
 
     def closed(self, channel: MemoryChannel) -> None:
         with self._changed:
             self._queues.pop(channel, None)
-            self._in_hand.pop(channel, None)
+            self._in_hand.pop(channel.fileno(), None)
         self._settle(channel)
 
     def taken(self, channel: MemoryChannel, count: int) -> None:
         if _has_replies(channel):
             with self._changed:
-                self._in_hand[channel] += count
-                self._just_taken[channel] += count
+                self._in_hand[channel.fileno()] += count
+                self._just_taken[channel.fileno()] += count
             self._settle(channel)
 
     def _settle(self, channel: MemoryChannel) -> None:
@@ -238,11 +202,6 @@ class Scheduler(Network):
         owed, self._state.owed = self._state.owed, 0
         if owed:
             self._count(-owed)
-
-    def _paused(self, change: int) -> None:
-        if self._state.counted:
-            self._pay()
-            self._count(change)
 
     def _quiet(self) -> bool:
         return (
@@ -292,8 +251,17 @@ def _has_replies(channel: MemoryChannel) -> bool:
     return "->" in channel.name
 
 
-def _memory_channel(channel: Channel) -> MemoryChannel:
-    """The channel itself, without what a `FaultyTransport` put around it."""
-    while not isinstance(channel, MemoryChannel):
-        channel = channel._inside  # type: ignore[attr-defined]
-    return channel
+_ACTS: dict[type[Event], Callable[[Scheduler, Any], None]] = {
+    Began: Scheduler._began,
+    Ended: Scheduler._ended,
+    Sent: Scheduler._sent,
+    Queued: Scheduler._queued,
+    Starts: Scheduler._starts,
+    Stops: Scheduler._stops,
+    Waits: Scheduler._waits,
+    Resumes: Scheduler._resumes,
+    Came: Scheduler._came,
+    HandedOut: Scheduler._handed_out,
+    Losing: Scheduler._losing,
+    LinkLost: Scheduler._lost,
+}

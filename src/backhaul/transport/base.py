@@ -26,9 +26,6 @@ class Channel(ABC):
     One thread at a time may write, and one at a time may read; the agent sees to that.
     """
 
-    hears_bells = False
-    """Whether `read` looks at its ``bell``."""
-
     @abstractmethod
     def fileno(self) -> int:
         """A descriptor that is readable when `read` would find something."""
@@ -50,10 +47,8 @@ class Channel(ABC):
         """Return True when the channel is ready for one of those, or closed, and False at the timeout."""
 
     @abstractmethod
-    def read(self, timeout: float | None, bell: int | None = None) -> bool:
+    def read(self, timeout: float | None) -> bool:
         """Wait for bytes, at most ``timeout`` seconds, and take them. False if none came.
-
-        ``bell`` is a descriptor that ends the wait when it can be read from.
 
         Raises `ChannelClosed` at the end of the stream, `ProtocolError` for bad bytes.
         """

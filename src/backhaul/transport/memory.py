@@ -97,7 +97,7 @@ class MemoryChannel(Channel):
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
         return write or self._bell.wait(timeout)
 
-    def read(self, timeout: float | None, bell: int | None = None) -> bool:
+    def read(self, timeout: float | None) -> bool:
         self._network.reading(self)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:

@@ -1,7 +1,7 @@
 """Channels over unix sockets, and the transport that has these and, between hosts, TCP with TLS (`tls`).
 
-Sockets stay in blocking mode; what must not wait says so with ``MSG_DONTWAIT``. Who waits for bytes does so in
-`readable`.
+Sockets stay in blocking mode; what must not wait says so with ``MSG_DONTWAIT``. A thread that waits for bytes does so
+in `readable`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ def host_id() -> str:
 
 class StreamChannel(Channel):
     """Frames over a connected socket. Over a unix socket, large tensors in segments."""
-
-    hears_bells = True
 
     def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
         self._socket = sock
@@ -117,9 +115,9 @@ class StreamChannel(Channel):
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
         return await_ready(self._socket, read=read, write=write, timeout=timeout)
 
-    def read(self, timeout: float | None, bell: int | None = None) -> bool:
+    def read(self, timeout: float | None) -> bool:
         try:
-            if timeout != 0 and not self._readable.wait(timeout, bell):
+            if timeout != 0 and not self._readable.wait(timeout):
                 return False
             if self._borrowing is None:
                 count = self._socket.recv_into(self._decoder.writable(), 0, NO_WAIT)

@@ -98,8 +98,6 @@ class TlsLine(Line):
 class TlsChannel(Channel):
     """Frames over a connection with TLS, after the handshake."""
 
-    hears_bells = True
-
     def __init__(self, sock: socket.socket, tunnel: Tunnel, options: RpcOptions) -> None:
         self._socket = sock
         self._lock = threading.Lock()  # around what uses these three:
@@ -181,10 +179,10 @@ class TlsChannel(Channel):
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
         return await_ready(self._socket, read=read, write=write, timeout=timeout)
 
-    def read(self, timeout: float | None, bell: int | None = None) -> bool:
+    def read(self, timeout: float | None) -> bool:
         chunk = self._chunk
         try:
-            if timeout != 0 and not self._readable.wait(timeout, bell):
+            if timeout != 0 and not self._readable.wait(timeout):
                 return False
             count = self._socket.recv_into(chunk, 0, NO_WAIT)
         except BlockingIOError:

@@ -190,14 +190,11 @@ class Gradients(msgspec.Struct, frozen=True, array_like=True):
 
     ``sources`` are its recorded tensors that take part in the pass, by id; the frame's tensors are the gradients of
     those at the places ``present``. Those of the others are undefined.
-
-    ``listens``: the starter of the pass waits for what the receiver has to tell it, on the channel that this came over.
     """
 
     backward: Pass
     sources: tuple[int, ...]
     present: tuple[int, ...]
-    listens: bool = False
 
 
 class TakePart(msgspec.Struct, frozen=True, array_like=True):
@@ -310,8 +307,5 @@ KINDS: dict[int, type[Any]] = {
     20: Inquire,
 }
 """The kind byte of a frame -> the message in it. Numbers are never reused."""
-
-NEWS = (Gradients, Report)
-"""What may come where replies are expected, if the receiver has said that it listens there."""
 
 KIND_OF: dict[type[Any], int] = {message: kind for kind, message in KINDS.items()}

@@ -60,7 +60,7 @@ class TensorPipeAgent(RpcAgent):
 
     def get_debug_info(self) -> dict[str, str]:
         found = {
-            "agent.num_pending_requests": str(sum(each.outstanding for each in self.worker.agent._outbounds())),
+            "agent.num_pending_requests": str(sum(each.outstanding for each in self.worker.agent.calling())),
             "agent.thread_pool_size": str(self.worker.options.num_worker_threads),
             "agent.num_idle_threads": str(self.worker.options.num_worker_threads),
         }

@@ -1,0 +1,611 @@
+"""Calling: the line to a peer that this worker has opened. Its requests leave there. The thread that waits reads.
+
+Theory of operation
+-------------------
+`link_state` decides; this file does it. There is no thread that only reads:
+
+- A thread that waits for a reply takes the role of the reader if it is free, reads, and hands out whatever arrives,
+  also what others wait for. When its own reply has come it wakes one of the others, which takes the role over.
+- A thread that finds the role taken sleeps until its reply or the role comes to it.
+- A thread that waits while futures to other peers are outstanding reads those as well (`waiting.Vigil`).
+- Futures that no thread waits for are read by the watch thread, once it has found them without a reader at a tick.
+- A thread whose request does not fit into the socket reads replies while it waits for room.
+  Otherwise two workers that send to each other could both wait without an end.
+
+Messages other than replies may come here, too: the peer sends there what a thread of this worker waits for. Each goes
+to the thread that listens for it, or to the pool (``deliver``).
+
+Nothing of the user's runs while a lock or a role is held. Futures with callbacks, and those that the watch thread
+reads, are completed elsewhere (`completions`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from backhaul.agent.future import Future
+from backhaul.agent.line import Line, push
+from backhaul.agent.link_state import LinkState
+from backhaul.agent.observing import Came, HandedOut, LinkLost, Losing, Read, Resumes, Sent, Settled, Waits
+from backhaul.agent.pending import Slot
+from backhaul.agent.waiting import Vigil, Vigils, Waiter
+from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError, WorkerUnresponsiveError
+from backhaul.ids import WorkerInfo
+from backhaul.transport.base import Channel, ChannelClosed
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import Frame, encode, join
+from backhaul.wire.messages import Failure, Goodbye, Ping, Result
+
+if TYPE_CHECKING:
+    from backhaul.agent.completions import Completions
+    from backhaul.agent.execution import Execution
+    from backhaul.agent.serving import Serving
+    from backhaul.agent.watch import Watch
+
+_REPLIES = (Result, Failure)
+
+Sleeper = Waiter | Vigil
+
+
+class _Reply(Future[Any]):
+    """A future of the reply to one request."""
+
+    def __init__(self, line: Calling, slot: Slot) -> None:
+        super().__init__()
+        self._line = line
+        self._slot: Slot | None = slot
+
+    def help(self) -> None:
+        slot = self._slot
+        if slot is not None:
+            self._line.wait(slot)
+
+    def attend(self) -> None:
+        slot = self._slot
+        if slot is not None:
+            self._line.attend(slot)
+
+    def settle(self, value: Any, error: BaseException | None = None) -> None:
+        self._slot = None
+        super().settle(value, error)
+
+
+class Calling(Line):
+    """See the module's docstring. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        peer: WorkerInfo,
+        channel: Channel,
+        *,
+        execution: Execution,
+        serving: Serving,
+        completions: Completions,
+        watch: Watch,
+        vigils: Vigils,
+        unresponsive_after: float | None,
+        deliver: Callable[[Line, Envelope], None],
+        on_lost: Callable[[Calling, WorkerLostError], None],
+    ) -> None:
+        super().__init__(peer, channel, serving)
+        self._execution = execution
+        self._completions = completions
+        self._watch = watch
+        self._vigils = vigils
+        self._patience = math.inf if unresponsive_after is None else unresponsive_after
+        self._deliver = deliver
+        self._on_lost = on_lost
+        self._ids = itertools.count(1)
+        self._state: LinkState[Sleeper] = LinkState(self._patience)  # guarded by _lock
+        self._urgent: set[int] = set()  # slots whose futures have callbacks; some may be done
+        self.lost: WorkerLostError | None = None
+        """Why the connection has ended, if it has."""
+        watch.add(self)
+
+    @property
+    def outstanding(self) -> int:
+        """How many requests await their reply."""
+        return len(self._state)
+
+    @property
+    def futures(self) -> int:
+        """How many of them are futures, which perhaps no thread waits for."""
+        return self._state.futures
+
+    @property
+    def calls_sent(self) -> int:
+        return self._state.calls_sent
+
+    @property
+    def calls_settled(self) -> int:
+        return self._state.calls_settled
+
+    # Requests.
+
+    def ask(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Any:
+        """Send a request and return its reply's value, or raise."""
+        slot = Slot(next(self._ids), what, deadline, is_call)
+        self._request(slot, make(slot.id), watched=False)
+        if not slot.done:
+            self.wait(slot)
+        return self._open_reply(slot)
+
+    def ask_async(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Future[Any]:
+        """Send a request; return a future of its reply's value."""
+        slot = Slot(next(self._ids), what, deadline, is_call)
+        future = _Reply(self, slot)
+        slot.future = future
+        self._request(slot, make(slot.id), watched=True)
+        self._watch.look_after(self, deadline)
+        return future
+
+    def _request(self, slot: Slot, frame: Frame, *, watched: bool) -> None:
+        with self._lock:
+            opened = self._state.open(slot, watched=watched)
+        try:
+            if not opened:
+                raise ChannelClosed("lost")
+            if not (watched and slot.is_call and not frame.keep and self._hold(frame)):
+                self._send(frame, slot.deadline, is_call=slot.is_call)
+        except (ChannelClosed, ProtocolError) as error:
+            self.lose(error)
+            if not opened:
+                self._fail(slot, self._loss(), inline=True)
+        except BaseException:
+            with self._lock:
+                ended = self._state.give_up(slot)
+            if ended:
+                self._count_settled(slot)
+            raise
+
+    def post(self, frame: Frame) -> None:
+        """Send a one-way message. Raises `ChannelClosed`."""
+        if self.lost is not None:
+            raise ChannelClosed("lost")
+        self._send(frame, math.inf, is_call=False)
+
+    # Sending.
+
+    def _hold(self, frame: Frame) -> bool:
+        """Hold a call back so that it leaves together with others. False if it is to be sent now.
+
+        It leaves when a thread waits for a reply or hangs a callback on one, when there are enough of them,
+        or at the next tick.
+        """
+        if not self._state.may_hold(frame.size):
+            return False
+        with self._sending, self._lock:
+            if self._unflushed or not self._state.may_hold(frame.size):
+                return False
+            self._state.calls_sent += 1
+            first = self._state.hold(frame)
+        if first:
+            self._watch.remind(self)
+        return True
+
+    def send_held(self) -> bool:
+        """Send what is held back, as far as that can be done without waiting. False if some of it is left."""
+        if not self._state.holds and not self._unflushed:
+            return True
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            if self._unflushed:
+                self._unflushed = not self.channel.flush()
+            if not self._unflushed and (held := self._take_held()):
+                self._unflushed = not self.channel.write(join(held))
+            return not self._unflushed
+        except ChannelClosed:
+            return True  # the next read says so, too
+        finally:
+            self._sending.release()
+
+    def _take_held(self) -> list[Frame]:
+        if not self._state.holds:
+            return []
+        with self._lock:
+            return list(self._state.take_held())
+
+    def _send(self, frame: Frame | None, deadline: float, *, is_call: bool) -> None:
+        """Send a frame, if given, after what is held back. Waits for room if need be."""
+        with self._sending:
+            if is_call:
+                self._state.calls_sent += 1
+            frames = [] if frame is None else [frame]
+            if held := self._take_held():
+                frames = [join([*held, *frames])] if frame is None or not frame.keep else [join(held), frame]
+            while frames and not self._unflushed:
+                self._unflushed = not self.channel.write(frames.pop(0))
+            if self._unflushed:
+                self._send_rest(frames, deadline)
+        observers = self._serving.observers
+        if observers.active and frame is not None:
+            observers.emit(Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=False))
+
+    def _send_rest(self, frames: list[Frame], deadline: float) -> None:
+        """Finish the frame that did not fit, and then send these. Holds ``_sending``."""
+        handling = self._serving.about_to_wait()
+        try:
+            self._push_out(deadline)
+            for later in frames:
+                self._unflushed = not self.channel.write(later)
+                self._push_out(deadline)
+        finally:
+            if handling:
+                self._serving.resumed()
+
+    def _push_out(self, deadline: float) -> None:
+        """Finish the frame that did not fit, reading replies meanwhile. Holds ``_sending``."""
+        try:
+            push(self.channel, self._patience, deadline, self._read_meanwhile, self.peer)
+        except RpcTimeoutError:
+            self._watch.remind(self)  # there may be other calls in it
+            raise
+        finally:
+            self._watch.take_over()
+        self._unflushed = False
+
+    def _send_held_first(self, slot: Slot) -> None:
+        """A thread is about to wait for this slot: send what is held back."""
+        try:
+            self._send(None, slot.deadline, is_call=False)
+        except (ChannelClosed, ProtocolError) as error:
+            self.lose(error)
+        except RpcTimeoutError:
+            pass  # the wait for the reply times out, too
+
+    # Waiting.
+
+    def wait(self, slot: Slot) -> None:
+        """Return when the slot is done, reading replies as long as it is not."""
+        if self._state.holds:
+            self._send_held_first(slot)
+        unread = self._watch.unread
+        observers = self._serving.observers
+        handling = self._serving.about_to_wait()
+        if observers.active:
+            observers.emit(Waits(slot=slot))
+        try:
+            while not slot.done:
+                now = time.monotonic()
+                timeout = min(slot.deadline - now, self._patience / 4)
+                reads = self._state.reads
+                if timeout <= 0:
+                    self._time_out(slot)
+                elif unread and (others := self._other_readable(unread)):
+                    self._wait_for_all(slot, others, timeout)
+                elif slot.id in self._state and (token := self.begin_reading()):
+                    self.finish_reading(token, None if timeout == math.inf else timeout)
+                else:
+                    self._sleep(slot, timeout)
+                if not slot.done and self._state.reads == reads and time.monotonic() - now >= self._patience / 4:
+                    self.check_alive()
+        finally:
+            if unread:
+                self._watch.take_over()
+            if observers.active:
+                observers.emit(Resumes(slot=slot))
+            if handling:
+                self._serving.resumed()
+
+    def _sleep(self, slot: Slot, timeout: float) -> None:
+        """Sleep until the reply or the role of the reader comes to this thread."""
+        waiter = Waiter()
+        with self._lock:
+            sleeps = self._state.wait(slot, waiter)
+        if not sleeps:
+            return
+        waiter.sleep(timeout)
+        with self._lock:
+            other = self._state.stop_waiting(slot, waiter)
+        if other is not None:
+            other.wake()
+
+    def _other_readable(self, unread: set[Calling]) -> list[Calling]:
+        """The other lines on which futures are outstanding that may have no reader."""
+        others = []
+        for line in list(unread):
+            if not line.futures:
+                unread.discard(line)
+            elif line is not self:
+                others.append(line)
+        return others
+
+    def _wait_for_all(self, slot: Slot, others: list[Calling], timeout: float) -> None:
+        """Wait for the slot, and read meanwhile whatever other futures there are."""
+        vigil = self._vigils.take()
+        with self._lock:
+            self._state.watch(slot, vigil)
+        try:
+            vigil.wait([self, *others], lambda: slot.done, timeout)
+        finally:
+            with self._lock:
+                self._state.stop_watching(slot, vigil)
+            self._vigils.give_back(vigil)
+
+    def line_up(self, waiter: Sleeper) -> bool:
+        """Have a thread woken when it can read here. False if it can now, or never."""
+        with self._lock:
+            return self._state.line_up(waiter)
+
+    def leave(self, waiter: Sleeper) -> None:
+        """The end of that."""
+        with self._lock:
+            other = self._state.leave(waiter)
+        if other is not None:
+            other.wake()
+
+    # Reading.
+
+    def begin_reading(self) -> int:
+        """Take the role of the reader: a token, or 0 if another thread has it, or the line is lost."""
+        with self._lock:
+            return self._state.read()
+
+    def finish_reading(self, token: int, timeout: float | None, *, inline: bool = True) -> None:
+        """Read what comes within ``timeout`` seconds, give up the role, and hand out what was read.
+
+        ``inline``: this thread may complete futures.
+        """
+        problem: Exception | None = None
+        slots: list[Slot] = []
+        others: list[Envelope] = []
+        try:
+            if self.lost is None:
+                self._receive(timeout, slots, others)
+        except (ChannelClosed, ProtocolError) as error:
+            problem = error
+        finally:
+            closes = self.stop_reading(token)
+        if closes:
+            self.close()
+        if slots or others:
+            try:
+                self._hand_out(slots, others, inline=inline)
+            except ProtocolError as error:
+                problem = error
+        if problem is not None:
+            self.lose(problem)
+
+    def stop_reading(self, token: int) -> bool:
+        """Give up the role. True if the line was lost meanwhile: this thread closes it."""
+        with self._lock:
+            following = self._state.stop_reading(token)
+            closes = self._state.must_close()
+        if following is not None:
+            following.wake()
+        return closes
+
+    def end_vigil(self, token: int, *, comes: bool) -> None:
+        """A thread that waited for several lines gives up the role here, and reads first if something has come."""
+        if comes:
+            self.finish_reading(token, 0)
+        elif self.stop_reading(token):
+            self.close()
+
+    def _hand_out(self, slots: list[Slot], others: list[Envelope], *, inline: bool) -> None:
+        observers = self._serving.observers
+        try:
+            if slots:
+                self._settle_all(slots, inline=inline)
+            for envelope in others:
+                self._deliver(self, envelope)
+        finally:
+            if observers.active:
+                observers.emit(HandedOut(peer=self.peer.name, line=self.descriptor, count=len(slots) + len(others)))
+
+    def _receive(self, timeout: float | None, slots: list[Slot], others: list[Envelope]) -> bool:
+        """Read once. Has the role of the reader. False if nothing came.
+
+        Slots are done before the role is given up: the next reader must not wait for a reply that has been read.
+        """
+        channel = self.channel
+        if not channel.read(timeout):
+            return False
+        observers = self._serving.observers
+        if observers.active:
+            observers.emit(Read(peer=self.peer.name, line=self.descriptor))
+        self._state.heard()
+        while (envelope := channel.next()) is not None:
+            message = envelope.message
+            if not isinstance(message, _REPLIES):
+                others.append(envelope)
+                continue
+            if message.refs:
+                self._execution.traffic.arriving(message.refs, self.peer)
+            with self._lock:
+                slot = self._state.answered(message.id, envelope)
+            if slot is None:  # it comes too late, or answers a ping
+                self._execution.discard(envelope)
+                continue
+            for waiter in slot.waiters:
+                waiter.wake()
+            slots.append(slot)
+        if observers.active:
+            observers.emit(Came(peer=self.peer.name, line=self.descriptor, count=len(slots) + len(others)))
+        return True
+
+    def drain(self) -> bool:
+        """Read what is there without waiting. False if another thread is reading."""
+        while token := self.begin_reading():
+            reads = self._state.reads
+            self.finish_reading(token, 0, inline=False)
+            if self._state.reads == reads:
+                return True
+        return self.lost is not None
+
+    def _read_meanwhile(self) -> bool:
+        """The same, for a thread that has ``_sending``: the caller loses the line if this raises."""
+        token = self.begin_reading()
+        if not token:
+            return False
+        slots: list[Slot] = []
+        others: list[Envelope] = []
+        try:
+            self._receive(0, slots, others)
+        finally:
+            if self.stop_reading(token):
+                self.channel.close()
+            self._hand_out(slots, others, inline=False)
+        return True
+
+    # What becomes of replies.
+
+    def _settle_all(self, finished: Iterable[Slot], *, inline: bool) -> None:
+        plain: list[tuple[Slot, Future[Any]]] = []
+        for slot in finished:
+            if slot.future is None:
+                self._count_settled(slot)
+            elif slot.future.has_callbacks:
+                self._completions.add(partial(self._settle, slot, slot.future))
+            elif inline:
+                self._settle(slot, slot.future)
+            else:
+                plain.append((slot, slot.future))
+        if plain:  # none of them waits for another
+            self._completions.add(partial(self._settle_each, plain))
+
+    def _settle_each(self, plain: list[tuple[Slot, Future[Any]]]) -> None:
+        for slot, future in plain:
+            self._settle(slot, future)
+
+    def _fail(self, slot: Slot, error: BaseException | None, *, inline: bool = False) -> None:
+        """Finish a slot that was taken out, without a reply."""
+        with self._lock:
+            waiters = self._state.finish(slot, error)
+        for waiter in waiters:
+            waiter.wake()
+        self._settle_all([slot], inline=inline)
+
+    def _settle(self, slot: Slot, future: Future[Any]) -> None:
+        slot.future = None  # they refer to each other, and to tensors that must not wait for the garbage collector
+        try:
+            value = self._open_reply(slot)
+        except BaseException as error:  # it belongs to the thread that waits for the future
+            future.settle(None, error)
+        else:
+            future.settle(value)
+        self._count_settled(slot)
+
+    def _open_reply(self, slot: Slot) -> Any:
+        if slot.envelope is not None:
+            value = self._execution.open(slot.envelope, self.peer)
+            if self._serving.observers.active:
+                self._serving.observers.emit(Settled(peer=self.peer.name))
+            return value
+        error, slot.error = slot.error or ProtocolError("a request ended without a reply"), None
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame now
+
+    def _count_settled(self, slot: Slot) -> None:
+        if slot.is_call:
+            with self._lock:
+                self._state.calls_settled += 1
+
+    # For the watch thread.
+
+    def attend(self, slot: Slot) -> None:
+        """Something is to happen when the reply comes, and no thread waits for it."""
+        self._urgent.add(slot.id)
+        self.send_held()
+        self._watch.attend(self)
+
+    def is_urgent(self) -> bool:
+        """Whether something happens as soon as one of the replies comes, though no thread waits for it."""
+        while self._urgent:
+            id = self._urgent.pop()
+            if id in self._state:
+                self._urgent.add(id)
+                return True
+        return False
+
+    def being_read(self) -> bool:
+        return self._state.being_read
+
+    def next_deadline(self) -> float:
+        with self._lock:
+            return self._state.next_deadline()
+
+    def expire(self, now: float) -> None:
+        """Fail the futures whose deadline has passed."""
+        with self._lock:
+            overdue = self._state.expire(now)
+        for slot in overdue:
+            self._fail(slot, self._timeout_of(slot))
+
+    def _time_out(self, slot: Slot) -> None:
+        with self._lock:
+            ended = self._state.give_up(slot)
+        if ended:
+            self._fail(slot, self._timeout_of(slot))
+        else:
+            self._sleep(slot, math.inf)  # another thread has taken it out, and is about to finish it
+
+    def _timeout_of(self, slot: Slot) -> RpcTimeoutError:
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout: {slot.what} on worker {self.peer.name!r} has not answered; "
+            "a longer one can be given as timeout=, 0 meaning none"
+        )
+
+    def check_alive(self) -> None:
+        """Ping a silent peer; lose it if a ping has gone unanswered for too long."""
+        if self._patience == math.inf:
+            return
+        with self._lock:
+            action = self._state.look(time.monotonic())
+        if action == "ping":
+            self.try_send(encode(Ping(0)))
+        elif action == "lose":
+            self.lose(
+                WorkerUnresponsiveError(
+                    f"worker {self.peer.name!r} has not answered for {self._patience:g} s: it is stopped, hangs "
+                    "in code that holds the interpreter, or the network is gone (option unresponsive_after)",
+                    self.peer.name,
+                )
+            )
+
+    def heard(self) -> None:
+        """The peer has said something on another line: it is alive."""
+        self._state.heard()
+
+    # The end.
+
+    def lose(self, reason: Exception) -> None:
+        """Close the connection and fail everything that waits for it."""
+        if not isinstance(reason, WorkerLostError):
+            reason = WorkerLostError(f"worker {self.peer.name!r} is lost: {reason}", self.peer.name)
+        with self._lock:
+            slots = self._state.lose()
+            if slots is None:
+                return
+            self.lost = reason
+        observers = self._serving.observers
+        if observers.active:
+            observers.emit(Losing(peer=self.peer.name))
+        self.shutdown()
+        self._watch.remove(self)
+        with self._lock:
+            closes = self._state.close()
+        if closes:
+            self.close()
+        for slot in slots:
+            self._fail(slot, self._loss())
+        self._on_lost(self, reason)
+        if observers.active:
+            observers.emit(LinkLost(peer=self.peer.name, served=False, reason=str(reason)))
+
+    def say_goodbye(self) -> None:
+        """Tell the peer that this worker leaves, if that can be done without waiting."""
+        self.try_send(encode(Goodbye()))
+
+    def _loss(self) -> WorkerLostError | None:
+        """The loss as an exception of its own: one that several threads raise collects all their frames."""
+        lost = self.lost
+        return None if lost is None else type(lost)(str(lost), lost.worker)

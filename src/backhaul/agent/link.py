@@ -1,0 +1,60 @@
+"""Link: the relation with one peer, for as long as both are members, over whatever lines there are.
+
+A line that this worker has opened ends with its connection, and the next request opens another one. What is true of the
+peer itself, and which line a message takes, is known here. Nothing above the link knows which line that is.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from backhaul.ids import WorkerInfo
+from backhaul.wire.frames import Frame
+
+if TYPE_CHECKING:
+    from backhaul.agent.calling import Calling
+    from backhaul.agent.serving import Served
+
+MOST_AWAITED = 64 * 1024
+
+
+class Link:
+    """See the module's docstring. Thread-safe."""
+
+    def __init__(self, peer: WorkerInfo) -> None:
+        self.peer = peer
+        self.connecting = threading.Lock()
+        """Held by the thread that opens a line."""
+        self.calling: Calling | None = None
+        """The line that this worker has opened last. It may be lost."""
+        self._served: tuple[Served, ...] = ()
+
+    @property
+    def open(self) -> Calling | None:
+        """The line for requests, if there is one that is not lost."""
+        calling = self.calling
+        return None if calling is None or calling.lost is not None else calling
+
+    def opened(self, served: Served) -> None:
+        """The peer has opened a line."""
+        self._served = (*self._served, served)
+
+    def ended(self, served: Served) -> None:
+        self._served = tuple(line for line in self._served if line is not served)
+
+    def heard(self) -> None:
+        """The peer has said something on a line of its own: it is alive."""
+        calling = self.calling
+        if calling is not None:
+            calling.heard()
+
+    def post_awaited(self, frame: Frame) -> bool:
+        """Send a message that a thread of the peer waits for, where it reads replies. False if it cannot go there.
+
+        A large message would keep the sender busy until it is read, and the peer may have given up.
+        """
+        if not self._served or frame.keep or frame.size > MOST_AWAITED:
+            return False
+        self._served[-1].reply(frame)
+        return True

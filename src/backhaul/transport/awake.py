@@ -1,0 +1,130 @@
+"""Awake: a thread that waits for bytes stays awake for a moment if they are likely to come at once.
+
+A thread that sleeps in the kernel takes tens of microseconds to be woken, and then works with cold caches: in an
+exchange of short messages that is most of the time. So a waiting thread looks again and again for a while before it
+goes to sleep. How long is learnt: a `Rhythm` knows how long the last waits in its place took, and twice that long is
+worth it. A thread that is idle, or waits for something long, sleeps.
+
+Staying awake takes processor time from others, so there are bounds.
+
+- It never lasts longer than ``busy_poll``. The default grows with the number of processors: where there are two, the
+  peer and its neighbours need them.
+- One thread of a process stays awake at a time, and none where there is one processor only.
+- The thread offers its processor to others each time it has looked. An offer that is taken means that more threads want
+  to work than there are processors. Then all threads of this process sleep for a while that gets longer each time.
+
+The state is global to the process, since processors are: see `_turn`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_TAKEN_SECONDS = 0.0006
+"""An offer that comes back later than this has been taken: a hiccup of the machine is shorter, a time slice longer."""
+
+_MIN_PAUSE = 0.05
+_MAX_PAUSE = 2.0
+
+_FOR_EACH_PROCESSOR = 0.0004
+_MOST = 0.003
+_SLACK = 0.0001
+
+Ready = list[tuple[int, int]]
+"""What ``poll`` returns: descriptors and their events."""
+
+
+class _Turn:
+    """Which thread is awake: at most one of the process, and none in a pause."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        # Written by the thread that has the lock:
+        self.paused_until = 0.0
+        self._pause = _MIN_PAUSE
+
+    def pause(self, now: float) -> None:
+        self.paused_until = now + self._pause
+        self._pause = min(2 * self._pause, _MAX_PAUSE)
+
+    def went_well(self) -> None:
+        self._pause = _MIN_PAUSE
+
+
+_turn = _Turn()
+
+
+def may_stay_awake() -> bool:
+    """Whether the peer can run while a thread of this process stays awake."""
+    return len(os.sched_getaffinity(0)) > 1
+
+
+def most_awake(option: float | None) -> float:
+    """The seconds that a thread stays awake at the most, by the option ``busy_poll``."""
+    processors = len(os.sched_getaffinity(0))
+    if processors < 2:
+        return 0.0
+    return min(_MOST, (processors - 1) * _FOR_EACH_PROCESSOR) if option is None else option
+
+
+class Rhythm:
+    """How long the waits in one place have been lately, and so how long the next one is worth staying awake. Pure."""
+
+    __slots__ = ("_before", "_last")
+
+    def __init__(self) -> None:
+        self._last = math.inf
+        self._before = math.inf
+
+    def waited(self, seconds: float) -> None:
+        """A wait is over."""
+        self._before, self._last = self._last, seconds
+
+    def worth(self, most: float) -> float:
+        """The seconds to stay awake, at most ``most``. 0 if the last wait was longer than that."""
+        last, before = self._last, self._before
+        if last >= most:
+            return 0.0
+        longest = before if last < before < most else last
+        return min(most, 2 * longest + _SLACK)
+
+
+def poll_awake(poll: Callable[[Any], Ready], rhythm: Rhythm, timeout: float | None, most: float) -> Ready:
+    """What ``poll`` finds within ``timeout`` seconds, or whenever if that is None."""
+    start = time.perf_counter()
+    if most:
+        worth = rhythm.worth(most)
+        if worth and start >= _turn.paused_until and _turn.lock.acquire(blocking=False):
+            try:
+                found = _look_until(poll, start + (worth if timeout is None else min(worth, timeout)))
+            finally:
+                _turn.lock.release()
+            if found:
+                rhythm.waited(time.perf_counter() - start)
+                return found
+            if timeout is not None:
+                timeout = max(0.0, timeout - (time.perf_counter() - start))
+    # Rounded up: a wait that ends a little too early would be repeated at once.
+    found = poll(None if timeout is None else math.ceil(timeout * 1000))
+    rhythm.waited(time.perf_counter() - start)
+    return found
+
+
+def _look_until(poll: Callable[[Any], Ready], end: float) -> Ready:
+    clock, offer = time.perf_counter, os.sched_yield
+    while not (found := poll(0)):
+        before = clock()
+        if before >= end:
+            return found
+        offer()
+        after = clock()
+        if after - before > _TAKEN_SECONDS:
+            _turn.pause(after)
+            return poll(0)
+    _turn.went_well()
+    return found

@@ -1,0 +1,94 @@
+"""Which captured gradients are taken as they are, and which are copied: what somebody else has must not change."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from backhaul.autograd.gradients import store, without_a_run
+
+
+def stored(captured: list[torch.Tensor | None], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    into: dict[torch.Tensor, torch.Tensor] = {}
+    store(into, leaves, captured)
+    return [into[leaf] for leaf in leaves]
+
+
+def test_a_gradient_that_nobody_else_has_is_taken() -> None:
+    captured: list[torch.Tensor | None] = [torch.ones(3)]
+    place = captured[0].data_ptr()  # type: ignore[union-attr]
+    (found,) = stored(captured, [torch.zeros(3)])
+    assert found.data_ptr() == place
+
+
+def test_so_are_those_of_a_linear_layer_which_are_views() -> None:
+    layer = nn.Linear(3, 2)
+    leaves: list[torch.Tensor] = list(layer.parameters())
+    captured: list[torch.Tensor | None] = list(torch.autograd.grad(layer(torch.ones(4, 3)).sum(), leaves))
+    assert all(gradient is not None and gradient._is_view() for gradient in captured)
+    places = [gradient.data_ptr() for gradient in captured if gradient is not None]
+    assert [found.data_ptr() for found in stored(captured, leaves)] == places
+
+
+def test_a_gradient_that_somebody_keeps_is_copied() -> None:
+    kept = torch.ones(3)
+    (found,) = stored([kept], [torch.zeros(3)])
+    assert found.data_ptr() != kept.data_ptr()
+
+
+def test_so_is_one_whose_base_somebody_keeps() -> None:
+    kept = torch.ones(6)
+    (found,) = stored([kept.view(2, 3)], [torch.zeros(2, 3)])
+    assert found.data_ptr() != kept.data_ptr()
+
+
+def test_so_is_one_that_somebody_has_a_view_of() -> None:
+    captured: list[torch.Tensor | None] = [torch.ones(6)]
+    kept = captured[0].view(2, 3)  # type: ignore[union-attr]
+    (found,) = stored(captured, [torch.zeros(6)])
+    assert found.data_ptr() != kept.data_ptr()
+    captured = [torch.ones(6).view(2, 3)]
+    kept = captured[0][1:]  # type: ignore[index]
+    (found,) = stored(captured, [torch.zeros(2, 3)])
+    assert found[1:].data_ptr() != kept.data_ptr()
+
+
+def test_gradients_that_share_memory_are_parted() -> None:
+    shared = torch.ones(6)
+    captured: list[torch.Tensor | None] = [shared.view(2, 3), shared.view(3, 2)]
+    del shared
+    one, other = stored(captured, [torch.zeros(2, 3), torch.zeros(3, 2)])
+    one += 1
+    assert torch.equal(other, torch.ones(3, 2))
+
+
+def test_one_gradient_of_two_leaves_is_parted() -> None:
+    one, other = stored([torch.ones(3)] * 2, [torch.zeros(3), torch.zeros(3)])
+    one += 1
+    assert torch.equal(other, torch.ones(3))
+
+
+def test_what_is_there_is_added_to() -> None:
+    leaf = torch.zeros(3)
+    into: dict[torch.Tensor, torch.Tensor] = {}
+    for _ in range(2):
+        store(into, [leaf], [torch.ones(3)])
+    store(into, [leaf], [None])
+    assert torch.equal(into[leaf], torch.full((3,), 2.0))
+
+
+def test_a_gradient_gets_the_layout_of_its_leaf() -> None:
+    leaf = torch.zeros(2, 3)
+    (found,) = stored([torch.ones(3, 2).t()], [leaf])
+    assert found.stride() == leaf.stride()
+
+
+def test_dense_and_sparse_gradients_of_a_sent_leaf_are_added_in_either_order() -> None:
+    leaf = torch.zeros(3, requires_grad=True)
+    edge = get_gradient_edge(leaf)
+    dense, sparse = torch.ones(3), torch.ones(3).to_sparse()
+    for values in ((dense, sparse), (sparse, dense)):
+        found = without_a_run((edge, edge), values)
+        assert found is not None
+        assert torch.equal(found[leaf].to_dense(), torch.full((3,), 2.0))
