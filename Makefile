@@ -24,7 +24,7 @@ PURE_TESTS := tests/wire $(SECURITY_TESTS) tests/test_errors.py tests/test_optio
 LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing tests/transport
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-pure test-layers test-rest lint slow conformance third-party fuzz bench bench-check coverage clean
+.PHONY: help demo test test-pure test-layers test-rest lint slow conformance third-party fuzz bench bench-pinned bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -64,6 +64,9 @@ fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUT
 
 bench: $(STAMP) ## measure calls and gradients beside torch.distributed and bare limits; into bench-results/
 	$(BIN)/backhaul bench --json bench-results/bench.json --plot bench-results
+
+bench-pinned: $(STAMP) ## the same with all processes on one processor, where nothing may be slower than torch
+	$(BIN)/backhaul bench --pin --json bench-results/bench-pinned.json
 
 bench-check: $(STAMP) ## fail if a ratio to torch.distributed has lost more than a quarter since bench-baseline.json
 	$(BIN)/backhaul bench --quick --check bench-baseline.json

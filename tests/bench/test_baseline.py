@@ -11,6 +11,7 @@ from backhaul.bench import baseline
 from backhaul.bench.baseline import BadBaseline, Loss
 from backhaul.bench.command import check
 from backhaul.bench.compare import FIGURES, Result
+from backhaul.bench.entrants import Fault
 from backhaul.bench.rows import Row
 from backhaul.bench.workloads import Figure
 
@@ -109,6 +110,12 @@ def test_what_is_lost_once_and_then_not_measured_is_lost(capsys: pytest.CaptureF
 def test_a_figure_that_nobody_measures_any_more_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert check(FILE, {"chain of 4": 2.0, "chain of 3": 2.0}, result(chain_of_4=2.0), never) == 1
     assert "gone: chain of 3" in capsys.readouterr().out
+
+
+def test_a_failure_in_the_second_look_fails() -> None:
+    second = result(chain_of_4=2.0)
+    second.faults.append(Fault("backhaul", "chain of 4", "hangs", "..."))
+    assert check(FILE, {"chain of 4": 2.0}, result(chain_of_4=1.0), lambda names: second) == 1
 
 
 def test_without_torch_there_is_nothing_to_check(capsys: pytest.CaptureFixture[str]) -> None:

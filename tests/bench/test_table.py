@@ -9,6 +9,7 @@ import pytest
 
 from backhaul.bench import table
 from backhaul.bench.compare import Result
+from backhaul.bench.entrants import Fault
 from backhaul.bench.footprint import idle_figure
 from backhaul.bench.rows import Row, Stall
 from backhaul.bench.workloads import Figure
@@ -30,6 +31,7 @@ def text(row: Row) -> list[str]:
         (Figure("a", as_rate=True), 1e-4, "10,000/s (10,000..10,000)"),
         (Figure("a", unit="share"), 0.06, "6.00 % (6.00..6.00)"),
         (Figure("a", unit="bytes"), 3 << 20, "3.00 MiB (3.00..3.00)"),
+        (Figure("a", unit="wake-ups"), 48, "48.0 times (48.0..48.0)"),
         (idle_figure(10.0), 19.8, "19.8 s (19.8..19.8)"),
         (idle_figure(10.0), 0.002, "2.00 ms (2.00..2.00)"),
     ],
@@ -66,6 +68,34 @@ def test_tls_has_a_table_of_its_own() -> None:
     assert second.startswith("TLS no-op p50 ")
     assert second.split()[-2:] == ["floor", "2x"]
     assert "0.50x" in second
+
+
+def test_what_no_row_says_is_said_below_and_what_misses_its_floor_is_listed() -> None:
+    hangs, ends = Fault("torch", "nested", "hangs", "..."), Fault("torch", "the end", "does not shut down well", "...")
+    rows = [
+        Row(Figure("nested"), {"backhaul": [1.0]}, {"torch": "hangs"}),
+        Row(Figure("chain of 4"), {"backhaul": [1.0], "torch": [1.0]}),
+    ]
+    file = io.StringIO()
+    table.write(Result(["backhaul", "torch"], rows, [], 0.5, {}, [hangs, ends]), file)
+
+    assert [line.strip() for line in file.getvalue().splitlines()[-2:]] == [
+        "failed: torch, the end: does not shut down well",
+        "missed: chain of 4",
+    ]
+
+
+def test_a_run_on_one_processor_says_so_and_has_other_floors() -> None:
+    row = Row(Figure("chain of 4"), {"backhaul": [1.0], "torch": [1.5]})
+    result = Result(["backhaul", "torch"], [row], [], 0.5, {}, pinned=True)
+    file = io.StringIO()
+    table.write(result, file)
+
+    assert "on one processor" in file.getvalue()
+    assert "missed" not in file.getvalue()
+    (found,) = table.as_json(result)["rows"]
+    assert found["floor"] == {"at_least": 1.0, "aim": 1.0, "against": "torch"}
+    assert found["met"] == "aim"
 
 
 def test_a_note_stands_in_place_of_a_number() -> None:

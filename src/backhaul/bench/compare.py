@@ -1,13 +1,15 @@
 """The rounds: Backhaul, torch.distributed.rpc and .autograd, and the bare limits do the same work, side by side.
 
-Each system is a few processes that live for the whole run. A round measures every
+Each system is a few processes that live for the whole run; work for several servers has processes of its own, so that
+what is measured between two workers is not disturbed by others. A round measures every
 workload on every system, one right after the other, so that what slows the machine down for
 a while slows all of them; the order rotates from round to round. The table shows the
 median of the rounds and, in brackets, the quartiles; a ratio is that of the ratios in each round.
 A repetition that hangs for seconds is listed below it, since medians would hide it.
 
 Before the first round each system has to find the gradients of local autograd in every workload that has
-gradients. Where torch does not, or hangs, the table says so in place of a time.
+gradients. Where a system does not, or where it raises, dies or hangs then or in a later round, the table says so in
+place of a time; that system is started afresh, and all else goes on (`entrants`).
 
 Systems wait frozen (SIGSTOP) for their turn, since torch's workers poll without rest. Is that fair
 to them? Torch's no-op took 369 us (320..482) when frozen between rounds, 352 (310..542) in
@@ -32,28 +34,18 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from backhaul.bench import footprint
+from backhaul.bench.entrants import NOT_THERE, Entrant, Fault, entrants_of
 from backhaul.bench.footprint import Times
-from backhaul.bench.ports import (
-    BACKHAUL,
-    BACKHAUL_TLS,
-    CLIENT,
-    MEMCPY,
-    PING_PONG,
-    SECOND,
-    SERVER,
-    SSL,
-    TCP,
-    TORCH,
-    torch_has_rpc,
-)
+from backhaul.bench.ports import BACKHAUL, BACKHAUL_TLS, MEMCPY, PING_PONG, SSL, TCP, TORCH, torch_has_rpc
 from backhaul.bench.rows import STALL_SECONDS, Row, Stall
-from backhaul.bench.systems import System, SystemFailed
+from backhaul.bench.systems import Limits
 from backhaul.bench.workloads import WORKLOADS, Workload
 
 SYSTEMS = (BACKHAUL, TORCH, PING_PONG, MEMCPY, BACKHAUL_TLS, SSL, TCP)
+OURS = (BACKHAUL, BACKHAUL_TLS)
 
 NAMES = (*WORKLOADS, *footprint.NAMES)
 """All that can be measured."""
@@ -66,9 +58,6 @@ _FIGURES_OF = {
 FIGURES = tuple(figure for figures in _FIGURES_OF.values() for figure in figures)
 """The names of all rows but those of idle workers, which say for how long."""
 
-Notes = dict[str, dict[str, str]]
-"""Workload -> system -> why it cannot do that."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -79,6 +68,7 @@ class Plan:
     times: Times
     share: float = 1.0  # of each workload's repetitions
     names: tuple[str, ...] = NAMES
+    limits: Limits = dataclasses.field(default_factory=Limits)
 
     @property
     def workloads(self) -> list[Workload]:
@@ -108,18 +98,18 @@ def _without(*names: str) -> tuple[str, ...]:
     return tuple(name for name in NAMES if name not in names)
 
 
-FULL = Plan(rounds=25, seconds=330.0, times=Times(start_ups=3, rests=2, idle_seconds=10.0))
+FULL = Plan(rounds=25, seconds=300.0, times=Times(start_ups=3, rests=2, launches=1, idle_seconds=10.0))
 QUICK = Plan(
     rounds=5,
     seconds=40.0,
-    times=Times(start_ups=2, rests=1, idle_seconds=3.0),
+    times=Times(start_ups=2, rests=1, launches=1, idle_seconds=3.0),
     share=0.3,
     names=_without("echo 256 MiB"),
 )
 SMOKE = Plan(
     rounds=1,
     seconds=0.0,
-    times=Times(start_ups=1, rests=1, idle_seconds=0.2),
+    times=Times(start_ups=1, rests=1, launches=1, idle_seconds=0.2),
     share=0.05,
     names=_without("echo 256 MiB", "fan-out of 8, 1 unused"),  # torch hangs in that one, which takes seconds to see
 )
@@ -134,90 +124,98 @@ class Result:
     stalls: list[Stall]
     load: float  # of the machine, before
     left_out: dict[str, str]
+    faults: list[Fault] = dataclasses.field(default_factory=list)
+    pinned: bool = False  # to one processor
 
     @property
     def rounds(self) -> int:
-        return max(len(rounds) for row in self.rows for rounds in row.rounds.values())
+        return max((len(rounds) for row in self.rows for rounds in row.rounds.values()), default=0)
+
+    @property
+    def failed(self) -> list[Fault]:
+        """What went wrong for Backhaul, with TLS or without."""
+        return [fault for fault in self.faults if fault.system in OURS]
 
 
 def run(plan: Plan) -> Result:
-    """Start the systems, run the plan, end them. Raises `SystemFailed`."""
+    """Start the systems, run the plan, end them."""
     load = os.getloadavg()[0]
     left_out = {} if torch_has_rpc() else {TORCH: "this build of torch has no torch.distributed.rpc"}
     names = [name for name in SYSTEMS if name not in left_out]
-    rows: list[Row] = []
-    stalls: list[Stall] = []
+    result = Result(names, [], [], load, left_out, pinned=len(os.sched_getaffinity(0)) == 1)
+
+    def tell(fault: Fault) -> None:
+        print(fault.text, file=sys.stderr, flush=True)
+        result.faults.append(fault)
+
     if plan.workloads:
-        with contextlib.ExitStack() as stack:
-            needed = [name for name in names if any(name in workload.systems for workload in plan.workloads)]
-            _say(f"starting {', '.join(needed)}")
-            systems = [stack.enter_context(System(name, _roles(name, plan.workloads))) for name in needed]
-            rows, stalls = measure(systems, plan)
-    rows += footprint.measure(plan.footprints, names, plan.times, _say)
-    return Result(names, rows, stalls, load, left_out)
+        _measure(names, plan, result, tell)
+    result.rows.extend(footprint.measure(plan.footprints, names, plan.times, _say, tell))
+    return result
 
 
-def measure(systems: Sequence[System], plan: Plan) -> tuple[list[Row], list[Stall]]:
-    """Run the rounds; one row for each figure, and what stalled. Raises `SystemFailed`."""
-    notes = _try_out(systems, plan.workloads)
-    rows = {
-        figure: Row(
-            figure,
-            {system.name: [] for system in systems if _can(system, workload, notes)},
-            notes[workload.name],
-        )
-        for workload in plan.workloads
-        for figure in workload.figures
-    }
-    stalls = []
+def _measure(names: Sequence[str], plan: Plan, result: Result, tell: Callable[[Fault], None]) -> None:
+    """Run the rounds; what they find goes into the result: a row for each figure, and what stalled."""
+    with contextlib.ExitStack() as stack:
+        entrants = []
+        for entrant in entrants_of(names, plan.workloads, tell, plan.limits):
+            _say(f"starting {entrant.name}")
+            entrants.append(stack.enter_context(entrant))
+        rows = {
+            workload.name: [
+                Row(figure, {name: [] for name in names if name in workload.systems}) for figure in workload.figures
+            ]
+            for workload in plan.workloads
+        }
+        result.rows.extend(row for own in rows.values() for row in own)
+        _say("trials")
+        for entrant in entrants:
+            for workload in plan.workloads:
+                if workload.trial is None or not entrant.does(workload):
+                    continue
+                if (fault := entrant.try_out(workload)) is not None:
+                    _give_up(rows[workload.name], fault)
+        _measure_in_rounds(entrants, rows, plan, result)
+
+
+def _measure_in_rounds(
+    entrants: Sequence[Entrant], rows: Mapping[str, Sequence[Row]], plan: Plan, result: Result
+) -> None:
     start = time.monotonic()
     for turn in range(plan.rounds):
         spent = time.monotonic() - start
         if turn and spent + spent / turn > plan.seconds:
             break
         _say(f"round {turn + 1} of {plan.rounds}")
-        first = turn % len(systems)
         for workload in plan.workloads:
             if turn % workload.every:
                 continue
-            for system in (*systems[first:], *systems[:first]):
-                if not _can(system, workload, notes):
+            own = rows[workload.name]
+            able = [entrant for entrant in entrants if entrant.does(workload)]
+            first = turn % len(able)
+            for entrant in (*able[first:], *able[:first]):
+                if entrant.name in own[0].notes:
                     continue
-                samples = system.measure(workload, plan.repetitions(workload))
-                for figure in workload.figures:
-                    seconds = figure.of([second for each in samples for second in each.seconds])
-                    rows[figure].rounds[system.name].append(seconds)
+                samples = entrant.measure(workload, plan.repetitions(workload))
+                if isinstance(samples, Fault):
+                    _give_up(own, samples)
+                    continue
+                for row in own:
+                    seconds = [second for each in samples for second in each.seconds]
+                    row.rounds[entrant.name].append(row.figure.of(seconds))
                 longest = max(each.longest for each in samples)
                 if longest > STALL_SECONDS:
-                    stalls.append(Stall(system.name, workload.name, longest))
-    return list(rows.values()), stalls
+                    result.stalls.append(Stall(entrant.name, workload.name, longest))
 
 
-def _roles(system: str, workloads: Sequence[Workload]) -> tuple[str, ...]:
-    if system == MEMCPY:
-        return (CLIENT,)
-    both = any(SECOND in workload.clients for workload in workloads if system in workload.systems)
-    return (SERVER, CLIENT, SECOND) if both else (SERVER, CLIENT)
+def _give_up(rows: Sequence[Row], fault: Fault) -> None:
+    """Say in the rows of a workload what its system failed in, in place of numbers. It is not measured there again.
 
-
-def _try_out(systems: Sequence[System], workloads: Sequence[Workload]) -> Notes:
-    """What is wrong with the results of other systems. Raises `SystemFailed` if Backhaul's are wrong."""
-    _say("trials")
-    notes: Notes = {workload.name: {} for workload in workloads}
-    for system in systems:
-        for workload in workloads:
-            if workload.trial is None or system.name not in workload.systems:
-                continue
-            if (flaw := system.try_out(workload.name)) is None:
-                continue
-            if system.name == BACKHAUL:  # the only one of ours that has trials
-                raise SystemFailed(f"{BACKHAUL}: {workload.name}: {flaw}")
-            notes[workload.name][system.name] = flaw
-    return notes
-
-
-def _can(system: System, workload: Workload, notes: Notes) -> bool:
-    return system.name in workload.systems and system.name not in notes[workload.name]
+    Numbers from before a system failed elsewhere for good are kept.
+    """
+    for row in rows:
+        if fault.brief != NOT_THERE or not row.rounds.get(fault.system):
+            row.give_up(fault.system, fault.brief)
 
 
 def _say(text: str) -> None:

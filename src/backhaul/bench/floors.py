@@ -1,15 +1,19 @@
 """Floors: how many times faster than torch RPC a figure has to be at least, and how many it aims at.
 
-Of tensors over TLS it is asked how near they come to what Python's own `ssl` moves over a bare socket.
+Of tensors over TLS it is asked how near they come to what Python's own `ssl` moves over a bare socket. Pinned to one
+processor, where nobody can wait awake, nothing may be slower than torch pinned likewise; but torch does not encrypt, so
+tensors over TLS are asked the same as ever.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from backhaul.bench.footprint import idle_figure
+from backhaul.bench.footprint import idle_figure, launched_figures
+from backhaul.bench.launched import CLUSTER, RUN
 from backhaul.bench.ports import BACKHAUL, MEMCPY, PING_PONG, SSL, TORCH
 from backhaul.bench.rows import Row
+from backhaul.bench.workloads import Figure
 
 
 class Floor(NamedTuple):
@@ -34,6 +38,21 @@ FLOORS = {
     "chain of 4": Floor(2.0, 3.0),
     "chain of 16": Floor(2.0, 3.0),
     "fan-out of 8": Floor(2.0, 3.0),
+    "U-shape": Floor(1.5, 2.0),
+    "parameter server": Floor(1.5, 2.0),
+    "transformer in two": Floor(1.0, 1.05),
+    "1,500 nodes, no calls": Floor(0.97, 1.0),
+    "chain of 4 over 2": Floor(2.0, 3.0),
+    "chain of 4 over 3": Floor(2.0, 3.0),
+    "chain of 16 over 2": Floor(2.0, 3.0),
+    "chain of 16 over 3": Floor(2.0, 3.0),
+    "fan-out of 8 over 2": Floor(2.0, 3.0),
+    "fan-out of 8 over 4": Floor(2.0, 3.0),
+    "pipeline of 3": Floor(2.0, 3.0),
+    "ring of 4 x 8": Floor(2.0, 3.0),
+    "parameter server, 3 trainers": Floor(2.0, 3.0),
+    "no-op, busy callee p50": Floor(1.0, 2.0),
+    "start to first call": Floor(1.0, 1.1),
     "TLS no-op p50": Floor(2.0, 3.0),
     "TLS echo 64 MiB": Floor(0.6, 0.9, against=SSL),
 }
@@ -41,13 +60,28 @@ FLOORS = {
 CEILINGS = {idle_figure(10.0).name: (0.1, 0.02)}
 """The same for what is counted rather than compared: at most, and the aim."""
 
+for _launcher in (CLUSTER, RUN):
+    _cpu, _wake_ups = launched_figures(_launcher, 10.0)
+    CEILINGS[_cpu.name] = (0.02, 0.02)
+    CEILINGS[_wake_ups.name] = (50, 50)
+
+_PINNED = Floor(1.0, 1.0)
+
 
 class Standing(NamedTuple):
     met: Literal["nothing", "floor", "aim"]
     text: str
 
 
-def standing(row: Row) -> Standing | None:
+def floor_of(figure: Figure, pinned: bool = False) -> Floor | None:
+    """What is asked of a figure; ``pinned`` is for runs on one processor."""
+    floor = FLOORS.get(figure.name)
+    if pinned and (floor.against == TORCH if floor else figure.ours == BACKHAUL):
+        return _PINNED
+    return floor
+
+
+def standing(row: Row, pinned: bool = False) -> Standing | None:
     """How a row stands to its floor, or its ceiling; None if there is none, or nothing to compare with."""
     name = row.figure.name
     if name in CEILINGS and (spread := row.spread(BACKHAUL)) is not None:
@@ -55,7 +89,7 @@ def standing(row: Row) -> Standing | None:
         if spread.median > at_most:
             return Standing("nothing", f"ABOVE {at_most:g}")
         return Standing("aim", f"aim <{aim:g}") if spread.median <= aim else Standing("floor", f"floor <{at_most:g}")
-    floor = FLOORS.get(name)
+    floor = floor_of(row.figure, pinned)
     ratio = None if floor is None else row.ratio(floor.against, row.figure.ours)
     if floor is None or ratio is None:
         return None

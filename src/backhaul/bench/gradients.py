@@ -1,7 +1,7 @@
-"""Gradients: models whose layers live on the server, differentiated through the calls to them.
+"""Gradients: models whose layers live on servers, differentiated through the calls to them.
 
 A forward pass is a function of an ``rpc`` module, so one text runs on either system and, with `Here` in that place,
-in one process; what local autograd finds there is what `flaw` expects of a system. Client and server
+in one process; what local autograd finds there is what `flaw` expects of a system. The client and all servers
 build the same layers from the same seed.
 """
 
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backhaul.bench.ports import SERVER, RpcPort
+from backhaul.bench.ports import SERVER, SERVERS, RpcPort
 
 Forward = Callable[[Any], Tensor]
 """Makes a loss by calls through an ``rpc`` module."""
 
 _WIDTH, _BATCH = 64, 16
+_MICRO_BATCHES, _STAGES = 8, 3
 _MODEL_WIDTH, _SEQUENCES, _TOKENS = 256, 8, 64
 _TOLERANCE = 1e-4  # of a gradient's norm: sums in another order differ by less, a missing term by more
 
@@ -44,10 +45,12 @@ with torch.random.fork_rng():
     _TEXT, _WEIGHTS = torch.rand(2, _SEQUENCES, _TOKENS, _MODEL_WIDTH)
     _INPUT = torch.rand(_BATCH, _WIDTH, requires_grad=True)
     _NARROW_INPUT = torch.rand(_BATCH, 32, requires_grad=True)
+    _LONG_INPUT = torch.rand(_MICRO_BATCHES * _BATCH, _WIDTH, requires_grad=True)
 
 _CLIENT_LEAVES = (
     _INPUT,
     _NARROW_INPUT,
+    _LONG_INPUT,
     *(parameter for model in (_ENCODER, _DECODER, _HEAD, _LOCAL) for parameter in model.parameters()),
 )
 _SERVER_LEAVES = (*REMOTE.parameters(), *_TAIL.parameters())
@@ -63,26 +66,43 @@ def tail(value: Tensor) -> Tensor:
     return output
 
 
+def stage(module: str, index: int, value: Tensor) -> Tensor:
+    """Two layers of a pipeline here, and the stages after them on the servers after this one; the loss in the end."""
+    for part in REMOTE[2 * index : 2 * index + 2]:
+        value = torch.tanh(part(value))
+    if index + 1 == _STAGES:
+        return value.square().sum()
+    loss: Tensor = _rpc_called(module).rpc_sync(SERVERS[index + 1], stage, args=(module, index + 1, value))
+    return loss
+
+
 def layer_gradients(module: str, context: int) -> list[Tensor | None]:
     """What the context of a system's ``autograd`` module has for each of the server's leaves."""
     found = sys.modules[module].get_gradients(context)
     return [found.get(leaf) for leaf in _SERVER_LEAVES]
 
 
-def chain(hops: int, rpc: Any) -> Tensor:
-    """Layer after layer, each a call that takes the result of the one before."""
+def chain(hops: int, servers: int, rpc: Any) -> Tensor:
+    """Layer after layer, each a call that takes the result of the one before; the servers take turns."""
     value: Tensor = _INPUT
     for hop in range(hops):
-        value = rpc.rpc_sync(SERVER, layer, args=(hop, value))
+        value = rpc.rpc_sync(SERVERS[hop % servers], layer, args=(hop, value))
     return value.sum()
 
 
-def fan_out(width: int, unused: int, rpc: Any) -> Tensor:
+def fan_out(width: int, servers: int, unused: int, rpc: Any) -> Tensor:
     """One leaf sent so many times at once; all results but the ``unused`` last are summed up."""
-    futures = [rpc.rpc_async(SERVER, layer, args=(index, _INPUT)) for index in range(width)]
+    futures = [rpc.rpc_async(SERVERS[index % servers], layer, args=(index, _INPUT)) for index in range(width)]
     values = [future.wait() for future in futures]
     total: Tensor = reduce(operator.add, values[: width - unused])
     return total.sum()
+
+
+def pipeline(rpc: Any) -> Tensor:
+    """Micro-batches that all go at once into the first of several stages, each of which calls the next."""
+    futures = [rpc.rpc_async(SERVER, stage, args=(rpc.__name__, 0, part)) for part in _LONG_INPUT.chunk(_MICRO_BATCHES)]
+    total: Tensor = reduce(operator.add, [future.wait() for future in futures])
+    return total
 
 
 def u_shape(rpc: Any) -> Tensor:
@@ -129,6 +149,10 @@ class Here:
         return _Done(function(*args))
 
 
+def _rpc_called(module: str) -> Any:
+    return Here if module == Here.__name__ else sys.modules[module]
+
+
 def step(forward: Forward, port: RpcPort) -> dict[Tensor, Tensor]:
     """Forward and backward in a context of their own, as in a training loop; the client's gradients."""
     with port.autograd.context() as context:
@@ -137,17 +161,24 @@ def step(forward: Forward, port: RpcPort) -> dict[Tensor, Tensor]:
         return gradients
 
 
-def flaw(forward: Forward, port: RpcPort) -> str | None:
-    """How the gradients of a system, on both of its ends, differ from local autograd's; None if they do not."""
+def flaw(forward: Forward, servers: Sequence[str], port: RpcPort) -> str | None:
+    """How the gradients of a system, on all of its ends, differ from local autograd's; None if they do not."""
     with port.autograd.context() as context:
         port.autograd.backward(context, [forward(port.rpc)])
         here = port.autograd.get_gradients(context)
-        there = port.rpc.rpc_sync(SERVER, layer_gradients, args=(port.autograd.__name__, int(context)))
-    found = (*map(here.get, _CLIENT_LEAVES), *there)
+        question = (port.autograd.__name__, int(context))
+        there = [port.rpc.rpc_sync(server, layer_gradients, args=question) for server in servers]
+    found = (*map(here.get, _CLIENT_LEAVES), *map(_sum, *there))
     expected = torch.autograd.grad(forward(Here), (*_CLIENT_LEAVES, *_SERVER_LEAVES), allow_unused=True)
     if all(map(alike, found, expected)):
         return None
     return "wrong gradients"
+
+
+def _sum(*parts: Tensor | None) -> Tensor | None:
+    """What the servers found together: each has leaves of its own, in one process all of them are one."""
+    found = [part for part in parts if part is not None]
+    return reduce(operator.add, found) if found else None
 
 
 def plan_share(port: RpcPort) -> float:
@@ -173,14 +204,21 @@ def alike(found: Tensor | None, expected: Tensor | None, tolerance: float = _TOL
 
 
 FORWARDS: dict[str, Forward] = {
-    "chain of 1": partial(chain, 1),
-    "chain of 4": partial(chain, 4),
-    "chain of 16": partial(chain, 16),
-    "fan-out of 2": partial(fan_out, 2, 0),
-    "fan-out of 8": partial(fan_out, 8, 0),
-    "fan-out of 32": partial(fan_out, 32, 0),
-    "fan-out of 8, 1 unused": partial(fan_out, 8, 1),
+    "chain of 1": partial(chain, 1, 1),
+    "chain of 4": partial(chain, 4, 1),
+    "chain of 16": partial(chain, 16, 1),
+    "fan-out of 2": partial(fan_out, 2, 1, 0),
+    "fan-out of 8": partial(fan_out, 8, 1, 0),
+    "fan-out of 32": partial(fan_out, 32, 1, 0),
+    "fan-out of 8, 1 unused": partial(fan_out, 8, 1, 1),
     "U-shape": u_shape,
     "transformer in two": transformer,
     "1,500 nodes, no calls": no_calls,
+    "chain of 4 over 2": partial(chain, 4, 2),
+    "chain of 4 over 3": partial(chain, 4, 3),
+    "chain of 16 over 2": partial(chain, 16, 2),
+    "chain of 16 over 3": partial(chain, 16, 3),
+    "fan-out of 8 over 2": partial(fan_out, 8, 2, 0),
+    "fan-out of 8 over 4": partial(fan_out, 8, 4, 0),
+    "pipeline of 3": pipeline,
 }

@@ -7,7 +7,6 @@ and without that. So this module is the first that such a process imports, and n
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import time
@@ -16,13 +15,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from backhaul.bench.orders import Failure, Greeting, Meet, Order, Prepare, Verdict
+from backhaul.bench.orders import Done, Failure, Greeting, Meet, Order, Prepare, Try, Verdict
 
 _PR_SET_PDEATHSIG = 1
 
 
 def live(system: str, role: str, roles: Sequence[str], directory: str, line: Connection, driver: int) -> None:
-    """All of it. What goes wrong is sent to the driver, and raised."""
+    """All of it. What goes wrong is sent to the driver; if nothing can be obeyed after it, it is raised too."""
     _die_with(driver)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends us
     try:
@@ -35,34 +34,37 @@ def live(system: str, role: str, roles: Sequence[str], directory: str, line: Con
 
         with PORTS[system](role, roles, directory) as port:
             line.send(Greeting(time.monotonic(), import_seconds))
-            # A full collection looks at all that importing torch has made, and takes a tenth of a second, which would
-            # hit one system or the other by chance. What is made from now on is collected as ever, in all of them.
-            gc.collect()
-            gc.freeze()
             while (order := line.recv()) is not None:
-                line.send(_obey(port, order))
-    except Exception:
-        line.send(Failure(traceback.format_exc()))
+                line.send(_answer(port, order))
+    except Exception as error:
+        line.send(_failure(error))
         raise
 
 
-def _obey(port: Any, order: Order | Prepare | Meet) -> object:
-    if isinstance(order, Meet):
-        port.meet()
-        return order
-    # Not before it is needed: the models in there are memory that an idle worker does without.
-    from backhaul.bench.workloads import WORKLOADS
-
-    if isinstance(order, Prepare):
-        return order
-    workload = WORKLOADS[order.workload]
-    if order.repetitions:
-        return workload.run(port, order)
+def _answer(port: Any, order: Order | Prepare | Try | Meet) -> object:
+    """What came of an order. The process goes on if that is a failure: the driver starts the system afresh."""
     try:
-        return Verdict(workload.trial(port) if workload.trial else None)
+        return _obey(port, order)
     except Exception as error:
-        traceback.print_exc()
-        return Verdict(f"raises {type(error).__name__}")
+        return _failure(error)
+
+
+def _obey(port: Any, order: Order | Prepare | Try | Meet) -> object:
+    match order:
+        case Meet():
+            port.meet()
+        case Prepare(workload):
+            if workload.prepare is not None:
+                workload.prepare(port)
+        case Try(workload):
+            return Verdict(workload.trial(port) if workload.trial is not None else None)
+        case Order(workload):
+            return workload.run(port, order)
+    return Done()
+
+
+def _failure(error: Exception) -> Failure:
+    return Failure(type(error).__name__, "".join(traceback.format_exception(error)))
 
 
 def _die_with(driver: int) -> None:

@@ -59,7 +59,7 @@ def draw(data: dict[str, Any], target: Path) -> list[Path]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [row for row in data["rows"] if row["unit"] != "share"]
+    rows = [row for row in data["rows"] if _can_be_drawn(row)]
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(11, 1.5 + _ROW_INCHES * len(rows)), layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
@@ -75,6 +75,13 @@ def draw(data: dict[str, Any], target: Path) -> list[Path]:
             file.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(file, dpi=160, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
+
+
+def _can_be_drawn(row: dict[str, Any]) -> bool:
+    """Whether there is a time, a ratio, or something to say about torch."""
+    if row["unit"] == "share":
+        return False
+    return row["unit"] == "seconds" or f"torch/{row['ours']}" in row["ratios"] or "torch" in row["notes"]
 
 
 def _ratios(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:

@@ -30,6 +30,8 @@ from backhaul.security.keys import read_key_file
 from backhaul.security.tls import contexts_of
 
 CLIENT, SERVER, SECOND = "client", "server", "second-client"
+SERVERS = (SERVER, "server-2", "server-3", "server-4")
+"""The servers of work that is spread over several."""
 
 BACKHAUL, TORCH, PING_PONG, MEMCPY = "backhaul", "torch", "ping-pong", "memcpy"
 BACKHAUL_TLS, SSL, TCP = "backhaul-tls", "ssl", "tcp"
@@ -54,6 +56,9 @@ class Port(Protocol):
     def refer(self) -> None:
         """Have a value made over there that stays there, and fetch it through its reference."""
 
+    def circle(self, ring: Sequence[str], depth: int) -> list[str]:
+        """``depth`` calls, one inside the other, around a ``ring`` of workers. Returns who served each of them."""
+
 
 # -- called remotely: module-level, so that both systems find them by name ----------------------
 
@@ -72,6 +77,16 @@ def descend(module: str, there: str, here: str, depth: int) -> int:
         return 1
     below: int = sys.modules[module].rpc_sync(there, descend, args=(module, here, there, depth - 1))
     return below + 1
+
+
+def pass_on(module: str, ring: Sequence[str], depth: int) -> list[str]:
+    """Runs on the first of the ring; the rest of the depth runs on the next, and so on around it."""
+    rpc = sys.modules[module]
+    here = rpc.get_worker_info().name
+    if depth == 1:
+        return [here]
+    after = (*ring[1:], ring[0])
+    return [here, *rpc.rpc_sync(after[0], pass_on, args=(module, after, depth - 1))]
 
 
 # -- the ports ----------------------------------------------------------------------------------
@@ -96,13 +111,13 @@ class RpcPort:
         self.autograd = autograd
         self.optimizer = optimizer  # gives the class: whoever does not train does not import it
         self.kept: dict[str, Any] = {}
-        self._role = role
+        self.role = role
         self._roles = roles
         self._init = init
 
     def __enter__(self) -> RpcPort:
         self._init()
-        if self._role != SERVER:
+        if self.role != SERVER:
             self.noop()
         return self
 
@@ -113,7 +128,7 @@ class RpcPort:
     def meet(self) -> None:
         """Call every other worker, so that all that calls ever start has been started."""
         for role in self._roles:
-            if role != self._role:
+            if role != self.role:
                 self.rpc.rpc_sync(role, nothing)
                 self.rpc.rpc_async(role, same, args=(torch.ones(4),)).wait()
 
@@ -135,6 +150,10 @@ class RpcPort:
 
     def refer(self) -> None:
         self.rpc.remote(SERVER, nothing).to_here()
+
+    def circle(self, ring: Sequence[str], depth: int) -> list[str]:
+        names: list[str] = self.rpc.rpc_sync(ring[0], pass_on, args=(self.rpc.__name__, tuple(ring), depth))
+        return names
 
 
 def backhaul_port(role: str, roles: Sequence[str], directory: str, **more: Any) -> RpcPort:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,12 +49,17 @@ class Row:
     """One figure: for each system that has it, the number of each round; or a note why it has none."""
 
     figure: Figure
-    rounds: Mapping[str, list[float]]
-    notes: Mapping[str, str] = field(default_factory=dict)
+    rounds: dict[str, list[float]]
+    notes: dict[str, str] = field(default_factory=dict)
 
     def spread(self, system: str) -> Spread | None:
         rounds = self.rounds.get(system)
         return Spread.of(rounds) if rounds else None
+
+    def give_up(self, system: str, note: str) -> None:
+        """Have a note in place of the numbers of a system."""
+        self.rounds.pop(system, None)
+        self.notes[system] = note
 
     @property
     def speed(self) -> Spread | None:
@@ -62,8 +67,7 @@ class Row:
         return self.ratio(TORCH, self.figure.ours)
 
     def ratio(self, over: str, under: str) -> Spread | None:
-        """Of the rounds, pair by pair: what disturbs a round disturbs both."""
+        """Of the rounds, pair by pair: what disturbs a round disturbs both. One may have fewer: it failed."""
         above, below = self.rounds.get(over), self.rounds.get(under)
-        if not above or not below:
-            return None
-        return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+        ratios = [a / b for a, b in zip(above or (), below or (), strict=False) if b]  # idle workers may take nothing
+        return Spread.of(ratios) if ratios else None

@@ -1,9 +1,11 @@
 """Systems: live processes, frozen except while they are measured.
 
-The driver sends a client the name of a workload and gets its samples back. A system that
+The driver sends a client a workload and gets its samples back. A system that
 is not being measured is stopped (SIGSTOP), all alike, because torch's workers poll without rest
-and would take the machine from the others; so is a second client while only the first has work.
-`compare` says why they are not started afresh instead.
+and would take the machine from the others; so are the processes of a system that have no part in the
+workload. `compare` says why they are not started afresh instead.
+
+What fails leaves a system in no state to go on: its owner ends it and starts another (`entrants`).
 
 The processes cannot outlive the driver: leaving a system ends them by their own ids, and the
 kernel kills them, frozen or not, when the driver is killed.
@@ -19,30 +21,43 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from backhaul.bench.life import live
-from backhaul.bench.orders import Failure, Greeting, Meet, Order, Prepare, Verdict
+from backhaul.bench.orders import Done, Failure, Greeting, Meet, Order, Prepare, Try, Verdict
 from backhaul.bench.ports import CLIENT, KEY_FILE, SERVER
+from backhaul.bench.rest import Rest, watch
 from backhaul.bench.workloads import Samples, Workload
 from backhaul.security.keys import make_key_file
 
-_START_SECONDS = 60.0
-_RUN_SECONDS = 60.0
-_TRIAL_SECONDS = 6.0  # a trial takes milliseconds, the first in a process perhaps a second
-_STOP_SECONDS = 15.0
+T = TypeVar("T")
+
+_END_SECONDS = 1.0  # from when a process has closed its line to when its exit code is known
 _TOGETHER_SECONDS = 0.15  # from an order to the moment when several clients begin: they warm up until then
-_SETTLE_SECONDS = 0.2  # after which a worker that has nothing to do is idle
+
+
+class Limits(NamedTuple):
+    """Seconds after which a process that has not answered is said to hang.
+
+    A trial takes milliseconds, but the first in a process has first times of all kinds in it, imports among them. How
+    long those last on this machine is seen from what importing torch took.
+    """
+
+    start: float = 120.0
+    prepare: float = 120.0
+    trial: float = 5.0
+    trial_imports: float = 2.0  # times what importing torch took, on top of the above
+    run: float = 60.0
+    stop: float = 15.0
 
 
 class SystemFailed(Exception):
-    """A process of a system raised, died, or did not answer in time."""
+    """A process of a system raised, died, or did not answer in time. ``brief`` says so in a word or two."""
 
-
-class TookTooLong(SystemFailed):
-    """A process did not answer in time: something hangs in it."""
+    def __init__(self, text: str, brief: str) -> None:
+        super().__init__(text)
+        self.brief = brief
 
 
 class StartUp(NamedTuple):
@@ -52,18 +67,12 @@ class StartUp(NamedTuple):
     import_seconds: float
 
 
-class Rest(NamedTuple):
-    """What idle workers took: CPU-seconds of all, and bytes of memory that no other process shares, of each."""
-
-    cpu_seconds: float
-    bytes: list[int]
-
-
 class System:
     """A context manager: the processes, one for each of the ``roles``, run inside its block. Not thread-safe."""
 
-    def __init__(self, name: str, roles: Sequence[str] = (SERVER, CLIENT)) -> None:
+    def __init__(self, name: str, roles: Sequence[str] = (SERVER, CLIENT), limits: Limits | None = None) -> None:
         self.name = name
+        self._limits = limits or Limits()
         self._roles = tuple(roles)
         self._processes: dict[str, BaseProcess] = {}
         self._lines: dict[str, Connection] = {}
@@ -89,15 +98,12 @@ class System:
                 there.close()
                 self._processes[role] = process
                 self._lines[role] = here
-            greetings = {role: self._answer(role, start + _START_SECONDS) for role in self._roles}
+            greetings = {role: self._answer(role, start + self._limits.start, Greeting) for role in self._roles}
             self._freeze()
         except BaseException:
-            self._end()
+            self.kill()
             raise
-        greeting = greetings[CLIENT]
-        if not isinstance(greeting, Greeting):
-            raise SystemFailed(f"{self.name}: the client began with {greeting!r}")
-        self.start_up = StartUp(greeting.at - start, greeting.import_seconds)
+        self.start_up = StartUp(greetings[CLIENT].at - start, greetings[CLIENT].import_seconds)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -106,46 +112,49 @@ class System:
             if kind is None:
                 self._part()
         finally:
-            self._end()
+            self.kill()
 
     def measure(self, workload: Workload, repetitions: int) -> list[Samples]:
         """What each client of the workload measured. Raises `SystemFailed`."""
-        self._thaw((SERVER, *workload.clients))
+        self._prepare(workload)
         try:
-            self._obey(Prepare(), workload.clients, _RUN_SECONDS)
-            order = Order(workload.name, repetitions, time.monotonic() + _TOGETHER_SECONDS)
-            answers = self._obey(order, workload.clients, _RUN_SECONDS)
+            order = Order(workload, repetitions, time.monotonic() + _TOGETHER_SECONDS)
+            return self._obey(order, workload.clients, self._limits.run, Samples)
         finally:
             self._freeze()
-        samples = [answer for answer in answers if isinstance(answer, Samples)]
-        if len(samples) != len(workload.clients):
-            raise SystemFailed(f"{self.name}: {workload.name} gave {answers!r}")
-        return samples
 
-    def try_out(self, workload: str) -> str | None:
-        """What is wrong with how the system does a workload; None if nothing is.
+    def try_out(self, workload: Workload) -> str | None:
+        """What is wrong with how the system does a workload; None if nothing is. Raises `SystemFailed`.
 
-        A hang is an answer too; the system is then started afresh. Raises `SystemFailed` for anything else.
+        Clients that work together are tried one after the other.
         """
-        self._thaw((SERVER, CLIENT))
+        self._prepare(workload)
+        limit = self._limits.trial + self._limits.trial_imports * self.start_up.import_seconds
         try:
-            (verdict,) = self._obey(Order(workload, 0), (CLIENT,), _TRIAL_SECONDS)
-        except TookTooLong:
-            self._end()
-            self.__enter__()
-            return "hangs"
+            for client in workload.clients:
+                (verdict,) = self._obey(Try(workload), (client,), limit, Verdict)
+                if verdict.flaw is not None:
+                    return verdict.flaw
+            return None
         finally:
             self._freeze()
-        if not isinstance(verdict, Verdict):
-            raise SystemFailed(f"{self.name}: the trial of {workload} gave {verdict!r}")
-        return verdict.flaw
+
+    def _prepare(self, workload: Workload) -> None:
+        """Thaw those who have a part in the workload, and have them import what they need for it."""
+        roles = [role for role in workload.roles if role in self._roles]  # a bare copy has no server
+        self._thaw(roles)
+        try:
+            self._obey(Prepare(workload), roles, self._limits.prepare, Done)
+        except BaseException:
+            self._freeze()
+            raise
 
     def meet(self) -> None:
         """Have everybody call everybody else. Raises `SystemFailed`."""
         self._thaw(self._roles)
         try:
             for role in self._roles:
-                self._obey(Meet(), (role,), _RUN_SECONDS)
+                self._obey(Meet(), (role,), self._limits.run, Done)
         finally:
             self._freeze()
 
@@ -154,50 +163,57 @@ class System:
         pids = [process.pid for process in self._processes.values() if process.pid is not None]
         self._thaw(self._roles)
         try:
-            time.sleep(_SETTLE_SECONDS)
-            before = sum(map(_cpu_seconds, pids))
-            time.sleep(seconds)
-            return Rest(sum(map(_cpu_seconds, pids)) - before, list(map(_own_bytes, pids)))
+            return watch(pids, seconds)
         finally:
             self._freeze()
 
-    def _obey(self, order: Order | Prepare | Meet, roles: Sequence[str], seconds: float) -> list[object]:
+    def _obey(
+        self, order: Order | Prepare | Try | Meet, roles: Sequence[str], seconds: float, answer: type[T]
+    ) -> list[T]:
         deadline = time.monotonic() + seconds
         for role in roles:
             try:
                 self._lines[role].send(order)
             except OSError as error:
-                raise SystemFailed(f"{self.name}: the {role} is gone: {error}") from error
-        return [self._answer(role, deadline) for role in roles]
+                raise SystemFailed(f"{self.name}: the {role} is gone: {error}", "dies") from error
+        return [self._answer(role, deadline, answer) for role in roles]
 
-    def _answer(self, role: str, deadline: float) -> object:
+    def _answer(self, role: str, deadline: float, kind: type[T]) -> T:
         line = self._lines[role]
         sentinels = [process.sentinel for process in self._processes.values()]
         ready = wait([line, *sentinels], max(0.0, deadline - time.monotonic()))
         if line in ready:
             try:
                 answer = line.recv()
-            except EOFError:
+            except (EOFError, OSError):
                 answer = None
+                self._processes[role].join(_END_SECONDS)
             if isinstance(answer, Failure):
-                raise SystemFailed(f"{self.name}: the {role} raised\n{answer.traceback}")
-            if answer is not None:
+                raise SystemFailed(f"{self.name}: the {role} raised\n{answer.traceback}", f"raises {answer.kind}")
+            if isinstance(answer, kind):
                 return answer
+            if answer is not None:
+                raise SystemFailed(f"{self.name}: the {role} answered {answer!r}", "answers wrongly")
         if ready:
-            raise SystemFailed(f"{self.name}: a process ended early ({self._exit_codes()})")
-        raise TookTooLong(f"{self.name}: the {role} did not answer in time")
+            raise SystemFailed(f"{self.name}: a process ended early ({self._exit_codes()})", "dies")
+        raise SystemFailed(f"{self.name}: the {role} did not answer in time", "hangs")
 
     def _part(self) -> None:
         self._thaw(self._roles)
-        for line in self._lines.values():
-            line.send(None)
-        deadline = time.monotonic() + _STOP_SECONDS
+        for role, line in self._lines.items():
+            try:
+                line.send(None)
+            except OSError as error:
+                raise SystemFailed(f"{self.name}: the {role} is gone: {error}", "dies") from error
+        deadline = time.monotonic() + self._limits.stop
         for process in self._processes.values():
             process.join(max(0.0, deadline - time.monotonic()))
         if any(process.exitcode != 0 for process in self._processes.values()):
-            raise SystemFailed(f"{self.name}: the processes did not shut down well ({self._exit_codes()})")
+            text = f"{self.name}: the processes did not shut down well ({self._exit_codes()})"
+            raise SystemFailed(text, "does not shut down well")
 
-    def _end(self) -> None:
+    def kill(self) -> None:
+        """End the processes at once, in whatever state they are."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
@@ -223,18 +239,3 @@ class System:
             # An unreaped process keeps its id, so this can hit no other.
             if role in roles and process.pid is not None and process.exitcode is None:
                 os.kill(process.pid, number)
-
-
-def _cpu_seconds(pid: int) -> float:
-    """What the process has used so far, in user and kernel mode.
-
-    Read from its CPU clock, as clock_getcpuclockid(3) would name it: /proc counts in hundredths of a second, and
-    there an idle worker has often used none.
-    """
-    return time.clock_gettime((~pid << 3) | 2)
-
-
-def _own_bytes(pid: int) -> int:
-    """Memory that would come free if the process ended: what no other one shares."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:")))

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from backhaul.bench.compare import Result
-from backhaul.bench.floors import CEILINGS, FLOORS, standing
+from backhaul.bench.floors import CEILINGS, floor_of, standing
 from backhaul.bench.ports import BACKHAUL, BACKHAUL_TLS, MEMCPY, PING_PONG, SSL, TCP, TORCH
 from backhaul.bench.rows import RATIOS, Row, Spread
 from backhaul.bench.workloads import Figure
@@ -31,16 +31,23 @@ def write(result: Result, file: TextIO) -> None:
     """Print the tables, ruled on a terminal and plainly aligned elsewhere, and what stalled."""
     terminal = file.isatty()
     console = Console(file=file, width=None if terminal else _PLAIN_WIDTH, highlight=False)
+    where = "; on one processor" if result.pinned else ""
     console.print(
-        f"rounds: {result.rounds}; load before: {result.load:.2f}; medians (quartiles); less is better but for /s",
+        f"rounds: {result.rounds}{where}; load before: {result.load:.2f}; "
+        "medians (quartiles); less is better but for /s",
     )
     for ours in _COLUMNS:
         if any(row.figure.ours == ours for row in result.rows):
             console.print(_table(result, ours, terminal))
     for stall in result.stalls:
         console.print(f"stalled: {stall.system}, {stall.work}: {stall.seconds:.1f} s for one repetition")
+    for fault in result.faults:
+        if not any(row.notes.get(fault.system) == fault.brief for row in result.rows):  # or its row has said it
+            console.print(f"failed: {fault.system}, {fault.work}: {fault.brief}")
     for system, reason in result.left_out.items():
         console.print(f"left out: {system}: {reason}")
+    if below := [row.figure.name for row in result.rows if _misses(row, result)]:
+        console.print(f"missed: {', '.join(below)}")
 
 
 def _table(result: Result, ours: str, terminal: bool) -> RichTable:
@@ -55,7 +62,7 @@ def _table(result: Result, ours: str, terminal: bool) -> RichTable:
         if row.figure.ours == ours:
             times = (row.notes.get(system) or _text(row.spread(system), row.figure) for system in systems)
             shares = (_ratio_text(row.ratio(*pair)) for pair in ratios)
-            table.add_row(row.figure.name, *times, *shares, _standing_text(row))
+            table.add_row(row.figure.name, *times, *shares, _standing_text(row, result))
     return table
 
 
@@ -65,8 +72,10 @@ def as_json(result: Result) -> dict[str, Any]:
         "host": host(result.load),
         "systems": list(result.systems),
         "left_out": dict(result.left_out),
-        "rows": [_row_as_json(row) for row in result.rows],
+        "pinned": result.pinned,
+        "rows": [_row_as_json(row, result) for row in result.rows],
         "stalls": [stall._asdict() for stall in result.stalls],
+        "faults": [fault._asdict() for fault in result.faults],
     }
 
 
@@ -83,11 +92,11 @@ def host(load: float) -> dict[str, Any]:
     }
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
+def _row_as_json(row: Row, result: Result) -> dict[str, Any]:
     ratios = {"/".join(pair): row.ratio(*pair) for pair in RATIOS[row.figure.ours]}
-    floor = FLOORS.get(row.figure.name)
+    floor = floor_of(row.figure, result.pinned)
     ceiling = CEILINGS.get(row.figure.name)
-    stands = standing(row)
+    stands = standing(row, result.pinned)
     return {
         "work": row.figure.name,
         "unit": row.figure.unit,
@@ -119,6 +128,8 @@ def _text(spread: Spread | None, figure: Figure) -> str:
 def _scale(number: float, figure: Figure) -> tuple[float, str]:
     if figure.unit == "share":
         return 100, "%"
+    if figure.unit == "wake-ups":
+        return 1, "times"
     if figure.unit == "bytes":
         return 1 / _MIB, "MiB"
     if figure.unit == "CPU seconds" or number >= 1:
@@ -126,9 +137,14 @@ def _scale(number: float, figure: Figure) -> tuple[float, str]:
     return (1e3, "ms") if number >= 1e-3 else (1e6, "us")
 
 
-def _standing_text(row: Row) -> str:
-    stands = standing(row)
+def _standing_text(row: Row, result: Result) -> str:
+    stands = standing(row, result.pinned)
     return stands.text if stands else ""
+
+
+def _misses(row: Row, result: Result) -> bool:
+    stands = standing(row, result.pinned)
+    return stands is not None and stands.met == "nothing"
 
 
 def _ratio_text(spread: Spread | None) -> str:

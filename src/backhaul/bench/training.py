@@ -1,4 +1,4 @@
-"""Training with a parameter server: the parameters live on the server, the data and the work on the client.
+"""Training with a parameter server: the parameters live on the server, the data and the work on each client.
 
 A step pulls the parameters of a small network, computes a loss from them, sends their gradients back by
 a backward pass over both workers, and has the optimizer on the server use them.
@@ -44,6 +44,13 @@ def look() -> list[Tensor]:
 def refer(module: str) -> list[Any]:
     """A reference to each parameter, of a system's ``rpc`` module."""
     return [sys.modules[module].RRef(parameter) for parameter in _NETWORK.parameters()]
+
+
+def prepare(port: RpcPort) -> None:
+    """Import what optimizers need. On the server torch imports much of that when the first one is made."""
+    port.optimizer()
+    if port.role == SERVER:
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=_RATE).step()
 
 
 def step(port: RpcPort) -> None:

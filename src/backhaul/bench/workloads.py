@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from backhaul.bench import gradients, training
+from backhaul.bench import busy, gradients, training
 from backhaul.bench.gradients import Forward
 from backhaul.bench.orders import Order
 from backhaul.bench.ports import (
@@ -25,6 +25,8 @@ from backhaul.bench.ports import (
     MEMCPY,
     PING_PONG,
     SECOND,
+    SERVER,
+    SERVERS,
     SSL,
     TCP,
     TORCH,
@@ -34,6 +36,8 @@ from backhaul.bench.ports import (
 
 BURST = 5000
 DEPTH = 8
+RING = (*SERVERS[:3], CLIENT)
+TRAINERS = (CLIENT, *SERVERS[1:3])  # workers that serve other work: one more for each would be idle then
 WINDOW_SECONDS = 0.25  # in which several clients count their calls
 _WARM_UP_SECONDS = 0.1
 _KIB = 1024
@@ -58,7 +62,7 @@ class Figure:
 
     name: str
     of: Callable[[list[float]], float] = statistics.median
-    unit: Literal["seconds", "share", "bytes", "CPU seconds"] = "seconds"
+    unit: Literal["seconds", "share", "bytes", "CPU seconds", "wake-ups"] = "seconds"
     as_rate: bool = False  # shown as calls per second; samples never are rates
     steady: bool = True  # enough to be held against another run
     ours: str = BACKHAUL  # the system that it is about, and that is compared with the others
@@ -68,7 +72,10 @@ class Figure:
 class Workload:
     """``run(port, order)`` warms up and measures, on each of the ``clients`` at once.
 
-    ``trial(port)``, once before all that, says what is wrong with a system's results, if anything.
+    ``trial(port)``, once before all that on each of the clients, says what is wrong with a system's results, if
+    anything. ``prepare(port)``, before that on clients and servers, has first times that take long.
+
+    All of it travels to other processes, so functions have to be of modules.
     """
 
     name: str
@@ -77,8 +84,20 @@ class Workload:
     figures: tuple[Figure, ...]
     systems: tuple[str, ...] = _CALLS  # that can do it
     trial: Callable[[Any], str | None] | None = None
+    prepare: Callable[[Any], None] | None = None
     clients: tuple[str, ...] = (CLIENT,)
+    servers: tuple[str, ...] = (SERVER,)
     every: int = 1  # so many rounds: for what takes long, and varies little
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The workers that have a part in it; all others are frozen meanwhile."""
+        return tuple(dict.fromkeys((*self.servers, *self.clients)))
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it needs more workers than a server and its clients."""
+        return not set(self.roles) <= {SERVER, CLIENT, SECOND}
 
 
 def _noop(port: Port, order: Order) -> Samples:
@@ -101,17 +120,25 @@ def _burst(port: Port, order: Order) -> Samples:
     return _time(lambda: port.burst(BURST), order, warm_up=lambda: port.burst(BURST // 50), calls=BURST)
 
 
-def _together(port: Port, order: Order) -> Samples:
-    """Calls one after the other, while another client does the same: seconds per call of this one."""
+def _noop_together(port: Port, order: Order) -> Samples:
+    return _together(port.noop, order)
+
+
+def _train_together(port: RpcPort, order: Order) -> Samples:
+    return _together(lambda: training.step(port), order)
+
+
+def _together(act: Callable[[], object], order: Order) -> Samples:
+    """Calls one after the other, while other clients do the same: seconds per call of this one."""
     clock = time.monotonic
     longest = 0.0
     while (now := clock()) < order.start:
-        port.noop()
+        act()
         longest = max(longest, clock() - now)
     calls = 0
     while calls == 0 or now < order.start + WINDOW_SECONDS:
         before = now
-        port.noop()
+        act()
         now = clock()
         longest = max(longest, now - before)
         calls += 1
@@ -122,6 +149,24 @@ def _nest(port: Port, order: Order) -> Samples:
     if port.nest(DEPTH) != DEPTH:
         raise ValueError("a nested call returned another depth")
     return _time(lambda: port.nest(DEPTH), order)
+
+
+def _circle(port: Port, order: Order) -> Samples:
+    return _time(lambda: port.circle(RING, DEPTH), order)
+
+
+def _circle_flaw(port: Port) -> str | None:
+    expected = [RING[index % len(RING)] for index in range(DEPTH)]
+    return None if port.circle(RING, DEPTH) == expected else "another way around"
+
+
+def _noop_while_busy(port: RpcPort, order: Order) -> Samples:
+    times = busy.call_times(port, order.repetitions)
+    return Samples(times, max(times))
+
+
+def _slowdown(port: RpcPort, order: Order) -> Samples:
+    return Samples([busy.slowdown(port) for _ in range(order.repetitions)], longest=0.0)
 
 
 def _refer(port: Port, order: Order) -> Samples:
@@ -183,7 +228,7 @@ def _tls_of(plain: Workload, repetitions: int, every: int = 1) -> Workload:
     return Workload(f"TLS {plain.name}", plain.run, repetitions, figures, _TLS, every=every)
 
 
-def _gradient_of(name: str, repetitions: int, every: int = 1) -> Workload:
+def _gradient_of(name: str, repetitions: int, every: int = 1, *, servers: int = 1) -> Workload:
     forward = gradients.FORWARDS[name]
     return Workload(
         name,
@@ -191,7 +236,8 @@ def _gradient_of(name: str, repetitions: int, every: int = 1) -> Workload:
         repetitions,
         (Figure(name),),
         _RPC,
-        trial=partial(gradients.flaw, forward),
+        trial=partial(gradients.flaw, forward, SERVERS[:servers]),
+        servers=SERVERS[:servers],
         every=every,
     )
 
@@ -209,7 +255,13 @@ WORKLOADS = {
         _echo_of("64 MiB", 64 * _KIB**2, 4),
         _echo_of("256 MiB", 256 * _KIB**2, 2, every=4),
         Workload("in flight", _burst, 1, (Figure(f"{BURST:,} in flight", as_rate=True),)),
-        Workload("two clients", _together, 1, (Figure("two clients", _joint, as_rate=True),), clients=(CLIENT, SECOND)),
+        Workload(
+            "two clients",
+            _noop_together,
+            1,
+            (Figure("two clients", _joint, as_rate=True),),
+            clients=(CLIENT, SECOND),
+        ),
         Workload("nested", _nest, 40, (Figure(f"nested x {DEPTH}"),), _RPC),
         Workload("remote + to_here", _refer, 150, (Figure("remote + to_here"),), _RPC),
         _gradient_of("chain of 1", 60),
@@ -220,9 +272,51 @@ WORKLOADS = {
         _gradient_of("fan-out of 32", 5),
         _gradient_of("fan-out of 8, 1 unused", 15),
         _gradient_of("U-shape", 50),
-        Workload("parameter server", _train, 20, (Figure("parameter server"),), _RPC, trial=training.flaw),
+        Workload(
+            "parameter server",
+            _train,
+            20,
+            (Figure("parameter server"),),
+            _RPC,
+            trial=training.flaw,
+            prepare=training.prepare,
+        ),
         _gradient_of("transformer in two", 2, every=2),
         _gradient_of("1,500 nodes, no calls", 5),
+        _gradient_of("chain of 4 over 2", 20, servers=2),
+        _gradient_of("chain of 4 over 3", 20, servers=3),
+        _gradient_of("chain of 16 over 2", 8, servers=2),
+        _gradient_of("chain of 16 over 3", 8, servers=3),
+        _gradient_of("fan-out of 8 over 2", 15, servers=2),
+        _gradient_of("fan-out of 8 over 4", 15, servers=4),
+        _gradient_of("pipeline of 3", 8, servers=3),
+        Workload("ring of 4", _circle, 40, (Figure(f"ring of 4 x {DEPTH}"),), _RPC, _circle_flaw, servers=RING[:3]),
+        Workload(
+            "3 trainers",
+            _train_together,
+            1,
+            (Figure("parameter server, 3 trainers", _joint, as_rate=True),),
+            _RPC,
+            trial=training.flaw,
+            prepare=training.prepare,
+            clients=TRAINERS,
+        ),
+        Workload(
+            "busy callee",
+            _noop_while_busy,
+            50,
+            (Figure("no-op, busy callee p50"), Figure("no-op, busy callee p99", _p99, steady=False)),
+            _RPC,
+            every=2,
+        ),
+        Workload(
+            "computing callee",
+            _slowdown,
+            1,
+            (Figure("computing while called", unit="share", steady=False),),
+            _RPC,
+            every=2,
+        ),
         Workload("plan", _plan_share, 5, (Figure("share of its plan", unit="share"),), (BACKHAUL,)),
         _tls_of(_NOOP, 500),
         _tls_of(_echo_of("1 MiB", _KIB**2, 0), 30, every=2),
