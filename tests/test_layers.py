@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -304,3 +305,23 @@ def test_everything_public_in_rpc_is_documented() -> None:
 def test_an_unknown_name_of_the_package() -> None:
     with pytest.raises(AttributeError, match="module 'backhaul' has no attribute 'nothing'"):
         backhaul.nothing  # noqa: B018
+
+
+DRAWING = (ROOT.parents[1] / "docs/architecture.md").read_text().split("    ┌─ ")[1].split("    └──")[0]
+SMALL_PACKAGES = ("agent", "autograd", "refs", "transport", "security", "wire")
+"""Those whose files are drawn one by one; of the others the name is enough."""
+
+
+def test_the_architecture_is_drawn_as_it_is() -> None:
+    """A reader of docs/architecture.md finds every module, and no module that is gone."""
+    drawn = set(re.findall(r"[a-z_]+", DRAWING))
+    modules = {name for name in FILES if not name.split(".")[-1].startswith("__") and name not in DIRECTORIES}
+    missing = {
+        name
+        for name in modules
+        if (parts := name.split("."))[0] not in drawn or (parts[0] in SMALL_PACKAGES and parts[-1] not in drawn)
+    }
+    assert not missing
+
+
+DIRECTORIES = {path.name for path in ROOT.iterdir() if path.is_dir()}

@@ -215,7 +215,7 @@ class RpcOptions:
     - ``max_message_bytes``: larger messages are refused on receipt.
     - ``busy_poll``: seconds that a thread in the middle of an exchange of short messages stays awake for the next one
       at the most; how long it really does follows from the last waits. 0 means never, None that it depends
-      on the number of processors: 0.4 ms for each but one, up to 3 ms.
+      on the number of processors: 1 ms for each but one, up to 3 ms.
     - ``segment_pool_bytes``: how much shared memory this worker may keep for sending large tensors to workers of the
       same host; 0 means that they go through the socket.
     - ``forbid_leaks``: a graceful shutdown raises `LeakError` if references to values of this worker are left.

@@ -23,6 +23,12 @@ def spread(what: str, work: Mapping[WorkerInfo, Work], timeout: float = -1.0) ->
     futures: dict[WorkerInfo, rpc.Future[Any]] = {}
     values: dict[WorkerInfo, Any] = {}
     errors: dict[WorkerInfo, BaseException] = {}
+    if len(work) == 1 and here not in work:
+        ((worker, (function, args)),) = work.items()
+        try:
+            return {worker: rpc.rpc_sync(worker, function, args, timeout=timeout)}
+        except Exception as error:
+            raise PartialError(what, [], {worker.name: error}) from error
     for worker, (function, args) in work.items():
         if worker == here:
             continue

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from backhaul.autograd.functions import ROOT, Recv, receive, send, start
+from backhaul.autograd.functions import ROOT, Reach, Recv, receive, send, start
 from backhaul.autograd.graph import Node
 from backhaul.autograd.part import Source
 from backhaul.ids import WorkerInfo
@@ -24,8 +24,8 @@ def leaf() -> Tensor:
     return torch.ones(2, requires_grad=True)
 
 
-def received(message: int, count: int = 1) -> Sequence[Tensor]:
-    _, tensors = receive(ANCHOR, Recv(CONTEXT, message, PEER), [torch.ones(2) for _ in range(count)])
+def received(message: int, count: int = 1, reach: Reach | None = None) -> Sequence[Tensor]:
+    _, tensors = receive(ANCHOR, Recv(CONTEXT, message, PEER, reach), [torch.ones(2) for _ in range(count)])
     return tensors
 
 
@@ -119,7 +119,8 @@ class Graph:
         inner = [tensor for tensor in tensors if not tensor.is_leaf]
         if draw.random() < 0.7 or not self.sources:
             roots = draw.sample(inner, min(len(inner), draw.randint(1, 2)))
-            self.sources[ROOT] = Source(rooted(*roots), ROOT)
+            # And of a message that has not told what it depends on: the part cannot know by itself what takes part.
+            self.sources[ROOT] = Source(rooted(*roots, *received(999)), ROOT)
 
     @property
     def nodes(self) -> dict[int, Node]:

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from backhaul.autograd import functions
 from backhaul.autograd.functions import ROOT, SendNode, send, start
-from backhaul.autograd.graph import Component, Node, plan, put_gates_last, reach, together
+from backhaul.autograd.graph import (
+    MOST_FORESEEN,
+    Component,
+    Node,
+    as_one,
+    foresee,
+    plan,
+    put_gates_last,
+    reach,
+    together,
+)
 
 
 def variables(component: Component) -> set[int]:
@@ -293,3 +303,50 @@ def test_the_engine_turns_to_a_gate_when_nothing_else_is_ready() -> None:
     assert Noted.order == [*order, "common"]
     assert x.grad is not None
     assert x.grad.eq(3).all()
+
+
+def test_what_a_tensor_depends_on_is_foreseen() -> None:
+    (x,), (y, z) = received(1000, reach=()), received(2000, 2, ((7,), (8, 9)))
+    assert foresee(sent(1, leaf() * 2)) == ()
+    assert foresee(sent(1, x)) == (1000,)
+    assert set(foresee(sent(1, torch.sin(y) + leaf())) or ()) == {2000, 7}
+    assert set(foresee(sent(1, x * z)) or ()) == {1000, 2001, 8, 9}
+
+
+def test_what_a_sender_did_not_know_its_receiver_does_not_know() -> None:
+    (x,), (y,) = received(1000, reach=()), received(1001)
+    assert foresee(sent(1, x * y)) is None
+
+
+def test_large_graphs_are_not_looked_through() -> None:
+    (x,) = received(1000, reach=())
+    for _ in range(100):
+        x = x + 1
+    assert foresee(sent(1, x)) is None
+
+
+def test_no_more_sources_are_foreseen_than_a_message_has_room_for() -> None:
+    (x,) = received(1000, reach=(tuple(range(MOST_FORESEEN - 1)),))
+    (y,) = received(1001, reach=())
+    assert len(foresee(sent(1, x)) or ()) == MOST_FORESEEN
+    assert foresee(sent(1, x * y)) is None
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_sources_as_one_component(seed: int) -> None:
+    """The same as planned and put together."""
+    sources = Graph(seed).nodes
+    found, wanted = as_one(sources), together(plan(sources))
+    assert found is not None
+    assert found.sources == wanted.sources
+    assert set(found.leaves) == set(wanted.leaves)
+    assert found.recvs == wanted.recvs
+    assert found.size == wanted.size
+    assert not found.in_order
+
+
+def test_sources_of_a_large_graph_are_not_made_one() -> None:
+    x = leaf()
+    for _ in range(100):
+        x = x + 1
+    assert as_one({1: sent(1, x), 2: sent(2, leaf())}) is None

@@ -98,12 +98,30 @@ def test_one_source_is_run_by_the_thread_that_read_its_gradients(
     assert runners == readers
 
 
-def test_a_skip_is_resolved_by_the_ways_that_the_gradients_take(pair: InProcessCluster) -> None:
+def test_a_skip_needs_no_question_if_the_messages_have_told_what_they_depend_on(pair: InProcessCluster) -> None:
     x = leaf(4, 4)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         h = torch.sin(x)
         call("worker1", layer, "b", h)  # not used
         loss = (call("worker1", layer, "a", h) * h).sum()
+        with counting(pair) as counts:
+            dist_autograd.backward(ctx, [loss])
+        assert counts == {"Gradients": 2, "Report": 1}
+
+
+def deep_layer(name: str, x: Tensor) -> Tensor:
+    """Through more nodes than a message looks through."""
+    for _ in range(100):
+        x = x + 0
+    return layer(name, x)
+
+
+def test_a_skip_is_resolved_by_the_ways_that_the_gradients_take(pair: InProcessCluster) -> None:
+    x = leaf(4, 4)
+    with pair[0].as_current(), dist_autograd.context() as ctx:
+        h = torch.sin(x)
+        call("worker1", deep_layer, "b", h)  # not used
+        loss = (call("worker1", deep_layer, "a", h) * h).sum()
         with counting(pair) as counts:
             dist_autograd.backward(ctx, [loss])
         # To worker 1 and back, and its report of that; then the gradients, and its report of those.

@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-from graphs import Graph, expected, leaf, met, outputs, received, recv_of, rooted, sent
+from graphs import PEER, Graph, expected, leaf, met, outputs, received, recv_of, rooted, sent
 from torch import Tensor
 
-from backhaul.autograd.functions import ROOT
+from backhaul.autograd.functions import ID_BITS, ROOT
 from backhaul.autograd.graph import Component, Node
 from backhaul.autograd.part import Part, Source
+
+THEIRS = PEER.id << ID_BITS
+"""The first id that the peer gives out."""
 
 
 def one(source: int, tensor: Tensor) -> dict[int, Source]:
@@ -155,7 +158,7 @@ def test_a_run_begins_when_its_first_source_is_here(common: Tensor) -> None:
 
 
 def test_the_roots_are_the_first_source(common: Tensor) -> None:
-    sources = {**one(50, common), **roots(common * 2)}
+    sources = {**one(50, common), **roots(common * 2, *received(1000))}
     part = Part(sources)
     assert come(part, sources, ROOT) == []
     assert part.must_resolve
@@ -254,6 +257,60 @@ def test_taking_part_finds_outputs_once() -> None:
     assert part.take_part([50]) == {}
     assert part.take_part([60, 77]) == {recv_of(y): [0]}
     assert part.take_part([61]) == {recv_of(x): [1]}
+
+
+def test_what_the_roots_depend_on_may_be_known_already(common: Tensor) -> None:
+    """The messages have told: nobody has to be asked."""
+    (x,) = received(THEIRS, reach=((50, 3 << ID_BITS),))
+    sources = {**one(50, common), **one(60, common), **roots(common * x)}
+    part = Part(sources)
+    (component,) = part.arrive([ROOT], sources.__getitem__)
+    assert component.sources == [ROOT, 50]
+    assert part.waits(component)
+    assert not part.must_resolve
+    assert come(part, sources, 50) == []
+
+
+@pytest.mark.parametrize("tensors", [(), received(THEIRS, reach=()), received(THEIRS, 2, ((), (50,)))[:1]])
+def test_roots_that_depend_on_no_candidate_are_run_alone(common: Tensor, tensors: Sequence[Tensor]) -> None:
+    sources = {**one(50, common), **roots(common * 2, *tensors)}
+    part = Part(sources)
+    assert come(part, sources, ROOT) == [[ROOT]]
+    assert not part.must_resolve
+
+
+def test_what_is_known_of_one_message_does_not_help_if_another_has_not_told(common: Tensor) -> None:
+    (x,), (y,) = received(THEIRS, reach=((50,),)), received(THEIRS + 1)
+    sources = {**one(50, common), **roots(common * x * y)}
+    part = Part(sources)
+    assert come(part, sources, ROOT) == []
+    assert part.must_resolve
+
+
+def test_a_source_that_is_no_candidate_any_more_is_asked_about(common: Tensor) -> None:
+    (x,) = received(THEIRS, reach=((40, 50),))
+    sources = {**one(50, common), **roots(common * x)}
+    part = Part(sources)
+    assert come(part, sources, ROOT) == []
+    assert part.must_resolve
+
+
+def test_a_worker_that_did_not_start_the_pass_has_to_ask(common: Tensor) -> None:
+    (x,) = received(THEIRS, reach=())
+    sources = {**one(50, common), **one(60, common * x)}
+    part = Part(sources)
+    assert come(part, sources, 60) == []
+    assert part.must_resolve
+
+
+def test_others_may_have_the_pass_resolved_all_the_same(common: Tensor) -> None:
+    """What the starter has foreseen is not taken for what has been told on the way."""
+    (x,) = received(THEIRS, reach=((50,),))
+    sources = {**one(50, common), **roots(common * x)}
+    part = Part(sources)
+    assert come(part, sources, ROOT) == [[ROOT, 50]]
+    assert part.take_part([ROOT]) == {recv_of(x): [0]}
+    assert part.take_part([50]) == {}
 
 
 class Model:

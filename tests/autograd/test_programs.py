@@ -20,6 +20,7 @@ from program_ops import OPERATIONS
 from program_runs import Mismatch, Outcome, compare, run_locally
 from programs import check_many_here, cluster_of, left_here, run, run_in_process
 
+from backhaul.autograd import graph
 from crew import Crew
 
 FEATURES = {operation.feature for operation in OPERATIONS.values()} | {
@@ -84,6 +85,12 @@ def test_300_programs() -> None:
     assert tally["messages"] > 3000
     assert tally["components with gates that wait"] > 100
     require_features(tally, 10)
+
+
+def test_100_programs_whose_messages_do_not_tell_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pass that has to be resolved asks all workers."""
+    monkeypatch.setattr(graph, "MOST_FORESEEN", 0)
+    assert run(range(100))["components with gates that wait"] > 30
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ PASS, PASS_BYTES = Pass(1, 2, 3, True, False), "95 01 02 03 c3 c2"
 
 LITERAL = [
     (Call(1, None), f"{HEAD} 01 05000000 {NO_TENSORS} 94 01 c0 90 c0"),
-    (Call(1, None, (), Mark(2, 3, False)), f"{HEAD} 01 08000000 {NO_TENSORS} 94 01 c0 90 93 02 03 c2"),
+    (Call(1, None, (), Mark(2, 3, False)), f"{HEAD} 01 09000000 {NO_TENSORS} 94 01 c0 90 94 02 03 c2 c0"),
     (Call(1, None, ((REF, SHARE),)), f"{HEAD} 01 0d000000 {NO_TENSORS} 94 01 c0 91 92 93010203 920405 c0"),
     (Result(2, [0, True, 1.5]), f"{HEAD} 02 10000000 {NO_TENSORS} 94 02 93 00 c3 cb3ff8000000000000 90 c0"),
     (
@@ -77,7 +77,7 @@ LITERAL = [
         Notices(9, 12, 11, (Sweep((1, 2)), Swept(()), Recall((SHARE,)))),
         f"{HEAD} 0b 13000000 {NO_TENSORS} 94 09 0c 0b 93 9205 920102 9206 90 9207 91 920405",
     ),
-    (Gradients(PASS, (6, 7), (1,)), f"{HEAD} 0c 0d000000 {NO_TENSORS} 94 {PASS_BYTES} 92 06 07 91 01 c2"),
+    (Gradients(PASS, (6, 7), (1,)), f"{HEAD} 0c 0c000000 {NO_TENSORS} 93 {PASS_BYTES} 92 06 07 91 01"),
     (TakePart(PASS, (6, 7)), f"{HEAD} 0d 0a000000 {NO_TENSORS} 92 {PASS_BYTES} 92 06 07"),
     (Resolve(PASS), f"{HEAD} 0e 07000000 {NO_TENSORS} 91 {PASS_BYTES}"),
     (Resolved(PASS), f"{HEAD} 0f 07000000 {NO_TENSORS} 91 {PASS_BYTES}"),

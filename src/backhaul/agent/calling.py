@@ -216,6 +216,9 @@ class Calling(Line):
         with self._sending:
             if is_call:
                 self._state.calls_sent += 1
+            if self._unflushed:
+                # Before anything is taken: calls that are held back are not to be lost with this one at its deadline.
+                self._send_rest([], deadline)
             frames = [] if frame is None else [frame]
             if held := self._take_held():
                 frames = [join([*held, *frames])] if frame is None or not frame.keep else [join(held), frame]
@@ -311,7 +314,7 @@ class Calling(Line):
         others = []
         for line in list(unread):
             if not line.futures:
-                unread.discard(line)
+                self._watch.forget_read(line)
             elif line is not self:
                 others.append(line)
         return others

@@ -17,9 +17,9 @@ goes to sleep over a slot that is done, or beside a role that is free.
 **Holding back.** A small call to a peer that has enough to do already may wait a moment, so that several calls leave in
 one write. Whatever is sent takes along what is held, in order.
 
-**Silence.** A peer that owes an answer and says nothing is pinged, and lost if nothing comes of that for long. The
-state counts looks as well as time, since this process may have been stopped itself: one look after a long stop
-means nothing.
+**Silence.** A peer that owes an answer and says nothing is pinged, and lost if nothing comes of that for long. A look
+that comes late means that this process was stopped itself: then the silence counts for nothing, however many threads
+look at once, and the peer is pinged anew.
 
 **Loss** takes out all slots at once. The channel is closed by the thread that loses the link or, if a thread is
 reading, by the reader when it gives up the role: nobody polls a descriptor that is closed.
@@ -43,7 +43,7 @@ MOST_HELD = 16
 SMALL = 4096
 
 _LOST_AFTER = 0.75  # of the patience, since the ping: the rest of it passed before the ping
-_LOOKS = 2  # after the ping
+_LATE = 0.5  # of the patience, since the look before: threads look more often than that, unless they were stopped
 
 
 class LinkState(Generic[W]):
@@ -64,7 +64,7 @@ class LinkState(Generic[W]):
         self._reader: Role[W] = Role()
         self._held: list[Frame] = []
         self._pinged: float | None = None  # when a ping left that nothing has answered
-        self._looks = 0  # since then
+        self._looked = 0.0  # when a thread last looked
         self._unclosed = False  # lost, and a reader is to close the channel
 
     # Requests.
@@ -202,13 +202,12 @@ class LinkState(Generic[W]):
         """The peer owes an answer and has been silent for a while: what to do about it."""
         if self.lost:
             return None
-        if self._pinged is None:
-            self._pinged, self._looks = now, 0
+        late = now - self._looked > self.patience * _LATE
+        self._looked = now
+        if self._pinged is None or late:
+            self._pinged = now
             return "ping"
-        self._looks += 1
-        if self._looks >= _LOOKS and now - self._pinged >= self.patience * _LOST_AFTER:
-            return "lose"
-        return None
+        return "lose" if now - self._pinged >= self.patience * _LOST_AFTER else None
 
     # Loss.
 

@@ -112,9 +112,17 @@ class Vigil:
             self._bell.hush()
             for line in waiting:
                 line.leave(self)
-            came = {descriptor for descriptor, _ in ready}
-            for line, token in reading:
+            self._end(reading, {descriptor for descriptor, _ in ready})
+
+    def _end(self, reading: list[tuple[Calling, int]], came: set[int]) -> None:
+        """Give up all roles, whatever goes wrong with one of them: a line whose role is lost is deaf for ever."""
+        try:
+            while reading:
+                line, token = reading.pop()
                 line.end_vigil(token, comes=line.fileno() in came)
+        finally:
+            if reading:
+                self._end(reading, came)
 
     def _await(self, reading: list[tuple[Calling, int]], seconds: float) -> list[tuple[int, int]]:
         polled = tuple(line for line, _ in reading)

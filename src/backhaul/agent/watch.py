@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from backhaul.agent.interpreter import switch_interval
+
 if TYPE_CHECKING:
     from backhaul.agent.calling import Calling
     from backhaul.transport.base import Listener
@@ -68,6 +70,7 @@ class Watch:
         self._bell_lock = threading.RLock()
         self._silent = False  # the bell's number may be somebody else's
         self._pace = _TICK
+        self._hurries = False  # this thread's: the interpreter changes hands more often
         self.ticks: list[Callable[[], bool]] = []
         """Called at every tick; True keeps the ticks coming."""
         self.asleep = False
@@ -146,11 +149,17 @@ class Watch:
         """A thread that has read for others stops: look after what is left."""
         for line in list(self.unread):
             if not line.futures:
-                self.unread.discard(line)
+                self.forget_read(line)
             elif line not in self._watched and line not in self._soon:
                 self._soon.add(line)
                 if self.asleep:
                     self.wake()
+
+    def forget_read(self, line: Calling) -> None:
+        """A line had no futures: it is not unread any more, unless a future has been opened since that look."""
+        self.unread.discard(line)
+        if line.futures:
+            self.unread.add(line)
 
     def read_once(self, line: Calling) -> None:
         """Something may come on this line that no thread waits for any more: read it when it does."""
@@ -199,6 +208,18 @@ class Watch:
 
     def _run(self) -> None:
         self._enter()
+        self._hurry_interpreter(True)
+        try:
+            self._look_after_all()
+        finally:
+            self._hurry_interpreter(False)
+
+    def _hurry_interpreter(self, hurries: bool) -> None:
+        if hurries != self._hurries:
+            self._hurries = hurries
+            (switch_interval.hurry if hurries else switch_interval.rest)()
+
+    def _look_after_all(self) -> None:
         quiet = 0
         while not self._closing:
             active = self._tick()
@@ -211,6 +232,7 @@ class Watch:
                     quiet = 0
                 else:
                     self._trim_at = min(self._trim_at, time.monotonic() + self.trim())
+            self._hurry_interpreter(not self.asleep)
             now = time.monotonic()
             timeout = min(self._deadline, self._check_at, self._trim_at) - now
             if not self.asleep:
@@ -290,9 +312,8 @@ class Watch:
         for line in list(self._soon):
             # In this order: a reader that stops looks at _soon after it has given up its role.
             self._soon.discard(line)
-            if line.being_read() and line.lost is None:
-                continue  # the reader calls take_over
-            self._settle(line)
+            if line.lost is not None or not line.being_read():  # otherwise the reader calls take_over
+                self._settle(line)
             if self._check_at == math.inf:
                 self._check_at = time.monotonic() + self._check_every
         return True
@@ -307,7 +328,8 @@ class Watch:
 
     def _check_peers(self, now: float) -> None:
         self._check_at = math.inf
-        for line in list(self._watched):
+        # The lines that another thread reads, too: a thread that waits for many lines pings nobody.
+        for line in self._watched | self.unread:
             if line.futures:
                 line.check_alive()
                 self._check_at = now + self._check_every

@@ -145,7 +145,7 @@ class Contexts:
         self._me = me
         self._limits = limits
         self._refuse = refuse
-        self._secret = secret
+        self.secret = secret
         self._introduced: Counter[int] = Counter()  # by rank: how many contexts are known from there
         self._lock = threading.Lock()
         self._records: dict[int, Record] = {}
@@ -162,7 +162,7 @@ class Contexts:
     def new(self) -> Record:
         """A context of this worker's."""
         id = self.new_id()
-        if self._secret:  # above all that are counted
+        if self.secret:  # above all that are counted
             id = (((self._me.id << 1) + 1) << _START_BITS) + secrets.randbits(_START_BITS)
         record = Record(id)
         with self._lock:

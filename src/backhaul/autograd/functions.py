@@ -38,6 +38,9 @@ NOTHING = torch.zeros((), device="cpu")
 
 _FIRST = (1 << 62) - 1
 
+Reach = tuple[tuple[int, ...], ...]
+"""For each recorded tensor of a message the sources that take part in a pass if it does; ``()`` if there are none."""
+
 
 def rank_of(id: int) -> int:
     """The rank of the worker that made an id."""
@@ -50,6 +53,8 @@ class Recv(msgspec.Struct, frozen=True, gc=False):
     context: int
     message: int
     sender: WorkerInfo
+    reach: Reach | None = None
+    """As in `wire.messages.Mark`."""
 
 
 class Run(Protocol):

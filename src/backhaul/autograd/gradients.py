@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -56,20 +56,23 @@ _lending = _Lending()
 
 def store(into: dict[torch.Tensor, torch.Tensor], leaves: Sequence[torch.Tensor], captured: Captured) -> None:
     """Add the captured gradients of these leaves to what is there. The caller serialises this for ``into``."""
-    seen: set[int] = set()
     for place, leaf in enumerate(leaves):
-        ours = _is_ours(captured, place) and id(captured[place]) not in seen
+        ours = _is_ours(captured, place)
         gradient = captured[place]
         if gradient is None:
             continue
-        before = into.get(leaf)
+        before = into.get(leaf) if into else None
         if before is None:
-            seen.add(id(gradient))
             into[leaf] = _laid_out_as(gradient if ours else gradient.clone(), leaf)
         elif before.layout is not torch.strided:
-            into[leaf] = gradient + before  # a dense one and a sparse one can be added in this order only
+            into[leaf] = _sum(before, gradient)
         else:
             before += gradient
+
+
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor can be added to a dense one, but not the other way round."""
+    return one + other if one.layout is torch.strided else other + one
 
 
 def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor] | None:
@@ -84,7 +87,7 @@ def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict
         if getattr(leaf, "_post_accumulate_grad_hooks", None):
             return None
         before = found.get(leaf)
-        found[leaf] = value if before is None else before + value
+        found[leaf] = value if before is None else _sum(before, value)
     return found
 
 
@@ -139,15 +142,25 @@ def _is_ours(captured: Captured, place: int) -> bool:
     """Whether nobody else has a captured gradient, or a view of its memory."""
     references = sys.getrefcount(captured[place])
     gradient = captured[place]
-    if gradient is None or references > _OUR_REFERENCES:
+    if gradient is None or references > _OURS.references:
         return False
     layout = gradient.layout
+    if layout is torch.strided:
+        users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+        return users <= _OURS.users or (users <= _OURS.users_of_view and _has_base_alone(gradient))
     if layout is torch.sparse_coo:  # as torch: views of its parts do not count
         parts = gradient._indices(), gradient._values()
         return gradient._use_count() == 1 and all(part.is_contiguous() for part in parts)  # type: ignore[attr-defined]
-    if layout is not torch.strided:
+    return False
+
+
+def _has_base_alone(gradient: torch.Tensor) -> bool:
+    """Whether this is a view, as the gradient of a `Linear`'s weight is, of a tensor that only the view keeps."""
+    base = gradient._base
+    if base is None:
         return False
-    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= _OUR_STORAGE
+    users: int = base._use_count()  # type: ignore[attr-defined]
+    return users <= _OURS.users_of_base and sys.getrefcount(base) <= _OURS.references_to_base
 
 
 def _laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -157,13 +170,31 @@ def _laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-def _count_ours() -> tuple[int, int]:
-    """How many references there are in `_is_ours` to a gradient that nobody else has, and to its memory."""
-    captured: Captured = (torch.zeros(1),)
+class _Counts(NamedTuple):
+    """How many references there are, in `_is_ours`, to what nobody else has."""
+
+    references: int  # to a gradient
+    users: int  # of its memory
+    users_of_view: int  # of its memory, if it is a view
+    users_of_base: int
+    references_to_base: int
+
+
+def _count_ours() -> _Counts:
+    captured: Captured = (torch.zeros(1), torch.zeros(2).view(1, 2))
     references = sys.getrefcount(captured[0])
-    gradient = captured[0]
+    gradient, view = captured
     assert gradient is not None
-    return references, torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    assert view is not None
+    base = view._base
+    assert base is not None
+    return _Counts(
+        references,
+        torch._C._storage_Use_Count(gradient.untyped_storage()._cdata),
+        torch._C._storage_Use_Count(view.untyped_storage()._cdata),
+        base._use_count(),  # type: ignore[attr-defined]
+        sys.getrefcount(base),
+    )
 
 
-_OUR_REFERENCES, _OUR_STORAGE = _count_ours()
+_OURS = _count_ours()

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from backhaul.autograd import node_hooks
-from backhaul.autograd.functions import ID_BITS, ROOT, RecvNode, SendNode
+from backhaul.autograd.functions import ID_BITS, ROOT, Recv, RecvNode, SendNode
 from backhaul.autograd.replicas import replicas
 
 Node = Any
@@ -39,6 +39,10 @@ Node = Any
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 SMALL = 64
 """A component of up to this many nodes costs less to run than what is around its run."""
+
+MOST_FORESEEN = 16
+"""A message tells of no more sources than this that its tensors depend on: they make it longer."""
+_MOST_NODES = 64
 
 _LIFT = 1 << ID_BITS
 _COUNT = _LIFT - 1
@@ -158,6 +162,36 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
     ]
 
 
+def as_one(sources: Mapping[int, Node]) -> Component | None:
+    """All of these as one component, whether or not they have to be run together; None if it would not be a small one.
+
+    For sources whose gradients are all here: the same as `together` of what `plan` finds, and quicker.
+    """
+    seen: set[Node] = {None}
+    leaves: list[Node] = []
+    recvs: dict[Node, set[int]] = {}
+    stack: list[Iterable[tuple[Node, int]]] = [[(start, 0) for start in sources.values()]]
+    while stack:
+        for node, output in stack.pop():
+            if node not in seen:
+                seen.add(node)
+                kind = type(node)
+                if kind is _AccumulateGrad:
+                    leaves.append(node)
+                elif kind is RecvNode:
+                    recvs[node] = {output}
+                elif len(seen) > SMALL:
+                    return None
+                else:
+                    stack.append(node.next_functions)
+            elif node in recvs:
+                recvs[node].add(output)
+    by_leaf = replicas.by_leaf()
+    if by_leaf and any(id(leaf.variable) in by_leaf for leaf in leaves):
+        return None
+    return Component(list(sources), leaves, recvs, len(seen) - 1)
+
+
 def _walk(start: Node) -> tuple[list[Node], dict[Node, set[int]], int]:
     """The leaves that one source reaches, the Recvs, and how many nodes: the same, for the usual case."""
     seen: set[Node] = {None}
@@ -194,6 +228,34 @@ def reach(starts: Iterable[Node], seen: set[Any]) -> dict[Node, list[int]]:
                 seen.add(node)
                 stack.append(node.next_functions)
     return found
+
+
+def foresee(node: Node) -> tuple[int, ...] | None:
+    """The sources, of all workers, that take part in a pass if this Send does; None if that is not known.
+
+    What a node depends on never changes, so this can be said when the Send is made, and its receiver need not ask when
+    a pass comes. Large graphs are not looked through: to ask costs little beside running them.
+    """
+    found: set[int] = set()
+    seen: set[Any] = {None}
+    stack: list[Iterable[tuple[Node, int]]] = [node.next_functions]
+    while stack:
+        for node, output in stack.pop():
+            if type(node) is RecvNode:
+                recv: Recv = node.recv
+                if recv.reach is None:
+                    return None
+                found.add(recv.message + output)
+                if recv.reach:
+                    found.update(recv.reach[output])
+                if len(found) > MOST_FORESEEN:
+                    return None
+            elif node not in seen:
+                seen.add(node)
+                if len(seen) > _MOST_NODES:
+                    return None
+                stack.append(node.next_functions)
+    return tuple(found)
 
 
 def put_gates_last(component: Component) -> None:

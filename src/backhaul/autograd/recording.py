@@ -2,17 +2,22 @@
 
 Every request that is made inside a context carries the context's id, so that the function runs in
 it. Tensors that require grad are recorded as well, in requests and in replies, unless grad mode is off.
+
+A message also tells what its tensors depend on (`graph.foresee`), so that its receiver can say which of its own Sends
+take part in a pass. Not in a federation: peers there are neither told how others compute nor believed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
 from backhaul.agent.recording import Tensors
 from backhaul.autograd.contexts import Contexts, Record, Send, current
-from backhaul.autograd.functions import Recv, rank_of, receive, send
+from backhaul.autograd.functions import Reach, Recv, rank_of, receive, send
+from backhaul.autograd.graph import foresee
 from backhaul.errors import ProtocolError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.messages import Mark
@@ -24,6 +29,7 @@ class Recorder:
     def __init__(self, contexts: Contexts, anchor: torch.Tensor) -> None:
         self._contexts = contexts
         self._anchor = anchor
+        self._tells = not contexts.secret
 
     def asking(self, tensors: Tensors, to: WorkerInfo) -> tuple[Mark | None, Tensors]:
         id = current.get()
@@ -62,7 +68,10 @@ class Recorder:
         return result
 
     def _receive(self, mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
-        node, outputs = receive(self._anchor, Recv(mark.context, mark.message, sender), tensors)
+        reach = mark.reach if self._tells else None
+        if reach and len(reach) != len(tensors):
+            raise ProtocolError(f"message {mark.message} has {len(tensors)} recorded tensors and tells of {len(reach)}")
+        node, outputs = receive(self._anchor, Recv(mark.context, mark.message, sender, reach), tensors)
         # After the context's end too: the values are good, and who asks for gradients is told what has happened.
         record = self._contexts.join(mark.context, sender)
         if record is not None:
@@ -83,9 +92,24 @@ class Recorder:
             record.require_room(len(record.sends) + len(recorded))
         record.told.add(to.id)
         message = self._contexts.new_id(len(recorded))
-        for source, tensor in enumerate(recorded, message):
-            record.add(source, Send(message, to, send(source, [tensor])))
-        return Mark(record.id, message), tensors
+        sends = [Send(message, to, send(source, [tensor])) for source, tensor in enumerate(recorded, message)]
+        for source, made in enumerate(sends, message):
+            record.add(source, made)
+        return Mark(record.id, message, True, self._foreseen(record, sends)), tensors
+
+    def _foreseen(self, record: Record, sends: Sequence[Send]) -> Reach | None:
+        """What these Sends depend on."""
+        if not self._tells:
+            return None
+        if not record.recvs:
+            return ()
+        found: list[tuple[int, ...]] = []
+        for each in sends:
+            sources = foresee(each.node)
+            if sources is None:
+                return None
+            found.append(sources)
+        return tuple(found) if any(found) else ()
 
 
 def _detached(tensors: Tensors) -> Tensors:
@@ -100,11 +124,12 @@ def _separate(tensors: Tensors, places: list[int]) -> list[torch.Tensor]:
     found = [tensors[place] for place in places]
     if len(tensors) > 1:
         storages = [_storage(tensor) for tensor in tensors]
-        times = Counter(storages)
-        found = [
-            tensor.detach().clone() if times[storages[place]] > 1 and storages[place] else tensor
-            for place, tensor in zip(places, found, strict=True)
-        ]
+        if len(set(storages)) < len(storages):
+            times = Counter(storages)
+            found = [
+                tensor.detach().clone() if times[storages[place]] > 1 and storages[place] else tensor
+                for place, tensor in zip(places, found, strict=True)
+            ]
     return [tensor.data for tensor in found]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
 
 import torch
@@ -79,6 +79,13 @@ def as_json(result: Result) -> dict[str, Any]:
     }
 
 
+def _version() -> str:
+    try:
+        return version("backhaul")
+    except PackageNotFoundError:  # it is not installed, only on the path
+        return "unknown"
+
+
 def host(load: float) -> dict[str, Any]:
     """Where a run was made, so that it can be judged."""
     return {
@@ -88,7 +95,7 @@ def host(load: float) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "backhaul": version("backhaul"),
+        "backhaul": _version(),
     }
 
 

@@ -8,16 +8,24 @@ claims for the process: workers of one process, and optimizers of several traine
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 
 class _Claim:
-    __slots__ = ("objects", "thread")
+    """A context manager: inside the block it is granted."""
 
-    def __init__(self, objects: frozenset[int]) -> None:
+    __slots__ = ("_claims", "objects", "thread")
+
+    def __init__(self, claims: Claims, objects: frozenset[int]) -> None:
+        self._claims = claims
         self.objects = objects
         self.thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._claims._make(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._claims._release(self)
 
     def must_wait_for(self, other: _Claim) -> bool:
         # A hook of an optimizer may step another one: its thread does not wait for itself.
@@ -28,25 +36,34 @@ class Claims:
     """Thread-safe. Its lock is not held while a claim is."""
 
     def __init__(self) -> None:
-        self._released = threading.Condition()
+        self._lock = threading.Lock()
+        self._released = threading.Condition(self._lock)
         self._claims: list[_Claim] = []  # held or waiting, in the order in which they were made
 
-    @contextmanager
-    def on(self, objects: Iterable[object]) -> Iterator[None]:
+    def on(self, objects: Iterable[object]) -> _Claim:
         """Wait for all earlier claims on any of these objects, and keep later ones waiting inside the block.
 
         Objects are told apart by identity; the caller keeps them alive.
         """
-        claim = _Claim(frozenset(map(id, objects)))
-        with self._released:
+        return _Claim(self, frozenset(map(id, objects)))
+
+    def _make(self, claim: _Claim) -> None:
+        with self._lock:
+            alone = not self._claims
             self._claims.append(claim)
+        if alone:
+            return
         try:
-            with self._released:
+            with self._lock:
                 self._released.wait_for(lambda: self._is_granted(claim))
-            yield
-        finally:
-            with self._released:
-                self._claims.remove(claim)
+        except BaseException:
+            self._release(claim)
+            raise
+
+    def _release(self, claim: _Claim) -> None:
+        with self._lock:
+            self._claims.remove(claim)
+            if self._claims:
                 self._released.notify_all()
 
     def _is_granted(self, claim: _Claim) -> bool:

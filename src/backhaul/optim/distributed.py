@@ -19,6 +19,7 @@ from backhaul.optim import gradients, local
 from backhaul.optim.entries import OF_PARAMETERS, Entries, apply, change, copied, entries_of
 from backhaul.optim.groups import Group, Part, group_from, groups_from, require_alike
 from backhaul.optim.local import Changes, LocalOptimizer
+from backhaul.optim.steps import hooked
 from backhaul.refs.rref import RRef
 from backhaul.spread import Work, spread
 
@@ -102,6 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """References to the local optimizers. Their ``optimizer`` is that of ``optimizer_class``."""
         return list(self._locals.values())
 
+    @hooked
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Step on all workers at once, with the gradients of an autograd context, or else with ``.grad``.
 

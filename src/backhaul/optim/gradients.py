@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -33,19 +32,31 @@ def replace(params: Sequence[torch.Tensor], gradients: Gradients, context_id: in
         current.worker().autograd.put_gradients(context_id, new)
 
 
-@contextmanager
-def as_grad(params: Sequence[torch.Tensor], context_id: int | None) -> Iterator[None]:
+class as_grad:
     """Inside the block ``.grad`` is the gradient of the context; afterwards it is again what it was."""
-    if context_id is None:
-        yield
-        return
-    before = [param.grad for param in params]
-    try:
-        for param, gradient in zip(params, gradients_of(params, context_id), strict=True):
-            param.grad = gradient
-        yield
-    finally:
-        for param, gradient in zip(params, before, strict=True):
+
+    __slots__ = ("_before", "_context_id", "_params")
+
+    def __init__(self, params: Sequence[torch.Tensor], context_id: int | None) -> None:
+        self._params = params
+        self._context_id = context_id
+
+    def __enter__(self) -> None:
+        if self._context_id is None:
+            return
+        given = gradients_of(self._params, self._context_id)
+        self._before = [param.grad for param in self._params]
+        try:
+            for param, gradient in zip(self._params, given, strict=True):
+                param.grad = gradient
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._context_id is None:
+            return
+        for param, gradient in zip(self._params, self._before, strict=True):
             param.grad = gradient
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from backhaul.errors import MisuseError, OptionError
-from backhaul.optim import gradients
+from backhaul.optim import gradients, steps
 from backhaul.optim.claims import claims
 from backhaul.optim.entries import Change, Entries, apply, change, copied, entries_of
 from backhaul.optim.groups import Part
@@ -91,10 +91,8 @@ class LocalOptimizer:
         self._numbers.append(number)
         self._sizes.append(len(params))
 
-    @contextmanager
-    def _claimed(self, more: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-        with claims.on([self, *self.params, *more]):
-            yield
+    def _claimed(self, more: Sequence[torch.Tensor] = ()) -> AbstractContextManager[None]:
+        return claims.on([self, *self.params, *more])
 
     @property
     def _groups(self) -> list[dict[str, Any]] | None:
@@ -142,7 +140,7 @@ class LocalOptimizer:
             if changes:
                 self._apply(changes)
             with torch.set_grad_enabled(with_grad), gradients.as_grad(self.params, context_id):
-                self.optimizer.step()
+                steps.quickest(self.optimizer)()
             return self._news()
 
     def _apply(self, changes: Changes) -> None:

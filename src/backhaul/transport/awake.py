@@ -10,8 +10,9 @@ Staying awake takes processor time from others, so there are bounds.
 - It never lasts longer than ``busy_poll``. The default grows with the number of processors: where there are two, the
   peer and its neighbours need them.
 - One thread of a process stays awake at a time, and none where there is one processor only.
-- The thread offers its processor to others each time it has looked. An offer that is taken means that more threads want
-  to work than there are processors. Then all threads of this process sleep for a while that gets longer each time.
+- The thread offers its processor to others each time it has looked. If an offer is taken and bytes come meanwhile, then
+  more threads want to work than there are processors, and a thread that sleeps would have been woken sooner. Then all
+  threads of this process sleep for a while that gets longer each time.
 
 The state is global to the process, since processors are: see `_turn`.
 """
@@ -31,7 +32,7 @@ _TAKEN_SECONDS = 0.0006
 _MIN_PAUSE = 0.05
 _MAX_PAUSE = 2.0
 
-_FOR_EACH_PROCESSOR = 0.0004
+_FOR_EACH_PROCESSOR = 0.001
 _MOST = 0.003
 _SLACK = 0.0001
 
@@ -123,8 +124,8 @@ def _look_until(poll: Callable[[Any], Ready], end: float) -> Ready:
             return found
         offer()
         after = clock()
-        if after - before > _TAKEN_SECONDS:
+        if after - before > _TAKEN_SECONDS and (found := poll(0)):
             _turn.pause(after)
-            return poll(0)
+            return found
     _turn.went_well()
     return found

@@ -26,11 +26,15 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ``message`` is the id of the first of its tensors that are recorded, those that require grad; the others have the
     ids that follow. It is 0 if there are none. A request with ``grad`` False was made under ``no_grad``: nothing of its
     reply is to be recorded either.
+
+    ``reach`` has, for each recorded tensor, the ids of the tensors of earlier messages, of all workers, that it depends
+    on: they take part in a pass if it does. ``()`` means that none depends on any, None that the sender does not know.
     """
 
     context: int
     message: int = 0
     grad: bool = True
+    reach: tuple[tuple[int, ...], ...] | None = None
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):

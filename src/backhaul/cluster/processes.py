@@ -1,10 +1,8 @@
-"""``cluster(n)``: worker processes on this machine, driven from one script or notebook.
+"""The worker processes of a cluster, seen from the driver; and `serve`, which each of them runs.
 
 The driver is an ordinary member of the group, of rank 0. The workers are processes
 that get the driver's ``__main__``, join the group, and serve until the driver shuts down.
 What was typed into a notebook follows call by call (`launch.interactive`).
-
-Importing this module does not import torch, since ``import backhaul`` imports it.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from multiprocessing.connection import Connection
 from types import FunctionType, ModuleType, TracebackType
 from typing import IO, TYPE_CHECKING, Any, overload
 
-from backhaul.errors import MisuseError, OptionError, WorkerLostError
+from backhaul.errors import MisuseError, WorkerLostError
 from backhaul.launch import interactive
-from backhaul.launch.main_module import describe, load, stop_if_loading
+from backhaul.launch.main_module import describe, load
 from backhaul.launch.members import JOIN, Members, Start
 from backhaul.launch.prefix import PrefixedOutput, Write, wants_colour
 from backhaul.launch.session import Session
@@ -33,45 +31,6 @@ if TYPE_CHECKING:
     from backhaul.agent.future import Future
     from backhaul.ids import WorkerInfo
     from backhaul.worker import Worker
-
-START_SECONDS = 60.0
-
-
-def cluster(
-    n: int,
-    *,
-    name: str = "driver",
-    names: Sequence[str] | None = None,
-    options: RpcOptions | None = None,
-    timeout: float = START_SECONDS,
-    env: Mapping[str, str] | None = None,
-    output: bool = True,
-) -> Cluster:
-    """Start ``n`` worker processes on this machine; this process becomes the driver, of rank 0.
-
-    Use it as ``with backhaul.cluster(2) as workers:``, or call `Cluster.close` at the end, as in a
-    notebook. The workers are called ``worker1``, ``worker2``, …, or as ``names`` says; ``env`` is
-    added to their environment; what they print comes out here with their names in front,
-    unless ``output`` is False. Functions and classes of the script or notebook are callable on them.
-
-    Raises `WorkerLostError` with the worker's last output if one does not start, `RpcTimeoutError`
-    if one takes longer than ``timeout`` seconds, `MisuseError` if this process is a worker already.
-    """
-    stop_if_loading()
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise OptionError(f"cluster() needs a number of workers, at least 1; got {n!r}")
-    names = [f"worker{rank}" for rank in range(1, n + 1)] if names is None else list(names)
-    if len(names) != n or len({name, *names}) != n + 1:
-        raise OptionError(f"cluster({n}) needs {n} names that differ from each other and from {name!r}; got {names}")
-    options = RpcOptions() if options is None else options
-    if options.init_method != RpcOptions().init_method:
-        raise OptionError("cluster() decides where its workers meet: leave init_method out of the options")
-    if options.trust == "federation":
-        raise OptionError(
-            'cluster() starts workers of one user, which trust each other: trust="federation" is for parties that each '
-            "start their own, with init_rpc"
-        )
-    return Cluster(name, names, options, timeout, {} if env is None else env, output)
 
 
 class LocalWorker:
@@ -154,7 +113,7 @@ class Cluster(Sequence[LocalWorker]):
         ]
         self._members = Members(session, _output() if output else drop)
         try:
-            loaded = self._members.start("backhaul.cluster:serve", starts, env, timeout)
+            loaded = self._members.start("backhaul.cluster.processes:serve", starts, env, timeout)
             with self._members.blamed(), _environment("BACKHAUL_RUNTIME_DIR", session.directory):
                 become_worker(Place(name, 0, world_size), options, self._members.require_all)
         except BaseException:
