@@ -5,65 +5,99 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from backhaul import autograd
+from backhaul.agent import observing
+from backhaul.agent.observing import (
+    Asked,
+    Began,
+    Came,
+    Encoded,
+    Ended,
+    Event,
+    HandedOut,
+    Invoked,
+    LinkUp,
+    Packed,
+    PassBegan,
+    PassEnded,
+    Planned,
+    Queued,
+    Read,
+    RecvReached,
+    Resumes,
+    Returned,
+    RunBegan,
+    RunEnded,
+    Sent,
+    Settled,
+    Starts,
+    Stored,
+    TorchBegan,
+    TorchEnded,
+    Waits,
+)
 from backhaul.bench import stages
 from backhaul.bench.explain import (
     BETWEEN_PROCESSES,
     BETWEEN_THREADS,
-    IN_BETWEEN,
     WORKS,
-    Event,
-    Events,
     History,
     Piece,
+    Stamp,
+    Stamps,
     Strayed,
     Thread,
     Way,
     follow,
     summarise,
 )
-from backhaul.bench.stages import SEAMS, Seam, SeamGone, install
+from backhaul.bench.stages import IN_BETWEEN, KINDS, OTHER_MESSAGES
+from backhaul.testing import InProcessCluster
 
-MAIN = Thread("client", "main")
-LEADER = Thread("client", "leader")
-SERVER = Thread("server", "leader")
+MAIN = Thread("client", 1)
+READER = Thread("client", 2)
+SERVER = Thread("server", 1)
 FREE = (0.0, 0.0)  # stamps that cost nothing
 
 
-def event(name: str, begin: int, end: int) -> Event:
-    return Event(next(place for place, seam in enumerate(SEAMS) if seam.name == name), begin, end)
+def stamps(*pairs: tuple[type[Event], int]) -> list[Stamp]:
+    return [Stamp(*pair) for pair in pairs]
 
 
 def shown(way: Sequence[Piece]) -> list[tuple[int, str, str, float]]:
     return [(piece.leg, piece.where, piece.stage, piece.nanoseconds) for piece in way]
 
 
-CALL: Events = {
-    MAIN: [event("pack", 10, 20), event("write", 30, 40), event("read", 45, 145), event("unpack", 150, 160)],
-    SERVER: [event("read", -50, 60), event("next", 65, 75), event("invoke", 80, 100), event("write", 110, 120)],
+CALL: Stamps = {
+    MAIN: stamps(
+        (Asked, 5), (Packed, 20), (Encoded, 30), (Sent, 40), (Waits, 45), (Read, 145), (Came, 150), (Settled, 160)
+    ),
+    SERVER: stamps((Sent, -50), (Read, 60), (Began, 75), (Invoked, 80), (Returned, 100), (Ended, 110), (Sent, 120)),
 }
 
 
 def test_the_way_of_a_call() -> None:
     assert shown(follow(CALL, MAIN, 0, 170, FREE)) == [
-        (0, "client", IN_BETWEEN, 10),
-        (0, "client", "pack the values", 10),
-        (0, "client", IN_BETWEEN, 10),
+        (0, "client", IN_BETWEEN, 5),
+        (0, "client", "pack the values", 15),
+        (0, "client", "encode the frame", 10),
         (0, "client", "write", 10),
         (1, "", BETWEEN_PROCESSES, 20),
-        (1, "server", IN_BETWEEN, 5),
-        (1, "server", "decode the frame", 10),
-        (1, "server", IN_BETWEEN, 5),
+        (1, "server", "decode the frame", 15),
+        (1, "server", "unpack the values", 5),
         (1, "server", "the function itself", 20),
-        (1, "server", IN_BETWEEN, 10),
+        (1, "server", "the agent", 10),
         (1, "server", "write", 10),
         (2, "", BETWEEN_PROCESSES, 25),
-        (2, "client", IN_BETWEEN, 5),
+        (2, "client", "decode the frame", 5),
         (2, "client", "unpack the values", 10),
         (2, "client", IN_BETWEEN, 10),
     ]
@@ -73,95 +107,118 @@ def test_the_parts_of_a_way_are_the_whole_of_it() -> None:
     assert sum(piece.nanoseconds for piece in follow(CALL, MAIN, 0, 170, FREE)) == 170
 
 
-def test_a_write_that_ends_after_the_read_of_it_counts_up_to_there() -> None:
+def test_a_write_that_is_stamped_after_the_read_of_it_counts_up_to_there() -> None:
     events = {
-        MAIN: [event("write", 10, 60), event("read", 70, 100)],
-        SERVER: [event("read", 0, 40), event("write", 50, 90)],
+        MAIN: stamps((Encoded, 10), (Sent, 60), (Read, 100)),
+        SERVER: stamps((Sent, -10), (Read, 40), (Ended, 50), (Sent, 105), (Read, 200)),
     }
     assert shown(follow(events, MAIN, 0, 110, FREE)) == [
-        (0, "client", IN_BETWEEN, 10),
+        (0, "client", "encode the frame", 10),
         (0, "client", "write", 30),
         (1, "", BETWEEN_PROCESSES, 0),
-        (1, "server", IN_BETWEEN, 10),
-        (1, "server", "write", 40),
-        (2, "", BETWEEN_PROCESSES, 10),
+        (1, "server", "the agent", 10),
+        (1, "server", "write", 50),
+        (2, "", BETWEEN_PROCESSES, 0),
+        (2, "client", IN_BETWEEN, 10),
+    ]
+
+
+def test_a_thread_that_loses_its_processor_after_a_write_still_gets_its_reply_from_the_other_process() -> None:
+    events = {
+        MAIN: stamps((Encoded, 10), (Sent, 80), (Waits, 85), (Read, 90)),
+        SERVER: stamps((Read, 40), (Ended, 50), (Sent, 60)),
+    }
+    assert shown(follow(events, MAIN, 0, 100, FREE)) == [
+        (0, "client", "encode the frame", 10),
+        (0, "client", "write", 30),
+        (1, "", BETWEEN_PROCESSES, 0),
+        (1, "server", "the agent", 10),
+        (1, "server", "write", 10),
+        (2, "", BETWEEN_PROCESSES, 30),
         (2, "client", IN_BETWEEN, 10),
     ]
 
 
 def test_a_read_of_what_is_there_is_no_wait() -> None:
-    events = {MAIN: [event("read", 30, 35)], SERVER: [event("write", 10, 20)]}
+    events = {MAIN: stamps((Encoded, 5), (Packed, 30), (Read, 35)), SERVER: stamps((Ended, 10), (Sent, 20))}
     assert shown(follow(events, MAIN, 0, 50, FREE)) == [
-        (0, "client", IN_BETWEEN, 30),
+        (0, "client", "encode the frame", 5),
+        (0, "client", "pack the values", 25),
         (0, "client", "read", 5),
         (0, "client", IN_BETWEEN, 15),
     ]
 
 
-def test_the_way_goes_through_another_thread_that_wakes_the_first() -> None:
-    running = next(place for place, seam in enumerate(SEAMS) if seam.kind == "sleep")
+@pytest.mark.parametrize(
+    ("reader", "goes_on"),
+    [(stamps((Read, 70), (Came, 80), (Queued, 90)), Starts), (stamps((Read, 70), (Came, 90)), Resumes)],
+)
+def test_the_way_goes_through_another_thread_that_reads_for_the_first(
+    reader: list[Stamp], goes_on: type[Event]
+) -> None:
     events = {
-        MAIN: [event("write", 10, 20), Event(running, 30, 100)],
-        LEADER: [event("read", 0, 70), event("report", 80, 90)],
-        SERVER: [event("read", 0, 40), event("write", 50, 60)],
+        MAIN: stamps((Encoded, 10), (Sent, 20), (Waits, 30), (goes_on, 100)),
+        READER: reader,
+        SERVER: stamps((Read, 40), (Ended, 50), (Sent, 60)),
     }
-    assert shown(follow(events, MAIN, 0, 105, FREE)) == [
-        (0, "client", IN_BETWEEN, 10),
+    found = shown(follow(events, MAIN, 0, 105, FREE))
+    assert found[:6] == [
+        (0, "client", "encode the frame", 10),
         (0, "client", "write", 10),
         (1, "", BETWEEN_PROCESSES, 20),
-        (1, "server", IN_BETWEEN, 10),
+        (1, "server", "the agent", 10),
         (1, "server", "write", 10),
         (2, "", BETWEEN_PROCESSES, 10),
-        (2, "client", IN_BETWEEN, 10),
-        (2, "client", "report", 10),
-        (3, "", BETWEEN_THREADS, 10),
-        (3, "client", IN_BETWEEN, 5),
     ]
+    assert sum(nanoseconds for leg, where, _, nanoseconds in found if (leg, where) == (2, "client")) == 20
+    assert found[-2:] == [(3, "", BETWEEN_THREADS, 10), (3, "client", IN_BETWEEN, 5)]
 
 
-def test_time_belongs_to_the_innermost_seam() -> None:
-    events = {MAIN: [event("emit", 10, 90), event("encode", 20, 30), event("write", 40, 60)]}
-    assert shown(follow(events, MAIN, 0, 100, FREE)) == [
-        (0, "client", IN_BETWEEN, 10),
-        (0, "client", "give gradients away", 10),
-        (0, "client", "encode the frame", 10),
-        (0, "client", "give gradients away", 10),
-        (0, "client", "write", 20),
-        (0, "client", "give gradients away", 30),
-        (0, "client", IN_BETWEEN, 10),
-    ]
+def test_a_job_that_a_thread_queues_for_itself_is_no_wait() -> None:
+    events = {MAIN: stamps((Queued, 10), (HandedOut, 15), (Starts, 20)), READER: stamps((Queued, 5), (Queued, 50))}
+    assert {where for _, where, _, _ in shown(follow(events, MAIN, 0, 30, FREE))} == {"client"}
 
 
-def test_what_stamps_cost_is_taken_off_their_own_stage_and_what_follows() -> None:
-    way = follow({MAIN: [event("pack", 10, 30)]}, MAIN, 0, 100, (1.0, 4.0))
-    assert [piece.nanoseconds for piece in way] == [10, 19, 66]
+def test_a_message_that_stands_before_the_call_has_a_stage_of_its_own() -> None:
+    events = {
+        **CALL,
+        SERVER: stamps(
+            (Read, 60), (Began, 62), (Ended, 70), (Began, 75), (Invoked, 80), (Returned, 100), (Ended, 110), (Sent, 120)
+        ),
+    }
+    way = shown(follow(events, MAIN, 0, 170, FREE))
+    assert (1, "server", OTHER_MESSAGES, 8) in way
+    assert sum(nanoseconds for *_, nanoseconds in way) == 170
+
+
+def test_what_a_stamp_costs_is_taken_off_the_stages_before_and_after_it() -> None:
+    way = follow({MAIN: stamps((Packed, 10), (Encoded, 30))}, MAIN, 0, 100, (1.0, 4.0))
+    assert [piece.nanoseconds for piece in way] == [9, 15, 66]
 
 
 def test_a_way_that_ends_nowhere() -> None:
-    events = {MAIN: [event("read", 10, 50)], SERVER: [event("write", 30, 40)]}
+    events = {MAIN: stamps((Waits, 10), (Read, 50)), SERVER: stamps((Ended, 30), (Sent, 40))}
     with pytest.raises(Strayed):
         follow(events, MAIN, 0, 100, FREE)
 
 
 def test_the_summary_is_of_the_usual_way() -> None:
-    from torch import tensor
-
-    client, server = [], []
+    rows: dict[Thread, list[tuple[int, int, int]]] = {MAIN: [], SERVER: []}
     windows = []
     for number in range(5):
         start = 1000 * number
         windows.append((start, start + 170))
-        client += [(each.seam, start + each.begin, start + each.end) for each in CALL[MAIN]]
-        if number != 3:  # this one has got its reply by other means
-            server += [(each.seam, start + each.begin, start + each.end) for each in CALL[SERVER]]
-    history = History({"client": {"main": tensor(client)}, "server": {"leader": tensor(server)}})
+        for thread, row in rows.items():
+            if (thread, number) != (SERVER, 3):  # there the reply has come by other means
+                row += [(KINDS.index(each.kind), start + each.at, thread.id) for each in CALL[thread]]
+    history = History({"client": torch.tensor(rows[MAIN]), "server": torch.tensor(rows[SERVER])})
 
     found = summarise("call", history.ways(MAIN, windows, FREE), 150e-9)
 
     assert (found.repetitions, found.alike) == (5, 4)
     assert found.total == pytest.approx(170e-9)
     assert found.remainder == pytest.approx(0)
-    assert found.covered == pytest.approx(115 / 170)
+    assert found.covered == pytest.approx(155 / 170)
     assert [(stage.where, stage.name) for stage in found.stages][:2] == [
         ("client", IN_BETWEEN),
         ("client", "pack the values"),
@@ -173,16 +230,56 @@ def test_nothing_can_be_said_of_ways_that_end_nowhere() -> None:
         summarise("call", [Way([], 100)], 1.0)
 
 
-def test_a_seam_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "SEAMS", (Seam("backhaul.wire.values:Codec", "squeeze", "squeeze the values"),))
-    with pytest.raises(SeamGone, match=r"backhaul\.wire\.values:Codec has no 'squeeze' any more"):
-        install()
+def test_the_stamps_of_a_call() -> None:
+    seen = {"worker0": stages.Stamps(), "worker1": stages.Stamps()}
+    with InProcessCluster(2) as workers:
+        workers[0].rpc_sync("worker1", max, args=(1, 2))
+        for worker in workers:
+            worker.agent.observers.add(seen[worker.info.name].observe)
+        workers[0].rpc_sync("worker1", max, args=(1, 2))
+        kinds = {name: [KINDS[number] for number, _, _ in each.take().tolist()] for name, each in seen.items()}
+
+    assert kinds["worker0"] == [Asked, Packed, Encoded, Sent, Waits, Read, Came, HandedOut, Resumes, Settled]
+    assert kinds["worker1"][:7] == [Read, Began, Invoked, Returned, Packed, Encoded, Ended]
+
+
+def test_the_stamps_of_a_pass() -> None:
+    seen = stages.Stamps()
+    with InProcessCluster(2) as workers, workers[0].as_current(), autograd.context() as context:
+        loss = workers[0].rpc_sync("worker1", torch.neg, args=(torch.ones((), requires_grad=True),)) * 2
+        workers[0].agent.observers.add(seen.observe)
+        autograd.backward(context, [loss])
+        me = threading.get_ident()
+        kinds = [KINDS[number] for number, _, thread in seen.take().tolist() if thread == me]
+
+    assert kinds[:8] == [PassBegan, Planned, RunBegan, TorchBegan, RecvReached, Encoded, Sent, TorchEnded]
+    assert kinds[8:10] == [RunEnded, Waits]
+    assert kinds[-2:] == [Resumes, PassEnded]
+    came = kinds[kinds.index(Starts) :]
+    assert came[:5] == [Starts, Planned, RunBegan, Stored, RunEnded]
+
+
+def test_stamps_are_taken_once_and_only_of_what_has_a_stage() -> None:
+    seen = stages.Stamps()
+    seen.observe(Returned(at=7, thread=3))
+    seen.observe(LinkUp(peer="a", served=False))
+    assert seen.take().tolist() == [[KINDS.index(Returned), 7, 3]]
+    assert seen.take().tolist() == []
 
 
 def test_a_stamp_costs_less_than_a_few_microseconds() -> None:
-    inside, outside = stages.cost()
-    assert 0 <= inside < 5000
-    assert 0 < outside < 5000
+    before, after = stages.cost()
+    assert 0 <= before < 5000
+    assert 0 < after < 5000
+
+
+def test_nothing_is_made_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("an event that nobody observes")
+
+    monkeypatch.setattr(observing.Observers, "emit", refuse)
+    with InProcessCluster(2) as workers:
+        assert workers[0].rpc_sync("worker1", max, args=(1, 2)) == 2
 
 
 CALLED = [
@@ -206,9 +303,10 @@ RECORDED = [
     ("client", "record what has come"),
 ]
 DIFFERENTIATED = [
+    ("client", "begin the pass"),
     ("client", "plan"),
     ("client", "torch's engine"),
-    ("client", "give gradients away"),
+    ("client", "encode the frame"),
     ("client", "write"),
     ("", BETWEEN_PROCESSES),
     ("server", "decode the frame"),
@@ -219,10 +317,9 @@ DIFFERENTIATED = [
     ("client", "keep the gradients"),
 ]
 EXPECTED = {
-    # None is its own tree: nothing packs or unpacks it.
-    "no-op": [each for each in CALLED if each not in (("server", "pack the values"), ("client", "unpack the values"))],
+    "no-op": [each for each in CALLED if each != ("server", "pack the values")],  # None is its own tree
     "echo 1 KiB": CALLED,
-    "echo 16 MiB": [*CALLED, ("client", "copy into shared memory"), ("server", "copy into shared memory")],
+    "echo 16 MiB": CALLED,
     "hop, forward": [*CALLED, *RECORDED],
     "hop, backward": DIFFERENTIATED,
 }

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from backhaul import autograd, rpc
 from backhaul.autograd.functions import ROOT, send, start
 from backhaul.autograd.part import Part, Source
-from backhaul.bench.pair import ENVIRONMENT, SERVER, Pair, apart, pair, settle
+from backhaul.bench.pair import ENVIRONMENT, SERVER, Pair, apart, pair
 from backhaul.cluster import Cluster, LocalWorker, cluster
 
 Unit = Literal["seconds", "bytes"]
@@ -113,8 +113,6 @@ def _peers(sizes: Sizes) -> list[Curve]:
     to_one, to_one_cpu = Curve(*axis, "call, all to one server"), Curve(*axis, "call, all to one server: CPU time")
     to_all, to_all_cpu = Curve(*axis, "call, each to each"), Curve(*axis, "call, each to each: CPU time")
     with cluster(max(sizes.peers), env=ENVIRONMENT) as workers:
-        for worker in workers:
-            worker.rpc_sync(settle)
         for _ in range(sizes.rounds):
             for size in sizes.peers:
                 taking = workers[:size]
@@ -228,25 +226,20 @@ _held: list[rpc.RRef[Value]] = []
 
 
 def have_references(count: int) -> None:
-    """Make or drop references to values of the server until there are so many."""
-    if len(_held) > count:
-        drop_down_to(count)
-    elif len(_held) < count:
-        _held.extend(rpc.remote(SERVER, Value, args=(number,)) for number in range(count - len(_held)))
-        _held[-1]._get_future().wait()
+    """Make or drop references to values of the server until there are so many.
 
-
-def drop_down_to(count: int) -> None:
-    """Returns when the server has freed the values."""
+    Returns when the server has made or freed the values.
+    """
     del _held[count:]
+    _held.extend(rpc.remote(SERVER, Value, args=(number,)) for number in range(count - len(_held)))
     rpc.rpc_sync(SERVER, await_values, args=(count,))
 
 
 def await_values(count: int) -> None:
     deadline = time.monotonic() + 60.0
-    while _values[0] > count:
+    while _values[0] != count:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"there are still {_values[0]} values, not {count}")
+            raise TimeoutError(f"there are {_values[0]} values, not {count}")
         time.sleep(0.0005)
 
 
@@ -265,7 +258,7 @@ def time_references(count: int) -> tuple[float, float, float]:
     fetched = clock()
     del chosen, rref
     again = clock()
-    drop_down_to(before)
+    have_references(before)
     dropped = clock()
     return (made - start) / count, (fetched - begin) / count, (dropped - again) / count
 

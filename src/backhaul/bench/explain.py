@@ -1,26 +1,29 @@
-"""``backhaul bench --explain``: where the microseconds of a call go, from stamps of both processes.
+"""``backhaul bench --explain``: where the microseconds of a call go, from the events of both processes.
 
-Two processes over a unix socket do the same work again and again, with stamps on the seams of the code (`stages`). For
-each repetition the **way** of the work is followed backwards from its end, thread by thread::
+Two processes over a unix socket do the same work again and again, and what happens in their workers is stamped
+(`stages`). For each repetition the **way** of the work is followed backwards from its end, thread by thread::
 
-    the client's thread has its reply  ◄── it waited in a read, which ended because of
-    a write of the server              ◄── whose thread had waited in a read, which ended because of
-    a write of the client              ◄── and there the work began
+    the client's thread has its reply  ◄── it waited for bytes (Read), which came because of
+    a frame of the server (Sent)       ◄── whose thread had waited for bytes, which came because of
+    a frame of the client              ◄── and there the work began
 
-Each stretch of the way belongs to the innermost seam that the thread was in, or to none ("in between"); from the end of
-a write to the end of the read of it is time between the processes. So all stages together are the whole time, without
-what the stamps themselves cost. A second pair of processes does the same without stamps, in turns with the first.
+On the way, the time between two events of a thread belongs to the stage that the second one ends. From the end of a
+write to the end of the read of it is time between the processes, and from what one thread does for another one until
+that goes on is time between threads. So all stages together are the whole time, without what the stamps
+themselves cost. A second pair of processes does the same without stamps, in turns with the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
+import threading
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +38,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from backhaul import autograd, rpc
+from backhaul.agent.observing import Came, Event, Queued, Read, Resumes, Sent, Starts, Waits
 from backhaul.bench.pair import CLIENT, SERVER, two_pairs
-from backhaul.bench.stages import SEAMS, SeamGone, Stamped, cost, install, take, this_thread
+from backhaul.bench.stages import IN_BETWEEN, KINDS, Cost, Stamped, cost, install, stage_between, take
 from backhaul.bench.table import host
 from backhaul.errors import BackhaulError
 
-IN_BETWEEN = "in between"
 BETWEEN_PROCESSES = "between processes (wake-up, kernel)"
 BETWEEN_THREADS = "between threads (wake-up)"
 
@@ -130,7 +133,7 @@ WORKS = {
 
 
 class Done(NamedTuple):
-    thread: str
+    thread: int
     windows: Windows
 
 
@@ -147,31 +150,22 @@ def do(name: str, server: str) -> Done:
         each.clear()
     for _ in range(work.repetitions):
         act(windows, name)
-    return Done(this_thread(), windows)
+    return Done(threading.get_ident(), windows)
 
 
 # The way of one repetition.
 
 
-class Event(NamedTuple):
-    """One call of a seam. All times are in nanoseconds."""
+class Stamp(NamedTuple):
+    """An event. All times are in nanoseconds."""
 
-    seam: int
-    begin: int
-    end: int
-
-    @property
-    def stage(self) -> str:
-        return SEAMS[self.seam].stage
-
-    @property
-    def kind(self) -> str:
-        return SEAMS[self.seam].kind
+    kind: type[Event]
+    at: int
 
 
 class Thread(NamedTuple):
     process: str
-    name: str
+    id: int
 
 
 class Piece(NamedTuple):
@@ -204,29 +198,26 @@ class Strayed(Exception):
     """The way cannot be followed to where it began: somebody else had a hand in it."""
 
 
-Events = Mapping[Thread, Sequence[Event]]
-Cost = tuple[float, float]
+Stamps = Mapping[Thread, Sequence[Stamp]]
+"""Of each thread, in order of time."""
 
 
 class History:
     """All that was stamped in a run."""
 
     def __init__(self, stamped: Mapping[str, Stamped]) -> None:
-        self._events: dict[Thread, list[Event]] = {}
-        self._begins: dict[Thread, list[int]] = {}
-        for process, logs in stamped.items():
-            for name, rows in logs.items():
-                events = sorted((Event(*row) for row in rows.tolist()), key=lambda event: (event.begin, -event.end))
-                thread = Thread(process, name)
-                self._events[thread] = events
-                self._begins[thread] = [event.begin for event in events]
+        self._stamps: dict[Thread, list[Stamp]] = {}
+        for process, rows in stamped.items():
+            for number, at, thread in rows.tolist():
+                self._stamps.setdefault(Thread(process, thread), []).append(Stamp(KINDS[number], at))
 
-    def during(self, begin: int, end: int) -> Events:
-        """What began in that time; and the last before it of each thread, which may be the read that it waits in."""
+    def during(self, begin: int, end: int) -> Stamps:
+        """What happened in that time; and the last before it and the first after it of each thread."""
         found = {}
-        for thread, events in self._events.items():
-            first = max(0, bisect_left(self._begins[thread], begin) - 1)
-            found[thread] = events[first : bisect_left(self._begins[thread], end)]
+        for thread, stamps in self._stamps.items():
+            first = bisect_left(stamps, begin, key=lambda stamp: stamp.at)
+            last = bisect_left(stamps, end, key=lambda stamp: stamp.at)
+            found[thread] = stamps[max(0, first - 1) : last + 1]
         return found
 
     def ways(self, main: Thread, windows: Iterable[tuple[int, int]], cost: Cost) -> list[Way]:
@@ -241,78 +232,97 @@ class History:
         return found
 
 
-def follow(events: Events, main: Thread, begin: int, end: int, cost: Cost) -> list[Piece]:
+def follow(stamps: Stamps, main: Thread, begin: int, end: int, cost: Cost) -> list[Piece]:
     """The way of what thread ``main`` did in that time, in order. Raises `Strayed`."""
+    before, after = cost
     pieces: list[Piece] = []
-    thread, now, leg = main, end, 0
-    while leg < _MOST_LEGS:
-        wait = _last_wait(events[thread], begin, now)
-        since = begin if wait is None else wait.end
-        pieces += reversed(_split(events[thread], thread.process, leg, since, now, cost))
-        if wait is None:
+    thread, leg = main, 0
+    place = bisect_right(stamps.get(main, ()), end, key=lambda stamp: stamp.at) - 1
+    stage, until, ending = IN_BETWEEN, end, 0.0  # of the stretch that is looked at, and what the stamp at its end took
+
+    def add(where: str, since: int, taken: float) -> None:
+        pieces.append(Piece(leg, where, stage, since, max(since, until - taken)))
+
+    while True:
+        stamp = stamps[thread][place] if place >= 0 else None
+        if stamp is None or stamp.at <= begin:
             if thread != main:
                 raise Strayed
+            add(thread.process, begin, ending)
             return [piece._replace(leg=pieces[-1].leg - piece.leg) for piece in reversed(pieces)]
-        cause = _cause(events, thread, wait)
+        add(thread.process, stamp.at, ending + after)
+        cause = _cause(stamps, thread, place)
         if cause is None:  # it did not have to wait
-            pieces.append(Piece(leg, thread.process, wait.stage, wait.begin, wait.end - cost[0]))
-            now = max(begin, wait.begin)
+            stage, until, ending = _stage(stamps[thread], place), stamp.at, before
+            place -= 1
             continue
-        other, event = cause
-        now = min(event.end, wait.end)
-        stage = BETWEEN_PROCESSES if wait.kind == "read" else BETWEEN_THREADS
-        pieces.append(Piece(leg, "", stage, now, max(now, wait.end - cost[0])))
-        thread = other
+        other, number = cause
+        event = stamps[other][number]
+        stage, until = BETWEEN_THREADS if other.process == thread.process else BETWEEN_PROCESSES, stamp.at
+        add("", min(event.at, stamp.at), before)
+        stage, ending = _stage(stamps[other], number), before if event.at <= stamp.at else 0.0
+        until = min(event.at, stamp.at)
+        thread, place = other, number - 1
         leg += 1
-    raise Strayed
+        if leg == _MOST_LEGS:
+            raise Strayed
 
 
-def _last_wait(events: Iterable[Event], begin: int, now: int) -> Event | None:
-    waits = [event for event in events if event.kind in ("read", "sleep") and begin < event.end <= now]
-    return max(waits, key=lambda event: event.end, default=None)
+def _stage(mine: Sequence[Stamp], place: int) -> str:
+    """What a thread has done up to this stamp, since the one before it."""
+    return stage_between(mine[place - 1].kind if place > 0 else None, mine[place].kind)
 
 
-def _cause(events: Events, thread: Thread, wait: Event) -> tuple[Thread, Event] | None:
-    """What ended a wait: the last write of the other process before its end, or the last wake of another thread."""
-    kind = "write" if wait.kind == "read" else "wake"
-    found = [
-        (other, event)
-        for other, theirs in events.items()
-        if other != thread and (other.process == thread.process) == (kind == "wake")
-        for event in theirs
-        if event.kind == kind and event.begin < wait.end and event.end > wait.begin
-    ]
-    return max(found, key=lambda each: each[1].begin, default=None)
+def _cause(stamps: Stamps, thread: Thread, place: int) -> tuple[Thread, int] | None:
+    """What a thread had waited for before this stamp: another thread and the place of its stamp. None if for nothing.
+
+    A write, and the wake-up of a thread, has its effect at some time between two stamps of the thread that does it. So
+    it may be stamped a little later than its effect. What was stamped before the wait has not ended it.
+    """
+    mine = stamps[thread]
+    wanted = _ended_by(mine, place)
+    if wanted is None:
+        return None
+    until, since = mine[place].at, _wait_began(mine, place)
+    best: tuple[tuple[bool, int], Thread, int] | None = None
+    for other, theirs in stamps.items():
+        if other == thread or (other.process == thread.process) == (wanted is Sent):
+            continue
+        for number, event in enumerate(theirs):
+            if event.kind is not wanted or event.at <= since:
+                continue
+            in_time = event.at <= until
+            if in_time or (number > 0 and theirs[number - 1].at < until and wanted is not Queued):
+                # The last one in time; if there is none, the one that was about to be stamped.
+                rank = in_time, event.at if in_time else -event.at
+                if best is None or rank > best[0]:
+                    best = rank, other, number
+    return None if best is None else best[1:]
 
 
-def _split(events: Sequence[Event], process: str, leg: int, since: int, until: int, cost: Cost) -> list[Piece]:
-    """One thread's time, by the innermost seam. ``events`` are in order of their begin, outer ones first."""
-    inside, outside = cost
-    pieces: list[Piece] = []
+def _ended_by(mine: Sequence[Stamp], place: int) -> type[Event] | None:
+    """The kind of event that ends the wait before this stamp; None if there is no wait before such a one."""
+    kind = mine[place].kind
+    if kind is Read:
+        return Sent
+    if kind is Starts:
+        return Queued
+    return Came if kind is Resumes and place > 0 and mine[place - 1].kind is Waits else None
 
-    def add(stage: str, begin: int, end: int, stamps: float) -> None:
-        if end > begin:
-            pieces.append(Piece(leg, process, stage, begin, max(begin, end - stamps)))
 
-    stack: list[Event] = []
-    now, stamps = since, 0.0
-    relevant = [event for event in events if event.end > since and event.begin < until and event.kind != "sleep"]
-    for event in relevant:
-        while stack and stack[-1].end <= event.begin:
-            ended = stack.pop()
-            add(ended.stage, now, ended.end, stamps)
-            now, stamps = max(now, ended.end), outside
-        start = max(event.begin, since)
-        add(stack[-1].stage if stack else IN_BETWEEN, now, start, stamps)
-        now, stamps = max(now, start), inside if event.begin >= since else 0.0
-        stack.append(event)
-    while stack:
-        ended = stack.pop()
-        end = min(ended.end, until)
-        add(ended.stage, now, end, stamps)
-        now, stamps = max(now, end), outside
-    add(IN_BETWEEN, now, until, stamps)
-    return pieces
+def _wait_began(mine: Sequence[Stamp], place: int) -> float:
+    """When a thread began to wait for what it has at this stamp.
+
+    If it has done nothing since it sent something, that is when it began to send: it may have lost its processor right
+    after the write, and find the reply when it goes on.
+    """
+    place -= 1
+    sent = place
+    while sent > 0 and mine[sent].kind is Waits:
+        sent -= 1
+    if sent > 0 and mine[sent].kind is Sent:
+        place = sent - 1
+    return mine[place].at if place >= 0 else -math.inf
 
 
 # Many repetitions.
@@ -353,7 +363,7 @@ class Explained:
 
 
 def explain(rounds: int = 4, only: Iterable[str] | None = None) -> list[Explained]:
-    """Do all works in two pairs of processes, in turns: with stamps, and untouched. Raises `SeamGone`, `Strayed`."""
+    """Do all works in two pairs of processes, in turns: with stamps, and untouched. Raises `Strayed`."""
     names = [name for name in WORKS if only is None or name in only]
     parts = [part for name in names for part in WORKS[name].names(name)]
     ways: dict[str, list[Way]] = {part: [] for part in parts}
@@ -416,7 +426,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="backhaul bench --explain",
-        description="Show where the microseconds of a call go, from stamps of both processes. Takes half a minute.",
+        description="Show where the microseconds of a call go, from the events of both processes. Takes half a minute.",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="rounds", action="store_const", const=2, help="fewer rounds")
@@ -430,7 +440,7 @@ def main(arguments: Sequence[str]) -> int:
     load = os.getloadavg()[0]
     try:
         found = explain(options.rounds, options.only)
-    except (BackhaulError, SeamGone, Strayed) as error:
+    except (BackhaulError, Strayed) as error:
         print(error, file=sys.stderr)
         return 1
     write(found, load, sys.stdout)

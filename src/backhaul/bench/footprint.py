@@ -8,7 +8,9 @@ left them.
 
 from __future__ import annotations
 
+import compileall
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from backhaul.bench import launched
@@ -77,6 +79,8 @@ def measure(
 
 def _start_ups(systems: Sequence[str], count: int, tell: Callable[[Fault], None]) -> list[Row]:
     total, own = rows = [Row(figure, {system: [] for system in systems}) for figure in (_TOTAL, _OWN)]
+    # Installing a package compiles it, as it has compiled torch. A source tree may have no bytecode yet.
+    compileall.compile_dir(Path(__file__).parents[1], quiet=2)
     for turn in range(count):
         for name in _rotated(systems, turn):
             if name in total.notes:

@@ -7,13 +7,10 @@ what is measured runs on a thread that belongs to nobody.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-
-import torch
 
 from backhaul.cluster import LocalWorker, cluster
 
@@ -32,8 +29,6 @@ class Pair:
     def __init__(self, client: LocalWorker, server: LocalWorker) -> None:
         self._client = client
         self._server = server
-        for worker in (client, server):
-            worker.rpc_sync(settle)
 
     @property
     def server(self) -> str:
@@ -85,14 +80,3 @@ def apart(function: Callable[..., T], *args: Any) -> T:
     if errors:
         raise errors[0]
     return outcome[0]
-
-
-def settle() -> None:
-    """Let nothing disturb the measuring that has nothing to do with it.
-
-    A full garbage collection looks at all that importing torch has made and takes a tenth of a second, which hits one
-    measurement or the other by chance. What is made from now on is collected as ever.
-    """
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
