@@ -13,11 +13,12 @@ INPUTS ?= 1000000
 # The layers without sockets, threads or a clock: cheap to test to the last branch.
 # (Not autograd.graph: to find a module of that package coverage would import it, and torch with it, twice. What of
 # the package is not pure is left out in pyproject.toml.)
-PURE := wire errors ids options agent.pending security refs.counting refs.mailbox autograd
+PURE := wire errors ids options agent.pending agent.role agent.link_state security refs.counting refs.mailbox autograd
 COVER_PURE := $(PURE:%=--cov=backhaul.%)
 # Their own tests, apart from the others: tracing lines makes threads and processes twice as slow.
 SECURITY_TESTS := $(filter-out tests/security/test_attacks_%,$(wildcard tests/security/test_*.py))
 PURE_TESTS := tests/wire $(SECURITY_TESTS) tests/test_errors.py tests/test_options.py tests/agent/test_pending.py \
+	tests/agent/test_role.py tests/agent/test_link_state.py tests/agent/test_link_simulation.py \
 	tests/refs/test_counting.py tests/refs/test_mailbox.py tests/refs/test_simulation.py \
 	tests/autograd/test_graph.py tests/autograd/test_part.py tests/autograd/test_completion.py
 # Of the layers that are not pure, up to autograd.

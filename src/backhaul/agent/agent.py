@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -132,7 +132,7 @@ class Agent:
         self.serving.on_end = self._served_ended
         self.completions = Completions(self.pool, self.watch, self.observers)
         self.vigils = Vigils(most_awake(options.busy_poll))
-        self.watch.ticks = [self.serving.tick, self.completions.tick]
+        self.watch.ticks = [self.serving.tick, self.completions.tick, self._tick_listeners]
         self.farewell = Farewell(self, self.closed)
         self._door = Door(label + "-door", self._judge, self._let_in, patience=min(PATIENCE, options.connect_timeout))
         self._handlers: dict[type[Any], Handler] = {
@@ -225,14 +225,17 @@ class Agent:
             self._post(self._route(to, math.inf), frame)
 
     @contextmanager
-    def listen(self, about: int) -> Iterator[Listening]:
-        """Inside, the calling thread gets the messages about this that come where replies do."""
+    def listen(self, about: int, ranks: Callable[[], Collection[int]]) -> Iterator[Listening]:
+        """Inside, the calling thread gets the messages of these workers about this that come where replies do."""
         vigil = self.vigils.take()
-        listening = self._listening[about] = Listening(vigil)
+        listening = self._listening[about] = Listening(vigil, ranks)
+        if self.watch.asleep:
+            self.watch.wake()  # to notice if the thread stays away
         try:
             yield listening
         finally:
             del self._listening[about]
+            self._come_back(listening)
             self.vigils.give_back(vigil)
             if self.observers.active:
                 for _ in listening.arrived:
@@ -241,34 +244,79 @@ class Agent:
     def hear(self, listening: Listening) -> None:
         """Handle what has arrived, one message after the other."""
         while listening.arrived:
-            line, envelope = listening.arrived.popleft()
+            try:
+                line, envelope = listening.arrived.popleft()
+            except IndexError:  # a tick has just given them to the pool
+                return
             if self.observers.active:
                 self.observers.emit(Starts())
             self._handlers[type(envelope.message)](line, envelope)
             if self.observers.active:
                 self.observers.emit(Stops())
 
-    def await_any(self, listening: Listening, ranks: Iterable[int], done: Callable[[], bool], seconds: float) -> None:
-        """Wait until something comes from these workers, the thread is woken, or time is up.
+    def await_any(self, listening: Listening, done: Callable[[], bool], seconds: float) -> None:
+        """Wait until something comes for the thread that listens, it is woken, or time is up.
 
         The thread reads everything that comes; messages that it listens for are in ``listening.arrived`` then. Returns
         at once if ``done()``.
         """
-        lines = set(self.watch.unread)
-        for rank in ranks:
-            link = self._links.get(rank)
-            if link is not None and (line := link.open) is not None:
-                lines.add(line)
-        listening.vigil.wait(lines, lambda: bool(listening.arrived) or done(), seconds)
+        if listening.away:
+            self._come_back(listening)
+        listening.waits = True
+        try:
+            lines = {*self.watch.unread, *self._lines_to(listening.ranks())}
+            listening.vigil.wait(lines, lambda: bool(listening.arrived) or done(), seconds)
+        finally:
+            listening.turn += 1
+            listening.waits = False
         if self.watch.unread:
             self.watch.take_over()
+        if self.watch.asleep:
+            self.watch.wake()  # to notice if the thread stays away
+
+    def step_away(self, listening: Listening) -> None:
+        """The thread that listens does something else now, perhaps for long: others handle its messages."""
+        with listening.lock:
+            if listening.away:
+                return
+            listening.away = True
+            lines = listening.lines = self._lines_to(listening.ranks())
+            arrived = list(listening.arrived)
+            listening.arrived.clear()
+            for line in lines:
+                self.watch.keep_reading(line)
+        for each, envelope in arrived:
+            self.serving.hand_over(each, envelope)
+
+    def _come_back(self, listening: Listening) -> None:
+        with listening.lock:
+            listening.away = False
+            for line in listening.lines:
+                self.watch.stop_reading(line)
+            listening.lines = []
+
+    def _tick_listeners(self) -> bool:
+        """Called by the watch thread: notice listeners that are away. False if there is none that could be."""
+        active = False
+        for listening in list(self._listening.values()):
+            if listening.waits or listening.away:
+                continue
+            active = True
+            self.watch.hurry()
+            if listening.seen == listening.turn:
+                self.step_away(listening)
+            listening.seen = listening.turn
+        return active
+
+    def _lines_to(self, ranks: Iterable[int]) -> list[Calling]:
+        """The open lines to these workers."""
+        links = map(self._links.get, ranks)
+        return [line for link in links if link is not None and (line := link.open) is not None]
 
     def read_later(self, ranks: Iterable[int]) -> None:
         """Messages may come from these workers that no thread listens for any more: have them read all the same."""
-        for rank in ranks:
-            link = self._links.get(rank)
-            if link is not None and (line := link.open) is not None:
-                self.watch.read_once(line)
+        for line in self._lines_to(ranks):
+            self.watch.read_once(line)
 
     def _deliver(self, line: Line, envelope: Envelope) -> None:
         """Give a message that came among replies to the thread that listens for it, or to the pool."""
@@ -279,7 +327,8 @@ class Agent:
                 self.serving.guard(line, envelope)
             if self.observers.active:
                 self.observers.emit(Queued())
-            listening.add(line, envelope)
+            if not listening.add(line, envelope):
+                self.serving.hand_over(line, envelope)
             return
         if type(envelope.message) not in self._handlers:
             raise ProtocolError(f"a {type(envelope.message).__name__} where requests are expected")

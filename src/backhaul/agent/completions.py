@@ -48,7 +48,7 @@ class Completions:
             token = self._role.take()
         if not token:
             return
-        self._pool.run(lambda: self._run(token))
+        self._start(token)
         if self._watch.asleep:
             self._watch.wake()
 
@@ -56,14 +56,24 @@ class Completions:
         """Give the queue to another thread if one job holds it up. False if there is none."""
         role = self._role
         with self._lock:
-            successor = role.pass_on(role.turn) if self._jobs and role.turn == self._seen_turn else 0
+            stuck = self._jobs and role.turn == self._seen_turn
+            token = role.take() or role.pass_on(role.turn) if stuck else 0
             self._seen_turn = role.turn
             if self._jobs:
                 self._watch.hurry()
-            active = not role.free
-        if successor:
-            self._pool.run(lambda: self._run(successor))
+            active = bool(self._jobs) or not role.free
+        if token:
+            self._start(token)
         return active
+
+    def _start(self, token: int) -> None:
+        try:
+            self._pool.run(lambda: self._run(token))
+        except Exception:
+            # No thread is available. The queue is free again, and the next tick tries again.
+            _log.warning("no thread can be started to complete futures", exc_info=True)
+            with self._lock:
+                self._role.release(token)
 
     def _run(self, token: int) -> None:
         while True:

@@ -269,6 +269,10 @@ class Serving:
             self.arriving(envelope.message.refs, line.peer)
         if self.observers.active:
             self.observers.emit(Queued())
+        self.hand_over(line, envelope)
+
+    def hand_over(self, line: Line, envelope: Envelope) -> None:
+        """Have a message that was judged handled on the pool."""
         self.pool.run(lambda: self._run(line, envelope))
 
     def _run(self, line: Line, envelope: Envelope) -> None:

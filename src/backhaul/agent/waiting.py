@@ -101,11 +101,15 @@ class Vigil:
         ready: list[tuple[int, int]] = []
         try:
             for line in lines:
-                token = line.begin_reading()
+                while not (token := line.begin_reading()):
+                    if line.line_up(self):
+                        waiting.append(line)
+                        break
+                    if line.lost is not None:
+                        break
+                    # The role has become free between the two looks: try again, or nobody reads this line.
                 if token:
                     reading.append((line, token))
-                elif line.line_up(self):
-                    waiting.append(line)
             if not done():
                 ready = self._await(reading, seconds)
         finally:

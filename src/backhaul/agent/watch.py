@@ -24,6 +24,7 @@ import os
 import select
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ class Watch:
         """Lines with futures that perhaps no thread waits for; some may have none left. For waiting threads to read."""
         self._soon: set[Calling] = set()  # of those, to be watched at the next tick if no thread reads them
         self._strays: set[Calling] = set()  # have no futures, and something may come all the same
+        self._kept: Counter[Calling] = Counter()  # are read whenever something comes; by how many want that
         self._watched: set[Calling] = set()
         self._holding: set[Calling] = set()
         self._lock = threading.Lock()
@@ -168,6 +170,18 @@ class Watch:
         if self.asleep:
             self.wake()
 
+    def keep_reading(self, line: Calling) -> None:
+        """Read this line whenever something comes, unless another thread does. To be followed by `stop_reading`."""
+        with self._lock:
+            self._kept[line] += 1
+            self._arm(line, _REPLIES)
+
+    def stop_reading(self, line: Calling) -> None:
+        with self._lock:
+            self._kept[line] -= 1
+            if not self._kept[line]:
+                del self._kept[line]
+
     def remind(self, line: Calling) -> None:
         """This line has something to send: have it do so at the next tick, without waiting."""
         self._holding.add(line)
@@ -191,7 +205,7 @@ class Watch:
         one of the two notices the other.
         """
         with self._lock:
-            self._arm(line, _REPLIES if line.futures or line in self._strays else _HANG_UP)
+            self._arm(line, _REPLIES if line.futures or line in self._strays or line in self._kept else _HANG_UP)
             if line.futures and line not in self._watched:
                 self._arm(line, _REPLIES)
 
@@ -299,7 +313,7 @@ class Watch:
             self._strays.discard(line)
         # After that, so that one of the two notices the other: a thread that hangs a callback on a future looks at
         # _watched later.
-        if drained and (line.is_urgent() or not line.futures):
+        if drained and (line.is_urgent() or not line.futures or line in self._kept):
             self._settle(line)
         else:
             self.asleep = False
@@ -312,11 +326,21 @@ class Watch:
         for line in list(self._soon):
             # In this order: a reader that stops looks at _soon after it has given up its role.
             self._soon.discard(line)
-            if line.lost is not None or not line.being_read():  # otherwise the reader calls take_over
+            if line.lost is not None or not line.being_read():
                 self._settle(line)
+            elif line in self._kept:
+                self._soon.add(line)  # its reader does not give it back: look again at the next tick
+            else:
+                self._notice_hang_up(line)  # if there are futures, the reader calls take_over
             if self._check_at == math.inf:
                 self._check_at = time.monotonic() + self._check_every
         return True
+
+    def _notice_hang_up(self, line: Calling) -> None:
+        """Arm a line that another thread reads, which may give it back to nobody."""
+        with self._lock:
+            if line not in self._watched and self._lines.get(line.fileno()) is line:
+                self._epoll.modify(line.fileno(), _HANG_UP)
 
     def _expire(self, now: float) -> None:
         self._deadline = math.inf

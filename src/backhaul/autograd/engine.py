@@ -136,7 +136,7 @@ class Engine:
         if observers.active:
             observers.emit(PassBegan(context=record.id, backward=share.backward.id))
         try:
-            with self.agent.listen(share.backward.id) as listener:
+            with self.agent.listen(share.backward.id, record.workers) as listener:
                 running.listener = share.listener = listener
                 components, ask = share.arrive({ROOT: gradients})
                 if observers.active:
@@ -225,6 +225,9 @@ class Engine:
                 starts = direct = None  # who stores the gradients will be the only one to have them
                 self._store(share, leaves, found)
                 return ()
+        listener = share.listener
+        if averaged and listener is not None and listener.is_mine():
+            self.agent.step_away(listener)  # the run may wait for other processes
         run = Run(
             self.agent,
             share,

@@ -114,8 +114,7 @@ class Running:
                 if now >= next_check:
                     next_check = now + every
                     check()
-                ranks = self.share.record.workers()
-                agent.await_any(listener, ranks, self._is_something, min(deadline, next_check) - now)
+                agent.await_any(listener, self._is_something, min(deadline, next_check) - now)
 
     def _is_something(self) -> bool:
         return self._error is not None or self._over or bool(self._todo)

@@ -178,8 +178,7 @@ class Share:
                         "backward ran for more than its timeout: the gradients of a tensor that was sent to worker "
                         f"{to.name!r} have not come back"
                     )
-                if timeout <= 0 or listener is None:
-                    check()
+                check()
 
     def _wait_for(self, source: int, agent: Agent, listener: Listener | None, timeout: float) -> None:
         """Wait at a gate. The thread of `backward` reads meanwhile; another one is woken by the thread that does."""
@@ -194,7 +193,7 @@ class Share:
             return
         end = time.monotonic() + timeout
         while not done() and (left := end - time.monotonic()) > 0:
-            agent.await_any(listener, self.record.workers(), done, left)
+            agent.await_any(listener, done, left)
             agent.hear(listener)
 
     def _notify(self) -> None:

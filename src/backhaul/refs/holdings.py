@@ -23,6 +23,7 @@ from typing import Any
 from backhaul.agent.agent import Agent
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
+from backhaul.agent.observing import RefFreed, RefMade
 from backhaul.errors import (
     BackhaulError,
     MisuseError,
@@ -102,6 +103,8 @@ class Holdings:
             ref = self._counting.new_ref(self.me.id)
             self._counting.own(ref)
             self._cells[ref] = cell
+        if self._agent.observers.active:
+            self._agent.observers.emit(RefMade(ref=str(ref)))
         return ref
 
     def cell(self, ref: RefId) -> Cell:
@@ -302,6 +305,8 @@ class Holdings:
                 after.mail = True
             elif isinstance(action, Free):
                 after.freed.append(self._cells.pop(action.ref, None))
+                if self._agent.observers.active:
+                    self._agent.observers.emit(RefFreed(ref=str(action.ref)))
             elif isinstance(action, Void):
                 after.voided.append((action.ref, self._cells.setdefault(action.ref, Cell())))
             elif not action.exists and self._counting.knows(action.ref):
