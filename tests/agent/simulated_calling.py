@@ -319,7 +319,8 @@ class Calling(Channel):
             for waiter in slot.waiters:
                 waiter.wake()
                 yield
-            slots.append(slot)
+            if slot.future is not None:
+                slots.append(slot)
 
     def drain(self) -> Steps:
         while token := self.begin_reading():

@@ -86,8 +86,8 @@ class Polls:
         self.lines: list[Calling] = []
         wait = vigil._await
 
-        def tell(reading: list[tuple[Calling, int]], seconds: float) -> list[tuple[int, int]]:
-            self.lines = [line for line, _ in reading]
+        def tell(reading: list[Calling], seconds: float) -> list[tuple[int, int]]:
+            self.lines = list(reading)
             self.begun.set()
             return wait(reading, seconds)
 

@@ -66,6 +66,15 @@ def test_a_chain_says_no_more_than_its_gradients_and_that_each_run_is_over(pair:
         assert counts == {"Gradients": 10, "Report": 5}
 
 
+def test_a_small_run_with_several_gradients_for_the_starter_sends_one_message(pair: InProcessCluster) -> None:
+    x = leaf(4, 4)
+    with pair[0].as_current(), dist_autograd.context() as ctx:
+        total = sum(call("worker1", layer, "a", x).sum() for _ in range(4))
+        with counting(pair) as counts:
+            dist_autograd.backward(ctx, [total])
+        assert counts == {"Gradients": 2}
+
+
 def test_the_gradients_of_a_message_go_back_in_one(pair: InProcessCluster) -> None:
     x, y = leaf(4, 4), leaf(4, 4, seed=3)
     with pair[0].as_current(), dist_autograd.context() as ctx:

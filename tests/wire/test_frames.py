@@ -77,7 +77,7 @@ LITERAL = [
         Notices(9, 12, 11, (Sweep((1, 2)), Swept(()), Recall((SHARE,)))),
         f"{HEAD} 0b 13000000 {NO_TENSORS} 94 09 0c 0b 93 9205 920102 9206 90 9207 91 920405",
     ),
-    (Gradients(PASS, (6, 7), (1,)), f"{HEAD} 0c 0c000000 {NO_TENSORS} 93 {PASS_BYTES} 92 06 07 91 01"),
+    (Gradients(PASS, (6, 7), (1,)), f"{HEAD} 0c 0e000000 {NO_TENSORS} 95 {PASS_BYTES} 92 06 07 91 01 90 90"),
     (TakePart(PASS, (6, 7)), f"{HEAD} 0d 0a000000 {NO_TENSORS} 92 {PASS_BYTES} 92 06 07"),
     (Resolve(PASS), f"{HEAD} 0e 07000000 {NO_TENSORS} 91 {PASS_BYTES}"),
     (Resolved(PASS), f"{HEAD} 0f 07000000 {NO_TENSORS} 91 {PASS_BYTES}"),

@@ -211,6 +211,14 @@ class Agent:
             self.observers.emit(Encoded())
         self._post(self._route(to, math.inf), frame)
 
+    def post_lazily(self, to: To, message: Any) -> None:
+        """Send a one-way message that is in no hurry: with the next one, or at a tick. Raises `WorkerLostError`."""
+        line = self._route(to, math.inf)
+        frame = encode(message)
+        # Observers see messages leave in the order in which they are made.
+        if self.observers.active or not line.post_lazily(frame):
+            self._post(line, frame)
+
     def post_frame(self, to: To, frame: Frame) -> None:
         """Send a one-way message that is encoded. Raises `WorkerLostError`."""
         self._post(self._route(to, math.inf), frame)
@@ -264,7 +272,13 @@ class Agent:
             self._come_back(listening)
         listening.waits = True
         try:
-            lines = {*self.watch.unread, *self._lines_to(listening.ranks())}
+            ranks = listening.ranks()
+            lines: Collection[Calling] = listening.known
+            if ranks != listening.known_ranks or not all(line.lost is None for line in lines):
+                lines = listening.known = self._lines_to(ranks)
+                listening.known_ranks = ranks if len(lines) == len(ranks) else ()
+            if self.watch.unread:
+                lines = {*lines, *self.watch.unread}
             listening.vigil.wait(lines, lambda: bool(listening.arrived) or done(), seconds)
         finally:
             listening.turn += 1
@@ -302,7 +316,6 @@ class Agent:
             if listening.waits or listening.away:
                 continue
             active = True
-            self.watch.hurry()
             if listening.seen == listening.turn:
                 self.step_away(listening)
             listening.seen = listening.turn

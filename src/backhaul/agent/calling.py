@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line, push
-from backhaul.agent.link_state import LinkState
+from backhaul.agent.link_state import MOST_HELD, SMALL, LinkState
 from backhaul.agent.observing import Came, HandedOut, LinkLost, Losing, Read, Resumes, Sent, Settled, Waits
 from backhaul.agent.pending import Slot
 from backhaul.agent.waiting import Vigil, Vigils, Waiter
@@ -168,6 +168,18 @@ class Calling(Line):
         if self.lost is not None:
             raise ChannelClosed("lost")
         self._send(frame, math.inf, is_call=False)
+
+    def post_lazily(self, frame: Frame) -> bool:
+        """Have a small one-way message leave with the next one, or at the next tick. False if it cannot wait."""
+        if frame.keep or frame.size > SMALL:
+            return False
+        with self._sending, self._lock:
+            if self._unflushed or self._state.lost or self._state.holds >= MOST_HELD:
+                return False
+            first = self._state.hold(frame)
+        if first:
+            self._watch.remind(self)
+        return True
 
     # Sending.
 
@@ -377,9 +389,10 @@ class Calling(Line):
 
     def stop_reading(self, token: int) -> bool:
         """Give up the role. True if the line was lost meanwhile: this thread closes it."""
+        state = self._state
         with self._lock:
-            following = self._state.stop_reading(token)
-            closes = self._state.must_close()
+            following = state.stop_reading(token)
+            closes = state.lost and state.must_close()
         if following is not None:
             following.wake()
         return closes
@@ -428,7 +441,8 @@ class Calling(Line):
                 continue
             for waiter in slot.waiters:
                 waiter.wake()
-            slots.append(slot)
+            if slot.future is not None:
+                slots.append(slot)
         if observers.active:
             observers.emit(Came(peer=self.peer.name, line=self.descriptor, count=len(slots) + len(others)))
         return True
@@ -463,7 +477,7 @@ class Calling(Line):
         plain: list[tuple[Slot, Future[Any]]] = []
         for slot in finished:
             if slot.future is None:
-                self._count_settled(slot)
+                self._count_settled(slot)  # it has failed
             elif slot.future.has_callbacks:
                 self._completions.add(partial(self._settle, slot, slot.future))
             elif inline:

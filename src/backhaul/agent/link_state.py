@@ -89,6 +89,8 @@ class LinkState(Generic[W]):
         if slot is not None:
             slot.envelope = envelope
             slot.done = True
+            if slot.future is None and slot.is_call:
+                self.calls_settled += 1  # no callbacks hang on it
         return slot
 
     def give_up(self, slot: Slot) -> bool:

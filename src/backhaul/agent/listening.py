@@ -34,6 +34,9 @@ class Listener:
         """Counts the times that it has begun to do something else."""
         self.seen = -1
         """The turn that the last tick has found it at."""
+        self.known_ranks: Collection[int] = ()
+        self.known: list[Calling] = []
+        """The lines to those workers, as they were at the last wait."""
         self.lock = threading.Lock()
         # Guarded by lock:
         self.away = False

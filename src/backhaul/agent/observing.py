@@ -88,7 +88,7 @@ class Came(Event, frozen=True, gc=False):
 
 
 class HandedOut(Event, frozen=True, gc=False):
-    """What `Came` told of has been given to the threads that it is for."""
+    """Futures and messages that `Came` told of have been given to the threads that they are for."""
 
     peer: str
     line: int

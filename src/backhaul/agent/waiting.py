@@ -43,6 +43,8 @@ class Bell:
 
     def hush(self) -> None:
         """To be followed by a look at what the bell was rung for."""
+        if not self._rung:
+            return
         with self._lock:
             if self._rung and self._descriptor >= 0:
                 self._rung = False
@@ -83,7 +85,7 @@ class Vigil:
         self._most_awake = most_awake
         self._bell = Bell()
         self._poll: Any = None
-        self._polled: tuple[Any, ...] = ()
+        self._polled: list[Calling] = []
 
     def wake(self) -> None:
         self._bell.ring()
@@ -96,7 +98,8 @@ class Vigil:
 
         Returns at once if ``done()``, which is asked after other threads can wake this one.
         """
-        reading: list[tuple[Calling, int]] = []
+        reading: list[Calling] = []
+        tokens: list[int] = []
         waiting: list[Calling] = []
         ready: list[tuple[int, int]] = []
         try:
@@ -109,33 +112,35 @@ class Vigil:
                         break
                     # The role has become free between the two looks: try again, or nobody reads this line.
                 if token:
-                    reading.append((line, token))
+                    reading.append(line)
+                    tokens.append(token)
             if not done():
                 ready = self._await(reading, seconds)
         finally:
             self._bell.hush()
             for line in waiting:
                 line.leave(self)
-            self._end(reading, {descriptor for descriptor, _ in ready})
+            self._end(reading, tokens, ready)
 
-    def _end(self, reading: list[tuple[Calling, int]], came: set[int]) -> None:
-        """Give up all roles, whatever goes wrong with one of them: a line whose role is lost is deaf for ever."""
+    def _end(self, reading: list[Calling], tokens: list[int], ready: list[tuple[int, int]]) -> None:
+        """Give up all roles, whatever goes wrong with one of them: a line whose role is lost is deaf for good."""
+        came = {descriptor for descriptor, _ in ready}
         try:
-            while reading:
-                line, token = reading.pop()
-                line.end_vigil(token, comes=line.fileno() in came)
+            while tokens:
+                token = tokens.pop()
+                line = reading[len(tokens)]
+                line.end_vigil(token, comes=line.descriptor in came)
         finally:
-            if reading:
-                self._end(reading, came)
+            if tokens:
+                self._end(reading, tokens, ready)
 
-    def _await(self, reading: list[tuple[Calling, int]], seconds: float) -> list[tuple[int, int]]:
-        polled = tuple(line for line, _ in reading)
-        if self._poll is None or polled != self._polled:
+    def _await(self, reading: list[Calling], seconds: float) -> list[tuple[int, int]]:
+        if self._poll is None or reading != self._polled:
             poll = select.poll()
             poll.register(self._bell.fileno(), select.POLLIN)
-            for line in polled:
-                poll.register(line.fileno(), select.POLLIN)
-            self._poll, self._polled = poll.poll, polled
+            for line in reading:
+                poll.register(line.descriptor, select.POLLIN)
+            self._poll, self._polled = poll.poll, reading
         return poll_awake(
             self._poll, self._rhythm, None if seconds == math.inf else max(0.0, seconds), self._most_awake
         )

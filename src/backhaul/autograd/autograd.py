@@ -103,7 +103,7 @@ class Autograd:
         if record is None:
             return
         self._free(record, gone(id, self.me))
-        self.engine.tell(record.told - {self.me.id}, Leave(record.id))
+        self.engine.tell(record.told - {self.me.id}, Leave(record.id), lazily=True)
 
     def _free(self, record: Record, error: BaseException) -> None:
         self.engine.abandon(record, error)

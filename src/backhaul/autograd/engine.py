@@ -198,7 +198,7 @@ class Engine:
         if observers.active:
             observers.emit(RunBegan(backward=share.backward.id, sources=tuple(component.sources)))
         try:
-            emitted = self._run(share, component)
+            run = self._run(share, component)
         except BaseException as error:
             self.fail(share, error)
             return
@@ -208,10 +208,20 @@ class Engine:
                 observers.emit(RunEnded(backward=share.backward.id, sources=tuple(component.sources)))
         if not share.backward.retain_graph:
             share.record.spend(component.sources)
-        self._report(share, False, component.sources, emitted)
+        emitted = () if run is None else run.emitted
+        if run is None or run.late is None:
+            self._report(share, False, component.sources, emitted)
+            return
+        # The gradients that go to the starter take the report along.
+        late = run.late
+        message = late.message(share.backward, tuple(component.sources), tuple(emitted))
+        try:
+            self._tell(share, share.starter, message, late.tensors)
+        except BackhaulError as error:
+            self.fail(share, error)
 
-    def _run(self, share: Share, component: Component) -> Sequence[int]:
-        """Run a component; the sources on other workers that it has emitted gradients for."""
+    def _run(self, share: Share, component: Component) -> Run | None:
+        """Run a component; None if torch did not have to run, and nothing was emitted."""
         leaves = [leaf.variable for leaf in component.leaves]
         averaged = replicas.of(leaves)
         in_grad = averaged or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
@@ -224,7 +234,7 @@ class Engine:
                 found = [direct.get(leaf) for leaf in leaves]
                 starts = direct = None  # who stores the gradients will be the only one to have them
                 self._store(share, leaves, found)
-                return ()
+                return None
         listener = share.listener
         if averaged and listener is not None and listener.is_mine():
             self.agent.step_away(listener)  # the run may wait for other processes
@@ -261,7 +271,7 @@ class Engine:
             functions.thread.run = before
             current.reset(token)
             self._runs.discard(run)
-        return run.emitted
+        return run
 
     def _run_engine(
         self, share: Share, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
@@ -462,12 +472,13 @@ class Engine:
         except BackhaulError as lost:
             _log.debug("= rank %s cannot be told that pass %s failed with %r: %s", rank, backward.id, error, lost)
 
-    def tell(self, ranks: Iterable[int], message: Any) -> None:
-        """Send a one-way message to those who can be reached."""
+    def tell(self, ranks: Iterable[int], message: Any, *, lazily: bool = False) -> None:
+        """Send a one-way message to the workers that can be reached. ``lazily``: it is in no hurry."""
+        post = self.agent.post_lazily if lazily else self.agent.post
 
         def tell(rank: int) -> None:
             try:
-                self.agent.post(rank, message)
+                post(rank, message)
             except BackhaulError as error:
                 _log.debug("= rank %s is not told %s: %s", rank, type(message).__name__, error)
 
@@ -547,6 +558,8 @@ class Engine:
             if send is None or send.to.id != line.peer.id:
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {line.peer.name!r}")
         share.got_from(line.peer.id)
+        if message.consumed:
+            self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
         components, ask = share.arrive(_gradients(message, envelope))
         if self.agent.observers.active:
             self.agent.observers.emit(Planned(backward=share.backward.id))
@@ -579,7 +592,9 @@ class Engine:
         self._run_all(share, self._resolve(share), may_wait=True)
 
     def _on_report(self, line: Line, envelope: Envelope, share: Share) -> None:
-        message: Report = envelope.message
+        self._on_reported(line, envelope.message)
+
+    def _on_reported(self, line: Line, message: Report) -> None:
         if self._strict and any(each == ROOT or rank_of(each) != line.peer.id for each in message.consumed):
             raise ProtocolError(f"worker {line.peer.name!r} reports what others have to do")
         self._take_report(message)

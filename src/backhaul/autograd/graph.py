@@ -40,7 +40,7 @@ _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 SMALL = 64
 """A component of up to this many nodes costs less to run than what is around its run."""
 
-MOST_FORESEEN = 16
+MOST_FORESEEN = 4
 """A message tells of no more sources than this that its tensors depend on: they make it longer."""
 _MOST_NODES = 64
 

@@ -4,7 +4,8 @@ A Recv gives its gradients away as soon as they are complete, while the run goes
 the same sender, theirs are likely to follow at once, and a message for each would cost more than what is in it. So
 small gradients are *held* until the last of them, but not for long: not while a gate waits, not beyond the end of
 the run, and not beyond a tick or two of the watch thread. And not at all in a run that may wait for other processes
-at its end (``hold=False``).
+at its end (``hold=False``). The last gradients of a small run with several Recvs, if they go to the starter of the
+pass, wait for the end of the run and take its report along: one message instead of two.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 from backhaul.agent.agent import Agent
 from backhaul.agent.observing import RecvReached
 from backhaul.autograd.functions import Recv
-from backhaul.autograd.graph import Component
+from backhaul.autograd.graph import SMALL, Component
 from backhaul.autograd.share import Share
 from backhaul.errors import ContextError
 from backhaul.ids import WorkerInfo
-from backhaul.wire.messages import Gradients
+from backhaul.wire.messages import Gradients, Pass
 
 _MAX_HELD_BYTES = 64 * 1024
 _SMALL = 8 * 1024
@@ -49,6 +50,9 @@ class _Parcel:
             self.nbytes += gradient.nbytes if gradient.layout is torch.strided else 0
         self.sources.append(source)
 
+    def message(self, backward: Pass, consumed: tuple[int, ...] = (), emitted: tuple[int, ...] = ()) -> Gradients:
+        return Gradients(backward, tuple(self.sources), tuple(self.present), consumed, emitted)
+
 
 class Run:
     """See the module's docstring. ``require(recv)`` raises if a Recv cannot be part of the pass."""
@@ -74,9 +78,13 @@ class Run:
         self._check = check
         self._on_held = held
         self._tell = tell
+        self.late: _Parcel | None = None
+        """The last gradients of the run, for the starter of the pass. They have not left: the report goes with them."""
         self._max_held = _MAX_HELD_BYTES if hold else -1
         self._recvs = dict(component.recvs)  # that are to come
         self._is_alone = len(self._recvs) == 1
+        # A single gradient leaves at once: what the run still has to do goes on beside what the starter does with it.
+        self._rides = hold and not component.waits and not self._is_alone and component.size <= SMALL
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._left: dict[int, int] = {}  # Recvs to come, by the rank of their senders
@@ -137,5 +145,7 @@ class Run:
             self._post(parcel)
 
     def _post(self, parcel: _Parcel) -> None:
-        message = Gradients(self.share.backward, tuple(parcel.sources), tuple(parcel.present))
-        self._tell(self.share, parcel.to.id, message, parcel.tensors)
+        if self._rides and not self._recvs and parcel.to.id == self.share.starter and parcel.nbytes <= _MAX_HELD_BYTES:
+            self.late = parcel
+        else:
+            self._tell(self.share, parcel.to.id, parcel.message(self.share.backward), parcel.tensors)

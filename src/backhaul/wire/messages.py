@@ -194,11 +194,16 @@ class Gradients(msgspec.Struct, frozen=True, array_like=True):
 
     ``sources`` are its recorded tensors that take part in the pass, by id; the frame's tensors are the gradients of
     those at the places ``present``. Those of the others are undefined.
+
+    To the starter of the pass, the last gradients of a run may take the `Report` of that run along: then ``consumed``
+    is not empty.
     """
 
     backward: Pass
     sources: tuple[int, ...]
     present: tuple[int, ...]
+    consumed: tuple[int, ...] = ()
+    emitted: tuple[int, ...] = ()
 
 
 class TakePart(msgspec.Struct, frozen=True, array_like=True):
