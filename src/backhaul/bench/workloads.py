@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from backhaul.bench import busy, gradients, training
+from backhaul.bench import busy, gradients, processor_time, training
 from backhaul.bench.gradients import Forward
 from backhaul.bench.orders import Order
 from backhaul.bench.ports import (
@@ -181,6 +181,10 @@ def _train(port: RpcPort, order: Order) -> Samples:
     return _time(lambda: training.step(port), order)
 
 
+def _processor_time(measure: Callable[[RpcPort], float], port: RpcPort, order: Order) -> Samples:
+    return Samples([measure(port) for _ in range(order.repetitions)], longest=0.0)
+
+
 def _plan_share(port: RpcPort, order: Order) -> Samples:
     shares: list[float] = []
     timed = _time(lambda: shares.append(gradients.plan_share(port)), order)
@@ -300,6 +304,21 @@ WORKLOADS = {
             trial=training.flaw,
             prepare=training.prepare,
             clients=TRAINERS,
+        ),
+        Workload(
+            "CPU time",
+            partial(_processor_time, processor_time.back_to_back),
+            1,
+            (Figure("no-op, CPU of both"),),
+            _RPC,
+        ),
+        Workload(
+            "CPU time, calls apart",
+            partial(_processor_time, processor_time.apart),
+            1,
+            (Figure("no-op every 10 ms, CPU of both"),),
+            _RPC,
+            every=2,
         ),
         Workload(
             "busy callee",
