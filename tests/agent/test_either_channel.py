@@ -78,19 +78,19 @@ def listener(pair: InProcessCluster) -> Iterator[Listener]:
     """This thread listens, and no tick finds that it stays away."""
     line_of(pair[0])
     ignore_absence(pair[0])
-    with pair[0].agent.listen(ABOUT, lambda: [1]) as found:
+    with pair[0].agent.listeners.listen(ABOUT, lambda: [1]) as found:
         yield found
 
 
 def ignore_absence(worker: Worker) -> None:
     agent = worker.agent
-    agent.watch.ticks = [tick for tick in agent.watch.ticks if tick != agent._tick_listeners]
+    agent.watch.ticks = [tick for tick in agent.watch.ticks if tick != agent.listeners.tick]
 
 
 def await_arrival(worker: Worker, listener: Listener) -> None:
     limit = time.monotonic() + PATIENCE
     while not listener.arrived and time.monotonic() < limit:
-        worker.agent.await_any(listener, lambda: False, limit - time.monotonic())
+        worker.agent.listeners.wait(listener, lambda: False, limit - time.monotonic())
 
 
 # To the thread that listens.
@@ -118,7 +118,7 @@ def test_a_thread_that_waits_is_woken(pair: InProcessCluster, listener: Listener
 def test_another_thread_ends_the_wait(pair: InProcessCluster, listener: Listener) -> None:
     thread = started(listener.wake)
     start = time.monotonic()
-    pair[0].agent.await_any(listener, lambda: False, PATIENCE)
+    pair[0].agent.listeners.wait(listener, lambda: False, PATIENCE)
     assert time.monotonic() - start < PATIENCE / 2
     assert not listener.arrived
     joined(thread)
@@ -138,7 +138,7 @@ def test_a_call_of_another_thread_gets_its_reply_from_the_thread_that_listens(
     thread = started(call_when_read)
     limit = time.monotonic() + PATIENCE
     while not found and time.monotonic() < limit:
-        pair[0].agent.await_any(listener, lambda: bool(found), PATIENCE)
+        pair[0].agent.listeners.wait(listener, lambda: bool(found), PATIENCE)
     assert found == [5]
     joined(thread)
 
@@ -181,11 +181,11 @@ def test_a_connection_that_ends_ends_the_wait(pair: InProcessCluster, listener: 
     served_by(pair[1]).shutdown()
     limit = time.monotonic() + PATIENCE
     while line.lost is None and time.monotonic() < limit:
-        pair[0].agent.await_any(listener, lambda: line.lost is not None, PATIENCE)
+        pair[0].agent.listeners.wait(listener, lambda: line.lost is not None, PATIENCE)
     assert line.lost is not None
     listener.wake()  # too late, and does no harm
     start = time.monotonic()
-    pair[0].agent.await_any(listener, lambda: False, 0.01)
+    pair[0].agent.listeners.wait(listener, lambda: False, 0.01)
     assert time.monotonic() - start < PATIENCE / 2
 
 
@@ -197,14 +197,14 @@ def test_messages_for_a_thread_that_is_away_are_handled_by_the_pool(
 ) -> None:
     handled = Handled(pair[0], Report, monkeypatch)
     listener.add(line_of(pair[0]), envelope_of(report(1)))
-    pair[0].agent.step_away(listener)
+    pair[0].agent.listeners.step_away(listener)
     assert handled.came.wait(PATIENCE), "what had arrived"
     handled.came.clear()
     served_by(pair[1]).reply(encode(report(2)))
     assert handled.came.wait(PATIENCE), "what comes meanwhile, read by the watch thread"
     assert handled.messages == [report(1), report(2)]
     assert not listener.arrived
-    pair[0].agent.await_any(listener, lambda: True, PATIENCE)  # back again
+    pair[0].agent.listeners.wait(listener, lambda: True, PATIENCE)  # back again
     served_by(pair[1]).reply(encode(report(3)))
     await_arrival(pair[0], listener)
     assert numbers(listener) == [3]
@@ -239,7 +239,7 @@ def test_a_line_is_read_for_a_thread_that_is_away_after_another_thread_has_read_
 ) -> None:
     line = line_of(pair[0])
     handled = Handled(pair[0], Report, monkeypatch)
-    pair[0].agent.step_away(listener)
+    pair[0].agent.listeners.step_away(listener)
     read_beside_the_watch(pair, line, report(1), monkeypatch)
     assert handled.came.wait(PATIENCE)
     handled.came.clear()
@@ -265,7 +265,7 @@ def test_a_hang_up_is_noticed_after_another_thread_has_read_the_line(
 def test_ticks_notice_a_thread_that_stays_away(pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     line_of(pair[0])
     handled = Handled(pair[0], Report, monkeypatch)
-    with pair[0].agent.listen(ABOUT, lambda: [1]) as found:
+    with pair[0].agent.listeners.listen(ABOUT, lambda: [1]) as found:
         served_by(pair[1]).reply(encode(report(1)))
         assert handled.came.wait(PATIENCE)
         assert found.away
@@ -344,7 +344,7 @@ def test_a_message_is_read_although_no_thread_waits(pair: InProcessCluster, monk
     """After a pass that failed its thread is gone, and what the others still send is to be dealt with."""
     line_of(pair[0])
     handled = Handled(pair[0], Report, monkeypatch)
-    pair[0].agent.read_later([1])
+    pair[0].agent.listeners.read_later([1])
     served_by(pair[1]).reply(encode(report(1)))
     assert handled.came.wait(PATIENCE)
 
@@ -365,10 +365,10 @@ def test_what_makes_no_sense_ends_the_connection(
         with pytest.raises(WorkerLostError, match="worker1"):
             pair[0].rpc_sync("worker1", _wait_for_answer)
     else:
-        with pair[0].agent.listen(ABOUT, lambda: [1]) as found:
+        with pair[0].agent.listeners.listen(ABOUT, lambda: [1]) as found:
             limit = time.monotonic() + PATIENCE
             while line.lost is None and time.monotonic() < limit:
-                pair[0].agent.await_any(found, lambda: line.lost is not None, PATIENCE)
+                pair[0].agent.listeners.wait(found, lambda: line.lost is not None, PATIENCE)
     assert line.lost is not None
     assert line.fileno() == -1, "closed"
     _gates["answer"].set()
@@ -404,7 +404,7 @@ def test_the_thread_of_backward_runs_what_comes_back(workers: int, sockets: bool
                 dist_autograd.backward(ctx, [y.sum()])
                 gradient = dist_autograd.get_gradients(ctx)[x]
             assert threads == {threading.get_ident()}
-        assert not cluster[0].agent._listening
+        assert not cluster[0].agent.listeners._listeners
     z = x
     for _ in range(hops):
         z = torch.tanh(z * 2)

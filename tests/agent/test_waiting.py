@@ -194,8 +194,8 @@ def test_a_thread_reads_whatever_line_something_comes_on(
     lines = [line_to(trio, 1), line_to(trio, 2)]
     polls = Polls(vigil, monkeypatch)
     agent = trio[0].agent
-    agent.watch.ticks = [tick for tick in agent.watch.ticks if tick != agent._tick_listeners]
-    with agent.listen(ABOUT, lambda: [1, 2]) as listener:
+    agent.watch.ticks = [tick for tick in agent.watch.ticks if tick != agent.listeners.tick]
+    with agent.listeners.listen(ABOUT, lambda: [1, 2]) as listener:
         thread = started(lambda: keep(vigil, lines, lambda: bool(listener.arrived)))
         assert polls.begun.wait(PATIENCE)
         assert polls.lines == lines

@@ -93,7 +93,7 @@ def test_threads_share_one_peer(pair: InProcessCluster) -> None:
 def test_nobody_waits_for_a_reply_that_another_thread_has_read(
     pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between reading a reply and handing it out, another thread may take the reader role."""
+    """A slot is done before its reader gives up the role: nobody waits for the role then."""
     assert pair[0].rpc_sync("worker1", who) == "worker1"
     line = pair[0].agent._route(1, math.inf)
     entered, release = threading.Event(), threading.Event()
@@ -102,16 +102,19 @@ def test_nobody_waits_for_a_reply_that_another_thread_has_read(
         while not slot.done:
             line.drain()
 
-    def settle_late(finished: list[Slot], *, inline: bool) -> None:
-        if finished and threading.current_thread() is reader:
+    stop_reading = line.stop_reading
+
+    def stop_late(token: int) -> bool:
+        if slot.done and threading.current_thread() is reader:
             entered.set()
             assert release.wait(20)
+        return stop_reading(token)
 
     slot = Slot(10_000, "a ping", math.inf, is_call=False)
     line._state.open(slot, watched=False)
     line.post(encode(Ping(slot.id)))
     line.channel.wait(read=True, write=False, timeout=10)
-    monkeypatch.setattr(line, "_settle_all", settle_late)
+    monkeypatch.setattr(line, "stop_reading", stop_late)
     reader = threading.Thread(target=read_until_done)
     reader.start()
     assert entered.wait(10)

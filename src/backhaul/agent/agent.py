@@ -12,8 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from backhaul.agent.future import Future
 from backhaul.agent.guard import Guard
 from backhaul.agent.line import Line
 from backhaul.agent.link import Link
-from backhaul.agent.listening import Listener as Listening
+from backhaul.agent.listening import Listeners
 from backhaul.agent.membership import Member, Membership
-from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed, Queued, Starts, Stops
+from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed
 from backhaul.agent.pool import Pool
 from backhaul.agent.serving import Handler, Served, Serving
 from backhaul.agent.waiting import Vigils
@@ -88,7 +87,6 @@ class Agent:
         self.forked = False
         self._links: dict[int, Link] = {}
         self._routes: dict[To, Link] = {}
-        self._listening: dict[int, Listening] = {}
         self._lock = threading.Lock()
         self.on_connection_ended: list[Callable[[object, WorkerInfo, WorkerLostError], None]] = []
         """Called, on any thread, when a connection breaks, or its peer dies or leaves. For upper layers."""
@@ -130,12 +128,14 @@ class Agent:
         if limits is not None:
             self.serving.guard = Guard(self.execution, self.permissions, limits)
         self.serving.on_end = self._served_ended
+        self._handlers: dict[type[Any], Handler] = {}
         self.completions = Completions(self.pool, self.watch, self.observers)
         self.vigils = Vigils(most_awake(options.busy_poll))
-        self.watch.ticks = [self.serving.tick, self.completions.tick, self._tick_listeners]
+        self.listeners = Listeners(self.serving, self.watch, self.vigils, self._lines_to, self._handlers)
+        self.watch.ticks = [self.serving.tick, self.completions.tick, self.listeners.tick]
         self.farewell = Farewell(self, self.closed)
         self._door = Door(label + "-door", self._judge, self._let_in, patience=min(PATIENCE, options.connect_timeout))
-        self._handlers: dict[type[Any], Handler] = {
+        self._handlers |= {
             Call: self._on_call,
             Ping: lambda line, envelope: encode(Result(envelope.message.id, None)),
             Goodbye: self._on_goodbye,
@@ -232,120 +232,10 @@ class Agent:
         if link is None or not link.post_awaited(frame):
             self._post(self._route(to, math.inf), frame)
 
-    @contextmanager
-    def listen(self, about: int, ranks: Callable[[], Collection[int]]) -> Iterator[Listening]:
-        """Inside, the calling thread gets the messages of these workers about this that come where replies do."""
-        vigil = self.vigils.take()
-        listening = self._listening[about] = Listening(vigil, ranks)
-        if self.watch.asleep:
-            self.watch.wake()  # to notice if the thread stays away
-        try:
-            yield listening
-        finally:
-            del self._listening[about]
-            self._come_back(listening)
-            self.vigils.give_back(vigil)
-            if self.observers.active:
-                for _ in listening.arrived:
-                    self.observers.emit(Stops())
-
-    def hear(self, listening: Listening) -> None:
-        """Handle what has arrived, one message after the other."""
-        while listening.arrived:
-            try:
-                line, envelope = listening.arrived.popleft()
-            except IndexError:  # a tick has just given them to the pool
-                return
-            if self.observers.active:
-                self.observers.emit(Starts())
-            self._handlers[type(envelope.message)](line, envelope)
-            if self.observers.active:
-                self.observers.emit(Stops())
-
-    def await_any(self, listening: Listening, done: Callable[[], bool], seconds: float) -> None:
-        """Wait until something comes for the thread that listens, it is woken, or time is up.
-
-        The thread reads everything that comes; messages that it listens for are in ``listening.arrived`` then. Returns
-        at once if ``done()``.
-        """
-        if listening.away:
-            self._come_back(listening)
-        listening.waits = True
-        try:
-            ranks = listening.ranks()
-            lines: Collection[Calling] = listening.known
-            if ranks != listening.known_ranks or not all(line.lost is None for line in lines):
-                lines = listening.known = self._lines_to(ranks)
-                listening.known_ranks = ranks if len(lines) == len(ranks) else ()
-            if self.watch.unread:
-                lines = {*lines, *self.watch.unread}
-            listening.vigil.wait(lines, lambda: bool(listening.arrived) or done(), seconds)
-        finally:
-            listening.turn += 1
-            listening.waits = False
-        if self.watch.unread:
-            self.watch.take_over()
-        if self.watch.asleep:
-            self.watch.wake()  # to notice if the thread stays away
-
-    def step_away(self, listening: Listening) -> None:
-        """The thread that listens does something else now, perhaps for long: others handle its messages."""
-        with listening.lock:
-            if listening.away:
-                return
-            listening.away = True
-            lines = listening.lines = self._lines_to(listening.ranks())
-            arrived = list(listening.arrived)
-            listening.arrived.clear()
-            for line in lines:
-                self.watch.keep_reading(line)
-        for each, envelope in arrived:
-            self.serving.hand_over(each, envelope)
-
-    def _come_back(self, listening: Listening) -> None:
-        with listening.lock:
-            listening.away = False
-            for line in listening.lines:
-                self.watch.stop_reading(line)
-            listening.lines = []
-
-    def _tick_listeners(self) -> bool:
-        """Called by the watch thread: notice listeners that are away. False if there is none that could be."""
-        active = False
-        for listening in list(self._listening.values()):
-            if listening.waits or listening.away:
-                continue
-            active = True
-            if listening.seen == listening.turn:
-                self.step_away(listening)
-            listening.seen = listening.turn
-        return active
-
     def _lines_to(self, ranks: Iterable[int]) -> list[Calling]:
         """The open lines to these workers."""
         links = map(self._links.get, ranks)
         return [line for link in links if link is not None and (line := link.open) is not None]
-
-    def read_later(self, ranks: Iterable[int]) -> None:
-        """Messages may come from these workers that no thread listens for any more: have them read all the same."""
-        for line in self._lines_to(ranks):
-            self.watch.read_once(line)
-
-    def _deliver(self, line: Line, envelope: Envelope) -> None:
-        """Give a message that came among replies to the thread that listens for it, or to the pool."""
-        backward = getattr(envelope.message, "backward", None)
-        listening = None if backward is None else self._listening.get(backward.id)
-        if listening is not None:
-            if self.serving.guard is not None:
-                self.serving.guard(line, envelope)
-            if self.observers.active:
-                self.observers.emit(Queued())
-            if not listening.add(line, envelope):
-                self.serving.hand_over(line, envelope)
-            return
-        if type(envelope.message) not in self._handlers:
-            raise ProtocolError(f"a {type(envelope.message).__name__} where requests are expected")
-        self.serving.run_apart(line, envelope)
 
     def is_connected(self, rank: int) -> bool:
         """Whether messages to that worker can leave without a new connection."""
@@ -511,7 +401,7 @@ class Agent:
             watch=self.watch,
             vigils=self.vigils,
             unresponsive_after=self.options.unresponsive_after,
-            deliver=self._deliver,
+            deliver=self.listeners.deliver,
             on_lost=self._calling_lost,
         )
 

@@ -212,10 +212,12 @@ class Calling(Line):
             if not self._unflushed and (held := self._take_held()):
                 self._unflushed = not self.channel.write(join(held))
             return not self._unflushed
-        except ChannelClosed:
-            return True  # the next read says so, too
+        except ChannelClosed as error:
+            problem = error
         finally:
             self._sending.release()
+        self.lose(problem)
+        return True
 
     def _take_held(self) -> list[Frame]:
         if not self._state.holds:

@@ -136,7 +136,7 @@ class Engine:
         if observers.active:
             observers.emit(PassBegan(context=record.id, backward=share.backward.id))
         try:
-            with self.agent.listen(share.backward.id, record.workers) as listener:
+            with self.agent.listeners.listen(share.backward.id, record.workers) as listener:
                 running.listener = share.listener = listener
                 components, ask = share.arrive({ROOT: gradients})
                 if observers.active:
@@ -161,7 +161,7 @@ class Engine:
                         )
         except BaseException as error:
             self.fail(share, error)
-            self.agent.read_later(record.workers())
+            self.agent.listeners.read_later(record.workers())
             raise
         finally:
             running.listener = share.listener = None
@@ -237,7 +237,7 @@ class Engine:
                 return None
         listener = share.listener
         if averaged and listener is not None and listener.is_mine():
-            self.agent.step_away(listener)  # the run may wait for other processes
+            self.agent.listeners.step_away(listener)  # the run may wait for other processes
         run = Run(
             self.agent,
             share,

@@ -98,7 +98,7 @@ class Running:
         next_check = time.monotonic() + every
         while True:
             if listener.arrived:
-                agent.hear(listener)
+                agent.listeners.hear(listener)
             with self._lock:
                 if self._error is not None:
                     raise self._error
@@ -114,7 +114,7 @@ class Running:
                 if now >= next_check:
                     next_check = now + every
                     check()
-                agent.await_any(listener, self._is_something, min(deadline, next_check) - now)
+                agent.listeners.wait(listener, self._is_something, min(deadline, next_check) - now)
 
     def _is_something(self) -> bool:
         return self._error is not None or self._over or bool(self._todo)

@@ -193,8 +193,8 @@ class Share:
             return
         end = time.monotonic() + timeout
         while not done() and (left := end - time.monotonic()) > 0:
-            agent.await_any(listener, done, left)
-            agent.hear(listener)
+            agent.listeners.wait(listener, done, left)
+            agent.listeners.hear(listener)
 
     def _notify(self) -> None:
         """Wake the threads that wait at gates. Holds ``_lock``."""
