@@ -239,7 +239,7 @@ def test_the_stamps_of_a_call() -> None:
         workers[0].rpc_sync("worker1", max, args=(1, 2))
         kinds = {name: [KINDS[number] for number, _, _ in each.take().tolist()] for name, each in seen.items()}
 
-    assert kinds["worker0"] == [Asked, Packed, Encoded, Sent, Waits, Read, Came, HandedOut, Resumes, Settled]
+    assert kinds["worker0"] == [Asked, Packed, Encoded, Sent, Waits, Read, Came, Resumes, Settled]
     assert kinds["worker1"][:7] == [Read, Began, Invoked, Returned, Packed, Encoded, Ended]
 
 
