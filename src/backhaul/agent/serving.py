@@ -239,6 +239,7 @@ class Serving:
         self.detached: set[int] = set()
         self.finished = 0  # a change counter: only whether it changed matters
         self.lines: set[Served] = set()
+        self._adding = threading.Lock()
         self._max_detached = num_worker_threads
         self._seen: dict[Served, int] = {}
         self._seen_finished = 0
@@ -246,13 +247,15 @@ class Serving:
 
     def add(self, line: Served) -> None:
         """Serve a connection that was let in."""
-        if self.guard is not None:
-            # One that opens new connections all the time loses its old ones, and nobody else a thread.
-            same = [other for other in list(self.lines) if other.peer == line.peer]
-            same.sort(key=lambda other: other.made)
-            for old in same[: max(0, len(same) + 1 - _MAX_CONNECTIONS)]:
-                old.shutdown()
-        self.lines.add(line)
+        excess: list[Served] = []
+        with self._adding:
+            if self.guard is not None:
+                # A peer that opens new connections all the time loses its old ones, and nobody else loses a thread.
+                same = sorted((other for other in self.lines if other.peer == line.peer), key=lambda other: other.made)
+                excess = same[: max(0, len(same) + 1 - _MAX_CONNECTIONS)]
+            self.lines.add(line)
+        for old in excess:
+            old.shutdown()
         self.pool.run(line.lead)
 
     def run_apart(self, line: Line, envelope: Envelope) -> None:
@@ -291,7 +294,8 @@ class Serving:
             self.observers.emit(Stops())
 
     def ended(self, line: Served, error: Exception) -> None:
-        self.lines.discard(line)
+        with self._adding:
+            self.lines.discard(line)
         self.on_end(line, error)
 
     def about_to_wait(self) -> bool:
