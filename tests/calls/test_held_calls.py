@@ -50,8 +50,10 @@ def route(worker: Worker) -> Calling:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """Of the list of this test."""
-    return str(request.node.name)
+    """Of the list of this test, and of its event: made here, since two threads that make one get two."""
+    name = str(request.node.name)
+    ran[name], over[name] = [], threading.Event()
+    return name
 
 
 @pytest.fixture
@@ -81,6 +83,7 @@ def test_the_last_ones_leave_at_a_tick(busy: InProcessCluster, name: str, gate: 
 def test_calls_of_one_thread_leave_in_order() -> None:
     """One thread serves them, so they run in the order in which they come."""
     count = 1000
+    over["order"] = threading.Event()
     with InProcessCluster(2, sockets=True, options=RpcOptions(num_worker_threads=1)) as workers:
         large = torch.zeros(100_000)
         for i in range(count):
