@@ -1,4 +1,4 @@
-"""The role: who has it, to whom it passes, and that it is never lost."""
+"""The role: which thread holds it, which one is next, and that it is never lost."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Line:
         self._serving = serving
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self._unflushed = False  # guarded by _sending: a frame that did not fit is to be finished first
+        self._unflushed = False  # guarded by _sending: part of a frame has not left, and goes first
 
     def fileno(self) -> int:
         return self.channel.fileno()

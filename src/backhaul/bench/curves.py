@@ -226,7 +226,7 @@ _held: list[rpc.RRef[Value]] = []
 
 
 def have_references(count: int) -> None:
-    """Make or drop references to values of the server until there are so many.
+    """Make or drop references to values of the server until there are that many.
 
     Returns when the server has made or freed the values.
     """

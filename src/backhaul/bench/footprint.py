@@ -118,7 +118,7 @@ def _rests(systems: Sequence[str], count: int, seconds: float, tell: Callable[[F
 
 
 def _imported_bytes(tell: Callable[[Fault], None]) -> float | None:
-    """What a process has for itself once it has imported torch; None if that cannot be had."""
+    """What a process has for itself once it has imported torch; None if it is not available."""
     try:
         with System(NO_SYSTEM, (CLIENT,)) as bare:
             (imported,) = bare.rest(0.0).bytes
