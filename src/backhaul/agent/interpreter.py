@@ -2,8 +2,8 @@
 
 A thread that computes in Python gives the interpreter away every 5 ms. A request that comes meanwhile has to wait for
 that, once to be read and once more to be answered. So while requests come in, a worker asks for a shorter interval. It
-costs nothing as long as no other thread wants the interpreter, and a computing thread next to calls loses less than 1 %
-by it (`backhaul bench`, rows "busy callee").
+costs nothing as long as no other thread wants the interpreter. What a computing thread next to calls loses is in
+`backhaul bench`, row "computing while called"; on a noisy machine that row cannot tell 1 % from nothing.
 
 The interval belongs to the interpreter, so all workers of a process share what is here. A value that the user has set
 meanwhile, or that is shorter already, stays.

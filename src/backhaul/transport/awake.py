@@ -96,7 +96,7 @@ class Rhythm:
 
 
 def poll_awake(poll: Callable[[Any], Ready], rhythm: Rhythm, timeout: float | None, most: float) -> Ready:
-    """What ``poll`` finds within ``timeout`` seconds, or whenever if that is None."""
+    """What ``poll`` finds within ``timeout`` seconds. Without a timeout it waits until there is something."""
     start = time.perf_counter()
     if most:
         worth = rhythm.worth(most)
