@@ -10,6 +10,10 @@ CallId = NewType("CallId", int)
 """Numbers a call among those of one direction between two workers; never reused."""
 
 
+GUEST = -1
+"""The rank of a visitor that is not a member of the group and may only look (`seeing.guest`)."""
+
+
 class RefId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A value that lives on one worker: its owner, who made the reference, and that one's count."""
 

@@ -26,6 +26,7 @@ from backhaul.autograd.autograd import Autograd
 from backhaul.autograd.context_id import ContextId
 from backhaul.errors import LeakError, MisuseError, OptionError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
+from backhaul.inspection.inspection import Inspection
 from backhaul.options import RpcOptions
 from backhaul.refs.references import References
 from backhaul.refs.rref import RRef
@@ -91,6 +92,8 @@ class Worker:
         """How a graceful shutdown gives up the references that this worker holds."""
         self.autograd = Autograd(self._agent)
         self.codec.register(ContextId, "context", lambda id, _: int(id), lambda id, _: ContextId.lift(id))
+        self.inspection = Inspection(self._agent, self.references, self.autograd)
+        self._agent.inspect = self.inspection
         self._agent.start()
 
     def __repr__(self) -> str:

@@ -107,20 +107,20 @@ def test_observers_come_and_go() -> None:
     heard: list[tuple[str, Event]] = []
     stops = [observers.add(lambda event, name=name: heard.append((name, event))) for name in "ab"]
     assert observers.active
-    first, second = Invoked(), Returned()
+    first, second = Invoked(what="f"), Returned(failed=False)
     observers.emit(first)
     stops[0]()
     assert observers.active
     observers.emit(second)
     stops[1]()
     assert not observers.active
-    observers.emit(Invoked())
+    observers.emit(Invoked(what="f"))
     stops[1]()
     assert heard == [("a", first), ("b", first), ("b", second)]
 
 
 def test_an_event_knows_its_time_and_its_thread() -> None:
-    before, after = Invoked(), Invoked()
+    before, after = Invoked(what="f"), Invoked(what="f")
     assert before.at <= after.at
     assert before.thread == threading.get_ident()
 

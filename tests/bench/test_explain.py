@@ -263,7 +263,7 @@ def test_the_stamps_of_a_pass() -> None:
 
 def test_stamps_are_taken_once_and_only_of_what_has_a_stage() -> None:
     seen = stages.Stamps()
-    seen.observe(Returned(at=7, thread=3))
+    seen.observe(Returned(at=7, thread=3, failed=False))
     seen.observe(LinkUp(peer="a", served=False))
     assert seen.take().tolist() == [[KINDS.index(Returned), 7, 3]]
     assert seen.take().tolist() == []

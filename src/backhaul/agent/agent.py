@@ -6,6 +6,7 @@ is opened when it is first needed; the lines that peers have opened; the table o
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -13,14 +14,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 
+from backhaul.agent.activity import Activity, Handling
 from backhaul.agent.calling import Calling
 from backhaul.agent.completions import Completions
 from backhaul.agent.door import PATIENCE, Door
-from backhaul.agent.execution import Execution
+from backhaul.agent.execution import Execution, name_for_people
 from backhaul.agent.farewell import Counts, Farewell
 from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
@@ -38,12 +41,13 @@ from backhaul.errors import (
     AuthenticationError,
     BackhaulError,
     ForkedError,
+    MisuseError,
     NotInitializedError,
     ProtocolError,
     RpcTimeoutError,
     WorkerLostError,
 )
-from backhaul.ids import WorkerInfo
+from backhaul.ids import GUEST, WorkerInfo
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.security.permissions import Permissions
@@ -51,13 +55,16 @@ from backhaul.transport.awake import most_awake
 from backhaul.transport.base import Channel, ChannelClosed, Listener, Transport
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Call, Goodbye, Mark, Ping, Refs, Result
+from backhaul.wire.messages import Call, Goodbye, Inspect, Mark, Ping, Refs, Result
 from backhaul.wire.values import Codec
 
 _log = logging.getLogger(__name__)
 
 _CUT_OFF_SECONDS = 2.0
 _GREET_SECONDS = 2.0
+
+_MAX_GUESTS = 16
+_FOR_GUESTS = (Inspect, Ping)
 
 To = str | int | WorkerInfo
 
@@ -93,6 +100,8 @@ class Agent:
 
         self.on_connected: list[Callable[[WorkerInfo], None]] = []
         """Called, on any thread, when there is a new connection with a peer. For upper layers."""
+        self.inspect: Callable[[str, Mapping[str, Any]], Any] = _nothing_to_see
+        """What is answered to those who look at this worker: topic and arguments to plain data. For upper layers."""
         self.idle_checks: list[Callable[[], bool]] = []
         """Whether nothing of an upper layer's is under way; asked before a graceful shutdown ends."""
 
@@ -108,6 +117,8 @@ class Agent:
             raise
         self.observers = Observers()
         """Those who are told what happens here."""
+        self.activity = Activity()
+        self._ids = itertools.count(1)  # of requests, over all lines: with this worker's name, they name a call
         label = f"backhaul-{self.me.name}"
         self.pool = Pool(label, options.num_worker_threads, enter)
         self.watch = Watch(label + "-watch", options.unresponsive_after, enter)
@@ -124,7 +135,10 @@ class Agent:
         else:
             self.execution = Execution(self.me, codec, enter, options.message_limit)
         self.execution.observers = self.observers
-        self.serving = Serving(self.pool, self.watch, self._handle, options.num_worker_threads, self.observers)
+        self.execution.activity = self.activity
+        self.serving = Serving(
+            self.pool, self.watch, self._handle, options.num_worker_threads, self.observers, self.activity
+        )
         if limits is not None:
             self.serving.guard = Guard(self.execution, self.permissions, limits)
         self.serving.on_end = self._served_ended
@@ -140,6 +154,8 @@ class Agent:
             Ping: lambda line, envelope: encode(Result(envelope.message.id, None)),
             Goodbye: self._on_goodbye,
         }
+        if options.trust == "cluster":
+            self._handlers[Inspect] = self._on_inspect
         for message, handler in self.farewell.handlers():
             self.register(message, handler)
         _abandon_in_children(self)
@@ -357,7 +373,7 @@ class Agent:
         link = self._link(member.info)
         handling = self.serving.about_to_wait()
         try:
-            with link.connecting:
+            with self.activity.waits(lambda: {"kind": "connection", "peer": member.name}), link.connecting:
                 line = link.open
                 if line is None:
                     line = link.calling = self._open(member, deadline)
@@ -403,6 +419,7 @@ class Agent:
             unresponsive_after=self.options.unresponsive_after,
             deliver=self.listeners.deliver,
             on_lost=self._calling_lost,
+            ids=self._ids,
         )
 
     def _calling_lost(self, line: Calling, error: WorkerLostError) -> None:
@@ -418,9 +435,19 @@ class Agent:
 
     def _handle(self, line: Line, envelope: Envelope) -> Frame | None:
         handler = self._handlers.get(type(envelope.message))
-        if handler is None:
+        if handler is None or (line.peer.id == GUEST and type(envelope.message) not in _FOR_GUESTS):
             raise ProtocolError(f"a {type(envelope.message).__name__} where requests are expected")
-        return handler(line, envelope)
+        handling = self.activity.handling
+        thread = get_ident()
+        before = handling.get(thread)
+        handling[thread] = Handling(line.peer, envelope.message, time.monotonic(), before)
+        try:
+            return handler(line, envelope)
+        finally:
+            if before is None:
+                del handling[thread]
+            else:
+                handling[thread] = before
 
     def _on_call(self, line: Line, envelope: Envelope) -> Frame | None:
         line.calls_started += 1
@@ -428,6 +455,13 @@ class Agent:
         if frame is not None:
             line.count_finished()
         return frame
+
+    def _on_inspect(self, line: Line, envelope: Envelope) -> Frame:
+        message: Inspect = envelope.message
+        try:
+            return self.answer(message.id, self.inspect(message.topic, message.arguments))
+        except Exception as error:
+            return self.execution.failure(message.id, error, line)
 
     def _on_goodbye(self, line: Line, envelope: Envelope) -> None:
         line.said_goodbye = True
@@ -439,6 +473,8 @@ class Agent:
             self.pool.run(lambda: calling.lose(left))
 
     def _served_ended(self, served: Served, error: Exception) -> None:
+        if served.peer.id == GUEST:
+            return
         self._link(served.peer).ended(served)
         name = served.peer.name
         how = "has left the group" if served.said_goodbye else f"is lost: {error}"
@@ -448,6 +484,12 @@ class Agent:
         self.pool.run(lambda: self._welcome(channel, hello))
 
     def _welcome(self, channel: Channel, hello: Hello) -> None:
+        if hello.id == GUEST:
+            guest = Served(WorkerInfo(GUEST, hello.name), channel, self.serving)
+            self.serving.add(guest)
+            if self.closed.is_set():
+                guest.shutdown()
+            return
         self.membership.met(Member(hello.id, hello.name, hello.addresses))
         served = Served(WorkerInfo(hello.id, hello.name), channel, self.serving)
         for callback in list(self.on_connected):
@@ -461,6 +503,8 @@ class Agent:
 
     def _judge(self, hello: Hello) -> Welcome:
         me = self.me
+        if hello.id == GUEST:
+            return Welcome(me.id, me.name, self._judge_guest())
         if hello.group != self.membership.group:
             refused = "it belongs to another group, or to an earlier one of this name"
         elif hello.to_id != me.id:
@@ -473,6 +517,16 @@ class Agent:
             refused = ""
         return Welcome(me.id, me.name, refused)
 
+    def _judge_guest(self) -> str:
+        """Why a guest is refused, if it is. It has no group and need not know who is here."""
+        if self.options.trust != "cluster":
+            return "a member of a federation shows itself to nobody"
+        if self.closed.is_set():
+            return "it is shutting down"
+        if sum(line.peer.id == GUEST for line in list(self.serving.lines)) >= _MAX_GUESTS:
+            return f"{_MAX_GUESTS} others are looking at it already"
+        return ""
+
     def _is_member(self, hello: Hello) -> bool:
         # A newcomer to a dynamic group may be ahead of what this worker has read of the store.
         if self.membership.dynamic:
@@ -484,7 +538,10 @@ class Agent:
 
     def peers_connected(self) -> bool:
         """Some other worker can still make calls to this one."""
-        return any(line.peer != self.me and not line.said_goodbye for line in list(self.serving.lines))
+        return any(
+            line.peer != self.me and line.peer.id != GUEST and not line.said_goodbye
+            for line in list(self.serving.lines)
+        )
 
     def answer(self, id: int, value: Any) -> Frame:
         """The frame that answers a question of our own with a value."""
@@ -514,6 +571,10 @@ class Agent:
     def calling(self) -> list[Calling]:
         """The lines that this worker has opened, and that are not lost."""
         return [line for link in list(self._links.values()) if (line := link.open) is not None]
+
+    def transport_memory(self) -> dict[str, int]:
+        """Bytes of shared memory that carry large tensors."""
+        return self._transport.memory()
 
     def close(self, wait: float) -> None:
         """Close everything, now. Waits at most ``wait`` seconds for functions that still run here."""
@@ -550,6 +611,10 @@ class Agent:
         self._transport.abandon()
 
 
+def _nothing_to_see(topic: str, arguments: Mapping[str, Any]) -> Any:
+    raise MisuseError(f"this worker has nothing to say about {topic!r}")
+
+
 def _abandon_in_children(agent: Agent) -> None:
     reference = weakref.ref(agent)
 
@@ -559,8 +624,3 @@ def _abandon_in_children(agent: Agent) -> None:
             living.abandon()
 
     os.register_at_fork(after_in_child=abandon)
-
-
-def name_for_people(function: Any) -> str:
-    """What error messages call it."""
-    return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)

@@ -21,17 +21,18 @@ reads, are completed elsewhere (`completions`).
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from backhaul.agent.activity import Description, Wait
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line, push
 from backhaul.agent.link_state import MOST_HELD, SMALL, LinkState
-from backhaul.agent.observing import Came, HandedOut, LinkLost, Losing, Read, Resumes, Sent, Settled, Waits
+from backhaul.agent.observing import Came, HandedOut, Issued, LinkLost, Losing, Read, Resumes, Sent, Settled, Waits
 from backhaul.agent.pending import Slot
 from backhaul.agent.waiting import Vigil, Vigils, Waiter
 from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError, WorkerUnresponsiveError
@@ -91,6 +92,7 @@ class Calling(Line):
         unresponsive_after: float | None,
         deliver: Callable[[Line, Envelope], None],
         on_lost: Callable[[Calling, WorkerLostError], None],
+        ids: Iterator[int],
     ) -> None:
         super().__init__(peer, channel, serving)
         self._execution = execution
@@ -100,7 +102,7 @@ class Calling(Line):
         self._patience = math.inf if unresponsive_after is None else unresponsive_after
         self._deliver = deliver
         self._on_lost = on_lost
-        self._ids = itertools.count(1)
+        self._ids = ids
         self._state: LinkState[Sleeper] = LinkState(self._patience)  # guarded by _lock
         self._urgent: set[int] = set()  # slots whose futures have callbacks; some may be done
         self.lost: WorkerLostError | None = None
@@ -130,6 +132,8 @@ class Calling(Line):
     def ask(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Any:
         """Send a request and return its reply's value, or raise."""
         slot = Slot(next(self._ids), what, deadline, is_call)
+        if self._serving.observers.active:
+            self._issue(slot)
         self._request(slot, make(slot.id), watched=False)
         if not slot.done:
             self.wait(slot)
@@ -140,9 +144,15 @@ class Calling(Line):
         slot = Slot(next(self._ids), what, deadline, is_call)
         future = _Reply(self, slot)
         slot.future = future
+        if self._serving.observers.active:
+            self._issue(slot)
         self._request(slot, make(slot.id), watched=True)
         self._watch.look_after(self, deadline)
         return future
+
+    def _issue(self, slot: Slot) -> None:
+        issued = Issued(peer=self.peer.name, call=slot.id, what=slot.what, is_call=slot.is_call)
+        self._serving.observers.emit(issued)
 
     def _request(self, slot: Slot, frame: Frame, *, watched: bool) -> None:
         with self._lock:
@@ -287,9 +297,13 @@ class Calling(Line):
         handling = self._serving.about_to_wait()
         if observers.active:
             observers.emit(Waits(slot=slot))
+        waiting = self._serving.activity.waiting
+        thread = get_ident()
+        before = waiting.get(thread)
+        now = time.monotonic()
+        waiting[thread] = Wait(partial(self._describe, slot), now, before)
         try:
             while not slot.done:
-                now = time.monotonic()
                 timeout = min(slot.deadline - now, self._patience / 4)
                 reads = self._state.reads
                 if timeout <= 0:
@@ -300,15 +314,24 @@ class Calling(Line):
                     self.finish_reading(token, None if timeout == math.inf else timeout)
                 else:
                     self._sleep(slot, timeout)
-                if not slot.done and self._state.reads == reads and time.monotonic() - now >= self._patience / 4:
-                    self.check_alive()
+                if not slot.done:
+                    began, now = now, time.monotonic()
+                    if self._state.reads == reads and now - began >= self._patience / 4:
+                        self.check_alive()
         finally:
+            if before is None:
+                del waiting[thread]
+            else:
+                waiting[thread] = before
             if unread:
                 self._watch.take_over()
             if observers.active:
                 observers.emit(Resumes(slot=slot))
             if handling:
                 self._serving.resumed()
+
+    def _describe(self, slot: Slot) -> Description:
+        return {"kind": "reply", "peer": self.peer.name, "call": slot.id, "what": slot.what, "deadline": slot.deadline}
 
     def _sleep(self, slot: Slot, timeout: float) -> None:
         """Sleep until the reply or the role of the reader comes to this thread."""
@@ -512,11 +535,24 @@ class Calling(Line):
         self._count_settled(slot)
 
     def _open_reply(self, slot: Slot) -> Any:
+        if self._serving.observers.active:
+            return self._open_observed(slot)
         if slot.envelope is not None:
+            return self._execution.open(slot.envelope, self.peer)
+        self._raise(slot)
+
+    def _open_observed(self, slot: Slot) -> Any:
+        failed = True
+        try:
+            if slot.envelope is None:
+                self._raise(slot)
             value = self._execution.open(slot.envelope, self.peer)
-            if self._serving.observers.active:
-                self._serving.observers.emit(Settled(peer=self.peer.name))
-            return value
+            failed = False
+        finally:
+            self._serving.observers.emit(Settled(peer=self.peer.name, call=slot.id, failed=failed))
+        return value
+
+    def _raise(self, slot: Slot) -> NoReturn:
         error, slot.error = slot.error or ProtocolError("a request ended without a reply"), None
         try:
             raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Coroutine
@@ -12,15 +13,25 @@ from typing import Any, Protocol
 
 import torch
 
+from backhaul.agent.activity import Activity, Late
 from backhaul.agent.future import Future
-from backhaul.agent.observing import Encoded, Invoked, Observers, Packed, RecvRecorded, Returned, SendRecorded
+from backhaul.agent.observing import (
+    Encoded,
+    FinishedLate,
+    Invoked,
+    Observers,
+    Packed,
+    RecvRecorded,
+    Returned,
+    SendRecorded,
+)
 from backhaul.agent.recording import NoRecording, Recording, Tensors
 from backhaul.agent.traffic import NoTraffic, Traffic
 from backhaul.errors import MisuseError, RemoteError, RemoteTraceback, UnsendableError, user_frames
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Failed, Failure, Mark, Refs, Result
+from backhaul.wire.messages import KIND_OF, Failed, Failure, Mark, Refs, Result
 from backhaul.wire.trees import ATOMS, Packing
 from backhaul.wire.values import Codec
 
@@ -41,6 +52,7 @@ class Execution:
     def __init__(self, me: WorkerInfo, codec: Codec, enter: Callable[[], None], max_message_bytes: int) -> None:
         self.traffic: Traffic = NoTraffic()
         self.observers = Observers()
+        self.activity = Activity()
         self.recording: Recording = NoRecording()
         self.on_failure: Callable[[BaseException, str], BaseException] | None = None
         """Told of each exception that goes to another worker, with the text of its traceback; what goes instead."""
@@ -63,11 +75,23 @@ class Execution:
         try:
             value, later = self.execute(envelope, to.peer)
             if later:
-                follow(value, lambda done: send_late(self._reply(id, done, to, asked)))
+                key = (to.peer.id, id)
+                self.activity.late[key] = Late(to.peer, envelope.message, time.monotonic())
+                follow(value, lambda done: self._finish_late(key, done, to, asked, send_late))
                 return None
             return self.result(id, value, to, asked)
         except BaseException as error:
             return self.failure(id, error, to)
+
+    def _finish_late(
+        self, key: tuple[int, int], done: Any, to: Peer, asked: Mark | None, send_late: Callable[[Frame], None]
+    ) -> None:
+        frame = self._reply(key[1], done, to, asked)
+        self.activity.late.pop(key, None)
+        if self.observers.active:
+            failed = frame.pieces[0][3] == KIND_OF[Failure]
+            self.observers.emit(FinishedLate(peer=to.peer.name, call=key[1], failed=failed))
+        send_late(frame)
 
     def execute(self, envelope: Envelope, sender: WorkerInfo) -> tuple[Any, bool]:
         """Run the function of a request. ``(value, False)``, or ``(a future of the value, True)``."""
@@ -82,11 +106,7 @@ class Execution:
     def invoke(self, context: contextvars.Context, function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Run a function in a context. ``(value, False)``, or ``(a future of the value, True)``."""
         if self.observers.active:
-            self.observers.emit(Invoked())
-            try:
-                value = context.run(function, *args, **kwargs)
-            finally:
-                self.observers.emit(Returned())
+            value = self._observed(context, function, args, kwargs)
         else:
             value = context.run(function, *args, **kwargs)
         if type(value) is types.CoroutineType:
@@ -100,6 +120,16 @@ class Execution:
                 f"returned a {type(value).__name__}"
             )
         return value, True
+
+    def _observed(self, context: contextvars.Context, function: Any, args: Any, kwargs: Any) -> Any:
+        self.observers.emit(Invoked(what=name_for_people(function)))
+        failed = True
+        try:
+            value = context.run(function, *args, **kwargs)
+            failed = False
+        finally:
+            self.observers.emit(Returned(failed=failed))
+        return value
 
     def unpack(self, envelope: Envelope, sender: WorkerInfo) -> Any:
         """The value of a message's tree."""
@@ -268,6 +298,11 @@ class Execution:
             loop.run_forever()
         finally:
             loop.close()
+
+
+def name_for_people(function: Any) -> str:
+    """What errors and pictures call a function."""
+    return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
 
 
 def follow(future: Any, done: Callable[[Any], None]) -> None:

@@ -11,12 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from backhaul.agent.observing import Sent
 from backhaul.errors import RpcTimeoutError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
+from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SEND_POLL = 0.1
+
+
+def named(line: Line, envelope: Envelope) -> dict[str, Any]:
+    """What observers are told about a message."""
+    message = envelope.message
+    return {"peer": line.peer.name, "kind": type(message).__name__, "call": getattr(message, "id", 0)}
 
 
 class Line:

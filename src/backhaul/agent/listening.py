@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from backhaul.agent.line import Line
+from backhaul.agent.line import Line, named
 from backhaul.agent.observing import Queued, Starts, Stops
 from backhaul.agent.waiting import Vigil, Vigils
 from backhaul.errors import ProtocolError
@@ -114,8 +114,8 @@ class Listeners:
             except IndexError:  # a tick has just given them to the pool
                 return
             if self._observers.active:
-                self._observers.emit(Starts())
-            self._handlers[type(envelope.message)](line, envelope)
+                self._observers.emit(Starts(**named(line, envelope)))
+            self._serving.handle(line, envelope)
             if self._observers.active:
                 self._observers.emit(Stops())
 

@@ -7,15 +7,21 @@ private ones. Nothing is made while nobody observes: the places that emit ask ``
 An observer is called on the thread on which the thing happens, in the middle of it. So it must be quick, must not raise
 and must not call the worker. Some locks of the worker may be held.
 
-    calls       Asked ─► Packed ─► Encoded ─► Sent
+    calls       Asked ─► Packed ─► Issued ─► Encoded ─► Sent
                 ─► (peer: Read ─► Began ─► Invoked ─► Returned ─► Packed ─► Encoded ─► Ended ─► Sent)
                 ─► Read ─► Came ─► HandedOut ─► Settled
-                and, in a context, SendRecorded after Packed, RecvRecorded before Invoked and Settled
+                and, in a context, SendRecorded after Issued, RecvRecorded before Invoked and Settled
+                and, if the function goes on after its request has been handled, FinishedLate at the peer
     threads     Waits ─► Resumes             Queued ─► Starts ─► Stops
     passes      PassBegan ─► Planned ─► RunBegan ─► RunEnded ─► … ─► PassEnded          GateWaits ─► GateOpens
-    runs        RunBegan ─► TorchBegan ─► RecvReached ─► Encoded ─► Sent ─► TorchEnded ─► Stored ─► RunEnded
+    runs        RunBegan ─► TorchBegan ─► RecvReached ─► GradientsSent ─► Encoded ─► Sent
+                ─► TorchEnded ─► Stored ─► RunEnded
+                ─► (peer: GradientsCame ─► RunBegan, or GateOpens)
     references  RefMade ─► RefFreed
     links       LinkUp ─► LinkLost
+
+Two workers name the same thing alike. A request has a number that its sender gives to no other request: with the
+sender's name, it names the call on both sides (``call``). Gradients are named by their pass and their sources.
 """
 
 from __future__ import annotations
@@ -43,6 +49,16 @@ class Asked(Event, frozen=True, gc=False):
 
     peer: str
     what: str
+
+
+class Issued(Event, frozen=True, gc=False):
+    """A request to a peer has its number. The frame is made now."""
+
+    peer: str
+    call: int
+    what: str
+    is_call: bool
+    """A call of the user's, not a question of our own."""
 
 
 class Packed(Event, frozen=True, gc=False):
@@ -100,6 +116,8 @@ class Began(Event, frozen=True, gc=False):
 
     peer: str
     kind: str
+    call: int = 0
+    """The number of the request, if it is one."""
 
 
 class Ended(Event, frozen=True, gc=False):
@@ -108,20 +126,35 @@ class Ended(Event, frozen=True, gc=False):
     peer: str
     kind: str
     replies: bool
+    call: int = 0
+
+
+class FinishedLate(Event, frozen=True, gc=False):
+    """A call has its result only now, after its request was handled: it is a coroutine, or returned a future."""
+
+    peer: str
+    call: int
+    failed: bool
 
 
 class Invoked(Event, frozen=True, gc=False):
     """The user's function is called now; its arguments have been unpacked."""
 
+    what: str
+
 
 class Returned(Event, frozen=True, gc=False):
     """The user's function has returned, or raised."""
 
+    failed: bool
+
 
 class Settled(Event, frozen=True, gc=False):
-    """A reply's value has been unpacked, for the thread that waits or the future."""
+    """A request has its outcome: the value of its reply has been unpacked, or an exception is raised instead."""
 
     peer: str
+    call: int
+    failed: bool
 
 
 class Waits(Event, frozen=True, gc=False):
@@ -141,7 +174,11 @@ class Queued(Event, frozen=True, gc=False):
 
 
 class Starts(Event, frozen=True, gc=False):
-    """A job begins on this thread."""
+    """A job begins on this thread. If it is a message, these tell which; see `Began`."""
+
+    peer: str = ""
+    kind: str = ""
+    call: int = 0
 
 
 class Stops(Event, frozen=True, gc=False):
@@ -172,6 +209,7 @@ class Planned(Event, frozen=True, gc=False):
 class RunBegan(Event, frozen=True, gc=False):
     """A component of a pass is about to be run."""
 
+    context: int
     backward: int
     sources: tuple[int, ...]
 
@@ -194,6 +232,22 @@ class RecvReached(Event, frozen=True, gc=False):
 
     backward: int
     peer: str
+
+
+class GradientsSent(Event, frozen=True, gc=False):
+    """Gradients of a pass are about to leave, for these tensors of the peer's."""
+
+    backward: int
+    peer: str
+    sources: tuple[int, ...]
+
+
+class GradientsCame(Event, frozen=True, gc=False):
+    """Gradients of a pass have come, for these tensors of this worker's."""
+
+    backward: int
+    peer: str
+    sources: tuple[int, ...]
 
 
 class TorchEnded(Event, frozen=True, gc=False):

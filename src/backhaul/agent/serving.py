@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from backhaul.agent.line import Line
+from backhaul.agent.activity import Activity, Description
+from backhaul.agent.line import Line, named
 from backhaul.agent.observing import Began, Ended, LinkLost, Observers, Queued, Read, Resumes, Starts, Stops, Waits
 from backhaul.agent.pool import Pool
 from backhaul.agent.role import Role
@@ -125,12 +126,10 @@ class Served(Line):
                 if watch.asleep:
                     watch.wake()
                 if observers.active:
-                    observers.emit(Began(peer=self.peer.name, kind=type(envelope.message).__name__))
+                    observers.emit(Began(**named(self, envelope)))
                 frame = handle(self, envelope)
                 if observers.active:
-                    observers.emit(
-                        Ended(peer=self.peer.name, kind=type(envelope.message).__name__, replies=frame is not None)
-                    )
+                    observers.emit(Ended(**named(self, envelope), replies=frame is not None))
                 state.handling = False
                 state.lead = None
                 with self._lock:
@@ -224,12 +223,19 @@ class Serving:
     """All lines that peers have opened to a worker, and the rules for its threads."""
 
     def __init__(
-        self, pool: Pool, watch: Watch, handle: Handler, num_worker_threads: int, observers: Observers
+        self,
+        pool: Pool,
+        watch: Watch,
+        handle: Handler,
+        num_worker_threads: int,
+        observers: Observers,
+        activity: Activity,
     ) -> None:
         self.pool = pool
         self.watch = watch
         self.handle = handle
         self.observers = observers
+        self.activity = activity
         self.on_end: Callable[[Served, Exception], None] = lambda line, error: None
         self.guard: Guard | None = None
         """Judges each message before it is handled, in the order of reading, if peers are not trusted with all."""
@@ -280,7 +286,7 @@ class Serving:
 
     def _run(self, line: Line, envelope: Envelope) -> None:
         if self.observers.active:
-            self.observers.emit(Starts())
+            self.observers.emit(Starts(**named(line, envelope)))
         self.state.handling = True
         try:
             frame = self.handle(line, envelope)
@@ -317,13 +323,17 @@ class Serving:
         self.detached.add(threading.get_ident())
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Inside, the calling thread waits for something other than a reply that only peers can bring about."""
+    def pause(self, describe: Callable[[], Description]) -> Iterator[None]:
+        """Inside, the calling thread waits for something other than a reply that only peers can bring about.
+
+        ``describe()`` says what it is, for people.
+        """
         handling = self.about_to_wait()
         if self.observers.active:
             self.observers.emit(Waits())
         try:
-            yield
+            with self.activity.waits(describe):
+                yield
         finally:
             if self.observers.active:
                 self.observers.emit(Resumes())

@@ -28,7 +28,18 @@ import torch
 
 from backhaul.agent.agent import Agent
 from backhaul.agent.line import Line
-from backhaul.agent.observing import PassBegan, PassEnded, Planned, RunBegan, RunEnded, Stored, TorchBegan, TorchEnded
+from backhaul.agent.observing import (
+    GradientsCame,
+    GradientsSent,
+    PassBegan,
+    PassEnded,
+    Planned,
+    RunBegan,
+    RunEnded,
+    Stored,
+    TorchBegan,
+    TorchEnded,
+)
 from backhaul.autograd import functions, gradients, node_hooks
 from backhaul.autograd.contexts import Contexts, Record, current, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
@@ -145,7 +156,7 @@ class Engine:
                     self._ask(running, self._me.id)
                 for component in components:
                     self.run(share, component)
-                with self.agent.serving.pause():
+                with self.agent.serving.pause(running.describe):
                     if not running.wait(
                         self.agent,
                         listener,
@@ -196,7 +207,8 @@ class Engine:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
         observers = self.agent.observers
         if observers.active:
-            observers.emit(RunBegan(backward=share.backward.id, sources=tuple(component.sources)))
+            sources = tuple(component.sources)
+            observers.emit(RunBegan(context=share.backward.context, backward=share.backward.id, sources=sources))
         try:
             run = self._run(share, component)
         except BaseException as error:
@@ -215,6 +227,8 @@ class Engine:
         # The gradients that go to the starter take the report along.
         late = run.late
         message = late.message(share.backward, tuple(component.sources), tuple(emitted))
+        if observers.active:
+            observers.emit(GradientsSent(backward=share.backward.id, peer=late.to.name, sources=message.sources))
         try:
             self._tell(share, share.starter, message, late.tensors)
         except BackhaulError as error:
@@ -558,6 +572,9 @@ class Engine:
             if send is None or send.to.id != line.peer.id:
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {line.peer.name!r}")
         share.got_from(line.peer.id)
+        if self.agent.observers.active:
+            came = GradientsCame(backward=share.backward.id, peer=line.peer.name, sources=message.sources)
+            self.agent.observers.emit(came)
         if message.consumed:
             self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
         components, ask = share.arrive(_gradients(message, envelope))

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from backhaul.agent.activity import Description
 from backhaul.agent.agent import Agent
 from backhaul.agent.listening import Listener
 from backhaul.autograd.completion import Ledger
@@ -63,6 +64,11 @@ class Running:
         """Ranks of the workers that have not reported, as far as is known here."""
         with self._lock:
             return sorted({rank_of(source) for source in self._ledger.open if source != ROOT})
+
+    def describe(self) -> Description:
+        """What the thread of `backward` waits for."""
+        backward = self.share.backward
+        return {"kind": "pass", "context": backward.context, "backward": backward.id, "ranks": self.busy}
 
     def give(self, component: Component) -> None:
         """Let the thread that waits for the pass run this."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from backhaul.agent.agent import Agent
-from backhaul.agent.observing import RecvReached
+from backhaul.agent.observing import GradientsSent, RecvReached
 from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import SMALL, Component
 from backhaul.autograd.share import Share
@@ -147,5 +147,9 @@ class Run:
     def _post(self, parcel: _Parcel) -> None:
         if self._rides and not self._recvs and parcel.to.id == self.share.starter and parcel.nbytes <= _MAX_HELD_BYTES:
             self.late = parcel
-        else:
-            self._tell(self.share, parcel.to.id, parcel.message(self.share.backward), parcel.tensors)
+            return
+        message = parcel.message(self.share.backward)
+        if self._agent.observers.active:
+            sent = GradientsSent(backward=self.share.backward.id, peer=parcel.to.name, sources=message.sources)
+            self._agent.observers.emit(sent)
+        self._tell(self.share, parcel.to.id, message, parcel.tensors)

@@ -6,11 +6,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
+from backhaul.agent.activity import Description
 from backhaul.agent.agent import Agent
 from backhaul.agent.listening import Listener
 from backhaul.agent.observing import GateOpens, GateWaits
@@ -19,6 +21,7 @@ from backhaul.autograd.functions import NOTHING, ROOT, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
 from backhaul.autograd.part import Part, Source
 from backhaul.errors import ContextError, RpcTimeoutError, fresh, kept
+from backhaul.ids import WorkerInfo
 from backhaul.wire.messages import Pass
 
 Gradients = Sequence[torch.Tensor | None]
@@ -162,7 +165,7 @@ class Share:
         observers = agent.observers
         if observers.active:
             observers.emit(GateWaits(backward=self.backward.id, source=source))
-        with agent.serving.pause():
+        with agent.serving.pause(partial(self._describe, source, to)):
             while True:
                 timeout = min(self.deadline - time.monotonic(), self.check_every, threading.TIMEOUT_MAX)
                 self._wait_for(source, agent, listener, timeout)
@@ -179,6 +182,15 @@ class Share:
                         f"{to.name!r} have not come back"
                     )
                 check()
+
+    def _describe(self, source: int, to: WorkerInfo) -> Description:
+        return {
+            "kind": "gate",
+            "peer": to.name,
+            "context": self.backward.context,
+            "backward": self.backward.id,
+            "source": source,
+        }
 
     def _wait_for(self, source: int, agent: Agent, listener: Listener | None, timeout: float) -> None:
         """Wait at a gate. The thread of `backward` reads meanwhile; another one is woken by the thread that does."""

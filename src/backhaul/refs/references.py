@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from backhaul.agent.agent import Agent, To, name_for_people
-from backhaul.agent.execution import ASYNC_MARK, Execution, follow
+from backhaul.agent.agent import Agent, To
+from backhaul.agent.execution import ASYNC_MARK, Execution, follow, name_for_people
 from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
@@ -150,7 +150,9 @@ class References:
         if not cell.ready:
             handling = self._agent.serving.about_to_wait()
             try:
-                if not cell.wait(deadline):
+                with self._agent.activity.waits(lambda: {"kind": "value", "ref": str(ref)}):
+                    made = cell.wait(deadline)
+                if not made:
                     raise RpcTimeoutError(f"RPC ran for more than set timeout: the value {ref} has not been made yet")
             finally:
                 if handling:

@@ -26,6 +26,15 @@ class Channel(ABC):
     One thread at a time may write, and one at a time may read; the agent sees to that.
     """
 
+    path = "memory"
+    """How the bytes go, for people: ``memory``, ``unix`` or ``tls``."""
+    sent = 0
+    """Bytes that were written, without those in segments."""
+    shared = 0
+    """Bytes that went in segments of shared memory."""
+    received = 0
+    """Bytes that were read, without those in segments."""
+
     @abstractmethod
     def fileno(self) -> int:
         """A descriptor that is readable when `read` would find something."""
@@ -137,6 +146,10 @@ class Transport(ABC):
 
     def when_used(self, callback: Callable[[], None]) -> None:  # noqa: B027 most have nothing to trim
         """Have ``callback`` called when there is something to `trim` after there was nothing."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of shared memory that this worker has made for large tensors, and how many segments they are in."""
+        return {"bytes": 0, "segments": 0}
 
     @abstractmethod
     def close(self) -> None:

@@ -89,6 +89,7 @@ class MemoryChannel(Channel):
         if self._ended or self.peer is None:
             raise ChannelClosed("the channel ended")
         self._network.post(self.peer, bytes(frame))
+        self.sent += frame.size
         return True
 
     def flush(self) -> bool:
@@ -118,6 +119,7 @@ class MemoryChannel(Channel):
             if data == END:
                 self._ended = True
                 raise ChannelClosed("the connection ended")
+            self.received += len(data)
             messages = self._decoder.receive_data(data)
             self._ready.extend(messages)
             self._network.taken(self, len(messages))

@@ -150,6 +150,11 @@ class Budget:
         """All of them. Under the lock."""
         return [segment for lending in list(self.lendings) for segment in lending.segments]
 
+    def memory(self) -> dict[str, int]:
+        """Bytes of the segments that have been touched, and how many segments there are."""
+        with self.lock:
+            return {"bytes": self.warm, "segments": len(self.segments())}
+
     def trim(self) -> float:
         """Free what has not been used for a while; after how many seconds there will be more, or infinity."""
         now = time.monotonic()

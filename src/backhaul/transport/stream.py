@@ -58,6 +58,8 @@ def host_id() -> str:
 class StreamChannel(Channel):
     """Frames over a connected socket. Over a unix socket, large tensors in segments."""
 
+    path = "unix"
+
     def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
         self._socket = sock
         shares = sock.family == sockets.UNIX and segments.are_possible()
@@ -78,6 +80,7 @@ class StreamChannel(Channel):
         pieces = frame.pieces
         if len(pieces) > 1:
             return self._write_large(frame)
+        self.sent += frame.size
         try:
             sent = self._socket.send(pieces[0], SEND_FLAGS)
         except BlockingIOError:
@@ -91,7 +94,10 @@ class StreamChannel(Channel):
 
     def _write_large(self, frame: Frame) -> bool:
         if frame.keep and self._lending is not None:
+            size = frame.size
             frame, self._passing = self._lending.place(frame)
+            self.shared += size - frame.size
+        self.sent += frame.size
         self._unsent = [memoryview(piece) for piece in frame.pieces]
         self._keep = frame.keep
         return self.flush()
@@ -133,6 +139,7 @@ class StreamChannel(Channel):
             raise closed(error) from error
         if not count:
             raise ChannelClosed("the connection ended")
+        self.received += count
         self._decoder.wrote(count)
         return True
 
@@ -325,6 +332,9 @@ class StreamTransport(Transport):
 
     def trim(self) -> float:
         return self._budget.trim()
+
+    def memory(self) -> dict[str, int]:
+        return self._budget.memory()
 
     def when_used(self, callback: Callable[[], None]) -> None:
         self._budget.on_use = callback

@@ -98,6 +98,8 @@ class TlsLine(Line):
 class TlsChannel(Channel):
     """Frames over a connection with TLS, after the handshake."""
 
+    path = "tls"
+
     def __init__(self, sock: socket.socket, tunnel: Tunnel, options: RpcOptions) -> None:
         self._socket = sock
         self._lock = threading.Lock()  # around what uses these three:
@@ -120,6 +122,7 @@ class TlsChannel(Channel):
 
     def write(self, frame: Frame) -> bool:
         pieces = frame.pieces
+        self.sent += frame.size
         if len(pieces) > 1 or frame.size > RECORD:
             self._plain = _joined(pieces)
             self._keep = frame.keep
@@ -191,6 +194,7 @@ class TlsChannel(Channel):
             raise closed(error) from error
         if not count:
             raise self._problem or ChannelClosed("the connection ended")
+        self.received += count
         with self._lock:
             self._incoming.write(chunk[:count])
         if count == len(chunk) < _CHUNK:

@@ -270,6 +270,14 @@ class Inquire(msgspec.Struct, frozen=True, array_like=True):
     contexts: tuple[int, ...]
 
 
+class Inspect(msgspec.Struct, frozen=True, array_like=True):
+    """A request for what a worker knows about itself; it changes nothing there. ``arguments`` are plain data."""
+
+    id: int
+    topic: str
+    arguments: dict[str, Any] = {}
+
+
 Message = (
     Call
     | Result
@@ -291,6 +299,7 @@ Message = (
     | Check
     | Leave
     | Inquire
+    | Inspect
 )
 
 KINDS: dict[int, type[Any]] = {
@@ -314,6 +323,7 @@ KINDS: dict[int, type[Any]] = {
     18: Check,
     19: Leave,
     20: Inquire,
+    21: Inspect,
 }
 """The kind byte of a frame -> the message in it. Numbers are never reused."""
 

@@ -1,0 +1,198 @@
+"""Guest: looks at the workers of a cluster from outside. It is not a member, makes no calls and changes nothing.
+
+On the same machine the kernel vouches for the guest: a worker shows itself to processes of its own user. From another
+host, the guest needs the cluster's key, as a worker would.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from backhaul.errors import BackhaulError, MisuseError, ProtocolError, RemoteError, RpcTimeoutError, WorkerLostError
+from backhaul.ids import GUEST, Addresses, WorkerInfo
+from backhaul.options import RpcOptions
+from backhaul.security.handshake import Hello
+from backhaul.transport.base import ChannelClosed, Transport
+from backhaul.transport.stream import RUNTIME_DIR_VARIABLE, StreamTransport, host_id
+from backhaul.wire.frames import encode
+from backhaul.wire.messages import Failure, Inspect
+from backhaul.wire.values import Codec
+
+PATIENCE = 5.0
+"""Seconds that a worker has to answer a question."""
+
+_codec = Codec(strict=True)  # what a worker answers is data, and nothing of it is run here
+
+
+class Member(NamedTuple):
+    """A worker of the cluster, and where it can be reached."""
+
+    info: WorkerInfo
+    addresses: Addresses
+
+
+class Guest:
+    """A connection to one worker. Thread-safe; questions are asked one after another."""
+
+    def __init__(self, addresses: Addresses, transport: Transport, seconds: float = PATIENCE) -> None:
+        """Connect. Raises `WorkerLostError` if nobody is there, `AuthenticationError` if the worker refuses."""
+        hello = Hello("", GUEST, "guest", GUEST)
+        self._lock = threading.Lock()
+        self._number = 0
+        try:
+            self._channel, welcome = transport.connect(addresses, hello, time.monotonic() + seconds)
+        except (ChannelClosed, TimeoutError) as error:
+            raise WorkerLostError(f"no worker answers at {addresses.unix or addresses.tcp}: {error}", "") from error
+        self.info = WorkerInfo(welcome.id, welcome.name)
+
+    def ask(self, topic: str, seconds: float = PATIENCE, **arguments: Any) -> Any:
+        """The answer of the worker. Raises `WorkerLostError`, `RpcTimeoutError`, or `RemoteError`."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            self._number += 1
+            try:
+                self._write(Inspect(self._number, topic, arguments), deadline)
+                return self._await(self._number, deadline)
+            except ChannelClosed as error:
+                raise WorkerLostError(f"worker {self.info.name!r} is lost: {error}", self.info.name) from error
+
+    def _write(self, message: Inspect, deadline: float) -> None:
+        done = self._channel.write(encode(message))
+        while not done:
+            self._channel.wait(read=False, write=True, timeout=self._left(deadline))
+            done = self._channel.flush()
+
+    def _await(self, number: int, deadline: float) -> Any:
+        while True:
+            envelope = self._channel.next()
+            if envelope is None:
+                self._channel.read(self._left(deadline))
+                continue
+            reply = envelope.message
+            if getattr(reply, "id", None) != number:
+                continue  # it answers a question that took too long
+            if isinstance(reply, Failure):
+                raise RemoteError(
+                    f"{reply.type_name} on worker {reply.worker!r}: {reply.text}",
+                    reply.worker,
+                    reply.type_name,
+                    reply.traceback,
+                )
+            return _codec.unpack(reply.tree, envelope.tensors)
+
+    def _left(self, deadline: float) -> float:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise RpcTimeoutError(f"worker {self.info.name!r} has not answered in time: it hangs, or is very busy")
+        return left
+
+    def close(self) -> None:
+        self._channel.shutdown()
+        self._channel.close()
+
+
+def transport_for(options: RpcOptions | None = None) -> StreamTransport:
+    """How a guest reaches workers, with the key that the options or the environment name, if there is one."""
+    transport = StreamTransport(RpcOptions() if options is None else options)
+    transport.introduce("guest")
+    return transport
+
+
+def members(guest: Guest) -> list[Member]:
+    """The workers of the cluster that a guest has a connection to."""
+    found = guest.ask("members")
+    try:
+        return [
+            Member(WorkerInfo(each["rank"], each["name"]), msgspec.convert(each["addresses"], Addresses))
+            for each in found["members"]
+        ]
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"worker {guest.info.name!r} does not say who is in its group: {error}") from error
+
+
+def sockets_here() -> list[Path]:
+    """The sockets of this user's workers on this machine, the newest first."""
+    roots = {Path(tempfile.gettempdir()), Path("/tmp")}
+    directories = [path for root in roots for path in root.glob("backhaul-*")]
+    if RUNTIME_DIR_VARIABLE in os.environ:
+        directories.append(Path(os.environ[RUNTIME_DIR_VARIABLE]))
+    found: dict[Path, float] = {}
+    for directory in directories:
+        try:
+            status = directory.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                continue
+            for path in directory.iterdir():
+                status = path.stat()
+                if stat.S_ISSOCK(status.st_mode):
+                    found[path] = status.st_mtime
+        except OSError:  # it has just been removed
+            continue
+    return sorted(found, key=lambda path: -found[path])
+
+
+def clusters_here(transport: Transport) -> dict[str, list[Member]]:
+    """The clusters of this user on this machine: their members, by the name of the group."""
+    found: dict[str, list[Member]] = {}
+    seen: set[str | None] = set()
+    for path in sockets_here():
+        if str(path) in seen:
+            continue
+        try:
+            guest = Guest(Addresses(host=host_id(), unix=str(path)), transport, seconds=1.0)
+        except BackhaulError:  # its worker is dead or does not want to be seen
+            continue
+        try:
+            group = guest.ask("members")["group"]
+            found[group] = members(guest)
+            seen.update(member.addresses.unix for member in found[group])
+        except BackhaulError:
+            continue
+        finally:
+            guest.close()
+    return found
+
+
+def find_cluster(where: str | None, options: RpcOptions | None = None) -> list[Member]:
+    """The members of the cluster at ``where``: ``host:port`` of one of its workers, or a directory with its sockets.
+
+    None means the only cluster of this user on this machine. Raises `MisuseError` if there is none, or several.
+    """
+    transport = transport_for(options)
+    if where is not None and not os.path.isdir(where):
+        host, colon, port = where.rpartition(":")
+        if not colon or not port.isdecimal():
+            raise MisuseError(f"{where!r} is neither a directory nor the host:port of a worker")
+        guest = Guest(Addresses(tcp=(host.strip("[]"), int(port))), transport)
+        try:
+            return members(guest)
+        finally:
+            guest.close()
+    clusters = clusters_here(transport)
+    if where is not None:
+        inside = os.path.abspath(where)
+        clusters = {
+            group: found
+            for group, found in clusters.items()
+            if any(os.path.dirname(member.addresses.unix or "") == inside for member in found)
+        }
+    if len(clusters) == 1:
+        return next(iter(clusters.values()))
+    if not clusters:
+        raise MisuseError(
+            "no running cluster of yours was found on this machine"
+            + (f" in {where}" if where is not None else "; give the host:port of a worker to look at another one")
+        )
+    listed = "\n".join(
+        f"  {os.path.dirname(found[0].addresses.unix or '')}: {', '.join(member.info.name for member in found)}"
+        for found in clusters.values()
+    )
+    raise MisuseError(f"several clusters of yours run on this machine; name the directory of one:\n{listed}")
