@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from backhaul.autograd.recording import Recorder
 from backhaul.errors import BackhaulError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.refs.rref import RRef
+from backhaul.remote_profile import backward as profiled
+from backhaul.remote_profile.profilers import is_on as profiler_is_on
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Inquire, Leave
@@ -64,7 +67,8 @@ class Autograd:
         into_grad, seconds = entry.into_grad(accumulate), entry.seconds(timeout)
         record = self.contexts.find(entry.check_id(context_id))
         chosen = entry.choose(entry.fetch(roots, record.id), grad_tensors)
-        self.engine.backward(record, *chosen, retain_graph=bool(retain_graph), into_grad=into_grad, timeout=seconds)
+        with profiled.recorded(self._agent) if profiler_is_on() else nullcontext():
+            self.engine.backward(record, *chosen, retain_graph=bool(retain_graph), into_grad=into_grad, timeout=seconds)
 
     def backward_of(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
         """See `RRef.backward`."""

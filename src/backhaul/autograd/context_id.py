@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from backhaul import current
+from backhaul.agent.agent import Agent
 from backhaul.autograd.contexts import Record
 from backhaul.autograd.entry import Root
 from backhaul.autograd.graph import Node
-from backhaul.errors import ProtocolError
+from backhaul.drawing.drawing import Drawing, LayoutName, check_path
+from backhaul.drawing.picture import mentioned
+from backhaul.errors import BackhaulError, OptionError, ProtocolError
+from backhaul.wire.messages import Inspect
+
+_PATIENCE = 3.0
+"""Seconds that the other workers of a context have to tell their parts of it, all together."""
+
+Part = dict[str, Any]
 
 
 class ContextId(int):
@@ -59,6 +73,92 @@ class ContextId(int):
         """Ranks of the workers to which this one has sent messages of the context."""
         return set(self._record().told)
 
+    def draw(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        roots: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        layout: LayoutName | None = None,
+        timeout: float = _PATIENCE,
+    ) -> Drawing:
+        """Draw the graph that the workers of this context have recorded. A notebook shows what is returned.
+
+        - ``path``: a file to write, .svg, .dot or .gv; .png and .pdf need Graphviz.
+        - ``roots``: tensors of this worker, such as the loss, whose graph is drawn as well. By default those of the
+          latest backward pass: before one, Backhaul does not know what becomes of a received tensor here.
+        - ``layout``: ``"dot"`` for Graphviz, ``"own"`` for Backhaul's own; by default Graphviz if it is installed.
+        - ``timeout`` in seconds: a worker that has not answered until then is drawn as such.
+
+        Raises `ContextError` after the context's end.
+        """
+        if path is not None:
+            check_path(path)
+        if isinstance(roots, torch.Tensor):
+            roots = [roots]
+        elif roots is not None and not all(isinstance(root, torch.Tensor) for root in roots):
+            raise OptionError("roots must be a tensor of this worker, or a list of them")
+        self._record()
+        drawing = Drawing(_gather(current.worker().agent, int(self), roots, timeout), layout)
+        if path is not None:
+            drawing.save(path)
+        return drawing
+
+    def _repr_svg_(self) -> str | None:
+        """What a notebook shows; None, so that it shows the number, if there is no such context here (any more)."""
+        try:
+            return self.draw().svg
+        except BackhaulError:
+            return None
+
     def _record(self) -> Record:
         record: Record = current.worker().autograd.contexts.find(self)
         return record
+
+
+def _gather(agent: Agent, id: int, roots: Sequence[torch.Tensor] | None, timeout: float) -> list[Part]:
+    """The parts of a context of all workers that have one, as far as they answer in time."""
+    deadline = time.monotonic() + timeout
+    mine: Part = agent.inspect("context", {"id": id} if roots is None else {"id": id, "roots": list(roots)})
+    parts: dict[int, Part] = {agent.me.id: mine}
+    if agent.options.trust == "federation":  # peers do not show themselves
+        return [mine, *(_silent(rank, _name(mine, rank), "in a federation") for rank in mentioned(mine))]
+    answers: queue.SimpleQueue[tuple[int, Part]] = queue.SimpleQueue()
+    asked: dict[int, str] = {}
+
+    def ask(part: Part) -> None:
+        for rank in mentioned(part):
+            if rank not in parts and rank not in asked:
+                asked[rank] = _name(part, rank)
+                agent.pool.run(partial(_ask, agent, id, rank, asked[rank], deadline, answers))
+
+    ask(mine)
+    with agent.serving.pause(lambda: {"kind": "drawing", "ranks": sorted(asked.keys() - parts.keys())}):
+        while asked.keys() - parts.keys():
+            try:
+                rank, part = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            parts[rank] = part
+            ask(part)
+    late = f"within {timeout:g} s"
+    return [*parts.values(), *(_silent(rank, name, late) for rank, name in asked.items() if rank not in parts)]
+
+
+def _ask(
+    agent: Agent, id: int, rank: int, name: str, deadline: float, answers: queue.SimpleQueue[tuple[int, Part]]
+) -> None:
+    try:
+        info = agent.membership.find(rank).info
+        seconds = max(0.0, deadline - time.monotonic())
+        part = agent.insist(info, lambda number: Inspect(number, "context", {"id": id}), "its part", seconds)
+    except BackhaulError as error:
+        part = _silent(rank, name, str(error))
+    answers.put((rank, part))
+
+
+def _silent(rank: int, name: str, why: str) -> Part:
+    return {"rank": rank, "worker": name, "known": False, "error": why}
+
+
+def _name(part: Part, rank: int) -> str:
+    return dict(part["workers"]).get(rank, f"rank {rank}") if "workers" in part else f"rank {rank}"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -29,6 +31,7 @@ current: ContextVar[int | None] = ContextVar("backhaul_autograd_context", defaul
 """The id of the context that this thread, or coroutine, is in."""
 
 _REMEMBERED = 4096
+_NOTED = 1024
 # Leaves as many ids again to count up to; a process that has the rank of a dead one hardly meets its ids.
 _START_BITS = ID_BITS - 1
 
@@ -61,6 +64,36 @@ class Together:
         return tuple(edge for node in self._nodes for edge in node.next_functions)
 
 
+class Ran(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A run of torch's engine that is over. Times are those of `time.perf_counter_ns`."""
+
+    backward: int
+    sources: Sequence[int]
+    began: int
+    ended: int
+    waits: bool
+    """Whether gates of it had to wait: see `graph.Component`."""
+    failed: bool
+
+
+class Waited(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A wait at a gate that is over."""
+
+    backward: int
+    source: int
+    began: int
+    ended: int
+
+
+class Passed(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A backward pass that was started here and is over."""
+
+    backward: int
+    began: int
+    ended: int
+    error: str | None
+
+
 class Record:
     """A context, as one worker knows it. ``lock`` guards what is not said to be constant."""
 
@@ -90,6 +123,12 @@ class Record:
         """Rank of who told this worker of the context."""
         self.limit: int | None = None
         """How many recorded tensors may wait for their gradients, if a peer that has a quota has told of it."""
+        # For those who look at the context (`inspection.contexts`). Appending needs no lock.
+        self.ran: list[Ran] = []
+        self.waited: list[Waited] = []
+        self.passed: list[Passed] = []
+        self.roots: list[weakref.ref[torch.Tensor]] = []
+        """The roots of the latest pass that was started here, as long as the user keeps them."""
 
     def sent(self) -> dict[int, Node]:
         """The Sends of each message, by its id: a node, or several seen as one."""
@@ -111,6 +150,23 @@ class Record:
         """The graphs of these have been run, and freed."""
         for source in sources:
             self.unspent.pop(source, None)
+
+    def note_run(self, backward: int, sources: Sequence[int], began: int, waits: bool, failed: bool) -> None:
+        """A run that began at that time is over. Of many, the latest are kept; so too below."""
+        if len(self.ran) >= _NOTED:
+            del self.ran[: _NOTED // 2]
+        self.ran.append(Ran(backward, sources, began, time.perf_counter_ns(), waits, failed))
+
+    def note_wait(self, backward: int, source: int, began: int) -> None:
+        if len(self.waited) >= _NOTED:
+            del self.waited[: _NOTED // 2]
+        self.waited.append(Waited(backward, source, began, time.perf_counter_ns()))
+
+    def note_pass(self, backward: int, began: int, error: BaseException | None) -> None:
+        if len(self.passed) >= _NOTED:
+            del self.passed[: _NOTED // 2]
+        text = None if error is None else f"{type(error).__name__}: {error}"[:500]
+        self.passed.append(Passed(backward, began, time.perf_counter_ns(), text))
 
     def raise_floor(self, starter: int, floor: int) -> list[Share]:
         """Passes of that worker below ``floor`` are over: forgets them, and returns them. Under the lock."""

@@ -19,6 +19,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -143,6 +144,9 @@ class Engine:
         deadline = time.monotonic() + timeout
         running = self._begin(record, functions.start(roots), retain_graph, into_grad, deadline)
         share = running.share
+        record.roots = list(map(weakref.ref, roots))
+        began = time.perf_counter_ns()
+        failure: BaseException | None = None
         observers = self.agent.observers
         if observers.active:
             observers.emit(PassBegan(context=record.id, backward=share.backward.id))
@@ -171,11 +175,14 @@ class Engine:
                             + (f": {busy} has gradients to work on" if busy else "")
                         )
         except BaseException as error:
+            failure = error
             self.fail(share, error)
             self.agent.listeners.read_later(record.workers())
             raise
         finally:
             running.listener = share.listener = None
+            record.note_pass(share.backward.id, began, failure)
+            failure = None  # it refers to this frame
             if observers.active:
                 observers.emit(PassEnded(context=record.id, backward=share.backward.id, failed=share.failed))
             with self._lock:
@@ -209,6 +216,7 @@ class Engine:
         if observers.active:
             sources = tuple(component.sources)
             observers.emit(RunBegan(context=share.backward.context, backward=share.backward.id, sources=sources))
+        began = time.perf_counter_ns()
         try:
             run = self._run(share, component)
         except BaseException as error:
@@ -216,6 +224,7 @@ class Engine:
             return
         finally:
             component.leaves, component.recvs = (), {}
+            share.record.note_run(share.backward.id, component.sources, began, component.waits, share.failed)
             if observers.active:
                 observers.emit(RunEnded(backward=share.backward.id, sources=tuple(component.sources)))
         if not share.backward.retain_graph:
@@ -518,6 +527,10 @@ class Engine:
                 continue
             if share.fail(error, self._me.name) and mine:
                 self._tell_failed(self._me.id, share.backward, error)
+
+    def runs(self) -> list[Run]:
+        """The runs of torch's engine that go on now."""
+        return list(self._runs)
 
     def idle(self) -> bool:
         """Nothing is run here, and no pass that was started here goes on."""

@@ -185,6 +185,16 @@ class Part:
         component.started = True
         return [component]
 
+    @property
+    def missing(self) -> list[int]:
+        """The sources that runs cannot begin without, though others of theirs are here."""
+        waiting = {
+            component
+            for source in self._arrived
+            if (component := self._component.get(source)) is not None and not component.started
+        }
+        return sorted(source for component in waiting for source in component.sources if source not in self._arrived)
+
     def waits(self, component: Component) -> bool:
         """Whether a run of it will have to wait for some of its sources."""
         return not self._arrived.issuperset(component.sources)

@@ -11,6 +11,7 @@ pass, wait for the end of the run and take its report along: one message instead
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +71,9 @@ class Run:
         hold: bool = True,
     ) -> None:
         self.share = share
+        self.sources = component.sources
+        self.thread = threading.get_ident()
+        self.began = time.monotonic()
         self.emitted: list[int] = []
         self.ticks = 0
         """How many ticks have found that something is held."""

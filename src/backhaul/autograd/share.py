@@ -162,6 +162,7 @@ class Share:
             if listener is None or not listener.is_mine():
                 self._changed = self._changed or threading.Condition(self._lock)
                 listener = None
+        began = time.perf_counter_ns()
         observers = agent.observers
         if observers.active:
             observers.emit(GateWaits(backward=self.backward.id, source=source))
@@ -172,11 +173,13 @@ class Share:
                 with self._lock:
                     if source in self._box or self._error is not None:
                         del self._waiting[source]
+                        self.record.note_wait(self.backward.id, source, began)
                         if observers.active:
                             observers.emit(GateOpens(backward=self.backward.id, source=source))
                         return self._take(source)
                 now = time.monotonic()
                 if now >= self.deadline:
+                    self.record.note_wait(self.backward.id, source, began)
                     raise RpcTimeoutError(
                         "backward ran for more than its timeout: the gradients of a tensor that was sent to worker "
                         f"{to.name!r} have not come back"
@@ -285,9 +288,22 @@ class Share:
         return self._error is not None
 
     @property
+    def missing(self) -> dict[int, int]:
+        """Sources that runs cannot begin without -> rank of the worker that is to send their gradients."""
+        with self._lock:
+            sources = [] if self._part is None else self._part.missing
+        return {source: self.record.sends[source].to.id for source in sources if source in self.record.sends}
+
+    @property
     def gates(self) -> int:
         """How many threads wait."""
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The sources that gates wait for now."""
+        with self._lock:
+            return list(self._waiting)
 
     def _planned(self) -> Part:
         if self._part is None:
