@@ -24,6 +24,10 @@ SAMPLE = (
     "RpcTest.test_rref_forward_chain",
     "RpcTest.test_user_rrefs_confirmed",
     "RpcTest.test_wait_all_exit_early_python",
+    "RpcTest.test_profiler_rpc_record_shapes",
+    "RpcTest.test_profiler_with_remote_builtin",
+    "RpcTest.test_rpc_profiling_async_function",
+    "RpcTest.test_server_process_global_profiler",
     "RpcTest.test_non_cont_tensors",  # listed as not passing
     "DistAutogradTest.test_autograd_context",
     "DistAutogradTest.test_backward_autograd_engine_error",
@@ -31,6 +35,7 @@ SAMPLE = (
     "DistAutogradTest.test_backward_unused_send_function",  # listed as not passing
     "DistAutogradTest.test_clean_context_during_backward",
     "DistAutogradTest.test_context_cleanup_nested_rpc",
+    "DistAutogradTest.test_dist_autograd_profiling",
     "DistAutogradTest.test_graph_for_py_nested_call",
     "DistAutogradTest.test_post_hooks",
     "DistAutogradTest.test_trainer_ps",

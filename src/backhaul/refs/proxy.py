@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from backhaul.agent.execution import ASYNC_MARK, follow
 from backhaul.agent.future import Future
+from backhaul.remote_profile.callee import RECORDED, recorded
 
 if TYPE_CHECKING:
     from backhaul.refs.cell import Cell
     from backhaul.refs.rref import RRef
+    from backhaul.remote_profile.profilers import Listener
 
 
 class Proxy:
@@ -42,6 +44,11 @@ class Proxy:
 def invoke(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
     """Run a method of the value, once there is one. Runs on the owner, and holds no thread until then."""
     return invoke_found(rref, lambda value: getattr(value, name), args, kwargs)
+
+
+def invoke_recorded(listener: Listener, rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
+    """`invoke` for a caller that is profiled: the method is recorded, once there is a value to run it of."""
+    return invoke_found(rref, lambda value: recorded(listener, getattr(value, name)), args, kwargs)
 
 
 def invoke_found(rref: RRef[Any], find: Callable[[Any], Callable[..., Any]], args: Any, kwargs: Any) -> Future[Any]:
@@ -92,4 +99,5 @@ def _pass_on(done: Any, future: Future[Any]) -> None:
 
 
 setattr(invoke, ASYNC_MARK, True)
+setattr(invoke, RECORDED, invoke_recorded)
 setattr(type_of, ASYNC_MARK, True)

@@ -28,6 +28,8 @@ from backhaul.refs.cell import Cell
 from backhaul.refs.holdings import Holdings
 from backhaul.refs.proxy import invoke, invoke_found, type_of
 from backhaul.refs.rref import RRef
+from backhaul.remote_profile import caller as profiled
+from backhaul.remote_profile.profilers import is_on as profiler_is_on
 from backhaul.wire import callables
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
@@ -102,9 +104,15 @@ class References:
             run(cell)
 
     def remote(
-        self, to: To, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float
+        self,
+        to: To,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: float,
+        what: str | None = None,
     ) -> RRef[Any]:
-        """A reference to the value of a function that ``to`` runs."""
+        """A reference to the value of a function that ``to`` runs; ``what`` is what errors call it."""
         owner = self._agent.membership.find(to).info
         ref = self._holdings.new_ref(owner)
         send = self._agent.prepare(
@@ -115,7 +123,7 @@ class References:
         self._holdings.creating(ref)
         rref: RRef[Any] = RRef._made(self, ref)
         try:
-            answer = send(name_for_people(function), self._seconds(timeout))
+            answer = send(what or name_for_people(function), self._seconds(timeout))
         except (WorkerLostError, RpcTimeoutError) as error:
             self._holdings.created(ref, error)
             return rref
@@ -129,16 +137,28 @@ class References:
         self._await_creation(rref._ref, self._seconds(timeout))
         self._holdings.require(rref._ref)
         arguments = (rref, name, args, kwargs)
+        if profiler_is_on():
+            return profiled.call(self._agent, self._request(rref, arguments, timeout))
         return self._agent.call(rref.owner(), invoke, arguments, {}, self._seconds(timeout), f"method {name}")
 
     def call_method_async(self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
         self._holdings.require(rref._ref)
         arguments = (rref, name, args, kwargs)
+        if profiler_is_on():
+            return profiled.call_async(self._agent, self._request(rref, arguments, timeout))
         return self._agent.call_async(rref.owner(), invoke, arguments, {}, self._seconds(timeout), f"method {name}")
 
     def remote_method(self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
         self._holdings.require(rref._ref)
+        if profiler_is_on():
+            request = self._request(rref, (rref, name, args, kwargs), timeout)
+            return profiled.remote(self._agent, self.remote, request, timeout)
         return self.remote(rref.owner(), invoke, (rref, name, args, kwargs), {}, timeout)
+
+    def _request(self, rref: RRef[Any], arguments: tuple[Any, ...], timeout: float) -> profiled.Request:
+        """The call of a method, for a profiler."""
+        name, seconds = arguments[1], self._seconds(timeout)
+        return profiled.Request(rref.owner(), invoke, arguments, {}, seconds, f"method {name}", f"RRef.{name}")
 
     def type_of(self, rref: RRef[Any], timeout: float, blocking: bool) -> Any:
         self._holdings.require(rref._ref)

@@ -8,6 +8,8 @@ from backhaul import current
 from backhaul.errors import MisuseError, NotInitializedError, UnsendableError
 from backhaul.ids import RefId, WorkerInfo
 from backhaul.refs.proxy import Proxy
+from backhaul.remote_profile import caller as profiled
+from backhaul.remote_profile.profilers import is_on as profiler_is_on
 
 if TYPE_CHECKING:
     from backhaul.refs.references import References
@@ -79,6 +81,8 @@ class RRef(Generic[T]):
         Waits until the value has been made. Raises what making it raised, `RpcTimeoutError`, or
         `WorkerLostError` if the owner is lost.
         """
+        if profiler_is_on():
+            return profiled.to_here(self, timeout)  # type: ignore[no-any-return]
         return self._references.fetch(self._ref, timeout)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:

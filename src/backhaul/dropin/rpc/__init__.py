@@ -201,4 +201,4 @@ def _disable_jit_rref_pickle() -> None:
 
 
 def _set_profiler_node_id(rank: int) -> None:
-    """For the profiling of remote calls."""
+    """The events of a profile get the rank of their worker when it is read, if there are calls in it."""

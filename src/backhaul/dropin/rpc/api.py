@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 from backhaul import rpc as ours
 from backhaul.dropin.futures import wait_all
 from backhaul.dropin.rpc import agent as _agents
 from backhaul.dropin.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from backhaul.dropin.rpc.internal import PythonUDF, _internal_rpc_pickler
-from backhaul.dropin.rpc.rrefs import made_within
+from backhaul.dropin.rpc.rrefs import made_within, require_python
 from backhaul.rpc import Future, RpcTimeoutError, RRef, WorkerInfo, WorkerLostError
 from backhaul.worker import current, set_process_worker
 
@@ -76,6 +78,8 @@ def _run_serialized(data: bytes, tensors: list[Any]) -> Any:
 
 def _call(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """A call as it is to be made: as it is, or pickled by the pickler of the user's."""
+    if isinstance(func, torch.jit.ScriptFunction):
+        require_python(func, (args, kwargs))
     if _default_pickler is _internal_rpc_pickler:
         return func, args, kwargs
     return _run_serialized, _default_pickler.serialize(PythonUDF(func, args or (), kwargs or {})), None

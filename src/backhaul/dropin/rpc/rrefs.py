@@ -11,6 +11,7 @@ from backhaul.dropin.rpc.internal import RPCExecMode
 from backhaul.dropin.rpc.profiling import recorded
 from backhaul.errors import BackhaulError, MisuseError, RpcTimeoutError
 from backhaul.refs.proxy import Proxy
+from backhaul.remote_profile.caller import reported
 from backhaul.rpc import RRef
 
 _LOOK_AGAIN = 0.001
@@ -58,6 +59,19 @@ def get_type(self: RRef[Any], timeout: float = -1.0, blocking: bool = True) -> A
         raise
 
 
+def require_python(function: Any, value: Any) -> None:
+    """Raise if there is an RRef in the arguments of a TorchScript function. Its worker could only say that later."""
+    if isinstance(value, RRef):
+        raise MisuseError(
+            f"{function.name}, a TorchScript function, cannot take {value!r}: RRefs in TorchScript go through torch's "
+            "own RPC agent, written in C++, and backhaul.dropin has taken its place. Give it the value, or call a "
+            "Python function that takes the RRef and hands its local_value() on"
+        )
+    if isinstance(value, tuple | list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            require_python(function, each)
+
+
 def made_within(timeout: float, rref: RRef[Any]) -> RRef[Any]:
     """As in torch, the timeout of `remote` is for making the value, and not only for the request to arrive."""
     if timeout > 0 and not rref.is_owner():
@@ -82,6 +96,17 @@ def to_here(self: RRef[Any], timeout: float = -1.0) -> Any:
 def get_future(self: RRef[Any]) -> Any:
     """As in torch, done when the value has been made, or has not been within the timeout of `remote`."""
     return _made.get(self) or _get_future(self)
+
+
+def get_profiling_future(self: RRef[Any]) -> Any:
+    """A future that is done when the profile has the events of the owner that made the value."""
+    future = reported(self)
+    if future is None:
+        raise MisuseError(
+            "Profiling future has not been set: no profiler was on when rpc.remote made this reference, or the owner "
+            "does not report on it"
+        )
+    return future
 
 
 class RRefProxy(Proxy):
@@ -121,6 +146,7 @@ def adopt() -> None:
         "_get_future": get_future,
         "to_here": to_here,
         "_get_type": get_type,
+        "_get_profiling_future": get_profiling_future,
         "_serialize": _serialize,
         "rpc_sync": _proxy("call_method"),
         "rpc_async": _proxy("call_method_async"),
