@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from backhaul.cluster import cluster
 
 if TYPE_CHECKING:
-    from backhaul import autograd, checkpoint, errors, functions, nn, optim, options, rpc, worker
+    from backhaul import autograd, checkpoint, errors, functions, nn, optim, options, profiler, rpc, seeing, worker
     from backhaul.options import RpcOptions
     from backhaul.security.tls import TLS
     from backhaul.worker import Worker
@@ -28,7 +28,9 @@ __all__ = [
     "nn",
     "optim",
     "options",
+    "profiler",
     "rpc",
+    "seeing",
     "worker",
 ]
 

@@ -1,0 +1,49 @@
+"""How far another clock is, from round trips."""
+
+from __future__ import annotations
+
+import random
+
+from backhaul.profiler.clocks import RoundTrip, align, trips
+
+
+def test_the_shortest_round_trip_counts() -> None:
+    found = align(
+        [RoundTrip(0, 1000 + 90, 100), RoundTrip(200, 1000 + 205, 210), RoundTrip(300, 1000 + 301, 340)],
+        same_host=False,
+    )
+    assert (found.offset, found.error, found.rounds) == (1000, 5, 3)
+    assert found.to_home(1207) == 207
+
+
+def test_the_offset_is_right_to_within_the_error() -> None:
+    """However the way there and the way back differ."""
+    chance = random.Random(1)
+    for _ in range(200):
+        offset = chance.randrange(-(10**9), 10**9)
+        made = []
+        for _ in range(5):
+            asked = chance.randrange(10**6)
+            read = asked + chance.randrange(1000)
+            made.append(RoundTrip(asked, read + offset, read + chance.randrange(1000)))
+        found = align(made, same_host=False)
+        assert abs(found.offset - offset) <= found.error
+
+
+def test_one_host_has_one_clock() -> None:
+    found = align([RoundTrip(0, 60, 100)], same_host=True)
+    assert (found.offset, found.error) == (0, 0)
+    assert (found.measured_offset, found.measured_error) == (10, 50)
+
+
+def test_unless_what_was_measured_says_otherwise() -> None:
+    """In a container with a time of its own."""
+    found = align([RoundTrip(0, 5000, 100)], same_host=True)
+    assert (found.offset, found.error, found.method) == (4950, 50, "round trips")
+
+
+def test_each_round_trip_is_made() -> None:
+    answers = iter([7, 8, 9])
+    found = trips(lambda: next(answers), 3)
+    assert [trip.there for trip in found] == [7, 8, 9]
+    assert all(trip.asked <= trip.answered for trip in found)
