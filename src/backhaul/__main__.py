@@ -11,6 +11,7 @@ from backhaul.bench import command as bench_command
 from backhaul.doctor import command as doctor_command
 from backhaul.launch import command as run_command
 from backhaul.launch import keygen as keygen_command
+from backhaul.seeing import command as seeing_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keygen_command.add_parser(commands)
     doctor_command.add_parser(commands)
     bench_command.add_parser(commands)
+    seeing_command.add_parsers(commands)
     options = parser.parse_args(argv)
     code: int = options.handle(options)
     return code

@@ -32,6 +32,16 @@ PATIENCE = 5.0
 _codec = Codec(strict=True)  # what a worker answers is data, and nothing of it is run here
 
 
+class _NoNames:
+    """An answer names no function and no class: to find one would import its module, which runs it."""
+
+    def name_of(self, obj: Any) -> str:
+        raise MisuseError(f"{obj!r} has no name here")
+
+    def find(self, name: str) -> Any:
+        raise ProtocolError(f"an answer that names {name[:200]!r}, and is not data")
+
+
 class Member(NamedTuple):
     """A worker of the cluster, and where it can be reached."""
 
@@ -43,13 +53,19 @@ class Guest:
     """A connection to one worker. Thread-safe; questions are asked one after another."""
 
     def __init__(self, addresses: Addresses, transport: Transport, seconds: float = PATIENCE) -> None:
-        """Connect. Raises `WorkerLostError` if nobody is there, `AuthenticationError` if the worker refuses."""
+        """Connect. Raises `WorkerLostError` if nobody is there, `AuthenticationError` if the worker refuses.
+
+        A worker that is there and does not answer in time, such as one that is stopped, raises `RpcTimeoutError`.
+        """
         hello = Hello("", GUEST, "guest", GUEST)
         self._lock = threading.Lock()
         self._number = 0
         try:
             self._channel, welcome = transport.connect(addresses, hello, time.monotonic() + seconds)
-        except (ChannelClosed, TimeoutError) as error:
+        except TimeoutError as error:
+            where = addresses.unix or addresses.tcp
+            raise RpcTimeoutError(f"the worker at {where} has not answered in time") from error
+        except ChannelClosed as error:
             raise WorkerLostError(f"no worker answers at {addresses.unix or addresses.tcp}: {error}", "") from error
         self.info = WorkerInfo(welcome.id, welcome.name)
 
@@ -86,7 +102,7 @@ class Guest:
                     reply.type_name,
                     reply.traceback,
                 )
-            return _codec.unpack(reply.tree, envelope.tensors)
+            return _codec.unpack(reply.tree, envelope.tensors, _NoNames())
 
     def _left(self, deadline: float) -> float:
         left = deadline - time.monotonic()
@@ -118,12 +134,14 @@ def members(guest: Guest) -> list[Member]:
         raise ProtocolError(f"worker {guest.info.name!r} does not say who is in its group: {error}") from error
 
 
-def sockets_here() -> list[Path]:
-    """The sockets of this user's workers on this machine, the newest first."""
+def sockets_here(where: str | None = None) -> list[Path]:
+    """The sockets of this user's workers on this machine, or in the directory ``where``; the newest first."""
     roots = {Path(tempfile.gettempdir()), Path("/tmp")}
     directories = [path for root in roots for path in root.glob("backhaul-*")]
     if RUNTIME_DIR_VARIABLE in os.environ:
         directories.append(Path(os.environ[RUNTIME_DIR_VARIABLE]))
+    if where is not None:
+        directories = [Path(where)]
     found: dict[Path, float] = {}
     for directory in directories:
         try:
@@ -139,11 +157,11 @@ def sockets_here() -> list[Path]:
     return sorted(found, key=lambda path: -found[path])
 
 
-def clusters_here(transport: Transport) -> dict[str, list[Member]]:
-    """The clusters of this user on this machine: their members, by the name of the group."""
+def clusters_here(transport: Transport, where: str | None = None) -> dict[str, list[Member]]:
+    """The clusters of this user on this machine, or of a directory: their members, by the name of the group."""
     found: dict[str, list[Member]] = {}
     seen: set[str | None] = set()
-    for path in sockets_here():
+    for path in sockets_here(where):
         if str(path) in seen:
             continue
         try:
@@ -176,14 +194,7 @@ def find_cluster(where: str | None, options: RpcOptions | None = None) -> list[M
             return members(guest)
         finally:
             guest.close()
-    clusters = clusters_here(transport)
-    if where is not None:
-        inside = os.path.abspath(where)
-        clusters = {
-            group: found
-            for group, found in clusters.items()
-            if any(os.path.dirname(member.addresses.unix or "") == inside for member in found)
-        }
+    clusters = clusters_here(transport, where)
     if len(clusters) == 1:
         return next(iter(clusters.values()))
     if not clusters:
