@@ -29,7 +29,9 @@ LAYERS = [
     "transport",
     "agent",
     "functions",
+    "remote_profile",
     "refs",
+    "drawing",
     "autograd",
     "inspection",
     "rendezvous",
@@ -254,7 +256,9 @@ def test_what_the_package_offers() -> None:
         "nn",
         "optim",
         "options",
+        "profiler",
         "rpc",
+        "seeing",
         "worker",
     ]
 
@@ -296,7 +300,16 @@ def test_nothing_public_is_defined_in_rpc_that_is_not_offered() -> None:
         and (inspect.isfunction(value) or inspect.isclass(value))
         and value.__module__ == rpc.__name__
     }
-    assert defined == {"get_worker_info", "init_rpc", "is_available", "remote", "rpc_async", "rpc_sync", "shutdown"}
+    assert defined == {
+        "debug_info",
+        "get_worker_info",
+        "init_rpc",
+        "is_available",
+        "remote",
+        "rpc_async",
+        "rpc_sync",
+        "shutdown",
+    }
 
 
 def test_everything_public_in_rpc_is_documented() -> None:

@@ -34,6 +34,8 @@ GOOD: dict[str, list[Any]] = {
     "tls": [None],
     "host": [None, "127.0.0.1", "0.0.0.0", "::", "host.example.org"],
     "port": [0, 29500, 65535],
+    "metrics_port": [None, 0, 9400, 65535],
+    "tracing": [True, False],
 }
 
 BAD: list[tuple[str, Any, str]] = [
@@ -91,6 +93,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("port", 65536, "65536 must be a port below 65536"),
     ("port", "80", "must be a port"),
     ("port", True, "must be a port"),
+    ("metrics_port", -1, "must be a port below 65536; 0 means any that is free"),
+    ("metrics_port", "9400", "must be a port"),
+    ("tracing", 1, "1 must be True or False"),
 ]
 
 

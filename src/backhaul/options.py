@@ -22,6 +22,13 @@ SECRET_VARIABLE = "BACKHAUL_SECRET"
 HOST_VARIABLE = "BACKHAUL_HOST"
 """What workers listen on that are not given it as an option."""
 
+METRICS_PORT_VARIABLE = "BACKHAUL_METRICS_PORT"
+"""What ``metrics_port`` is for workers that are not given it as an option."""
+
+LOG_LEVEL_VARIABLE = "BACKHAUL_LOG_LEVEL"
+"""How much a worker logs, one of `LOG_LEVELS`; ``backhaul run --log-level`` sets it."""
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
 MAX_BUSY_POLL = 0.1
 """Longer than that, nobody should keep a processor for what may not come."""
 
@@ -176,6 +183,10 @@ def _port(value: Any) -> int:
     return value
 
 
+def _port_or_none(value: Any) -> int | None:
+    return None if value is None else _port(value)
+
+
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "rpc_timeout": _seconds,
     "init_method": _init_method,
@@ -194,6 +205,8 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "port": _port,
     "trust": _trust,
     "quotas": _quotas,
+    "metrics_port": _port_or_none,
+    "tracing": _flag,
 }
 
 
@@ -228,6 +241,9 @@ class RpcOptions:
       what is marked with `backhaul.rpc.expose`, and no value is pickled.
     - ``quotas``: how much one peer may have of this worker at a time. None means no limits, and in a federation those
       of ``Quotas()``.
+    - ``metrics_port``: serve metrics for Prometheus on loopback, on this port plus the worker's rank on its host; 0
+      means any port, which is logged. None means what ``BACKHAUL_METRICS_PORT`` says, or else not at all.
+    - ``tracing``: make OpenTelemetry spans for calls and passes; see `backhaul.seeing.spans`.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -247,6 +263,8 @@ class RpcOptions:
     port: int = 0
     trust: Trust = "cluster"
     quotas: Quotas | None = None
+    metrics_port: int | None = None
+    tracing: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = _CHECKS.get(name)
@@ -296,3 +314,13 @@ class RpcOptions:
     def host_or_inherited(self) -> str | None:
         """What to listen on, from here or from the environment, or None."""
         return self.host or os.environ.get(HOST_VARIABLE) or None
+
+    def metrics_port_or_inherited(self) -> int | None:
+        """The first of the ports for metrics, from here or from the environment, or None."""
+        text = os.environ.get(METRICS_PORT_VARIABLE)
+        if self.metrics_port is not None or not text:
+            return self.metrics_port
+        try:
+            return _port(int(text))
+        except (ValueError, OptionError):
+            raise OptionError(f"environment variable {METRICS_PORT_VARIABLE}: {text!r} must be a port") from None

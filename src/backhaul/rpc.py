@@ -77,7 +77,7 @@ def debug_info() -> dict[str, Any]:
 
     Counters only grow, so that two of these make rates.
     """
-    return current().inspection.snapshot()
+    return current().inspection.debug_info()
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:

@@ -21,6 +21,7 @@ from backhaul import current as _current
 from backhaul.agent.agent import Agent, To
 from backhaul.agent.farewell import LAST, WORK
 from backhaul.agent.future import Future
+from backhaul.agent.logs import set_up_logging
 from backhaul.agent.membership import Membership
 from backhaul.autograd.autograd import Autograd
 from backhaul.autograd.context_id import ContextId
@@ -30,6 +31,8 @@ from backhaul.inspection.inspection import Inspection
 from backhaul.options import RpcOptions
 from backhaul.refs.references import References
 from backhaul.refs.rref import RRef
+from backhaul.remote_profile import caller as _profiled
+from backhaul.remote_profile import profilers as _profilers
 from backhaul.rendezvous import Place, meet
 from backhaul.transport.base import Addresses, Transport
 from backhaul.transport.stream import StreamTransport
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 UNSET_TIMEOUT = -1.0
+_profiler_is_on = _profilers.is_on
 _JOIN_SECONDS = 60.0
 _IDLE_POLL = 0.005
 # How long to wait for threads that still run the user's functions.
@@ -94,7 +98,13 @@ class Worker:
         self.codec.register(ContextId, "context", lambda id, _: int(id), lambda id, _: ContextId.lift(id))
         self.inspection = Inspection(self._agent, self.references, self.autograd)
         self._agent.inspect = self.inspection
+        _profilers.install()
         self._agent.start()
+        try:
+            self.inspection.start(self.options)
+        except BaseException:
+            self.shutdown(graceful=False)
+            raise
 
     def __repr__(self) -> str:
         return f"<Worker {self.info.name!r} rank {self.info.id}>"
@@ -128,6 +138,8 @@ class Worker:
         args, kwargs = _check_arguments(args, kwargs)
         if self.before_call:
             self._prepare(to, func, args, kwargs)
+        if _profiler_is_on():
+            return _profiled.call(self._agent, _profiled.Request(to, func, args, kwargs, self._seconds(timeout)))
         return self._agent.call(to, func, args, kwargs, self._seconds(timeout))
 
     def rpc_async(
@@ -142,6 +154,8 @@ class Worker:
         args, kwargs = _check_arguments(args, kwargs)
         if self.before_call:
             self._prepare(to, func, args, kwargs)
+        if _profiler_is_on():
+            return _profiled.call_async(self._agent, _profiled.Request(to, func, args, kwargs, self._seconds(timeout)))
         return self._agent.call_async(to, func, args, kwargs, self._seconds(timeout))
 
     def remote(
@@ -157,6 +171,9 @@ class Worker:
         if self.before_call:
             self._prepare(to, func, args, kwargs)
         self._agent.require_usable()
+        if _profiler_is_on():
+            request = _profiled.Request(to, func, args, kwargs, self._seconds(timeout))
+            return _profiled.remote(self._agent, self.references.remote, request, timeout)
         return self.references.remote(to, func, args, kwargs, timeout)
 
     def get_worker_info(self, name: To | None = None) -> WorkerInfo:
@@ -192,6 +209,7 @@ class Worker:
             self._agent.membership.leave()
             self.references.close()
             self.autograd.close()
+            self.inspection.close()
             self._agent.close(patience)
         if lost:
             names = ", ".join(map(repr, lost))
@@ -291,6 +309,7 @@ def become_worker(place: Place, options: RpcOptions, check: Callable[[], None] =
             raise MisuseError(
                 f"RPC is already initialized here, as worker {existing.info.name!r}; call shutdown() first"
             )
+        set_up_logging(place.name)
         store = meet(options.init_method, place, max(_JOIN_SECONDS, options.rpc_timeout))
         _current.set_process_worker(Worker(*place, store=store, options=options, check=check))
 

@@ -26,6 +26,7 @@ from backhaul.wire.messages import (
     Goodbye,
     Gradients,
     Inquire,
+    Inspect,
     Leave,
     Mark,
     Notices,
@@ -179,6 +180,7 @@ def recorded() -> list[tuple[Any, Sequence[torch.Tensor]]]:
     exchange += [(TakePart(backward, (big, big + 1)), ()), (Resolve(backward), ()), (Resolved(backward), ())]
     exchange += [(Report(backward, True, (0,), (big,)), ()), (Failed(backward, "w", "T", "x", "t"), ())]
     exchange += [(Check(12, backward, 1), ()), (Leave(backward.context), ()), (Inquire(13, (backward.context,)), ())]
+    exchange += [(Inspect(14, "snapshot", {}), ())]
     exchange.append((Goodbye(), ()))
     return exchange
 

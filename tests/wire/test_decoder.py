@@ -13,10 +13,11 @@ import pytest
 import torch
 from recorded_exchange import EXCHANGE, FRAMES, SMALL, STREAM, check_all, check_tensor, chunks, take, take_in_place
 
+from backhaul.errors import ProtocolError
 from backhaul.ids import RefId, ShareId
 from backhaul.wire import decoder as decoder_module
 from backhaul.wire.decoder import Decoder, Envelope
-from backhaul.wire.frames import encode
+from backhaul.wire.frames import LONGEST_TRACE, encode, with_trace
 from backhaul.wire.messages import (
     KINDS,
     AwaitEnd,
@@ -72,8 +73,8 @@ LITERAL = [
 
 @pytest.mark.parametrize(("text", "message"), LITERAL)
 def test_literal_frames(text: str, message: object) -> None:
-    (envelope,) = Decoder().receive_data(bytes.fromhex(text))
-    assert envelope == Envelope(message, [])
+    data = bytes.fromhex(text)
+    assert Decoder().receive_data(data) == [Envelope(message, [], size=len(data))]
 
 
 def test_a_literal_frame_with_a_tensor() -> None:
@@ -87,6 +88,49 @@ def test_a_literal_frame_with_a_tensor() -> None:
     )
     (envelope,) = Decoder().receive_data(data)
     check_all([envelope], [(Result(9, [3, 0]), [torch.tensor([1.0, -2.0])])])
+
+
+# The mark of a tracer.
+
+TRACED = f"4248 01 41 07000000 {NO_TENSORS} 01 61 94 07 c0 90 c0"
+
+
+def test_a_literal_frame_with_a_mark() -> None:
+    (envelope,) = Decoder().receive_data(bytes.fromhex(TRACED))
+    assert envelope == Envelope(Call(7, None), [], "a", 27)
+
+
+def test_the_mark_of_one_frame_is_not_that_of_the_next() -> None:
+    data = bytes(with_trace(encode(Call(7, None)), "a")) + bytes(encode(Call(8, None)))
+    assert [envelope.trace for envelope in Decoder().receive_data(data)] == ["a", ""]
+
+
+@pytest.mark.parametrize("numel", [2, 50_000, 300_000])
+def test_a_mark_and_tensors(numel: int) -> None:
+    tensor = torch.arange(numel, dtype=torch.float32)
+    frame = with_trace(encode(Result(9, [3, 0]), [tensor]), "m" * LONGEST_TRACE)
+    assert frame.size == sum(map(len, frame.pieces))
+    (envelope,) = Decoder().receive_data(bytes(frame))
+    assert envelope.message == Result(9, [3, 0])
+    assert envelope.trace == "m" * LONGEST_TRACE
+    assert envelope.size == frame.size
+    assert torch.equal(envelope.tensors[0], tensor)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"4248 01 41 00000000 {NO_TENSORS}", "longer than its metadata"),
+        (f"4248 01 41 01000000 {NO_TENSORS} 05", "longer than its metadata"),
+        (f"4248 01 41 02000000 {NO_TENSORS} 02 61", "longer than its metadata"),
+        (f"4248 01 41 05000000 {NO_TENSORS} 02 c3a4 91 04", "not text"),
+        (f"4248 01 41 02000000 {NO_TENSORS} 01 61", "no Call"),
+        (f"4248 01 7f 02000000 {NO_TENSORS} 01 61", "unknown kind 127"),
+    ],
+)
+def test_a_mark_that_is_none(text: str, message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        Decoder().receive_data(bytes.fromhex(text))
 
 
 def test_nothing_is_nothing() -> None:
@@ -125,7 +169,8 @@ def test_a_message_comes_with_its_last_byte_and_not_before() -> None:
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: memoryview(data).cast("I")])
 def test_any_buffer_will_do(kind: Any) -> None:
     message = next(made for made in (Result(1, "a" * length) for length in range(4)) if encode(made).size % 4 == 0)
-    assert Decoder().receive_data(kind(bytes(encode(message)))) == [Envelope(message, [])]
+    frame = encode(message)
+    assert Decoder().receive_data(kind(bytes(frame))) == [Envelope(message, [], size=frame.size)]
 
 
 def test_what_arrived_does_not_depend_on_the_chunk() -> None:

@@ -11,7 +11,7 @@ import torch
 from backhaul.errors import UnsendableError
 from backhaul.ids import RefId, ShareId
 from backhaul.wire import frames
-from backhaul.wire.frames import Frame, encode
+from backhaul.wire.frames import Frame, encode, with_trace
 from backhaul.wire.messages import (
     KIND_OF,
     KINDS,
@@ -26,6 +26,7 @@ from backhaul.wire.messages import (
     Goodbye,
     Gradients,
     Inquire,
+    Inspect,
     Leave,
     Mark,
     Notices,
@@ -89,6 +90,7 @@ LITERAL = [
     (Check(8, PASS, 9), f"{HEAD} 12 09000000 {NO_TENSORS} 93 08 {PASS_BYTES} 09"),
     (Leave(5), f"{HEAD} 13 02000000 {NO_TENSORS} 91 05"),
     (Inquire(6, (5, 4)), f"{HEAD} 14 05000000 {NO_TENSORS} 92 06 92 05 04"),
+    (Inspect(7, "t", {"a": 1}), f"{HEAD} 15 08000000 {NO_TENSORS} 93 07 a174 81 a161 01"),
 ]
 
 
@@ -103,6 +105,13 @@ def test_small_messages_are_these_bytes(message: object, expected: str) -> None:
 def test_the_literals_show_every_kind() -> None:
     assert {type(message) for message, _ in LITERAL} == set(KINDS.values())
     assert {KIND_OF[kind] for kind in KINDS.values()} == set(KINDS)
+
+
+def test_the_mark_of_a_tracer_comes_before_the_message() -> None:
+    frame = with_trace(encode(Call(1, None)), "ab")
+    expected = f"{HEAD} 41 08000000 {NO_TENSORS} 02 6162 94 01 c0 90 c0"
+    assert bytes(frame) == bytes.fromhex(expected)
+    assert frame.size == len(bytes(frame))
 
 
 def test_a_tensor_adds_its_table_and_its_bytes() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from backhaul.agent.accounts import Accounts
 from backhaul.agent.activity import Activity, Handling
 from backhaul.agent.calling import Calling
 from backhaul.agent.completions import Completions
@@ -31,10 +32,12 @@ from backhaul.agent.guard import Guard
 from backhaul.agent.line import Line
 from backhaul.agent.link import Link
 from backhaul.agent.listening import Listeners
+from backhaul.agent.logs import link_logger, logged
 from backhaul.agent.membership import Member, Membership
 from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed
 from backhaul.agent.pool import Pool
 from backhaul.agent.serving import Handler, Served, Serving
+from backhaul.agent.tracing import Span
 from backhaul.agent.waiting import Vigils
 from backhaul.agent.watch import Watch
 from backhaul.errors import (
@@ -55,7 +58,7 @@ from backhaul.transport.awake import most_awake
 from backhaul.transport.base import Channel, ChannelClosed, Listener, Transport
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Call, Goodbye, Inspect, Mark, Ping, Refs, Result
+from backhaul.wire.messages import Call, Failure, Goodbye, Inspect, Mark, Ping, Refs, Result
 from backhaul.wire.values import Codec
 
 _log = logging.getLogger(__name__)
@@ -118,6 +121,7 @@ class Agent:
         self.observers = Observers()
         """Those who are told what happens here."""
         self.activity = Activity()
+        self.accounts = Accounts()
         self._ids = itertools.count(1)  # of requests, over all lines: with this worker's name, they name a call
         label = f"backhaul-{self.me.name}"
         self.pool = Pool(label, options.num_worker_threads, enter)
@@ -136,6 +140,7 @@ class Agent:
             self.execution = Execution(self.me, codec, enter, options.message_limit)
         self.execution.observers = self.observers
         self.execution.activity = self.activity
+        self.execution.accounts = self.accounts
         self.serving = Serving(
             self.pool, self.watch, self._handle, options.num_worker_threads, self.observers, self.activity
         )
@@ -177,6 +182,24 @@ class Agent:
         """Let ``handler`` have the messages of this type. It must not raise, nor wait for peers."""
         self._handlers[message] = handler
 
+    def intercept(self, message: type[Any], before: Callable[[Envelope], None]) -> Callable[[], None]:
+        """Have ``before`` called with each message of this type that has come; returns a function that ends this.
+
+        It must be quick and must not raise.
+        """
+        handler = self._handlers[message]
+
+        def handle(line: Line, envelope: Envelope) -> Frame | None:
+            before(envelope)
+            return handler(line, envelope)
+
+        def restore() -> None:
+            if self._handlers[message] is handle:
+                self._handlers[message] = handler
+
+        self._handlers[message] = handle
+        return restore
+
     def call(
         self,
         to: To,
@@ -192,10 +215,19 @@ class Agent:
         """
         if self.observers.active:
             self.observers.emit(Asked(peer=str(to), what=what or name_for_people(function)))
-        line = self._route(to, time.monotonic() + timeout)
-        make = self._request(line, function, args, kwargs)
-        deadline = time.monotonic() + timeout  # packing the arguments does not count
-        return line.ask(make, what or name_for_people(function), deadline, is_call=True)
+        span = None if self.execution.tracing is None else self._begin_span(to, function, what)
+        try:
+            line = self._route(to, time.monotonic() + timeout)
+            make = self._request(line, function, args, kwargs)
+            deadline = time.monotonic() + timeout  # packing the arguments does not count
+            return line.ask(make, what or name_for_people(function), deadline, is_call=True)
+        except BaseException as error:
+            if span is not None:
+                span.fail(error)
+            raise
+        finally:
+            if span is not None:
+                span.end()
 
     def call_async(
         self,
@@ -209,20 +241,45 @@ class Agent:
         """A future of that value."""
         if self.observers.active:
             self.observers.emit(Asked(peer=str(to), what=what or name_for_people(function)))
-        line = self._route(to, time.monotonic() + timeout)
-        make = self._request(line, function, args, kwargs)
-        deadline = time.monotonic() + timeout  # packing the arguments does not count
-        return line.ask_async(make, what or name_for_people(function), deadline, is_call=True)
+        span = None if self.execution.tracing is None else self._begin_span(to, function, what)
+        try:
+            line = self._route(to, time.monotonic() + timeout)
+            make = self._request(line, function, args, kwargs)
+            deadline = time.monotonic() + timeout  # packing the arguments does not count
+            future = line.ask_async(make, what or name_for_people(function), deadline, is_call=True)
+        except BaseException as error:
+            if span is not None:
+                span.fail(error)
+                span.end()
+            raise
+        if span is not None:
+            span.end_with(future)
+        return future
+
+    def _begin_span(self, to: To, function: Any, what: str | None) -> Span | None:
+        tracing = self.execution.tracing
+        return None if tracing is None else tracing.begin(what or name_for_people(function), to)
 
     def ask_now(self, to: WorkerInfo, make: Callable[[int, Mark | None], Any], what: str, timeout: float) -> Any:
         """The answer to a request that counts as a call of the user's: ``make(id, mark)`` is the message."""
         deadline = time.monotonic() + timeout
         mark, _ = self.execution.recording.asking((), to)
-        return self._route(to, deadline).ask(lambda id: encode(make(id, mark)), what, deadline, is_call=True)
+        span = self._begin_span(to, None, what)
+        try:
+            return self._route(to, deadline).ask(lambda id: encode(make(id, mark)), what, deadline, is_call=True)
+        except BaseException as error:
+            if span is not None:
+                span.fail(error)
+            raise
+        finally:
+            if span is not None:
+                span.end()
 
     def post(self, to: To, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a one-way message. Raises `WorkerLostError`."""
         frame = encode(message, tensors)
+        if self.execution.tracing is not None:
+            frame = self.execution.tracing.attach_pass(frame, message)
         if self.observers.active:
             self.observers.emit(Encoded())
         self._post(self._route(to, math.inf), frame)
@@ -242,6 +299,8 @@ class Agent:
     def post_awaited(self, to: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a one-way message that a thread of that worker waits for. Raises `WorkerLostError`."""
         frame = encode(message, tensors)
+        if self.execution.tracing is not None:
+            frame = self.execution.tracing.attach_pass(frame, message)
         if self.observers.active:
             self.observers.emit(Encoded())
         link = self._links.get(to)
@@ -289,7 +348,20 @@ class Agent:
 
             return line.ask_async(frame, what, deadline, is_call=True)
 
-        return send
+        def send_traced(what: str, timeout: float) -> Future[Any]:
+            span = self._begin_span(to, None, what)
+            try:
+                future = send(what, timeout)
+            except BaseException as error:
+                if span is not None:
+                    span.fail(error)
+                    span.end()
+                raise
+            if span is not None:
+                span.end_with(future)
+            return future
+
+        return send if self.execution.tracing is None else send_traced
 
     def is_reachable(self, info: WorkerInfo, seconds: float) -> bool:
         """Whether a worker answers, over a new connection if need be. Raises if it does not."""
@@ -377,9 +449,14 @@ class Agent:
                 line = link.open
                 if line is None:
                     line = link.calling = self._open(member, deadline)
+                    link.came_up()
+                    self.accounts.add(line)
                     if self.closed.is_set():  # close() may not have seen it
                         line.lose(WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name))
                 return line
+        except BackhaulError as error:
+            self.accounts.count_error("connect", error)
+            raise
         finally:
             if handling:
                 self.serving.resumed()
@@ -410,7 +487,7 @@ class Agent:
             self.observers.emit(LinkUp(peer=member.name, served=False))
         return Calling(
             member.info,
-            channel,
+            logged(channel, self.me, member.info, self.me),
             execution=self.execution,
             serving=self.serving,
             completions=self.completions,
@@ -424,12 +501,20 @@ class Agent:
 
     def _calling_lost(self, line: Calling, error: WorkerLostError) -> None:
         self.membership.forget(line.peer.id)
+        self._count_lost(self._link(line.peer))
         self._connection_ended(line, line.peer, error)
+
+    def _count_lost(self, link: Link) -> None:
+        """A line of the link has ended: if it was the last one, and the peer has not said goodbye, the peer is lost."""
+        with self._lock:
+            lost = link.goes_down() and not self.closed.is_set()
+        if lost:
+            self.accounts.count_lost(link.peer)
 
     def _connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
         if self.closed.is_set():
             return
-        _log.debug("= lost %s: %s", peer.name, error)
+        link_logger(peer.name).debug("= %s", error)
         for callback in list(self.on_connection_ended):
             callback(connection, peer, error)
 
@@ -460,12 +545,14 @@ class Agent:
         message: Inspect = envelope.message
         try:
             return self.answer(message.id, self.inspect(message.topic, message.arguments))
-        except Exception as error:
-            return self.execution.failure(message.id, error, line)
+        except Exception as error:  # not a call, so it does not count as one that failed
+            return self.execution.tell_failure(lambda *what: Failure(message.id, *what), error, line)
 
     def _on_goodbye(self, line: Line, envelope: Envelope) -> None:
         line.said_goodbye = True
         link = self._links.get(line.peer.id)
+        if link is not None:
+            link.left = True
         self.membership.forget(line.peer.id)
         if link is not None and (calling := link.open) is not None:
             name = line.peer.name
@@ -475,7 +562,9 @@ class Agent:
     def _served_ended(self, served: Served, error: Exception) -> None:
         if served.peer.id == GUEST:
             return
-        self._link(served.peer).ended(served)
+        link = self._link(served.peer)
+        link.ended(served)
+        self._count_lost(link)
         name = served.peer.name
         how = "has left the group" if served.said_goodbye else f"is lost: {error}"
         self._connection_ended(served, served.peer, WorkerLostError(f"worker {name!r} {how}", name))
@@ -491,10 +580,12 @@ class Agent:
                 guest.shutdown()
             return
         self.membership.met(Member(hello.id, hello.name, hello.addresses))
-        served = Served(WorkerInfo(hello.id, hello.name), channel, self.serving)
+        peer = WorkerInfo(hello.id, hello.name)
+        served = Served(peer, logged(channel, self.me, peer, peer), self.serving)
         for callback in list(self.on_connected):
             callback(served.peer)
         self._link(served.peer).opened(served)
+        self.accounts.add(served)
         if self.observers.active:
             self.observers.emit(LinkUp(peer=hello.name, served=True))
         self.serving.add(served)

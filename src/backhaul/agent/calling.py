@@ -110,9 +110,21 @@ class Calling(Line):
         watch.add(self)
 
     @property
+    def ended(self) -> bool:
+        return self.lost is not None
+
+    def silent(self, now: float) -> float:
+        return self._state.silent(now)
+
+    @property
     def outstanding(self) -> int:
         """How many requests await their reply."""
         return len(self._state)
+
+    def unanswered(self) -> list[tuple[int, str]]:
+        """Those requests: their numbers, and what people call them."""
+        with self._lock:
+            return [(slot.id, slot.what) for slot in self._state.unanswered()]
 
     @property
     def futures(self) -> int:
@@ -166,11 +178,15 @@ class Calling(Line):
             self.lose(error)
             if not opened:
                 self._fail(slot, self._loss(), inline=True)
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 ended = self._state.give_up(slot)
             if ended:
                 self._count_settled(slot)
+            if slot.is_call:
+                self._execution.accounts.count_error("sent", error)
+            if self._serving.observers.active:
+                self._serving.observers.emit(Settled(peer=self.peer.name, call=slot.id, failed=True))
             raise
 
     def post(self, frame: Frame) -> None:
@@ -221,6 +237,8 @@ class Calling(Line):
                 self._unflushed = not self.channel.flush()
             if not self._unflushed and (held := self._take_held()):
                 self._unflushed = not self.channel.write(join(held))
+                if self._serving.observers.active:
+                    self._tell_sent(sum(frame.size for frame in held), len(held))
             return not self._unflushed
         except ChannelClosed as error:
             problem = error
@@ -250,9 +268,15 @@ class Calling(Line):
                 self._unflushed = not self.channel.write(frames.pop(0))
             if self._unflushed:
                 self._send_rest(frames, deadline)
-        observers = self._serving.observers
-        if observers.active and frame is not None:
-            observers.emit(Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=False))
+        if self._serving.observers.active:
+            if frame is not None:
+                self._tell_sent(frame.size, 1 + len(held))
+            elif held:
+                self._tell_sent(sum(each.size for each in held), len(held))
+
+    def _tell_sent(self, size: int, frames: int) -> None:
+        sent = Sent(peer=self.peer.name, line=self.descriptor, size=size, replies=False, frames=frames)
+        self._serving.observers.emit(sent)
 
     def _send_rest(self, frames: list[Frame], deadline: float) -> None:
         """Finish the frame that did not fit, and then send these. Holds ``_sending``."""
@@ -452,7 +476,9 @@ class Calling(Line):
         if observers.active:
             observers.emit(Read(peer=self.peer.name, line=self.descriptor))
         self._state.heard()
+        frames = 0
         while (envelope := channel.next()) is not None:
+            frames += 1
             message = envelope.message
             if not isinstance(message, _REPLIES):
                 others.append(envelope)
@@ -469,7 +495,8 @@ class Calling(Line):
             if slot.future is not None:
                 slots.append(slot)
         if observers.active:
-            observers.emit(Came(peer=self.peer.name, line=self.descriptor, count=len(slots) + len(others)))
+            count = len(slots) + len(others)
+            observers.emit(Came(peer=self.peer.name, line=self.descriptor, count=count, frames=frames))
         return True
 
     def drain(self) -> bool:
@@ -535,11 +562,16 @@ class Calling(Line):
         self._count_settled(slot)
 
     def _open_reply(self, slot: Slot) -> Any:
-        if self._serving.observers.active:
-            return self._open_observed(slot)
-        if slot.envelope is not None:
-            return self._execution.open(slot.envelope, self.peer)
-        self._raise(slot)
+        try:
+            if self._serving.observers.active:
+                return self._open_observed(slot)
+            if slot.envelope is not None:
+                return self._execution.open(slot.envelope, self.peer)
+            self._raise(slot)
+        except BaseException as error:
+            if slot.is_call:
+                self._execution.accounts.count_error("sent", error)
+            raise
 
     def _open_observed(self, slot: Slot) -> Any:
         failed = True

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from backhaul.agent.accounts import Accounts
 from backhaul.agent.activity import Activity, Late
 from backhaul.agent.future import Future
 from backhaul.agent.observing import (
@@ -26,12 +27,13 @@ from backhaul.agent.observing import (
     SendRecorded,
 )
 from backhaul.agent.recording import NoRecording, Recording, Tensors
+from backhaul.agent.tracing import Tracing
 from backhaul.agent.traffic import NoTraffic, Traffic
 from backhaul.errors import MisuseError, RemoteError, RemoteTraceback, UnsendableError, user_frames
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import KIND_OF, Failed, Failure, Mark, Refs, Result
+from backhaul.wire.frames import Frame, encode, is_failure
+from backhaul.wire.messages import Failed, Failure, Mark, Refs, Result
 from backhaul.wire.trees import ATOMS, Packing
 from backhaul.wire.values import Codec
 
@@ -53,7 +55,9 @@ class Execution:
         self.traffic: Traffic = NoTraffic()
         self.observers = Observers()
         self.activity = Activity()
+        self.accounts = Accounts()
         self.recording: Recording = NoRecording()
+        self.tracing: Tracing | None = None
         self.on_failure: Callable[[BaseException, str], BaseException] | None = None
         """Told of each exception that goes to another worker, with the text of its traceback; what goes instead."""
         self._max_message_bytes = max_message_bytes
@@ -89,8 +93,7 @@ class Execution:
         frame = self._reply(key[1], done, to, asked)
         self.activity.late.pop(key, None)
         if self.observers.active:
-            failed = frame.pieces[0][3] == KIND_OF[Failure]
-            self.observers.emit(FinishedLate(peer=to.peer.name, call=key[1], failed=failed))
+            self.observers.emit(FinishedLate(peer=to.peer.name, call=key[1], failed=is_failure(frame)))
         send_late(frame)
 
     def execute(self, envelope: Envelope, sender: WorkerInfo) -> tuple[Any, bool]:
@@ -101,7 +104,30 @@ class Execution:
         if mark is not None:
             context.run(self.recording.enter, mark, sender)
         function, args, kwargs = self.unpack(envelope, sender)
+        if self.tracing is not None:
+            return self.traced(self.tracing, context, function, args, kwargs, envelope, sender)
         return self.invoke(context, function, args, kwargs)
+
+    def traced(
+        self,
+        tracing: Tracing,
+        context: contextvars.Context,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        envelope: Envelope,
+        sender: WorkerInfo,
+    ) -> tuple[Any, bool]:
+        """`invoke`, in a span of a tracer."""
+        found: tuple[Any, bool] = context.run(
+            tracing.serve,
+            # The context cannot be entered twice: what the tracer has set there goes to the function in a copy.
+            lambda: self.invoke(contextvars.copy_context(), function, args, kwargs),
+            name_for_people(function),
+            envelope,
+            sender,
+        )
+        return found
 
     def invoke(self, context: contextvars.Context, function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Run a function in a context. ``(value, False)``, or ``(a future of the value, True)``."""
@@ -156,7 +182,8 @@ class Execution:
         mark, tensors = self.recording.asking(packing.tensors, to.peer)
         if mark is not None and self.observers.active:
             self.observers.emit(SendRecorded())
-        return self._frame(lambda refs: make(refs, mark), packing, tensors, to)
+        frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to)
+        return frame if self.tracing is None else self.tracing.attach(frame)
 
     def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
         """The frame that answers request ``id`` of ``to``, which had the mark ``asked``, with a value."""
@@ -199,6 +226,7 @@ class Execution:
 
     def failure(self, id: int, error: BaseException, to: Peer) -> Frame:
         """The frame that answers request ``id`` of ``to`` with an exception. Never raises."""
+        self.accounts.count_error("served", error)
         return self.tell_failure(lambda *what: Failure(id, *what), error, to)
 
     def tell_failure(self, make: Callable[..., Any], error: BaseException, to: Peer) -> Frame:
@@ -302,6 +330,8 @@ class Execution:
 
 def name_for_people(function: Any) -> str:
     """What errors and pictures call a function."""
+    if isinstance(function, types.BuiltinFunctionType):
+        return function.__name__  # the qualified name of torch.add has a class in it that nobody knows
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
 
 

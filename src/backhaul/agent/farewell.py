@@ -20,7 +20,6 @@ have hung up, so that none of them takes its going for a death.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -28,13 +27,12 @@ from typing import Any, Protocol
 
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
+from backhaul.agent.logs import link_logger
 from backhaul.errors import BackhaulError, ProtocolError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import AwaitEnd, AwaitReady, Tally
-
-_log = logging.getLogger(__name__)
 
 WORK, LAST = 0, 1
 STAGES = 2
@@ -205,7 +203,7 @@ class Farewell:
             except WorkerLostError as error:
                 if time.monotonic() > deadline or not self._is_there(info):
                     raise
-                _log.debug("= %s is asked again for %s: %s", info.name, what, error)
+                link_logger(info.name).debug("= it is asked again for %s: %s", what, error)
             future = self._agent.ask_later(info, make, what, deadline)
 
     def _is_there(self, info: WorkerInfo) -> bool:

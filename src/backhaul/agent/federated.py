@@ -86,6 +86,8 @@ class FederatedExecution(Execution):
         finally:
             if not opened:
                 self.discard(envelope)
+        if self.tracing is not None:
+            return self.traced(self.tracing, context, function, args, kwargs, envelope, sender)
         return self.invoke(context, function, args, kwargs)
 
     def unpack(self, envelope: Envelope, sender: WorkerInfo) -> Any:

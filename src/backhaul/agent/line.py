@@ -7,12 +7,12 @@ a `serving.Served`. Apart from that any message may come on either: whoever read
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from backhaul.agent.logs import link_logger
 from backhaul.agent.observing import Sent
 from backhaul.errors import RpcTimeoutError
 from backhaul.ids import WorkerInfo
@@ -22,8 +22,6 @@ from backhaul.wire.frames import Frame
 
 if TYPE_CHECKING:
     from backhaul.agent.serving import Serving
-
-_log = logging.getLogger(__name__)
 
 _SEND_POLL = 0.1
 
@@ -50,11 +48,42 @@ class Line:
         self._sending = threading.Lock()
         self._unflushed = False  # guarded by _sending: part of a frame has not left, and goes first
 
+    # What a line that the peer has opened has none of.
+
+    @property
+    def calls_sent(self) -> int:
+        """Calls of the user's that have left here."""
+        return 0
+
+    @property
+    def calls_settled(self) -> int:
+        """Those that are over."""
+        return 0
+
+    @property
+    def outstanding(self) -> int:
+        """How many requests await their reply."""
+        return 0
+
+    def silent(self, now: float) -> float:
+        """For how many seconds the peer has not answered a ping; 0 if it owes no answer to one."""
+        return 0.0
+
+    @property
+    def ended(self) -> bool:
+        """The line has ended."""
+        raise NotImplementedError
+
+    @property
+    def final(self) -> bool:
+        """Everything that came or left here is over, so that nothing more is counted."""
+        return self.calls_started <= self.calls_finished and self.calls_sent <= self.calls_settled
+
     def fileno(self) -> int:
         return self.channel.fileno()
 
-    def reply(self, frame: Frame) -> None:
-        """Send one frame now, waiting for room if need be. A peer that is gone loses it."""
+    def reply(self, frame: Frame, count: int = 1) -> None:
+        """Send one frame, or ``count`` joined ones, now, waiting for room if need be. A peer that is gone loses it."""
         try:
             with self._sending:
                 if self._unflushed:
@@ -62,10 +91,11 @@ class Line:
                 elif not self.channel.write(frame):
                     self._finish([])
         except ChannelClosed:
-            _log.debug("= the reply to %s finds nobody", self.peer.name)
+            link_logger(self.peer.name).debug("= a reply finds nobody")
         observers = self._serving.observers
         if observers.active:
-            observers.emit(Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=True))
+            sent = Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=True, frames=count)
+            observers.emit(sent)
 
     def reply_late(self, frame: Frame) -> None:
         """Send the reply to a call after its request has been handled."""

@@ -28,7 +28,10 @@ class Link:
         """Held by the thread that opens a line."""
         self.calling: Calling | None = None
         """The line that this worker has opened last. It may be lost."""
+        self.left = False
+        """The peer has said goodbye."""
         self._served: tuple[Served, ...] = ()
+        self._up = False
 
     @property
     def open(self) -> Calling | None:
@@ -36,9 +39,22 @@ class Link:
         calling = self.calling
         return None if calling is None or calling.lost is not None else calling
 
+    def came_up(self) -> None:
+        """A line has been opened."""
+        self._up = True
+        self.left = False
+
+    def goes_down(self) -> bool:
+        """A line has ended: True, once, if none is left and the peer has not said that it leaves. Not thread-safe."""
+        if not self._up or self._served or self.open is not None:
+            return False
+        self._up = False
+        return not self.left
+
     def opened(self, served: Served) -> None:
         """The peer has opened a line."""
         self._served = (*self._served, served)
+        self.came_up()
 
     def ended(self, served: Served) -> None:
         self._served = tuple(line for line in self._served if line is not served)

@@ -75,6 +75,10 @@ class LinkState(Generic[W]):
     def __contains__(self, id: int) -> bool:
         return id in self._pending
 
+    def unanswered(self) -> list[Slot]:
+        """The requests that await their reply."""
+        return self._pending.all()
+
     def open(self, slot: Slot, *, watched: bool) -> bool:
         """A request is about to be sent. False if the link is lost."""
         if self.lost:
@@ -210,6 +214,11 @@ class LinkState(Generic[W]):
             self._pinged = now
             return "ping"
         return "lose" if now - self._pinged >= self.patience * _LOST_AFTER else None
+
+    def silent(self, now: float) -> float:
+        """For how many seconds a ping has gone unanswered; 0 if none has."""
+        pinged = self._pinged
+        return 0.0 if pinged is None else max(0.0, now - pinged)
 
     # Loss.
 

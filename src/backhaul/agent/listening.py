@@ -104,7 +104,7 @@ class Listeners:
             self._vigils.give_back(vigil)
             if self._observers.active:
                 for _ in listener.arrived:
-                    self._observers.emit(Stops())
+                    self._observers.emit(Stops(began=False))
 
     def hear(self, listener: Listener) -> None:
         """Handle what has arrived, one message after the other."""

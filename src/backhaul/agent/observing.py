@@ -85,6 +85,8 @@ class Sent(Event, frozen=True, gc=False):
     size: int
     replies: bool
     """It answers requests: those that this thread has handled, and perhaps others'."""
+    frames: int = 1
+    """How many frames have left in this write."""
 
 
 class Read(Event, frozen=True, gc=False):
@@ -101,6 +103,8 @@ class Came(Event, frozen=True, gc=False):
     line: int
     count: int
     """Without replies that come too late."""
+    frames: int = 0
+    """How many frames there were."""
 
 
 class HandedOut(Event, frozen=True, gc=False):
@@ -127,6 +131,8 @@ class Ended(Event, frozen=True, gc=False):
     kind: str
     replies: bool
     call: int = 0
+    failed: bool = False
+    """The reply tells of an error."""
 
 
 class FinishedLate(Event, frozen=True, gc=False):
@@ -183,6 +189,13 @@ class Starts(Event, frozen=True, gc=False):
 
 class Stops(Event, frozen=True, gc=False):
     """It is over, or will not be done any more."""
+
+    began: bool = True
+    """There was a `Starts` for it on this thread."""
+    replies: bool = True
+    """If it was a request, it has been answered."""
+    failed: bool = False
+    """The reply told of an error."""
 
 
 class PassBegan(Event, frozen=True, gc=False):

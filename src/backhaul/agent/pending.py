@@ -45,6 +45,9 @@ class Pending:
     def __contains__(self, id: int) -> bool:
         return id in self._slots
 
+    def all(self) -> list[Slot]:
+        return list(self._slots.values())
+
     def open(self, slot: Slot, *, watched: bool) -> None:
         """Await a reply. ``watched``: `expire` finds the slot when it is overdue."""
         self._slots[slot.id] = slot

@@ -38,7 +38,7 @@ from backhaul.errors import ProtocolError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame, join
+from backhaul.wire.frames import Frame, is_failure, join
 from backhaul.wire.messages import Refs
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ class Served(Line):
                     observers.emit(Began(**named(self, envelope)))
                 frame = handle(self, envelope)
                 if observers.active:
-                    observers.emit(Ended(**named(self, envelope), replies=frame is not None))
+                    failed = frame is not None and is_failure(frame)
+                    observers.emit(Ended(**named(self, envelope), replies=frame is not None, failed=failed))
                 state.handling = False
                 state.lead = None
                 with self._lock:
@@ -185,6 +186,10 @@ class Served(Line):
         return True
 
     @property
+    def ended(self) -> bool:
+        return self.over.is_set()
+
+    @property
     def turn(self) -> int:
         """Counts the requests."""
         return self._role.turn
@@ -196,13 +201,13 @@ class Served(Line):
 
     def _take_over(self, token: int, held: list[Frame]) -> None:
         if held:
-            self.reply(join(held))
+            self.reply(join(held), len(held))
         self._lead(token)
 
     def _send_held(self) -> None:
         """Send the held replies. Only the leader calls it, and not while it runs a request."""
         held, self._out, self._out_bytes = self._out, [], 0
-        self.reply(join(held))
+        self.reply(join(held), len(held))
 
     def _end(self, error: Exception) -> None:
         with self._lock:
@@ -297,7 +302,7 @@ class Serving:
         if frame is not None:
             line.reply(frame)
         if self.observers.active:
-            self.observers.emit(Stops())
+            self.observers.emit(Stops(replies=frame is not None, failed=frame is not None and is_failure(frame)))
 
     def ended(self, line: Served, error: Exception) -> None:
         with self._adding:

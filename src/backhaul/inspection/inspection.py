@@ -4,7 +4,9 @@ A question has a **topic** and arguments, all plain data, and so is the answer. 
 cluster or from a guest (`seeing.guest`). In a federation nobody may ask.
 
     clock       this host's time, to align the clocks of several hosts
+    context     what the worker has recorded in an autograd context, see `contexts`
     members     the workers of the group and where they can be reached
+    meter       the figures of `meter`, which counts from the first question on
     snapshot    the figures of `snapshot`
     threads     what each thread does, with its stack
 """
@@ -19,10 +21,18 @@ import msgspec
 
 from backhaul.agent.agent import Agent
 from backhaul.errors import MisuseError
+from backhaul.inspection.contexts import describe_context
+from backhaul.inspection.meter import Meter
+from backhaul.inspection.metrics import LOOPBACK, Exposition, port_of
 from backhaul.inspection.snapshot import snapshot
+from backhaul.inspection.spans import Spans
 from backhaul.inspection.threads import describe_threads
+from backhaul.options import RpcOptions
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+    from prometheus_client import CollectorRegistry
+
     from backhaul.autograd.autograd import Autograd
     from backhaul.refs.references import References
 
@@ -35,12 +45,26 @@ class Inspection:
         self._references = references
         self._autograd = autograd
         self._started = time.monotonic()
+        self.name = agent.me.name
+        self.meter = Meter(agent)
+        self.when_closed: list[Callable[[], None]] = []
+        """Called when the worker is shut down. They end what looks at it all the time."""
         self.topics: dict[str, Callable[..., Any]] = {
             "clock": lambda: {"monotonic": time.perf_counter_ns(), "time": time.time_ns()},
+            "context": lambda **arguments: describe_context(agent, autograd, **arguments),
             "members": self._members,
+            "meter": self.meter.figures,
             "snapshot": self.snapshot,
             "threads": lambda: describe_threads(agent.activity),
         }
+
+    def start(self, options: RpcOptions) -> None:
+        """Begin with what the options or the environment ask for."""
+        if options.tracing:
+            self.trace()
+        port = options.metrics_port_or_inherited()
+        if port is not None:
+            self.expose(port_of(port, self._agent.me.id))
 
     def __call__(self, topic: str, arguments: Mapping[str, Any]) -> Any:
         """The answer to a question. Raises `MisuseError` for one that has no answer."""
@@ -51,6 +75,29 @@ class Inspection:
 
     def snapshot(self) -> dict[str, Any]:
         return snapshot(self._agent, self._references, self._autograd, self._started)
+
+    def debug_info(self) -> dict[str, Any]:
+        """The snapshot, and what the meter has counted; ``meter`` is None while the meter is off."""
+        return {**self.snapshot(), "meter": self.meter.figures_if_on()}
+
+    def expose(self, port: int, host: str = LOOPBACK, registry: CollectorRegistry | None = None) -> Exposition:
+        """Serve the metrics of this worker until it is shut down; see `backhaul.seeing.metrics.start`."""
+        exposition = Exposition(self, port, host, registry)
+        self.when_closed.append(exposition.close)
+        return exposition
+
+    def trace(self, provider: TracerProvider | None = None) -> Callable[[], None]:
+        """Trace this worker until it is shut down; see `backhaul.seeing.spans.enable`."""
+        if self._agent.execution.tracing is not None:
+            raise MisuseError(f"worker {self.name!r} is traced already")
+        spans = Spans(self._agent, provider)
+        self.when_closed.append(spans.close)
+        return spans.close
+
+    def close(self) -> None:
+        """End everything that looks at this worker all the time."""
+        while self.when_closed:
+            self.when_closed.pop()()
 
     def _members(self) -> dict[str, Any]:
         membership = self._agent.membership

@@ -1,30 +1,7 @@
-"""What people call the function of a request, without unpacking its arguments."""
+"""What people call the function of a request; see `agent.naming`."""
 
 from __future__ import annotations
 
-from typing import Any
+from backhaul.agent.naming import name_of_request
 
-from backhaul.wire import trees
-
-_INVOKE = "backhaul.refs.references:invoke"
-
-
-def name_of_request(message: Any) -> str:
-    """The function that a message asks for, such as ``mymodule.train_step``; the kind of any other message."""
-    tree = getattr(message, "tree", None)
-    if not isinstance(tree, list) or len(tree) < 3 or tree[0] != trees.TUPLE:
-        return type(message).__name__
-    name = _first_text(tree[1])
-    if name is None:
-        return type(message).__name__
-    if name == _INVOKE and isinstance(tree[2], list) and len(tree[2]) > 2 and isinstance(tree[2][2], str):
-        return f"method {tree[2][2]}"
-    return name.replace(":", ".")
-
-
-def _first_text(tree: Any) -> str | None:
-    if isinstance(tree, str):
-        return tree
-    if isinstance(tree, list):
-        return next((found for part in tree if (found := _first_text(part)) is not None), None)
-    return None
+__all__ = ["name_of_request"]

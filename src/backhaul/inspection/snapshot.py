@@ -17,7 +17,7 @@ import torch
 from backhaul.agent.agent import Agent
 from backhaul.ids import GUEST
 from backhaul.inspection.names import name_of_request
-from backhaul.inspection.threads import describe_handling, describe_threads
+from backhaul.inspection.threads import describe_handling, describe_waits
 
 if TYPE_CHECKING:
     from backhaul.autograd.autograd import Autograd
@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
+_MOST_ASKED = 100
+"""Of the requests to a peer that have no reply yet, this many are listed."""
+
 
 def snapshot(agent: Agent, references: References, autograd: Autograd, started: float) -> dict[str, Any]:
     """The figures of the worker that these belong to, which began at ``started`` on the clock of `time.monotonic`."""
     now = time.monotonic()
-    peers = _peers(agent)
+    peers = agent.accounts.exchanges()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         "worker": {
             "name": agent.me.name,
@@ -49,14 +53,19 @@ def snapshot(agent: Agent, references: References, autograd: Autograd, started: 
             name: sum(peer[name] for peer in peers)
             for name in ("calls_sent", "calls_settled", "calls_received", "calls_finished", "outstanding")
         },
+        "errors": agent.accounts.errors(),
         "running": running(agent, now),
         "waiting": [
-            {"thread": thread["name"], **thread["waits"][0]}
-            for thread in describe_threads(agent.activity, stacks=False)
-            if thread["waits"]
+            {"thread": names.get(thread, "a thread that Python did not start"), **wait}
+            for thread, wait in describe_waits(agent.activity, now)
         ],
         "references": references.counts(),
-        "autograd": {**autograd.counts(), "in_detail": contexts(autograd)},
+        "asked": [
+            {"peer": calling.peer.name, "call": call, "what": what}
+            for calling in agent.calling()
+            for call, what in calling.unanswered()[:_MOST_ASKED]
+        ],
+        "autograd": {**autograd.counts(), "in_detail": contexts(autograd), "runs": _runs(autograd, now)},
         "segments": agent.transport_memory(),
     }
 
@@ -86,6 +95,9 @@ def contexts(autograd: Autograd) -> list[dict[str, Any]]:
     found = []
     for record in autograd.contexts:
         with record.lock:
+            shares = [share for share in record.shares.values() if not share.failed]
+        missing = {share: share.missing for share in shares}
+        with record.lock:
             found.append(
                 {
                     "context": record.id,
@@ -95,54 +107,31 @@ def contexts(autograd: Autograd) -> list[dict[str, Any]]:
                     "recvs": len(record.recvs),
                     "gradients": len(record.gradients),
                     "passes": [
-                        {"backward": share.backward.id, "starter": share.starter, "gates": share.gates}
-                        for share in record.shares.values()
-                        if not share.failed
+                        {
+                            "backward": share.backward.id,
+                            "starter": share.starter,
+                            "gates": share.gates,
+                            "missing": [{"source": source, "rank": rank} for source, rank in absent.items()],
+                        }
+                        for share, absent in missing.items()
                     ],
                 }
             )
     return found
 
 
-def _peers(agent: Agent) -> list[dict[str, Any]]:
-    """What was exchanged with each peer, over the lines that are open now."""
-    found: dict[int, dict[str, Any]] = {}
-
-    def of(info: Any, path: str) -> dict[str, Any]:
-        return found.setdefault(
-            info.id,
-            {
-                "name": info.name,
-                "rank": info.id,
-                "path": path,
-                "lines": 0,
-                "sent": 0,
-                "shared": 0,
-                "received": 0,
-                "calls_sent": 0,
-                "calls_settled": 0,
-                "calls_received": 0,
-                "calls_finished": 0,
-                "outstanding": 0,
-            },
-        )
-
-    for calling in agent.calling():
-        peer = of(calling.peer, calling.channel.path)
-        peer["calls_sent"] += calling.calls_sent
-        peer["calls_settled"] += calling.calls_settled
-        peer["outstanding"] += calling.outstanding
-    for line in [*agent.calling(), *agent.serving.lines]:
-        if line.peer.id == GUEST:
-            continue
-        peer = of(line.peer, line.channel.path)
-        peer["lines"] += 1
-        peer["sent"] += line.channel.sent
-        peer["shared"] += line.channel.shared
-        peer["received"] += line.channel.received
-        peer["calls_received"] += line.calls_started
-        peer["calls_finished"] += line.calls_finished
-    return [found[rank] for rank in sorted(found)]
+def _runs(autograd: Autograd, now: float) -> list[dict[str, Any]]:
+    """The runs of torch's engine that go on."""
+    return [
+        {
+            "context": run.share.backward.context,
+            "backward": run.share.backward.id,
+            "sources": list(run.sources),
+            "thread": run.thread,
+            "seconds": now - run.began,
+        }
+        for run in autograd.engine.runs()
+    ]
 
 
 def _states(agent: Agent) -> dict[str, int]:

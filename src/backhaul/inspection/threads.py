@@ -2,52 +2,118 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import os
 import sys
+import sysconfig
 import threading
 import time
 import traceback
+from types import FrameType
 from typing import Any
 
 from backhaul.agent.activity import Activity, Handling, Wait
+from backhaul.inspection.blocking import find_blocked
 from backhaul.inspection.names import name_of_request
 
 _LONGEST_STACK = 64
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 
 
 def describe_threads(activity: Activity, *, stacks: bool = True) -> list[dict[str, Any]]:
     """The threads of this process, the busiest first: those that handle something, those that wait, the others.
 
-    ``stacks``: with their frames, the innermost last.
+    ``stacks``: with their frames, the innermost last, and with the lock that they stand at, if they do.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = _current_frames()
+    # Threads go on while they are looked at: so first all that changes, quickly, and what takes long afterwards.
+    taken = [
+        (id, activity.handling.get(id), activity.waiting.get(id), _frames_of(frame) if stacks else None)
+        for id, frame in frames.items()
+    ]
     now = time.monotonic()
+    blocked = find_blocked(frames) if stacks else {}
     found = []
-    for id, frame in sys._current_frames().items():
+    for id, handling, waiting, stack in taken:
         thread: dict[str, Any] = {
             "id": id,
             "name": names.get(id, "a thread that Python did not start"),
-            "handles": _chain(activity.handling.get(id), now),
-            "waits": _waits(activity.waiting.get(id), now),
+            "handles": _chain(handling, now),
+            "waits": _waits(waiting, now),
         }
-        if stacks:
+        if stack is not None:
+            thread["blocked"] = blocked.get(id)
             thread["stack"] = [
-                {"file": each.filename, "line": each.lineno, "function": each.name, "code": each.line}
-                for each in traceback.extract_stack(frame, _LONGEST_STACK)
+                {
+                    "file": each.filename,
+                    "line": each.lineno,
+                    "function": each.name,
+                    "code": each.line,
+                    "whose": _whose(each.filename),
+                }
+                for each in stack
             ]
         found.append(thread)
     found.sort(key=lambda thread: (not thread["handles"], not thread["waits"], thread["name"]))
     return found
 
 
+_looking = threading.Lock()
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """`sys._current_frames`, safely.
+
+    CPython holds a lock over all threads meanwhile, which a new thread needs, too. A garbage collection in there may
+    run finalizers, which give the interpreter away. A thread that starts another one then waits for ever, with the
+    interpreter in its hands (python/cpython#106883).
+    """
+    with _looking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
+def _frames_of(frame: FrameType) -> traceback.StackSummary:
+    """A stack as it is now, the innermost frame last; the lines of the sources are read when they are asked for."""
+    frames = list(itertools.islice(traceback.walk_stack(frame), _LONGEST_STACK))
+    return traceback.StackSummary.extract(reversed(frames), lookup_lines=False)
+
+
+def _whose(file: str) -> str:
+    """Whose code a file is: this package's, the user's, or that of something installed."""
+    if file.startswith(_PACKAGE):
+        return "backhaul"
+    return "installed" if file.startswith((*_INSTALLED, "<frozen", "<string>")) else "user"
+
+
+def describe_waits(activity: Activity, now: float) -> list[tuple[int, dict[str, Any]]]:
+    """The threads that wait, and what each waits for."""
+    return [(thread, _waits(wait, now)[0]) for thread, wait in list(activity.waiting.items())]
+
+
 def describe_handling(handling: Handling, now: float) -> dict[str, Any]:
     message = handling.message
-    return {
+    found = {
         "peer": handling.peer.name,
         "kind": type(message).__name__,
         "call": getattr(message, "id", 0),
         "what": name_of_request(message),
         "seconds": now - handling.since,
     }
+    if (backward := getattr(message, "backward", None)) is not None:
+        found["backward"] = backward.id
+    if (ref := getattr(message, "ref", None)) is not None:
+        found["ref"] = str(ref)
+    return found
 
 
 def _chain(handling: Handling | None, now: float) -> list[dict[str, Any]]:

@@ -14,15 +14,15 @@ from backhaul.launch.job import Outcome, run_job
 from backhaul.launch.prefix import PrefixedOutput, Write, wants_colour
 from backhaul.launch.session import Session
 from backhaul.launch.supervisor import Command, Supervisor
-from backhaul.options import HOST_VARIABLE, RpcOptions
+from backhaul.options import HOST_VARIABLE, LOG_LEVEL_VARIABLE, LOG_LEVELS, METRICS_PORT_VARIABLE, RpcOptions
 from backhaul.security.keys import KEY_FILE_VARIABLE
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "run",
-        usage="backhaul run [-h] [-n N] [-m] [--names A,B,…] [--key-file FILE] [--host HOST] [--dropin] [--no-color] "
-        "SCRIPT [ARGS …]",
+        usage="backhaul run [-h] [-n N] [-m] [--names A,B,…] [--key-file FILE] [--host HOST] "
+        "[--metrics-port P] [--log-level LEVEL] [--dropin] [--no-color] SCRIPT [ARGS …]",
         help="start a script in several worker processes on this machine",
         description="Start SCRIPT in N worker processes. Each finds its rank and the group in its environment, "
         "so that backhaul.rpc.init_rpc() needs no arguments. The first worker that fails stops the others, "
@@ -33,6 +33,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--names", metavar="A,B,…", help="names of the workers (default: worker0,worker1,…)")
     parser.add_argument("--key-file", metavar="FILE", help="the cluster's key, as `backhaul keygen` makes it")
     parser.add_argument("--host", metavar="HOST", help="what workers listen on for other hosts (default: loopback)")
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="P",
+        help="serve metrics for Prometheus on loopback: worker0 on port P, worker1 on P+1, …; 0 means any ports",
+    )
+    parser.add_argument("--log-level", choices=LOG_LEVELS, metavar="LEVEL", help=f"log: {', '.join(LOG_LEVELS)}")
     parser.add_argument("--dropin", action="store_true", help="with Backhaul behind torch.distributed.rpc")
     parser.add_argument("--no-color", "--no-colour", action="store_true", help="plain prefixes")
     parser.add_argument("script", metavar="SCRIPT", help="what to run, followed by its own arguments")
@@ -104,15 +111,21 @@ def _names(parser: argparse.ArgumentParser, given: str | None, count: int) -> li
 
 
 def _given(parser: argparse.ArgumentParser, options: argparse.Namespace) -> dict[str, str]:
-    """What the command line says about keys and hosts, as the workers' environment. Checked here, once for all."""
+    """What the command line says about keys, hosts and watching, as the workers' environment. Checked here, once."""
     given = {}
     try:
         if options.key_file is not None:
             given[KEY_FILE_VARIABLE] = RpcOptions(key_file=options.key_file).key_file or ""
         if options.host is not None:
             given[HOST_VARIABLE] = RpcOptions(host=options.host).host or ""
+        if options.metrics_port is not None:
+            RpcOptions(metrics_port=options.metrics_port)
+            RpcOptions(metrics_port=options.metrics_port + options.nproc - 1)
+            given[METRICS_PORT_VARIABLE] = str(options.metrics_port)
     except OptionError as error:
         parser.error(str(error))
+    if options.log_level is not None:
+        given[LOG_LEVEL_VARIABLE] = options.log_level
     return given
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import HEADER, Frame
+from backhaul.wire.frames import HEADER, Frame, kind_of
 from backhaul.wire.messages import KINDS, Call, Failure, Result
 
 Action = Literal["pass", "drop", "delay", "duplicate", "cut"]
@@ -121,7 +121,7 @@ class FaultyChannel(Channel):
     def write(self, frame: Frame) -> bool:
         passed: list[Frame] = []
         for each in _split(frame):
-            action = self._faults.decide(KINDS[each.pieces[0][3]])
+            action = self._faults.decide(KINDS[kind_of(each.pieces[0])])
             if action == "cut":
                 self._inside.shutdown()
                 raise ChannelClosed("cut by a fault")

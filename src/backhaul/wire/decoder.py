@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from backhaul.errors import ProtocolError
-from backhaul.wire.frames import HEADER, MAGIC, MAX_TABLE, PLACED, VERSION
+from backhaul.wire.frames import HEADER, MAGIC, MAX_TABLE, PLACED, TRACED, VERSION
 from backhaul.wire.headers import split_places
 from backhaul.wire.messages import KINDS
 from backhaul.wire.tensors import Landing, land_small
@@ -32,6 +32,8 @@ _KEEP = 1 << 20
 _COLLECT_BELOW = 64 * 1024
 _MIN_ROOM = 16 * 1024
 
+_BITS = PLACED | TRACED
+
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
 
@@ -40,6 +42,10 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
 
     message: Any
     tensors: list[torch.Tensor]
+    trace: str = ""
+    """The mark of the sender's tracer, if there is one."""
+    size: int = 0
+    """Of the frame, in bytes, buffers in segments included."""
 
 
 class Segments(Protocol):
@@ -68,6 +74,8 @@ class Decoder:
         self._end = 0  # first byte not yet received
         self._wanted = HEADER.size  # bytes from _start that the next step needs
         self._message: Any = None  # of the frame whose payload is arriving
+        self._trace = ""  # its mark of a tracer
+        self._size = 0  # of that frame
         self._tensor: torch.Tensor | None = None  # its tensor, if that was read at once
         self._landing: Landing | None = None
         self._index = 0  # buffer of the landing that comes next
@@ -104,15 +112,15 @@ class Decoder:
             if self._landing is None:
                 message, self._message = self._message, None
                 if self._tensor is None:
-                    return Envelope(message, [])
+                    return Envelope(message, [], self._trace, self._size)
                 tensors, self._tensor = [self._tensor], None
-                return Envelope(message, tensors)
+                return Envelope(message, tensors, self._trace, self._size)
         if not self._read_payload(self._landing):
             return None
         tensors = self._landing.tensors()
         message = self._message
         self._message = self._landing = None
-        return Envelope(message, tensors)
+        return Envelope(message, tensors, self._trace, self._size)
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[Envelope]:
         """Take all of ``data``; return the messages that it completes."""
@@ -140,7 +148,7 @@ class Decoder:
                 raise ProtocolError(f"not a frame: it starts with {bytes(magic)!r}")
             if version != VERSION:
                 raise ProtocolError(f"a frame of version {version}; this worker speaks version {VERSION}")
-            if kind & ~PLACED not in KINDS or (kind & PLACED and (self._segments is None or not table)):
+            if kind & ~_BITS not in KINDS or (kind & PLACED and (self._segments is None or not table)):
                 raise ProtocolError(f"a frame of unknown kind {kind}")
             if table > MAX_TABLE or size + payload > self._limit:
                 raise ProtocolError(
@@ -157,8 +165,14 @@ class Decoder:
                 self._wanted = size
                 return False
         body = start + HEADER.size
+        self._size = size + payload
         placed = kind & PLACED
-        kind &= ~PLACED
+        self._trace = ""
+        if kind & TRACED:
+            self._trace = self._read_trace(body, metadata)
+            body += 1 + len(self._trace)
+            metadata -= 1 + len(self._trace)
+        kind &= ~_BITS
         try:
             self._message = _decoders[kind].decode(self._view[body : body + metadata])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -182,11 +196,22 @@ class Decoder:
         self._wanted = HEADER.size
         return True
 
+    def _read_trace(self, start: int, metadata: int) -> str:
+        """The tracer's mark at the beginning of the metadata."""
+        size = self._buffer[start] if metadata else 0
+        if size >= metadata:
+            raise ProtocolError("a frame whose mark of a tracer is longer than its metadata")
+        try:
+            return self._buffer[start + 1 : start + 1 + size].decode("ascii")
+        except UnicodeDecodeError:
+            raise ProtocolError("a frame whose mark of a tracer is not text") from None
+
     def _land(self, table: bytes, payload: int) -> Landing:
         """The landing of tensors some of which are there already, in segments."""
         table, places, elsewhere = split_places(table)
         if payload + elsewhere > self._limit:
             raise ProtocolError(f"tensors of {payload + elsewhere} bytes are over the limit of {self._limit}")
+        self._size += elsewhere - 4 * len(places)
         landing = Landing.parse(table, payload + elsewhere)
         for index, segment in enumerate(places):
             if segment and self._segments is not None:

@@ -15,6 +15,9 @@ A frame, all numbers little-endian::
 
 If the highest bit of the kind is set, some buffers are not in the payload but in segments (`transport.segments`). The
 tensor table then ends with 4 bytes for each buffer: the number of its segment, or 0 if it is in the payload.
+
+If the bit below it is set, the metadata begins with a mark of a tracer (`inspection.spans`): a byte with its length,
+and its characters. They count in M.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import msgspec
 import torch
 
 from backhaul.errors import UnsendableError
-from backhaul.wire.messages import KIND_OF
+from backhaul.wire.messages import KIND_OF, Failure
 from backhaul.wire.tensors import pack_small, pack_tensors
 
 MAGIC = b"BH"
@@ -35,12 +38,17 @@ VERSION = 1
 HEADER = struct.Struct("<2sBBIIQ")
 PLACED = 0x80
 """The bit of the kind that says that buffers lie in segments."""
+TRACED = 0x40
+"""The bit of the kind that says that the metadata begins with a tracer's mark."""
+LONGEST_TRACE = 255
 
 MAX_METADATA = (1 << 32) - 1
 MAX_TABLE = 1 << 28
 
 # Up to here one copy into one piece is cheaper than several pieces to a system call.
 _JOIN_BELOW = 128 * 1024
+
+_FAILURE = KIND_OF[Failure]
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -105,6 +113,26 @@ def place(frame: Frame, segments: Sequence[int]) -> Frame:
     start = HEADER.pack(magic, version, kind | PLACED, metadata, table + len(places), payload)
     head = b"".join((start, memoryview(head)[HEADER.size :], places))
     return Frame([head, *left], len(head) + payload, frame.keep)
+
+
+def with_trace(frame: Frame, trace: str) -> Frame:
+    """The frame with a tracer's mark, of up to `LONGEST_TRACE` ASCII characters."""
+    head, *buffers = frame.pieces
+    magic, version, kind, metadata, table, payload = HEADER.unpack_from(head)
+    mark = trace.encode("ascii")
+    start = HEADER.pack(magic, version, kind | TRACED, metadata + 1 + len(mark), table, payload)
+    head = b"".join((start, bytes((len(mark),)), mark, memoryview(head)[HEADER.size :]))
+    return Frame([head, *buffers], frame.size + 1 + len(mark), frame.keep)
+
+
+def kind_of(head: bytes | memoryview) -> int:
+    """The kind of the message whose frame begins with this."""
+    return head[3] & ~(PLACED | TRACED)
+
+
+def is_failure(frame: Frame) -> bool:
+    """Whether the message of a frame, or of the first of those that were joined, is a `Failure`."""
+    return kind_of(frame.pieces[0]) == _FAILURE
 
 
 def join(frames: Sequence[Frame]) -> Frame:

@@ -1,0 +1,181 @@
+"""Logs: what goes over a link, line by line, for those who want to see all of it.
+
+The link with a peer has a logger of its own, ``backhaul.link.<peer>``, with the dots in the peer's name as ``_``. If
+that logger is enabled for DEBUG when a line is opened, everything on the line is logged:
+
+    = open over unix, by worker0
+    > Call worker0/7 mymodule.step 187 B         this worker has sent it
+    < Result worker0/7 61 B                      this worker has received it
+    > Gradients pass 68719476737 4160 B
+    = closed
+
+Both ends write the same text behind ``>`` and ``<``. A request is known by its sender and its number, and a reply by
+the request that it answers. Names that come from a peer are shortened and made printable.
+
+A line that is not logged costs nothing: the logging is a channel around the real one, made only for lines that are.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from backhaul.agent.naming import name_of_request
+from backhaul.errors import OptionError
+from backhaul.ids import WorkerInfo
+from backhaul.options import LOG_LEVEL_VARIABLE, LOG_LEVELS
+from backhaul.security.permissions import printable
+from backhaul.transport.base import Channel
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import HEADER, TRACED, Frame, kind_of
+from backhaul.wire.messages import KINDS, Call, Create, Failure, Inspect, Result
+
+_LONGEST_NAME = 200
+_REPLIES = (Result, Failure)
+_CALLS = (Call, Create)
+_decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
+
+
+def link_logger(peer: str) -> logging.Logger:
+    """The logger of the link with that peer."""
+    return logging.getLogger(f"backhaul.link.{printable(peer).replace('.', '_')}")
+
+
+def logged(channel: Channel, me: WorkerInfo, peer: WorkerInfo, opener: WorkerInfo) -> Channel:
+    """The channel, or one around it that logs what passes, if the logger of the link is enabled for DEBUG."""
+    log = link_logger(peer.name)
+    if not log.isEnabledFor(logging.DEBUG):
+        return channel
+    log.debug("= open over %s, by %s", channel.path, printable(opener.name))
+    return LoggedChannel(channel, log, me, peer)
+
+
+class LoggedChannel(Channel):
+    """A channel that logs the frames which pass through it."""
+
+    def __init__(self, inside: Channel, log: logging.Logger, me: WorkerInfo, peer: WorkerInfo) -> None:
+        self._inside = inside
+        self._log = log
+        self._me = printable(me.name)
+        self._peer = printable(peer.name)
+        self._closed = False
+
+    @property
+    def path(self) -> str:  # type: ignore[override]
+        return self._inside.path
+
+    @property
+    def sent(self) -> int:  # type: ignore[override]
+        return self._inside.sent
+
+    @property
+    def shared(self) -> int:  # type: ignore[override]
+        return self._inside.shared
+
+    @property
+    def received(self) -> int:  # type: ignore[override]
+        return self._inside.received
+
+    def fileno(self) -> int:
+        return self._inside.fileno()
+
+    def write(self, frame: Frame) -> bool:
+        for message, size in _messages(frame):
+            self._log.debug("> %s %d B", _describe(message, self._me, self._peer), size)
+        return self._inside.write(frame)
+
+    def flush(self) -> bool:
+        return self._inside.flush()
+
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
+        return self._inside.wait(read=read, write=write, timeout=timeout)
+
+    def read(self, timeout: float | None) -> bool:
+        return self._inside.read(timeout)
+
+    def next(self) -> Envelope | None:
+        envelope = self._inside.next()
+        if envelope is not None:
+            self._log.debug("< %s %d B", _describe(envelope.message, self._peer, self._me), envelope.size)
+        return envelope
+
+    def shutdown(self) -> None:
+        self._inside.shutdown()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._log.debug("= closed")
+        self._inside.close()
+
+
+def _describe(message: Any, sender: str, receiver: str) -> str:
+    """What both ends call a message."""
+    words = [type(message).__name__]
+    if isinstance(message, _REPLIES):
+        words.append(f"{receiver}/{message.id}")
+    elif hasattr(message, "id"):
+        words.append(f"{sender}/{message.id}")
+    if isinstance(message, _CALLS):
+        words.append(printable(name_of_request(message), _LONGEST_NAME))
+    elif isinstance(message, Failure):
+        words.append(printable(message.type_name, _LONGEST_NAME))
+    elif isinstance(message, Inspect):
+        words.append(printable(message.topic, _LONGEST_NAME))
+    if (backward := getattr(message, "backward", None)) is not None:
+        words.append(f"pass {backward.id}")
+    if (context := getattr(message, "context", None)) is not None:
+        words.append(f"context {context}")
+    return " ".join(words)
+
+
+def _messages(frame: Frame) -> Iterator[tuple[Any, int]]:
+    """The messages of a frame, or of several that were joined, and their sizes."""
+    head = memoryview(frame.pieces[0])
+    start = 0
+    while start < len(head):
+        _, _, bits, metadata, table, payload = HEADER.unpack_from(head, start)
+        body = head[start + HEADER.size : start + HEADER.size + metadata]
+        if bits & TRACED:
+            body = body[1 + body[0] :]
+        size = HEADER.size + metadata + table + payload
+        yield _decoders[kind_of(head[start:])].decode(body), size
+        start += size
+
+
+class _Fallback(logging.StreamHandler[Any]):
+    """Writes to stderr as long as the program has set up no logging of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def set_up_logging(worker: str | None) -> None:
+    """Do what ``backhaul run --log-level`` asks for, by way of the environment: log what Backhaul does.
+
+    Lines go to stderr with the time and the worker's name, unless the program has handlers of its own; then they go
+    there.
+    """
+    text = os.environ.get(LOG_LEVEL_VARIABLE)
+    if not text:
+        return
+    level = text.lower()
+    if level not in LOG_LEVELS:
+        raise OptionError(f"environment variable {LOG_LEVEL_VARIABLE}: {text!r} must be one of {', '.join(LOG_LEVELS)}")
+    log = logging.getLogger("backhaul")
+    log.setLevel(level.upper())
+    handler = next((each for each in log.handlers if isinstance(each, _Fallback)), None)
+    if handler is None:
+        handler = _Fallback()
+        log.addHandler(handler)
+    name = (worker or "worker").replace("%", "%%")
+    layout = f"%(asctime)s.%(msecs)03d {name} %(levelname)s %(name)s %(message)s"
+    handler.setFormatter(logging.Formatter(layout, "%H:%M:%S"))
+
+
+__all__ = ["LoggedChannel", "link_logger", "logged", "set_up_logging"]
