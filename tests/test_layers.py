@@ -25,6 +25,7 @@ LAYERS = [
     "current",
     "wire",
     "security",
+    "devices",
     "options",
     "transport",
     "agent",

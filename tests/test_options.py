@@ -34,6 +34,9 @@ GOOD: dict[str, list[Any]] = {
     "tls": [None],
     "host": [None, "127.0.0.1", "0.0.0.0", "::", "host.example.org"],
     "port": [0, 29500, 65535],
+    "device_maps": [None, "same", {"b": {"cuda:0": "cuda:1"}}],
+    "device_pool_bytes": [0, 1 << 30],
+    "devices": [(), (0, 1)],
     "metrics_port": [None, 0, 9400, 65535],
     "tracing": [True, False],
 }
@@ -93,6 +96,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("port", 65536, "65536 must be a port below 65536"),
     ("port", "80", "must be a port"),
     ("port", True, "must be a port"),
+    ("device_maps", "other", "must be a dict of dicts, as in {'worker1': {0: 1}}, or 'same'"),
+    ("device_maps", {"b": {0: "mps"}}, "'mps' is not a device"),
+    ("device_pool_bytes", -1, "must be a whole number of bytes"),
+    ("devices", "cuda:0", "must be a list of GPUs"),
+    ("devices", ["cpu"], "expect a list of CUDA devices"),
     ("metrics_port", -1, "must be a port below 65536; 0 means any that is free"),
     ("metrics_port", "9400", "must be a port"),
     ("tracing", 1, "1 must be True or False"),
@@ -150,7 +158,7 @@ def test_there_are_no_other_options() -> None:
     with pytest.raises(OptionError, match="there is no option 'rpc_timout'; the options are rpc_timeout, init_method"):
         RpcOptions().rpc_timout = 5  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
-        RpcOptions(devices=[0])  # type: ignore[call-arg]
+        RpcOptions(gadgets=[0])  # type: ignore[call-arg]
 
 
 def test_options_can_be_copied_and_pickled() -> None:

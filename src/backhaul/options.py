@@ -6,9 +6,10 @@ import dataclasses
 import enum
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from backhaul.devices.maps import DeviceMaps, index_of, name_of, parse_map
 from backhaul.errors import OptionError
 from backhaul.security.keys import KEY_BYTES, KEY_FILE_VARIABLE, read_key_file
 from backhaul.security.tls import TLS
@@ -183,6 +184,23 @@ def _port(value: Any) -> int:
     return value
 
 
+def _device_maps(value: Any) -> DeviceMaps:
+    if value is None or value == "same":
+        return value  # type: ignore[no-any-return]
+    if not isinstance(value, Mapping) or not all(isinstance(each, Mapping) for each in value.values()):
+        raise OptionError("must be a dict of dicts, as in {'worker1': {0: 1}}, or 'same'")
+    return {str(to): parse_map(map) for to, map in value.items()}
+
+
+def _devices(value: Any) -> Sequence[int]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise OptionError("must be a list of GPUs, as in ['cuda:0']")
+    found = [index_of(name_of(each)) for each in value]
+    if None in found:
+        raise OptionError(f"`set_devices` expect a list of CUDA devices, but got {value!r}")
+    return tuple(index for index in found if index is not None)
+
+
 def _port_or_none(value: Any) -> int | None:
     return None if value is None else _port(value)
 
@@ -205,6 +223,9 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "port": _port,
     "trust": _trust,
     "quotas": _quotas,
+    "device_maps": _device_maps,
+    "device_pool_bytes": _bytes,
+    "devices": _devices,
     "metrics_port": _port_or_none,
     "tracing": _flag,
 }
@@ -241,6 +262,13 @@ class RpcOptions:
       what is marked with `backhaul.rpc.expose`, and no value is pickled.
     - ``quotas``: how much one peer may have of this worker at a time. None means no limits, and in a federation those
       of ``Quotas()``.
+    - ``device_maps``: for each worker that is called, by name, which of its devices a tensor on a device of this one
+      goes to, as in ``{"worker1": {0: 1}}``; ``"same"`` maps equal indices to every worker. A tensor on a
+      GPU that is not in the map cannot be sent; CPU tensors always can. The reply goes the same way back, and
+      gradients to where their tensor came from.
+    - ``device_pool_bytes``: how much memory of its GPUs this worker may keep for sending tensors to a peer of the
+      same host; 0 means that they go through the memory of the host.
+    - ``devices``: the GPUs of this worker that take part, besides those in the maps; upstream's option of that name.
     - ``metrics_port``: serve metrics for Prometheus on loopback, on this port plus the worker's rank on its host; 0
       means any port, which is logged. None means what ``BACKHAUL_METRICS_PORT`` says, or else not at all.
     - ``tracing``: make OpenTelemetry spans for calls and passes; see `backhaul.seeing.spans`.
@@ -263,8 +291,27 @@ class RpcOptions:
     port: int = 0
     trust: Trust = "cluster"
     quotas: Quotas | None = None
+    device_maps: DeviceMaps = None
+    device_pool_bytes: int = 1 << 30
+    devices: Sequence[int] = ()
     metrics_port: int | None = None
     tracing: bool = False
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Add entries to the device map for calls to worker ``to``; see ``device_maps``."""
+        known = self.device_maps
+        if known == "same":
+            raise OptionError("option device_maps is 'same': set it to None before you give maps of your own")
+        found = {**({} if known is None else known)}
+        before = found.get(to, {})
+        new = parse_map(device_map)
+        for source, target in new.items():
+            if before.get(source, target) != target or target in (
+                other for other_source, other in before.items() if other_source != source
+            ):
+                raise OptionError(f"`set_device_map` only supports 1-to-1 mapping, trying to map {source} to {target}")
+        found[to] = {**before, **new}
+        self.device_maps = found
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = _CHECKS.get(name)

@@ -233,6 +233,8 @@ class Worker:
 
     def _enter(self) -> None:
         _current.variable.set(self)
+        if self._agent.devices is not None:
+            self._agent.devices.streams.adopt_thread()
         # A new thread takes torch.set_num_threads over when it is first asked for: small operations do not ask.
         torch.get_num_threads()
 

@@ -7,6 +7,7 @@ long programs have gradients of a sensible size. ``number`` is whatever an opera
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 DTYPES = {"d": torch.float64, "f": torch.float32, "h": torch.bfloat16, "z": torch.complex128}
 SHAPES: dict[str, tuple[int, ...]] = {"m": (3, 3), "v": (3,), "s": (), "e": (5, 3)}
 NUMBERS = 1000
+DEVICE = torch.device(os.environ.get("BACKHAUL_PROGRAMS_DEVICE", "cpu"))
+"""Where all tensors of all programs are: set to ``cuda`` by `make cuda`."""
 
 
 class Operation(NamedTuple):
@@ -57,7 +60,17 @@ def _operation(
     return add
 
 
+def disturb(number: int) -> None:
+    """On a GPU, hold up what comes next on this stream for a moment, now and then: nobody may depend on luck."""
+    if DEVICE.type == "cuda" and number % 4 == 0:
+        torch.cuda._sleep(number * 1000)  # type: ignore[no-untyped-call]
+
+
 def random_tensor(kind: str, seed: int) -> Tensor:
+    return _random_tensor(kind, seed).to(DEVICE)
+
+
+def _random_tensor(kind: str, seed: int) -> Tensor:
     dtype, shape = kind.split(".")
     values = torch.rand(SHAPES[shape], generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 2 - 1
     if dtype == "z":
@@ -271,13 +284,13 @@ def from_bfloat16(number: int, a: Tensor) -> Tensor:
 
 @_operation("d.e -> d.m", "sparse gradients", table=True)
 def embedding(number: int, table: Tensor) -> Tensor:
-    return functional.embedding(torch.tensor([number % 5, 1, number % 5]), table, sparse=True)
+    return functional.embedding(torch.tensor([number % 5, 1, number % 5]).to(DEVICE), table, sparse=True)
 
 
 @_operation("d.e -> d.m", "sparse gradients", table=True)
 def embedding_bag(number: int, table: Tensor) -> Tensor:
-    indices = torch.tensor([0, number % 5, 1, number // 5 % 5])
-    return functional.embedding_bag(indices, table, torch.tensor([0, 1, 2]), mode="sum", sparse=True) / 2
+    indices = torch.tensor([0, number % 5, 1, number // 5 % 5]).to(DEVICE)
+    return functional.embedding_bag(indices, table, torch.tensor([0, 1, 2]).to(DEVICE), mode="sum", sparse=True) / 2
 
 
 # Functions with a backward of their own.

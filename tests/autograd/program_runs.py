@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from program import Block, Call, Fetch, Hook, Keep, Leaf, Load, Op, Pass, Program, Proxy, Retain, Wait
 from program_generator import generate
-from program_ops import DIRECT, OPERATIONS, random_tensor
+from program_ops import DIRECT, OPERATIONS, disturb, random_tensor
 from torch import Tensor
 
 import backhaul.autograd as dist_autograd
@@ -168,6 +168,7 @@ class Site:
         values = self.values
         match instruction:
             case Op(outs, operation, ins, number):
+                disturb(number)
                 result = OPERATIONS[operation].run(number, *(values[name] for name in ins))
                 values.update(zip(outs, undress(result), strict=True))
             case Load(out, key):

@@ -25,11 +25,13 @@ import program_runs
 import torch
 from program import Block, Call, Keep, Leaf, Load, Program, made_by, needed_by
 from program_generator import generate
+from program_ops import DEVICE
 from program_runs import Mismatch, Outcome, collect, compare, drive, forget_all, install, run_locally
 
 from backhaul import rpc
 from backhaul.autograd.graph import Component
 from backhaul.autograd.part import Part
+from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster, scheduler
 from backhaul.worker import Worker, current
 
@@ -51,10 +53,15 @@ class Failed(AssertionError):
 
 @contextmanager
 def cluster_of(size: int, seed: int) -> Iterator[InProcessCluster]:
-    """A cluster whose messages arrive in random order."""
+    """A cluster whose messages arrive in random order. With a GPU, every other one has real sockets."""
+    if DEVICE.type == "cuda" and seed % 2:
+        with InProcessCluster(size, sockets=True, options=RpcOptions(device_maps="same")) as cluster:
+            yield cluster
+        return
+    options = RpcOptions(device_maps="same") if DEVICE.type == "cuda" else None
     before, scheduler.PATIENCE = scheduler.PATIENCE, PATIENCE
     try:
-        with InProcessCluster(size, seed=seed) as cluster:
+        with InProcessCluster(size, seed=seed, options=options) as cluster:
             yield cluster
     finally:
         scheduler.PATIENCE = before

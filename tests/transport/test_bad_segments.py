@@ -14,6 +14,7 @@ import torch
 from segment_links import Link, MiB, descriptors, memfd, numbered, placed_frame
 from transport_group import SOON, receive, soon
 
+from backhaul.devices.segments import MAX_NEW
 from backhaul.errors import ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello
@@ -81,11 +82,13 @@ def bad() -> dict[str, tuple[list[int], bytes, str]]:
         "into its control bytes": ([memfd(ROOM)], frame([1], MiB + 1), "1048577 bytes in segment 1"),
         "table that is too short": ([memfd(ROOM)], altered(frame([1]), table=-4, metadata=4), "metadata that is no"),
         "flag and no table": ([], altered(PING, kind=0x80), "unknown kind"),
-        "unknown kind": ([], altered(frame([1]), kind=0x40), "unknown kind"),
-        "too many": ([memfd(ROOM) for _ in range(MAX_PASSED + 1)], PING, "more descriptors than a message may have"),
+        "unknown kind": ([], altered(frame([1]), kind=0x30), "unknown kind"),
+        "too many": ([memfd(ROOM) for _ in range(ALLOWED + 1)], PING, "more descriptors than a message may have"),
         "far too many": ([memfd(ROOM) for _ in range(253)], PING, "more descriptors than a message may have"),
     }
 
+
+ALLOWED = MAX_PASSED + 2 * MAX_NEW
 
 KINDS = [
     "unsealed",

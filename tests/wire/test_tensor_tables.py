@@ -54,7 +54,6 @@ BAD_TABLES = {
     "no buffer": (table(entry(buffer=NONE)), 8),
     "unknown dtype": (table(entry(dtype=200)), 8),
     "unknown layout": (table(entry(layout=6)), 8),
-    "unknown device": (table(entry(device=2)), 8),
     "unknown flag": (table(entry(flags=64)), 8),
     "coalesced but strided": (table(entry(flags=32)), 8),
     "too many dimensions": (table(entry(sizes=(1,) * 65)), 8),

@@ -40,12 +40,15 @@ from backhaul.agent.serving import Handler, Served, Serving
 from backhaul.agent.tracing import Span
 from backhaul.agent.waiting import Vigils
 from backhaul.agent.watch import Watch
+from backhaul.devices.maps import check as check_maps
+from backhaul.devices.staging import Gradients, WorkerDevices, needs_devices, own_devices
 from backhaul.errors import (
     AuthenticationError,
     BackhaulError,
     ForkedError,
     MisuseError,
     NotInitializedError,
+    OptionError,
     ProtocolError,
     RpcTimeoutError,
     WorkerLostError,
@@ -112,9 +115,12 @@ class Agent:
         try:
             if name is not None:  # what is wrong with its credentials, the others need not hear of
                 transport.introduce(name)
-            self.me = membership.join(name, rank, transport.addresses, deadline, check)
+            mine = own_devices(options.device_maps, options.devices)
+            self.me = membership.join(name, rank, transport.addresses, deadline, check, mine)
             if name is None:
                 transport.introduce(self.me.name)
+            self.devices = self._find_devices()
+            """The GPUs that tensors may be on in messages, if some worker has a device map."""
         except BaseException:
             transport.close()
             raise
@@ -138,6 +144,7 @@ class Agent:
             )
         else:
             self.execution = Execution(self.me, codec, enter, options.message_limit)
+        self.execution.devices = self.devices
         self.execution.observers = self.observers
         self.execution.activity = self.activity
         self.execution.accounts = self.accounts
@@ -164,6 +171,15 @@ class Agent:
         for message, handler in self.farewell.handlers():
             self.register(message, handler)
         _abandon_in_children(self)
+
+    def _find_devices(self) -> WorkerDevices | None:
+        found = self.membership.devices()
+        if not needs_devices(found):
+            return None
+        if self.membership.dynamic:
+            raise OptionError("device maps need a group whose members are known: give world_size")
+        check_maps(found)
+        return WorkerDevices(self.me.name, found)
 
     def start(self) -> None:
         """Let peers in. A newcomer to a dynamic group greets all others, so that they know of it without the store."""
@@ -277,12 +293,18 @@ class Agent:
 
     def post(self, to: To, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a one-way message. Raises `WorkerLostError`."""
-        frame = encode(message, tensors)
+        line = self._route(to, math.inf)
+        frame = encode(message, tensors, self._way_of_gradients(line, tensors))
         if self.execution.tracing is not None:
             frame = self.execution.tracing.attach_pass(frame, message)
         if self.observers.active:
             self.observers.emit(Encoded())
-        self._post(self._route(to, math.inf), frame)
+        self._post(line, frame)
+
+    def _way_of_gradients(self, line: Line, tensors: Sequence[torch.Tensor]) -> Gradients | None:
+        if self.devices is None or not any(tensor.is_cuda for tensor in tensors):
+            return None
+        return Gradients(line.channel.device_lending)
 
     def post_lazily(self, to: To, message: Any) -> None:
         """Send a one-way message that is in no hurry: with the next one, or at a tick. Raises `WorkerLostError`."""
@@ -298,12 +320,20 @@ class Agent:
 
     def post_awaited(self, to: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a one-way message that a thread of that worker waits for. Raises `WorkerLostError`."""
-        frame = encode(message, tensors)
+        link = self._links.get(to)
+        if self.devices is not None and any(tensor.is_cuda for tensor in tensors):
+            served = None if link is None else link.served
+            if served is None or served.channel.device_lending is None:
+                self.post(to, message, tensors)
+                return
+            staging: Gradients | None = Gradients(served.channel.device_lending)
+        else:
+            staging = None
+        frame = encode(message, tensors, staging)
         if self.execution.tracing is not None:
             frame = self.execution.tracing.attach_pass(frame, message)
         if self.observers.active:
             self.observers.emit(Encoded())
-        link = self._links.get(to)
         if link is None or not link.post_awaited(frame):
             self._post(self._route(to, math.inf), frame)
 
@@ -527,7 +557,10 @@ class Agent:
         before = handling.get(thread)
         handling[thread] = Handling(line.peer, envelope.message, time.monotonic(), before)
         try:
-            return handler(line, envelope)
+            if self.devices is None:
+                return handler(line, envelope)
+            with self.devices.streams.handling():
+                return handler(line, envelope)
         finally:
             if before is None:
                 del handling[thread]

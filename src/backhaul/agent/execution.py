@@ -29,11 +29,14 @@ from backhaul.agent.observing import (
 from backhaul.agent.recording import NoRecording, Recording, Tensors
 from backhaul.agent.tracing import Tracing
 from backhaul.agent.traffic import NoTraffic, Traffic
+from backhaul.devices.staging import WorkerDevices, no_map
 from backhaul.errors import MisuseError, RemoteError, RemoteTraceback, UnsendableError, user_frames
 from backhaul.ids import WorkerInfo
+from backhaul.transport.base import Channel
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode, is_failure
 from backhaul.wire.messages import Failed, Failure, Mark, Refs, Result
+from backhaul.wire.tensors import land
 from backhaul.wire.trees import ATOMS, Packing
 from backhaul.wire.values import Codec
 
@@ -47,6 +50,9 @@ class Peer(Protocol):
     @property
     def peer(self) -> WorkerInfo: ...
 
+    @property
+    def channel(self) -> Channel: ...
+
 
 class Execution:
     """Executes calls for one worker, and opens replies to its own."""
@@ -55,6 +61,8 @@ class Execution:
         self.traffic: Traffic = NoTraffic()
         self.observers = Observers()
         self.activity = Activity()
+        self.devices: WorkerDevices | None = None
+        """The GPUs that tensors of messages may be on, if any."""
         self.accounts = Accounts()
         self.recording: Recording = NoRecording()
         self.tracing: Tracing | None = None
@@ -160,8 +168,9 @@ class Execution:
     def unpack(self, envelope: Envelope, sender: WorkerInfo) -> Any:
         """The value of a message's tree."""
         message = envelope.message
-        tensors: Tensors = envelope.tensors
         try:
+            land(envelope.tensors)
+            tensors: Tensors = envelope.tensors
             mark = getattr(message, "mark", None)
             if mark is not None and mark.message:
                 tensors = self.recording.received(mark, tensors, sender)
@@ -182,7 +191,7 @@ class Execution:
         mark, tensors = self.recording.asking(packing.tensors, to.peer)
         if mark is not None and self.observers.active:
             self.observers.emit(SendRecorded())
-        frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to)
+        frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
         return frame if self.tracing is None else self.tracing.attach(frame)
 
     def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
@@ -203,12 +212,22 @@ class Execution:
                 self.observers.emit(SendRecorded())
         return self._frame(lambda refs: Result(id, tree, refs, mark), packing, tensors, to)
 
-    def _frame(self, make: Callable[[Refs], Any], packing: Packing, tensors: Tensors, to: Peer) -> Frame:
+    def _frame(
+        self, make: Callable[[Refs], Any], packing: Packing, tensors: Tensors, to: Peer, *, reply: bool = True
+    ) -> Frame:
+        staging = None
+        if self.devices is not None:
+            # What is enqueued here may be what the message refers to.
+            self.devices.streams.leave_word()
+        if self.devices is not None and tensors:
+            staging = self.devices.staging(to.peer.name, to.channel.device_lending, tensors, reply=reply)
+        elif reply and any(tensor.is_cuda for tensor in tensors):
+            raise UnsendableError(no_map(to.peer.name, reply=True))
         if not packing.attached:
-            return self._checked(encode(make(()), tensors))
+            return self._checked(encode(make(()), tensors, staging))
         refs = self.traffic.departing(packing.attached, to.peer, to)
         try:
-            return self._checked(encode(make(refs), tensors))
+            return self._checked(encode(make(refs), tensors, staging))
         except BaseException:
             self.traffic.stayed(refs)
             raise

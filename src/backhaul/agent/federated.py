@@ -34,6 +34,7 @@ from backhaul.wire import callables, trees
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Failed, Failure
+from backhaul.wire.tensors import land
 from backhaul.wire.values import Codec
 
 _MAX_NAME = 200
@@ -100,8 +101,9 @@ class FederatedExecution(Execution):
     def _open(self, tree: Any, envelope: Envelope, sender: WorkerInfo) -> Any:
         """The value of a tree, as far as this peer may send it."""
         message = envelope.message
-        tensors: Tensors = envelope.tensors
         try:
+            land(envelope.tensors)
+            tensors: Tensors = envelope.tensors
             self._check_sizes(tensors)
             mark = getattr(message, "mark", None)
             if mark is not None and mark.message:

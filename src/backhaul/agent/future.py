@@ -44,10 +44,17 @@ class Future(torch.futures.Future[T]):
     _help: Callable[[], None] | None = None
     _attend: Callable[[], None] | None = None
     _settled = False
+    ready: Callable[[Any], None] | None = None
+    """Called with the value by each thread that gets it: makes tensors on GPUs ready on its current streams."""
     _value: Any = None
     _error: BaseException | None = None
 
-    def __init__(self, *, help: Callable[[], None] | None = None, attend: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        help: Callable[[], None] | None = None,
+        attend: Callable[[], None] | None = None,
+    ) -> None:
         _make(self, [])
         if help is not None:
             self._help = help
@@ -59,10 +66,15 @@ class Future(torch.futures.Future[T]):
         if not self._settled:
             self.help()
             if not self._settled:
-                return super().wait()
+                found = super().wait()
+                if self.ready is not None:
+                    self.ready(found)
+                return found
         # As torch would, which gives the interpreter away to see.
         if self._error is not None:
             raise fresh(self._error)
+        if self.ready is not None:
+            self.ready(self._value)
         return self._value  # type: ignore[no-any-return]
 
     def help(self) -> None:

@@ -39,6 +39,11 @@ class Link:
         calling = self.calling
         return None if calling is None or calling.lost is not None else calling
 
+    @property
+    def served(self) -> Served | None:
+        """The line that the peer has opened last."""
+        return self._served[-1] if self._served else None
+
     def came_up(self) -> None:
         """A line has been opened."""
         self._up = True
@@ -70,7 +75,8 @@ class Link:
 
         A large message would keep the sender busy until it is read, and the peer may have given up.
         """
-        if not self._served or frame.keep or frame.size > MOST_AWAITED:
+        served = self.served
+        if served is None or (frame.keep and not frame.places) or frame.size > MOST_AWAITED:
             return False
-        self._served[-1].reply(frame)
+        served.reply(frame)
         return True

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from backhaul.devices.maps import Devices
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Addresses
@@ -46,6 +47,7 @@ class Member(msgspec.Struct, frozen=True):
     id: int
     name: str
     addresses: Addresses
+    devices: Devices = Devices()
 
     @property
     def info(self) -> WorkerInfo:
@@ -80,6 +82,7 @@ class Membership:
         addresses: Addresses,
         deadline: float,
         check: Callable[[], None] = lambda: None,
+        devices: Devices = Devices(),  # noqa: B008 it is frozen
     ) -> WorkerInfo:
         """Enter the group, and wait until it is complete if it is a fixed one.
 
@@ -96,7 +99,7 @@ class Membership:
             self._refuse_taken(name, rank)
         elif rank is None or not 0 <= rank < self.world_size:
             raise OptionError(f"rank {rank} is not in 0..{self.world_size - 1} (world_size {self.world_size})")
-        me = Member(rank, f"worker{rank}" if name is None else name, addresses)
+        me = Member(rank, f"worker{rank}" if name is None else name, addresses, devices)
         before = self._store.compare_set(f"member/{rank}", "", _encode(me))
         if before != _encode(me).encode():
             taken = self._decode(before)
@@ -126,6 +129,11 @@ class Membership:
         """All known members, by rank."""
         with self._lock:
             return sorted(member.info for member in self._by_id.values())
+
+    def devices(self) -> dict[str, Devices]:
+        """What all known members have told about their devices, by name."""
+        with self._lock:
+            return {self._by_id[id].name: self._by_id[id].devices for id in sorted(self._by_id)}
 
     def find(self, to: str | int | WorkerInfo) -> Member:
         """The member that ``to`` names. Raises `UnknownWorkerError` listing those that exist."""

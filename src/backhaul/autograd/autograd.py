@@ -90,6 +90,8 @@ class Autograd:
         record = self.contexts.get(id)
         if record is None:
             return {}
+        if self._agent.devices is not None:
+            self._agent.devices.streams.catch_up()
         with record.lock:
             return dict(record.gradients)
 

@@ -43,6 +43,8 @@ class Send(msgspec.Struct, frozen=True, eq=False):
     to: WorkerInfo
     output: torch.Tensor
     """The dummy output: its ``grad_fn`` is the graph node."""
+    device: torch.device
+    """Where the tensor is, and its gradient is expected."""
 
     @property
     def node(self) -> Node:

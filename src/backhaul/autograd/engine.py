@@ -20,7 +20,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from backhaul.agent.observing import (
     PassBegan,
     PassEnded,
     Planned,
+    RecvReached,
     RunBegan,
     RunEnded,
     Stored,
@@ -47,7 +49,7 @@ from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
 from backhaul.autograd.passes import Running
 from backhaul.autograd.replicas import Replica, replicas
-from backhaul.autograd.run import Run
+from backhaul.autograd.run import Parcel, Run
 from backhaul.autograd.share import Share, Starts
 from backhaul.errors import (
     BackhaulError,
@@ -71,6 +73,7 @@ from backhaul.wire.messages import (
     Resolved,
     TakePart,
 )
+from backhaul.wire.tensors import Later
 
 _log = logging.getLogger(__name__)
 
@@ -80,13 +83,34 @@ _MAX_TEXT = 4000
 _run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
 
 
-def _gradients(message: Gradients, envelope: Envelope) -> dict[int, tuple[torch.Tensor | None]]:
+def _gradients(
+    message: Gradients, envelope: Envelope, expected: Callable[[int], torch.device]
+) -> dict[int, tuple[torch.Tensor | None]]:
     """What a message brings, by source. Taken out of the envelope: who stores it will be the only one to have it."""
     found: dict[int, tuple[torch.Tensor | None]] = dict.fromkeys(message.sources, (None,))
+    if type(envelope.tensors) is Later:
+        envelope.tensors.land([expected(message.sources[place]) for place in message.present])
     for place, gradient in zip(message.present, envelope.tensors, strict=True):
         found[message.sources[place]] = (gradient,)
     envelope.tensors.clear()
     return found
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Inside, torch's engine runs all nodes on the calling thread, those of GPUs, too.
+
+    It has threads for GPUs otherwise. They know nothing of the run that they work for. And a gate, which comes last in
+    its run on one thread, would keep the calling thread from nodes that such a thread hands over to it later.
+    """
+    if not torch._C._is_multithreading_enabled() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    torch._C._set_multithreading_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_multithreading_enabled(True)
 
 
 def _abridged(message: Failed) -> Failed:
@@ -212,6 +236,21 @@ class Engine:
 
     def run(self, share: Share, component: Component) -> None:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
+        devices = self.agent.devices
+        if devices is None:
+            self._run_and_report(share, component)
+            return
+        listener = share.listener
+        if listener is None or not listener.is_mine():
+            with devices.streams.handling():
+                self._run_and_report(share, component)
+            return
+        # The user's thread, with the streams that the user has chosen.
+        devices.streams.catch_up()
+        self._run_and_report(share, component)
+        devices.streams.leave_word()
+
+    def _run_and_report(self, share: Share, component: Component) -> None:
         observers = self.agent.observers
         if observers.active:
             sources = tuple(component.sources)
@@ -229,12 +268,11 @@ class Engine:
                 observers.emit(RunEnded(backward=share.backward.id, sources=tuple(component.sources)))
         if not share.backward.retain_graph:
             share.record.spend(component.sources)
-        emitted = () if run is None else run.emitted
-        if run is None or run.late is None:
+        emitted, late = run
+        if late is None:
             self._report(share, False, component.sources, emitted)
             return
         # The gradients that go to the starter take the report along.
-        late = run.late
         message = late.message(share.backward, tuple(component.sources), tuple(emitted))
         if observers.active:
             observers.emit(GradientsSent(backward=share.backward.id, peer=late.to.name, sources=message.sources))
@@ -243,8 +281,12 @@ class Engine:
         except BackhaulError as error:
             self.fail(share, error)
 
-    def _run(self, share: Share, component: Component) -> Run | None:
-        """Run a component; None if torch did not have to run, and nothing was emitted."""
+    def _run(self, share: Share, component: Component) -> tuple[Sequence[int], Parcel | None]:
+        """Run a component: what it has emitted gradients for, and those of them that have not left."""
+        if len(component.sources) == len(component.recvs) == 1 and not component.leaves and not component.waits:
+            emitted = self._pass_on(share, component)
+            if emitted is not None:
+                return emitted, None
         leaves = [leaf.variable for leaf in component.leaves]
         averaged = replicas.of(leaves)
         in_grad = averaged or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
@@ -257,7 +299,7 @@ class Engine:
                 found = [direct.get(leaf) for leaf in leaves]
                 starts = direct = None  # who stores the gradients will be the only one to have them
                 self._store(share, leaves, found)
-                return None
+                return (), None
         listener = share.listener
         if averaged and listener is not None and listener.is_mine():
             self.agent.listeners.step_away(listener)  # the run may wait for other processes
@@ -269,7 +311,8 @@ class Engine:
             check=self.check,
             held=self._held,
             tell=self._tell,
-            hold=not averaged,
+            # What is held may be sent by another thread, which has other streams.
+            hold=not averaged and self.agent.devices is None,
         )
         self._runs.add(run)
         before, functions.thread.run = functions.thread.run, run
@@ -294,7 +337,28 @@ class Engine:
             functions.thread.run = before
             current.reset(token)
             self._runs.discard(run)
-        return run
+        return run.emitted, run.late
+
+    def _pass_on(self, share: Share, component: Component) -> Sequence[int] | None:
+        """Send back the gradient of a tensor that was sent on as it had come. None if there is more to do."""
+        if self._strict or node_hooks.are_there():
+            return None
+        gradient = share.passed_on(component)
+        if gradient is None:
+            return None
+        (node,) = component.recvs
+        recv: Recv = node.recv
+        self.require(share, recv)
+        share.giving_to(recv.sender.id)
+        parcel = Parcel(recv.sender)
+        parcel.add(recv.message, gradient)
+        message = parcel.message(share.backward)
+        observers = self.agent.observers
+        if observers.active:
+            observers.emit(RecvReached(backward=share.backward.id, peer=recv.sender.name))
+            observers.emit(GradientsSent(backward=share.backward.id, peer=recv.sender.name, sources=message.sources))
+        self._tell(share, recv.sender.id, message, parcel.tensors)
+        return message.sources
 
     def _run_engine(
         self, share: Share, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
@@ -305,9 +369,12 @@ class Engine:
         if observers.active:
             observers.emit(TorchBegan(backward=share.backward.id))
         try:
-            return _run_backward(
-                edges, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
-            )
+            if self.agent.devices is not None:
+                self.agent.devices.streams.use(values)
+            with on_one_thread():
+                return _run_backward(
+                    edges, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
+                )
         finally:
             if observers.active:
                 observers.emit(TorchEnded(backward=share.backward.id))
@@ -590,7 +657,12 @@ class Engine:
             self.agent.observers.emit(came)
         if message.consumed:
             self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
-        components, ask = share.arrive(_gradients(message, envelope))
+        sends = share.record.sends
+        on_devices = type(envelope.tensors) is Later
+        found = _gradients(message, envelope, lambda source: sends[source].device)
+        if on_devices and self.agent.devices is not None:
+            self.agent.devices.streams.leave_word()  # another thread may use them
+        components, ask = share.arrive(found)
         if self.agent.observers.active:
             self.agent.observers.emit(Planned(backward=share.backward.id))
         if ask:

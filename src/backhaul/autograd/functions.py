@@ -18,6 +18,8 @@ so it sends as soon as its gradients are complete. A Send has one below those of
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -102,13 +104,14 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
-        if thread.run is None:
+        run = thread.run
+        if run is None:
             recv: Recv = ctx.recv
             raise ContextError(
                 f"a tensor that came from worker {recv.sender.name!r} in autograd context {recv.context} is part of "
                 "this graph: a local backward() ends there. Use backhaul.autograd.backward(context_id, [loss])"
             )
-        thread.run.emit(ctx, gradients)
+        run.emit(ctx, gradients)
         return None, None, None
 
 
@@ -154,7 +157,32 @@ def send(source: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     uses = _first_uses(tensors)
     output: torch.Tensor = _apply_send(source, *tensors)
     del uses
+    if len(tensors) == 1 and type(tensors[0].grad_fn) is RecvNode:
+        _notice_hooks(tensors[0])
     return output
+
+
+def _notice_hooks(tensor: torch.Tensor) -> None:
+    """A tensor is sent on as it has come: keep hold of the hooks on it, so that it is known whether there are any.
+
+    Torch puts hooks of a tensor into a dict, which it makes for the first one, and tells nobody of.
+    """
+    node: Any = tensor.grad_fn
+    hooks = tensor._backward_hooks
+    if hooks is None:
+        hooks = tensor._backward_hooks = OrderedDict()
+        node._register_hook_dict(tensor)
+    node.hooks = hooks
+    node.output = weakref.ref(tensor)
+
+
+def passes_on(node: Any) -> bool:
+    """Whether a gradient that comes to this Recv's output, which was sent on, can go back without torch's engine."""
+    hooks = getattr(node, "hooks", None)
+    if hooks is None or hooks:
+        return False
+    output = node.output()
+    return output is None or not output.retains_grad
 
 
 def _first_uses(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

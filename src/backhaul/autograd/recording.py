@@ -92,7 +92,9 @@ class Recorder:
             record.require_room(len(record.sends) + len(recorded))
         record.told.add(to.id)
         message = self._contexts.new_id(len(recorded))
-        sends = [Send(message, to, send(source, [tensor])) for source, tensor in enumerate(recorded, message)]
+        sends = [
+            Send(message, to, send(source, [tensor]), tensor.device) for source, tensor in enumerate(recorded, message)
+        ]
         for source, made in enumerate(sends, message):
             record.add(source, made)
         return Mark(record.id, message, True, self._foreseen(record, sends)), tensors

@@ -30,7 +30,7 @@ _MAX_HELD_BYTES = 64 * 1024
 _SMALL = 8 * 1024
 
 
-class _Parcel:
+class Parcel:
     """Gradients for one worker that have not left."""
 
     __slots__ = ("nbytes", "present", "sources", "tensors", "to")
@@ -82,7 +82,7 @@ class Run:
         self._check = check
         self._on_held = held
         self._tell = tell
-        self.late: _Parcel | None = None
+        self.late: Parcel | None = None
         """The last gradients of the run, for the starter of the pass. They have not left: the report goes with them."""
         self._max_held = _MAX_HELD_BYTES if hold else -1
         self._recvs = dict(component.recvs)  # that are to come
@@ -92,7 +92,7 @@ class Run:
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._left: dict[int, int] = {}  # Recvs to come, by the rank of their senders
-        self._parcels: dict[int, _Parcel] = {}
+        self._parcels: dict[int, Parcel] = {}
         if not self._is_alone:
             for node in component.recvs:
                 rank = node.recv.sender.id
@@ -118,7 +118,7 @@ class Run:
         rank = recv.sender.id
         self.share.giving_to(rank)
         if self._is_alone:
-            parcel = _Parcel(recv.sender)
+            parcel = Parcel(recv.sender)
             for output in sorted(outputs):
                 parcel.add(recv.message + output, gradients[output])
             self.emitted += parcel.sources
@@ -126,7 +126,7 @@ class Run:
             return
         with self._lock:
             held = self._parcels.get(rank)
-            parcel = held or self._parcels.setdefault(rank, _Parcel(recv.sender))
+            parcel = held or self._parcels.setdefault(rank, Parcel(recv.sender))
             for output in sorted(outputs):
                 parcel.add(recv.message + output, gradients[output])
                 self.emitted.append(recv.message + output)
@@ -148,7 +148,7 @@ class Run:
         for parcel in parcels.values():
             self._post(parcel)
 
-    def _post(self, parcel: _Parcel) -> None:
+    def _post(self, parcel: Parcel) -> None:
         if self._rides and not self._recvs and parcel.to.id == self.share.starter and parcel.nbytes <= _MAX_HELD_BYTES:
             self.late = parcel
             return

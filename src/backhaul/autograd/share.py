@@ -17,7 +17,7 @@ from backhaul.agent.agent import Agent
 from backhaul.agent.listening import Listener
 from backhaul.agent.observing import GateOpens, GateWaits
 from backhaul.autograd.contexts import Record
-from backhaul.autograd.functions import NOTHING, ROOT, rank_of
+from backhaul.autograd.functions import NOTHING, ROOT, passes_on, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
 from backhaul.autograd.part import Part, Source
 from backhaul.errors import ContextError, RpcTimeoutError, fresh, kept
@@ -32,6 +32,14 @@ Starts = tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]
 """What torch's engine is to start from, and with which gradients."""
 
 _OVER = ContextError("the autograd context of this backward pass has been left")
+
+
+def _here(gradients: Gradients, agent: Agent) -> Gradients:
+    """The gradients, ready on the current streams of the calling thread."""
+    if agent.devices is not None:
+        agent.devices.streams.catch_up()
+        agent.devices.streams.use([gradient for gradient in gradients if gradient is not None])
+    return gradients
 
 
 class Share:
@@ -103,6 +111,23 @@ class Share:
             return self._root
         return self.record.sends[source].output
 
+    def passed_on(self, component: Component) -> torch.Tensor | None:
+        """The gradient of a component, if that is a tensor that was sent on as it came: it goes back as it comes.
+
+        None if torch's engine has to run, be it for a hook.
+        """
+        (source,) = component.sources
+        (node,) = component.recvs
+        with self._lock:
+            found = self._box.get(source)
+            if found is None or len(found) != 1 or found[0] is None:
+                return None
+            edges = self._source(source).node.next_functions
+            if len(edges) != 1 or edges[0][0] is not node or not passes_on(node):
+                return None
+            del self._box[source]
+            return found[0]
+
     def starts(self, component: Component) -> Starts:
         """Where the run of a component begins. Raises what the pass has failed with.
 
@@ -155,7 +180,7 @@ class Share:
         """
         with self._lock:
             if source in self._box or self._error is not None:
-                return self._take(source)
+                return _here(self._take(source), agent)
             to = self.record.sends[source].to
             self._waiting[source] = to.id
             listener = self.listener
@@ -176,7 +201,7 @@ class Share:
                         self.record.note_wait(self.backward.id, source, began)
                         if observers.active:
                             observers.emit(GateOpens(backward=self.backward.id, source=source))
-                        return self._take(source)
+                        return _here(self._take(source), agent)
                 now = time.monotonic()
                 if now >= self.deadline:
                     self.record.note_wait(self.backward.id, source, began)

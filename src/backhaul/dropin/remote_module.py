@@ -9,7 +9,7 @@ from torch import nn
 
 from backhaul import nn as ours
 from backhaul.errors import MisuseError, UnsendableError
-from backhaul.nn.device import place
+from backhaul.nn.device import devices_mapped, place
 from backhaul.rpc import RRef
 
 __all__ = ["RemoteModule"]
@@ -27,7 +27,11 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
 class RemoteModule(ours.RemoteModule):
     """See `backhaul.nn.RemoteModule`. Attributes that users have set on it do not travel, as in torch."""
 
-    is_device_map_set = False
+    @property
+    def is_device_map_set(self) -> bool:
+        """Whether tensors on GPUs of the module's worker come here as they are."""
+        return bool(devices_mapped(self.on))
+
     generated_methods = ("forward_async", "forward")
 
     def __init__(

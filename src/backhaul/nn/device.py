@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from backhaul import rpc
 from backhaul.errors import OptionError, UnknownWorkerError
 from backhaul.ids import WorkerInfo
+from backhaul.worker import current
 
 _FORMATS = (
     'a remote device is "<worker>/<device>", "<worker>", "rank:<rank>/<device>" or "rank:<rank>", as in "worker1/cpu"'
@@ -33,12 +34,16 @@ def place(remote_device: str) -> Place:
     if not isinstance(remote_device, str):
         raise OptionError(f"{remote_device!r} is no string: {_FORMATS}")
     worker, _, device = remote_device.rpartition("/") if "/" in remote_device else (remote_device, "", "cpu")
-    if not worker or not device:
-        raise OptionError(f"{remote_device!r}: {_FORMATS}")
+    if worker and not device:
+        raise OptionError(f"{remote_device!r}: Device string must not be empty; {_FORMATS}")
+    if not worker or "/" in worker:
+        raise OptionError(
+            f"Could not parse remote_device: {remote_device}. The valid format is '<workername>/<device>'; {_FORMATS}"
+        )
     try:
         named = str(torch.device(device))
     except RuntimeError as error:
-        raise OptionError(f"{remote_device!r}: {device!r} is no device of torch's; {_FORMATS}") from error
+        raise OptionError(f"{remote_device!r}: {device!r} is no device of torch's ({error}); {_FORMATS}") from error
     rank = worker.removeprefix(_RANK)
     if worker.startswith(_RANK) and not rank.isdecimal():
         raise OptionError(f"{remote_device!r}: {rank!r} is no rank; {_FORMATS}")
@@ -57,8 +62,14 @@ def device_of(module: torch.nn.Module, otherwise: str) -> torch.device:
     return torch.device(otherwise)
 
 
+def devices_mapped(owner: str) -> tuple[str, ...]:
+    """The devices of a worker that this one has a device map for: tensors there can come here as they are."""
+    devices = current().agent.devices
+    return () if devices is None else devices.mapped(owner)
+
+
 def arrived(value: Any, device: torch.device) -> Any:
-    """Arguments that came to a module on that device. Only CPU tensors travel, so others are moved there."""
+    """Arguments that came to a module on that device: all are moved there."""
     return value if device.type == "cpu" else tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 

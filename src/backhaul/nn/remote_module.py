@@ -13,7 +13,7 @@ from backhaul import rpc
 from backhaul.errors import MisuseError, OptionError, UnsendableError
 from backhaul.nn import served
 from backhaul.nn.conversion import conversion_of
-from backhaul.nn.device import place
+from backhaul.nn.device import devices_mapped, place
 from backhaul.nn.hooks import RemoteHandle
 from backhaul.nn.members import Kind, Member, Spread
 from backhaul.nn.modes import Modes
@@ -133,11 +133,16 @@ class RemoteModule(Spread):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives for these arguments, hooks included. Raises what it raises."""
-        return self._there(served.run, self.device, Modes.here(), args, kwargs)
+        return self._there(served.run, self.device, Modes.here(), args, kwargs, *self._mapped())
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """A future of what `forward` returns."""
-        return self._there_async(served.run, self.device, Modes.here(), args, kwargs)
+        return self._there_async(served.run, self.device, Modes.here(), args, kwargs, *self._mapped())
+
+    def _mapped(self) -> tuple[tuple[str, ...], ...]:
+        """What `served.run` is told about the devices that tensors may come from, if there is something to tell."""
+        mapped = devices_mapped(self.on)
+        return (mapped,) if mapped else ()
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """References to the module's parameters, in the order of its ``parameters()``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -62,12 +62,23 @@ def portrait(module: nn.Module, device: str) -> Portrait:
     return Portrait(type(module).__name__, module.training, str(device_of(module, device)), id(module))
 
 
-def run(rref: RRef[nn.Module], device: str, modes: Modes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the module. ``device`` is for one that has no tensors of its own; ``modes`` are the caller's."""
+def run(
+    rref: RRef[nn.Module],
+    device: str,
+    modes: Modes,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mapped: Collection[str] = (),
+) -> Any:
+    """Call the module. ``device`` is for one that has no tensors of its own; ``modes`` are the caller's.
+
+    ``mapped`` are the devices of this worker that the caller takes tensors from.
+    """
     module = rref.local_value()
     where = device_of(module, device)
     with modes.entered():
-        return leaving(module(*arrived(args, where), **arrived(kwargs, where)), where)
+        result = module(*arrived(args, where), **arrived(kwargs, where))
+        return result if str(where) in mapped else leaving(result, where)
 
 
 def change(rref: RRef[nn.Module], device: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Portrait:

@@ -177,6 +177,8 @@ class References:
             finally:
                 if handling:
                     self._agent.serving.resumed()
+        if self._agent.devices is not None:
+            self._agent.devices.streams.catch_up()
         return cell.get()
 
     def _await_creation(self, ref: RefId, seconds: float) -> None:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from backhaul.devices.segments import DeviceLending
 from backhaul.ids import Addresses
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.wire.decoder import Envelope
@@ -26,6 +27,8 @@ class Channel(ABC):
     One thread at a time may write, and one at a time may read; the agent sees to that.
     """
 
+    device_lending: DeviceLending | None = None
+    """Puts tensors on GPUs into segments that the peer opens, where that is possible."""
     path = "memory"
     """How the bytes go, for people: ``memory``, ``unix`` or ``tls``."""
     sent = 0

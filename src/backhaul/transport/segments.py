@@ -38,6 +38,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from backhaul.devices.segments import DeviceBorrowing, is_page
 from backhaul.errors import ProtocolError
 from backhaul.wire.frames import Frame, place
 
@@ -337,16 +338,26 @@ class Borrowing:
     def __init__(self) -> None:
         self._count = 0
         self._mappings: dict[int, _Mapping] = {}
+        self._devices = DeviceBorrowing()
 
     def add(self, descriptors: Iterable[int]) -> None:
         """Segments that have come, and are now this object's. Raises `ProtocolError`."""
         mine = list(descriptors)
         try:
-            for descriptor in mine:
+            while mine:
+                descriptor = mine[0]
+                if is_page(descriptor):
+                    if len(mine) < 2:
+                        raise ProtocolError("a segment of device memory without its memory")
+                    page, memory = mine[:2]
+                    del mine[:2]
+                    self._devices.add(page, memory)
+                    continue
                 self._count += 1
                 if self._count > _MAX_SEGMENTS:
                     raise ProtocolError(f"more than {_MAX_SEGMENTS} segments")
                 self._mappings[self._count] = _map(descriptor)
+                os.close(mine.pop(0))
         finally:
             for descriptor in mine:
                 os.close(descriptor)
@@ -359,6 +370,10 @@ class Borrowing:
         array = (ctypes.c_ubyte * size).from_address(mapping.address)
         array.lease = _Lease(mapping, size, self, id)  # type: ignore[attr-defined]
         return array
+
+    def lend_device(self, id: int, size: int) -> Any:
+        """Data in a segment of device memory. Raises `ProtocolError`."""
+        return self._devices.lend(id, size)
 
     def forget(self, id: int) -> None:
         self._mappings.pop(id, None)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import logging
 import os
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from backhaul.devices.segments import MAX_NEW, DeviceLending, Placed
 from backhaul.errors import OptionError, ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.security.credentials import can_tell, require_same_user
@@ -31,6 +33,8 @@ from backhaul.transport.tls import TlsLine
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
 
+_log = logging.getLogger(__name__)
+
 RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
 """A private directory that a launcher made for its workers' sockets, and removes."""
 
@@ -38,7 +42,7 @@ _MAX_UNIX_PATH = 100  # the kernel's limit is 108 with the terminating zero
 # Plain integers: combining the enumeration's members costs a microsecond each time.
 _NO_WAIT_FOR_DESCRIPTORS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED = int(socket.MSG_CTRUNC)
-_DESCRIPTOR_ROOM = socket.CMSG_SPACE(segments.MAX_PASSED * array.array("i").itemsize)
+_DESCRIPTOR_ROOM = socket.CMSG_SPACE((segments.MAX_PASSED + 2 * MAX_NEW) * array.array("i").itemsize)
 _MAX_PIECES = 512  # below IOV_MAX, which is 1024
 _BACKLOG = 1024
 
@@ -65,11 +69,14 @@ class StreamChannel(Channel):
         shares = sock.family == sockets.UNIX and segments.are_possible()
         self._borrowing = Borrowing() if shares else None
         self._lending = Lending(budget) if shares and budget.size else None
+        if self._lending is not None and options.device_maps is not None:
+            self.device_lending = DeviceLending(options.device_pool_bytes, _log.warning)
         self._decoder = Decoder(options.message_limit, self._borrowing, options.head_limit)
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._unsent: list[memoryview] = []
         self._keep: object = None
         self._passing: list[int] = []  # descriptors that go with the first byte that is unsent
+        self._passed: list[int] = []  # those of segments of device memory among them, which are this object's
         self._readable = Readable(sock, options.busy_poll)
         tune(sock)
 
@@ -78,7 +85,7 @@ class StreamChannel(Channel):
 
     def write(self, frame: Frame) -> bool:
         pieces = frame.pieces
-        if len(pieces) > 1:
+        if len(pieces) > 1 or frame.places:
             return self._write_large(frame)
         self.sent += frame.size
         try:
@@ -93,14 +100,23 @@ class StreamChannel(Channel):
         return self.flush()
 
     def _write_large(self, frame: Frame) -> bool:
-        if frame.keep and self._lending is not None:
+        self._close_passed()
+        if frame.places:
+            self._passed = [each for placed in frame.keep if type(placed) is Placed for each in placed.leave()]
+        if frame.keep and self._lending is not None and len(frame.pieces) > 1:
             size = frame.size
             frame, self._passing = self._lending.place(frame)
             self.shared += size - frame.size
+        self._passing = self._passed + self._passing
         self.sent += frame.size
         self._unsent = [memoryview(piece) for piece in frame.pieces]
         self._keep = frame.keep
         return self.flush()
+
+    def _close_passed(self) -> None:
+        for descriptor in self._passed:
+            os.close(descriptor)
+        self._passed = []
 
     def flush(self) -> bool:
         while self._unsent:
@@ -163,8 +179,11 @@ class StreamChannel(Channel):
         self._unsent = []
         self._keep = None
         self._passing = []
+        self._close_passed()
         if self._lending is not None:
             self._lending.close()
+        if self.device_lending is not None:
+            self.device_lending.close()
         self._socket.close()
 
 

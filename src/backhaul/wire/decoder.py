@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from backhaul.errors import ProtocolError
-from backhaul.wire.frames import HEADER, MAGIC, MAX_TABLE, PLACED, TRACED, VERSION
+from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, MAX_TABLE, PLACED, TRACED, VERSION
 from backhaul.wire.headers import split_places
 from backhaul.wire.messages import KINDS
 from backhaul.wire.tensors import Landing, land_small
@@ -52,6 +52,8 @@ class Segments(Protocol):
     """Where buffers lie that are not in the payload: see `transport.segments`."""
 
     def lend(self, id: int, size: int) -> Any: ...
+
+    def lend_device(self, id: int, size: int) -> Any: ...
 
 
 class Decoder:
@@ -214,7 +216,9 @@ class Decoder:
         self._size += elsewhere - 4 * len(places)
         landing = Landing.parse(table, payload + elsewhere)
         for index, segment in enumerate(places):
-            if segment and self._segments is not None:
+            if segment & DEVICE_PLACE and self._segments is not None:
+                landing.adopt_device(index, self._segments.lend_device(segment & ~DEVICE_PLACE, landing.sizes[index]))
+            elif segment and self._segments is not None:
                 landing.adopt(index, self._segments.lend(segment, landing.sizes[index]))
         self._places = places
         return landing

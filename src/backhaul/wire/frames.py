@@ -15,6 +15,7 @@ A frame, all numbers little-endian::
 
 If the highest bit of the kind is set, some buffers are not in the payload but in segments (`transport.segments`). The
 tensor table then ends with 4 bytes for each buffer: the number of its segment, or 0 if it is in the payload.
+Segments of device memory (`devices.segments`) have numbers of their own, with the highest bit set.
 
 If the bit below it is set, the metadata begins with a mark of a tracer (`inspection.spans`): a byte with its length,
 and its characters. They count in M.
@@ -31,7 +32,7 @@ import torch
 
 from backhaul.errors import UnsendableError
 from backhaul.wire.messages import KIND_OF, Failure
-from backhaul.wire.tensors import pack_small, pack_tensors
+from backhaul.wire.tensors import Packed, Staging, pack_small, pack_staged, pack_tensors
 
 MAGIC = b"BH"
 VERSION = 1
@@ -41,6 +42,9 @@ PLACED = 0x80
 TRACED = 0x40
 """The bit of the kind that says that the metadata begins with a tracer's mark."""
 LONGEST_TRACE = 255
+
+DEVICE_PLACE = 1 << 31
+"""The bit of a place that says that the segment is one of device memory."""
 
 MAX_METADATA = (1 << 32) - 1
 MAX_TABLE = 1 << 28
@@ -59,12 +63,14 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     pieces: list[bytes | memoryview]
     size: int
     keep: Any = None
+    places: Sequence[int] = ()
+    """Of all buffers, if some lie in segments already: those are not among the pieces."""
 
     def __bytes__(self) -> bytes:
         return b"".join(self.pieces)
 
 
-def encode(message: Any, tensors: Sequence[torch.Tensor] = ()) -> Frame:
+def encode(message: Any, tensors: Sequence[torch.Tensor] = (), staging: Staging | None = None) -> Frame:
     """The frame of a message whose trees refer to ``tensors`` by index.
 
     Large tensors are not copied: they must not change before the frame is written.
@@ -80,6 +86,8 @@ def encode(message: Any, tensors: Sequence[torch.Tensor] = ()) -> Frame:
     if not tensors:
         head = HEADER.pack(MAGIC, VERSION, kind, size, 0, 0) + metadata
         return Frame([head], len(head))
+    if staging is not None:
+        return _staged(kind, metadata, pack_staged(tensors, staging))
     if len(tensors) == 1 and (small := _small(tensors[0])) is not None:
         table, data = small
         total = HEADER.size + size + len(data)
@@ -96,6 +104,21 @@ def encode(message: Any, tensors: Sequence[torch.Tensor] = ()) -> Frame:
     return Frame([head, *packed.buffers], total, packed.keep)
 
 
+def _staged(kind: int, metadata: bytes, packed: Packed) -> Frame:
+    """The frame of a message with tensors that are, or were, on GPUs."""
+    if len(packed.table) > MAX_TABLE:
+        raise UnsendableError("this message has too many tensors; send them in several calls, or stacked")
+    payload = sum(map(len, packed.buffers))
+    head = HEADER.pack(MAGIC, VERSION, kind, len(metadata), len(packed.table), payload) + metadata + packed.table
+    frame = Frame([head, *packed.buffers], len(head) + payload, packed.keep or True)
+    if not any(packed.places):
+        return frame
+    places = struct.pack(f"<{len(packed.places)}I", *packed.places)
+    start = HEADER.pack(MAGIC, VERSION, kind | PLACED, len(metadata), len(packed.table) + len(places), payload)
+    head = b"".join((start, metadata, packed.table, places))
+    return Frame([head, *packed.buffers], len(head) + payload, packed.keep, packed.places)
+
+
 def _small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
     try:
         return pack_small(tensor)
@@ -105,6 +128,8 @@ def _small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
 
 def place(frame: Frame, segments: Sequence[int]) -> Frame:
     """The frame of a message whose buffers are already in these segments, 0 being none: they are not written."""
+    if frame.places:
+        return _place_more(frame, segments)
     head, *buffers = frame.pieces
     magic, version, kind, metadata, table, _ = HEADER.unpack_from(head)
     places = struct.pack(f"<{len(segments)}I", *segments)
@@ -115,6 +140,20 @@ def place(frame: Frame, segments: Sequence[int]) -> Frame:
     return Frame([head, *left], len(head) + payload, frame.keep)
 
 
+def _place_more(frame: Frame, segments: Sequence[int]) -> Frame:
+    """As `place`, if some of the buffers had a place before: ``segments`` are those of the others."""
+    head, *buffers = frame.pieces
+    left = [buffer for buffer, segment in zip(buffers, segments, strict=True) if not segment]
+    rest = iter(segments)
+    places = [before or next(rest) for before in frame.places]
+    magic, version, kind, metadata, table, _ = HEADER.unpack_from(head)
+    payload = sum(map(len, left))
+    start = HEADER.pack(magic, version, kind, metadata, table, payload)
+    ends = len(head) - 4 * len(places)
+    head = b"".join((start, memoryview(head)[HEADER.size : ends], struct.pack(f"<{len(places)}I", *places)))
+    return Frame([head, *left], len(head) + payload, frame.keep, places)
+
+
 def with_trace(frame: Frame, trace: str) -> Frame:
     """The frame with a tracer's mark, of up to `LONGEST_TRACE` ASCII characters."""
     head, *buffers = frame.pieces
@@ -122,7 +161,7 @@ def with_trace(frame: Frame, trace: str) -> Frame:
     mark = trace.encode("ascii")
     start = HEADER.pack(magic, version, kind | TRACED, metadata + 1 + len(mark), table, payload)
     head = b"".join((start, bytes((len(mark),)), mark, memoryview(head)[HEADER.size :]))
-    return Frame([head, *buffers], frame.size + 1 + len(mark), frame.keep)
+    return Frame([head, *buffers], frame.size + 1 + len(mark), frame.keep, frame.places)
 
 
 def kind_of(head: bytes | memoryview) -> int:

@@ -11,7 +11,7 @@ Little-endian throughout; the table is empty when there are no tensors::
     0       1     layout: 0 strided, 1 COO, 2 CSR, 3 CSC, 4 BSR, 5 BSC
     1       1     dtype: index into `DTYPES`
     2       1     flags: 1 requires grad, 2 Parameter, 4 conj, 8 neg, 16 strides follow, 32 coalesced
-    3       1     device: 0 cpu, 1 meta
+    3       1     device of the receiver: 0 cpu, 1 meta, 2 + n the GPU n, 255 the one that the receiver expects it on
     4       1     n: number of dimensions
     5       4     buffer: its index; all ones when the tensor has no memory of its own
     9       8     offset of the first element in the buffer, in bytes
@@ -40,7 +40,7 @@ from backhaul.errors import ProtocolError
 from backhaul.wire import spans
 
 GRAD, PARAMETER, CONJ, NEG, STRIDES, COALESCED = 1, 2, 4, 8, 16, 32
-CPU, META = 0, 1
+CPU, META, GPU, EXPECTED = 0, 1, 2, 255
 STRIDED, COO, CSR, CSC, BSR, BSC = range(6)
 NO_BUFFER = 0xFFFFFFFF
 
@@ -129,13 +129,13 @@ def _single(ndim: int) -> struct.Struct:
     return struct.Struct(f"{_SINGLE.format}{ndim}q")
 
 
-def encode_single(code: int, flags: int, shape: tuple[int, ...], nbytes: int) -> bytes:
+def encode_single(code: int, flags: int, shape: tuple[int, ...], nbytes: int, device: int = CPU) -> bytes:
     """The table of a message with one contiguous tensor."""
-    key = code, flags, shape, nbytes
+    key = code | device << 8, flags, shape, nbytes
     table = _made.get(key)
     if table is None:
         ndim = len(shape)
-        table = _single(ndim).pack(1, 1, nbytes, STRIDED, code, flags, CPU, ndim, 0, 0, *shape)
+        table = _single(ndim).pack(1, 1, nbytes, STRIDED, code, flags, device, ndim, 0, 0, *shape)
         if len(_made) >= _REMEMBERED:
             _made.clear()
         _made[key] = table
@@ -343,7 +343,7 @@ def _check_kind(layout: int, dtype: torch.dtype, flags: int, device: int, compon
         allowed = GRAD | PARAMETER | (COALESCED if layout == COO else 0)
     if layout >= len(LAYOUTS) or flags & ~allowed:
         raise ProtocolError(f"a tensor of layout {layout} with flags {flags:#x}")
-    if device > META or (device == META and (component or layout != STRIDED)):
+    if device == META and (component or layout != STRIDED):
         raise ProtocolError(f"a tensor on device {device}")
     if flags & GRAD and not (dtype.is_floating_point or dtype.is_complex):
         raise ProtocolError(f"a tensor of {dtype} that requires grad")

@@ -73,7 +73,7 @@ def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def physical(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as plain numbers: no conj or neg bit, no gradient, no own dtype."""
-    return torch.empty(0, dtype=_RAW[tensor.dtype.itemsize], device="cpu").set_(
+    return torch.empty(0, dtype=_RAW[tensor.dtype.itemsize], device=tensor.device).set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
 
@@ -167,7 +167,7 @@ def _region(views: list[_View]) -> Region:
     low, high = _bounds(views)
     members = [(view.place, view.low - low) for view in views]
     storage = views[0].tensor.untyped_storage()
-    memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, low, (high - low,), (1,))
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, low, (high - low,), (1,))
     if _has_gaps(views, low):
         memory = _without_gaps(memory, views, low)
     return Region(memory, high - low, members)
@@ -185,7 +185,7 @@ def _has_gaps(views: list[_View], low: int) -> bool:
 
 def _without_gaps(memory: torch.Tensor, views: list[_View], low: int) -> torch.Tensor:
     """A copy of the memory in which only the views' own bytes are not zero."""
-    copy = torch.zeros(memory.numel(), dtype=torch.uint8, device="cpu")
+    copy = torch.zeros(memory.numel(), dtype=torch.uint8, device=memory.device)
     for view in views:
         start, end = view.low - low, view.high - low
         if view.dense:
@@ -194,7 +194,7 @@ def _without_gaps(memory: torch.Tensor, views: list[_View], low: int) -> torch.T
         source = physical(view.tensor)
         kept = [1 if stride == 0 else size for size, stride in zip(source.shape, source.stride(), strict=True)]
         source = source.as_strided(kept, source.stride())
-        target = torch.empty(0, dtype=source.dtype, device="cpu").set_(
+        target = torch.empty(0, dtype=source.dtype, device=copy.device).set_(
             copy.untyped_storage(), start // source.itemsize, source.shape, source.stride()
         )
         target.copy_(source)

@@ -15,12 +15,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import Parameter
 
-from backhaul.errors import ProtocolError, UnsendableError
+from backhaul.errors import BackhaulError, ProtocolError, UnsendableError
 from backhaul.wire import headers, spans
 from backhaul.wire.headers import Header
 
@@ -29,8 +29,23 @@ INLINE = 64 * 1024  # buffers up to this size are copied into bytes when packing
 _HUGE = 4 * 1024 * 1024  # fresh memory from this size on asks for huge pages
 _MADV_HUGEPAGE = 14
 
+_ABOUT_MAPS = (
+    '. Or give RpcOptions(device_maps="same"). In torch\'s words: TensorPipe RPC backend only supports CPU tensors by '
+    "default; call `set_device_map` on `TensorPipeRpcBackendOptions`"
+)
+
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
+
+
+class Staging(Protocol):
+    """How tensors on GPUs get to a peer: see `devices.staging`."""
+
+    def code(self, device: torch.device) -> int:
+        """Where at the peer a tensor on this device goes, as the table has it. Raises `UnsendableError`."""
+
+    def stage(self, memory: torch.Tensor, size: int, code: int) -> tuple[int, memoryview | None, Any]:
+        """Make the first bytes of a tensor ready to leave: their place, or 0 and the bytes; and what to keep."""
 
 
 class Packed(NamedTuple):
@@ -39,6 +54,8 @@ class Packed(NamedTuple):
     table: bytes  # binary tensor headers; b"" when there are no tensors
     buffers: list[bytes | memoryview]  # in order; the memoryviews point into live tensors
     keep: list[Any]  # what must stay alive until the buffers are written
+    places: list[int]  # of all buffers, if some are elsewhere: those with a place are not among the buffers
+    sizes: list[int]  # of all buffers, if some are elsewhere
 
 
 def view_of(tensor: torch.Tensor, nbytes: int) -> memoryview:
@@ -72,6 +89,34 @@ def pack_small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
     return len(table), table + ctypes.string_at(tensor.data_ptr(), nbytes)
 
 
+def pack_staged(tensors: Sequence[torch.Tensor], staging: Staging) -> Packed:
+    """As `pack_tensors`, for tensors of which some are on GPUs, or go to some."""
+    try:
+        return (_pack_one(tensors[0], staging) if len(tensors) == 1 else None) or _pack(tensors, staging)
+    except UnsendableError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        raise UnsendableError(f"torch gives no access to the memory of a tensor: {error}") from error
+
+
+def _pack_one(tensor: torch.Tensor, staging: Staging) -> Packed | None:
+    """As `_pack`, for one plain tensor on a GPU, which most messages have; else None."""
+    kind = type(tensor)
+    code = headers.DTYPE_CODES.get(tensor.dtype)
+    if (kind is not torch.Tensor and kind is not Parameter) or code is None or not tensor.is_cuda:
+        return None
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    nbytes = tensor.nbytes
+    if not nbytes:
+        return None
+    _check_storage(tensor, nbytes)
+    device = staging.code(tensor.device)
+    place, data, keep = staging.stage(tensor, nbytes, device)
+    table = headers.encode_single(code, _flags(tensor), tensor.shape, nbytes, device)
+    return Packed(table, [] if data is None else [data], [keep], [place], [nbytes])
+
+
 def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
     """Describe tensors and list the memory to send.
 
@@ -79,7 +124,7 @@ def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
     change before they are written. Raises UnsendableError.
     """
     if not tensors:
-        return Packed(b"", [], [])
+        return Packed(b"", [], [], [], [])
     try:
         return _pack_plain(tensors) or _pack(tensors)
     except UnsendableError:
@@ -92,7 +137,7 @@ def _pack_plain(tensors: Sequence[torch.Tensor]) -> Packed | None:
     """As `_pack`, if all are contiguous, on the CPU, and over memory that no other has; else None."""
     plain: list[headers.Plain] = []
     storages: set[int] = set()
-    packed = Packed(b"", [], [])
+    packed = Packed(b"", [], [], [], [])
     for tensor in tensors:
         kind = type(tensor)
         code = headers.DTYPE_CODES.get(tensor.dtype)
@@ -112,7 +157,7 @@ def _pack_plain(tensors: Sequence[torch.Tensor]) -> Packed | None:
         storages.add(storage)
         plain.append(headers.Plain(code, _flags(tensor), tensor.shape, nbytes))
         _add_buffer(packed, tensor, nbytes)
-    return Packed(headers.encode_plain(tuple(plain)), packed.buffers, packed.keep)
+    return packed._replace(table=headers.encode_plain(tuple(plain)))
 
 
 def _flags(tensor: torch.Tensor) -> int:
@@ -126,15 +171,27 @@ def _flags(tensor: torch.Tensor) -> int:
     return flags
 
 
-def _add_buffer(packed: Packed, memory: torch.Tensor, nbytes: int) -> int:
+def _add_buffer(
+    packed: Packed, memory: torch.Tensor, nbytes: int, staging: Staging | None = None, code: int = 0
+) -> int:
     """Add the first bytes of a tensor as a buffer; returns its index."""
     _check_storage(memory, nbytes)
+    if staging is not None:
+        packed.sizes.append(nbytes)
+        packed.places.append(0)
+        if memory.is_cuda:
+            place, data, keep = staging.stage(memory, nbytes, code)
+            packed.places[-1] = place
+            packed.keep.append(keep)
+            if data is not None:
+                packed.buffers.append(data)
+            return len(packed.sizes) - 1
     if nbytes <= INLINE:
         packed.buffers.append(ctypes.string_at(memory.data_ptr(), nbytes))
     else:
         packed.buffers.append(view_of(memory, nbytes))
         packed.keep.append(memory)
-    return len(packed.buffers) - 1
+    return len(packed.buffers if staging is None else packed.sizes) - 1
 
 
 def _check_storage(tensor: torch.Tensor, nbytes: int) -> None:
@@ -154,26 +211,26 @@ class _Item(NamedTuple):
     nbytes: int  # of its span
 
 
-def _pack(tensors: Sequence[torch.Tensor]) -> Packed:
+def _pack(tensors: Sequence[torch.Tensor], staging: Staging | None = None) -> Packed:
     entries: list[Header] = []
     items: list[_Item] = []
     for tensor in tensors:
-        _describe(tensor, entries, items)
+        _describe(tensor, entries, items, staging)
     storages: dict[int, list[_Item]] = {}
     for item in items:
         _check_storage(item.tensor, item.nbytes)
         storages.setdefault(item.tensor.untyped_storage()._cdata, []).append(item)
-    packed = Packed(b"", [], [])
+    packed = Packed(b"", [], [], [], [])
     for group in storages.values():
         if len(group) == 1:
-            _add_alone(packed, entries, group[0])
+            _add_alone(packed, entries, group[0], staging)
         else:
-            _add_shared(packed, entries, group)
-    sizes = [len(buffer) for buffer in packed.buffers]
+            _add_shared(packed, entries, group, staging)
+    sizes = [len(buffer) for buffer in packed.buffers] if staging is None else packed.sizes
     return packed._replace(table=headers.encode(len(tensors), entries, sizes))
 
 
-def _describe(tensor: torch.Tensor, entries: list[Header], items: list[_Item]) -> None:
+def _describe(tensor: torch.Tensor, entries: list[Header], items: list[_Item], staging: Staging | None = None) -> None:
     """Append the header of a tensor and those of its components, with no buffer yet."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not Parameter:
@@ -188,9 +245,16 @@ def _describe(tensor: torch.Tensor, entries: list[Header], items: list[_Item]) -
             f"a quantised tensor ({tensor.dtype}) cannot travel: send tensor.dequantize(), "
             "or tensor.int_repr() with its scale and zero point"
         )
-    if not tensor.is_cpu and not (tensor.is_meta and layout == headers.STRIDED):
+    if tensor.is_meta and layout == headers.STRIDED:
+        device = headers.META
+    elif staging is not None and (tensor.is_cuda or tensor.is_cpu):
+        device = staging.code(tensor.device)
+    elif tensor.is_cpu:
+        device = headers.CPU
+    else:
         raise UnsendableError(
             f"a {tensor.layout} tensor on device {tensor.device} cannot travel: move it with .cpu() first"
+            + (_ABOUT_MAPS if tensor.is_cuda else "")
         )
     if layout != headers.STRIDED:
         plain = tensor.detach()
@@ -198,18 +262,17 @@ def _describe(tensor: torch.Tensor, entries: list[Header], items: list[_Item]) -
         if layout == headers.COO and plain.is_coalesced():
             flags |= headers.COALESCED
         shape = tensor.shape
-        entries.append(Header(layout, tensor.dtype, flags, headers.CPU, shape, None, headers.NO_BUFFER, 0, 0))
+        entries.append(Header(layout, tensor.dtype, flags, device, shape, None, headers.NO_BUFFER, 0, 0))
         for component in _components(plain, layout):
             # The receiver reads all of it to check it, so it takes no expanded ones.
             if component.numel() > spans.span(component.shape, component.stride()):
                 component = component.contiguous()
-            _describe(component, entries, items)
+            _describe(component, entries, items, staging)
         return
     shape = tensor.shape
     strides = None if tensor.is_contiguous() else tensor.stride()
-    device = headers.CPU if tensor.is_cpu else headers.META
     nbytes = tensor.nbytes if strides is None else spans.span(shape, strides) * tensor.itemsize
-    if nbytes and device == headers.CPU:
+    if nbytes and device != headers.META:
         items.append(_Item(len(entries), tensor, nbytes))
     entries.append(Header(layout, tensor.dtype, _flags(tensor), device, shape, strides, headers.NO_BUFFER, 0, nbytes))
 
@@ -222,7 +285,7 @@ def _components(tensor: torch.Tensor, layout: int) -> tuple[torch.Tensor, ...]:
     return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
-def _add_alone(packed: Packed, entries: list[Header], item: _Item) -> None:
+def _add_alone(packed: Packed, entries: list[Header], item: _Item, staging: Staging | None = None) -> None:
     """Add a tensor that shares its memory with no other of the message."""
     place, tensor, nbytes = item
     header = entries[place]
@@ -232,16 +295,17 @@ def _add_alone(packed: Packed, entries: list[Header], item: _Item) -> None:
         nbytes = tensor.nbytes
         if strides == spans.contiguous_strides(header.sizes):
             strides = None
-    entries[place] = header._replace(strides=strides, buffer=_add_buffer(packed, tensor, nbytes))
+    buffer = _add_buffer(packed, tensor, nbytes, staging, header.device)
+    entries[place] = header._replace(strides=strides, buffer=buffer)
 
 
-def _add_shared(packed: Packed, entries: list[Header], group: list[_Item]) -> None:
+def _add_shared(packed: Packed, entries: list[Header], group: list[_Item], staging: Staging | None = None) -> None:
     """Add tensors over one storage, so that those which alias here alias there."""
     for region in spans.share([item.tensor for item in group]):
         if len(region.members) == 1:
-            _add_alone(packed, entries, group[region.members[0][0]])
+            _add_alone(packed, entries, group[region.members[0][0]], staging)
             continue
-        buffer = _add_buffer(packed, region.memory, region.nbytes)
+        buffer = _add_buffer(packed, region.memory, region.nbytes, staging, entries[group[0].place].device)
         for index, offset in region.members:
             place = group[index].place
             entries[place] = entries[place]._replace(buffer=buffer, offset=offset)
@@ -269,13 +333,36 @@ def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
     return tensor
 
 
+class Later(list[torch.Tensor]):
+    """The tensors of a message of which some go to GPUs. It is empty until `land` is called, by who wants them."""
+
+    def __init__(self, landing: Landing) -> None:
+        super().__init__()
+        self._landing: Landing | None = landing
+
+    def land(self, expected: Sequence[torch.device] = ()) -> None:
+        """Make the tensors, ready on the current streams of the calling thread. Raises ProtocolError.
+
+        ``expected`` says where those go whose sender does not say it, one for each tensor.
+        """
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            self.extend(landing.land(expected))
+
+
+def land(tensors: list[torch.Tensor], expected: Sequence[torch.device] = ()) -> None:
+    """Make the tensors of a message that are not there yet."""
+    if type(tensors) is Later:
+        tensors.land(expected)
+
+
 class Landing:
     """Where the buffers of one message go: made from a table, filled, then turned into tensors.
 
     Memory is allocated by `put` and `place`, buffer by buffer. Not thread-safe.
     """
 
-    __slots__ = ("_headers", "_memory", "_owners", "sizes")
+    __slots__ = ("_alone", "_headers", "_leases", "_memory", "_owners", "_target", "sizes")
 
     sizes: Sequence[int]  # of each buffer, in bytes
 
@@ -285,6 +372,9 @@ class Landing:
         self._memory: list[torch.Tensor | None] = [None] * len(table.sizes)
         # A buffer that is exactly one tensor is allocated as that tensor.
         self._owners = list(table.owners)
+        self._leases: dict[int, Any] = {}
+        self._alone: set[int] = set()  # buffers on GPUs that are exactly one tensor
+        self._target: torch.device | None = None
 
     @classmethod
     def parse(cls, table: bytes | memoryview, payload: int) -> Landing:
@@ -314,6 +404,13 @@ class Landing:
         """
         return view_of(self._allocate(index), self.sizes[index])
 
+    def adopt_device(self, index: int, lease: Any) -> None:
+        """Take an object that has the bytes of a buffer on a GPU: ``take(device)`` gets them."""
+        if self._owners[index] is not None:
+            self._alone.add(index)
+        self._owners[index] = None
+        self._leases[index] = lease
+
     def adopt(self, index: int, buffer: Any) -> None:
         """Take an object that has the bytes of a buffer, and lives as long as somebody uses them."""
         self._owners[index] = None
@@ -321,12 +418,18 @@ class Landing:
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors, once every buffer was put, adopted, or placed and filled. Raises ProtocolError."""
+        if self._leases or any(header.device >= headers.GPU for header in self._headers):
+            return Later(self)
+        return self.land()
+
+    def land(self, expected: Sequence[torch.device] = ()) -> list[torch.Tensor]:
+        """The tensors, also those on GPUs."""
         try:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):
-                    return self._build_all()
-            return self._build_all()
-        except ProtocolError:
+                    return self._build_all(expected)
+            return self._build_all(expected)
+        except BackhaulError:
             raise
         except Exception as error:
             raise ProtocolError(f"torch refuses a tensor of the table: {error}") from error
@@ -348,9 +451,13 @@ class Landing:
         self._memory[index] = memory
         return memory
 
-    def _build_all(self) -> list[torch.Tensor]:
+    def _build_all(self, expected: Sequence[torch.device]) -> list[torch.Tensor]:
         following = iter(self._headers)
-        return [self._build(header, following) for header in following]
+        found: list[torch.Tensor] = []
+        for header in following:
+            self._target = _device(header.device, expected[len(found)] if expected else None)
+            found.append(self._build(header, following))
+        return found
 
     def _build(self, header: Header, following: Iterator[Header]) -> torch.Tensor:
         if header.layout != headers.STRIDED:
@@ -358,7 +465,7 @@ class Landing:
         elif header.buffer != headers.NO_BUFFER:
             tensor = self._build_over(header)
         else:
-            tensor = _empty(header, _CPU if header.device == headers.CPU else _META)
+            tensor = _empty(header, _META if header.device == headers.META else self._target or _CPU)
         flags = header.flags
         if flags:
             # The bits are set in place: conj() and _neg_view() would make autograd views.
@@ -373,9 +480,19 @@ class Landing:
         return tensor
 
     def _build_over(self, header: Header) -> torch.Tensor:
+        target = self._target or _CPU
+        lease = self._leases.pop(header.buffer, None)
+        if lease is not None:
+            if header.buffer in self._alone and target.type == "cuda":
+                made = _empty(header, target)
+                lease.fill(made)
+                return made
+            self._memory[header.buffer] = lease.take(target)
         memory = self._memory[header.buffer]
         if memory is None:
             raise ProtocolError(f"buffer {header.buffer} never arrived")
+        if memory.device != target:
+            memory = self._memory[header.buffer] = memory.to(target, non_blocking=True)
         if self._owners[header.buffer] is not None:
             return memory
         strides = header.strides
@@ -385,7 +502,7 @@ class Landing:
             _use_up_warning(torch.complex32)
         offset = header.offset // header.dtype.itemsize
         # Another tensor over that storage, not a view of `memory` for autograd.
-        return torch.empty(0, dtype=header.dtype, device=_CPU).set_(
+        return torch.empty(0, dtype=header.dtype, device=target).set_(
             memory.untyped_storage(), offset, header.sizes, strides
         )
 
@@ -404,6 +521,19 @@ class Landing:
         return torch.sparse_compressed_tensor(
             indices[0], indices[1], values, sizes, layout=layout, check_invariants=True
         )
+
+
+def _device(code: int, expected: torch.device | None) -> torch.device:
+    if code == headers.EXPECTED:
+        if expected is None:
+            raise ProtocolError("a tensor for a device that nobody expects it on")
+        return expected
+    if code < headers.GPU:
+        return _CPU
+    index = code - headers.GPU
+    if index >= torch.cuda.device_count():
+        raise ProtocolError(f"a tensor for cuda:{index}, and this process has {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
 
 
 def _fresh(owner: Header | None, size: int) -> torch.Tensor:

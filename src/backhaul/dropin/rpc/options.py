@@ -62,7 +62,15 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
 
     def ours(self) -> RpcOptions:
         return RpcOptions(
-            rpc_timeout=self.rpc_timeout, init_method=self.init_method, num_worker_threads=self.num_worker_threads
+            rpc_timeout=self.rpc_timeout,
+            init_method=self.init_method,
+            num_worker_threads=self.num_worker_threads,
+            device_maps={
+                to: {str(source): str(target) for source, target in entries.items()}
+                for to, entries in self.device_maps.items()
+            }
+            or None,
+            devices=[device.index for device in self.devices],
         )
 
 

@@ -1,0 +1,110 @@
+"""The driver's own calls, for what happens with every message: copies, events, streams.
+
+Torch's wrappers of these take several times as long, since they look up the current device and stream in Python. Each
+call here only enqueues, and releases the interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+Stream = int
+"""A stream of the current thread's device, by the driver's handle; 0 is the default stream."""
+
+
+class DriverError(Exception):
+    """A call of the driver has failed."""
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The driver. Raises `DriverError` if there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DriverError(f"there is no driver: {error}") from error
+
+
+def check(code: int, what: str) -> None:
+    """Raise `DriverError` unless a call has succeeded."""
+    if code:
+        name = ctypes.c_char_p()
+        library().cuGetErrorName(code, ctypes.byref(name))
+        raise DriverError(f"{what} failed: {(name.value or b'?').decode()}")
+
+
+class _Calls:
+    """The functions that are called for each message, with their types, so that ints can be given."""
+
+    def __init__(self) -> None:
+        driver = library()
+        pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
+        self.copy = driver.cuMemcpyDtoDAsync_v2
+        self.copy.argtypes = (pointer, pointer, size, pointer)
+        self.copy_to_host = driver.cuMemcpyDtoHAsync_v2
+        self.copy_to_host.argtypes = (pointer, pointer, size, pointer)
+        self.record = driver.cuEventRecord
+        self.record.argtypes = (pointer, pointer)
+        self.wait = driver.cuStreamWaitEvent
+        self.wait.argtypes = (pointer, pointer, number)
+
+
+@lru_cache(maxsize=1)
+def _calls() -> _Calls:
+    return _Calls()
+
+
+def copy(target: int, source: int, size: int, stream: Stream) -> None:
+    """Enqueue a copy between memory of devices, by address."""
+    code = _calls().copy(target, source, size, stream)
+    if code:
+        check(code, f"a copy of {size} bytes")
+
+
+def copy_to_host(target: int, source: int, size: int, stream: Stream) -> None:
+    """Enqueue a copy of a device's memory to pinned memory of the host."""
+    code = _calls().copy_to_host(target, source, size, stream)
+    if code:
+        check(code, f"a copy of {size} bytes")
+
+
+def record(event: int, stream: Stream) -> None:
+    code = _calls().record(event, stream)
+    if code:
+        check(code, "recording an event")
+
+
+def wait(event: int, stream: Stream) -> None:
+    code = _calls().wait(stream, event, 0)
+    if code:
+        check(code, "waiting for an event")
+
+
+_handles: dict[tuple[int, int, int], Stream] = {}
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.ready: set[int] = set()
+
+
+_state = _ThreadState()
+
+
+def current_stream(device: int) -> Stream:
+    """The current stream of the calling thread on a device, which the calls above can use then."""
+    if device not in _state.ready:
+        # Torch makes the device's context that of a thread with its first operation there. This may be earlier.
+        with torch.cuda.device(device):
+            torch.cuda.set_device(device)
+        _state.ready.add(device)
+    key = torch._C._cuda_getCurrentStream(device)
+    handle = _handles.get(key)
+    if handle is None:
+        handle = _handles[key] = int(torch.cuda.current_stream(device).cuda_stream)
+    return handle

@@ -1,0 +1,115 @@
+"""Device maps: which device of a peer a tensor goes to. Pure.
+
+The caller's map decides for a request; the reply goes the same way back. A gradient goes where the tensor came from, so
+it needs no map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from backhaul.errors import OptionError
+
+CPU = "cpu"
+
+DeviceMap = dict[str, str]
+"""Devices of one worker to those of another, both by name: ``cpu`` or ``cuda:1``."""
+
+DeviceMaps = dict[str, DeviceMap] | Literal["same"] | None
+
+
+class Devices(msgspec.Struct, frozen=True):
+    """What a worker tells the others about its devices when it joins the group."""
+
+    count: int = 0
+    maps: dict[str, dict[str, str]] = {}
+    same: bool = False
+    """Its map to each peer is the one of equal indices."""
+    used: tuple[int, ...] = ()
+
+
+def name_of(device: Any) -> str:
+    """``cpu`` or ``cuda:1``, of a `torch.device`, a number or such a name. Raises `OptionError`."""
+    if isinstance(device, bool):
+        raise OptionError(f"{device!r} is not a device")
+    if isinstance(device, int):
+        if device < 0:
+            raise OptionError(f"{device!r} is not a device")
+        return f"cuda:{device}"
+    text = str(device)
+    kind, colon, index = text.partition(":")
+    if kind == CPU and index in ("", "0"):
+        return CPU
+    if kind == "cuda" and (index.isdecimal() or not colon):
+        return f"cuda:{int(index or 0)}"
+    raise OptionError(f"{device!r} is not a device that tensors can be sent from or to: cpu, cuda:0, cuda:1, …")
+
+
+def index_of(name: str) -> int | None:
+    """The index of a GPU; None for the CPU."""
+    return None if name == CPU else int(name.partition(":")[2])
+
+
+def parse_map(given: Mapping[Any, Any]) -> DeviceMap:
+    """A map as users write it, checked: one to one, and without entries from the CPU to itself."""
+    found: DeviceMap = {}
+    for source, target in given.items():
+        here, there = name_of(source), name_of(target)
+        if here == there == CPU:
+            continue
+        if there in found.values():
+            raise OptionError(
+                f"`set_device_map` only supports 1-to-1 mapping, trying to map {source!r} to {target!r}, which another "
+                "device is mapped to already"
+            )
+        found[here] = there
+    return found
+
+
+def inverted(map: Mapping[str, str]) -> DeviceMap:
+    return {target: source for source, target in map.items()}
+
+
+def map_between(all: Mapping[str, Devices], source: str, target: str) -> DeviceMap:
+    """The map of worker ``source`` for its calls to ``target``."""
+    mine, theirs = all.get(source, Devices()), all.get(target, Devices())
+    if mine.same:
+        return {f"cuda:{index}": f"cuda:{index}" for index in range(min(mine.count, theirs.count))}
+    return dict(mine.maps.get(target, {}))
+
+
+def check(all: Mapping[str, Devices]) -> None:
+    """Raise `OptionError`, in torch's words, if a worker's map names a worker or a device that does not exist."""
+    for name, devices in all.items():
+        unknown = sorted(set(devices.maps) - set(all))
+        if unknown:
+            raise OptionError(
+                f"Node {name} has invalid target node names in its device maps: {', '.join(map(repr, unknown))}; the "
+                f"workers are {', '.join(map(repr, sorted(all)))}"
+            )
+        for target, entries in devices.maps.items():
+            _check_map(name, devices, target, all[target], entries)
+
+
+def _check_map(name: str, mine: Devices, target: str, theirs: Devices, entries: Mapping[str, str]) -> None:
+    if len(set(entries.values())) != len(entries):
+        raise OptionError(f"Node {name} has duplicated target devices in its device map for {target}: {dict(entries)}")
+    for kind, owner, devices, found in (
+        ("source", name, mine, list(entries)),
+        ("target", target, theirs, list(entries.values())),
+    ):
+        indices = [index for each in found if (index := index_of(each)) is not None]
+        listed = ", ".join(f"cuda:{index}" for index in devices.used or range(devices.count)) or "no GPU"
+        if any(index >= devices.count for index in indices):
+            raise OptionError(
+                f"Node {name} has {kind} devices with invalid indices in its device map for {target}: "
+                f"{', '.join(found)}, and {owner} has {listed}"
+            )
+        if devices.used and not set(indices) <= set(devices.used):
+            raise OptionError(
+                f"Node {name} has unexpected {kind} devices in its device map for {target}: {', '.join(found)}, and "
+                f"{owner} has {listed}"
+            )

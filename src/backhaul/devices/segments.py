@@ -1,0 +1,342 @@
+"""Segments of device memory: how tensors on a GPU go to another process of the same host.
+
+A segment is device memory that its sender has taken from the driver for this purpose alone (`memory`), two events that
+both processes have, and a page of ordinary shared memory which says whether the segment is free. It is passed once, as
+two descriptors: the page first, then the memory. `discipline` says in which order the rest happens.
+
+The page::
+
+    offset  size  field
+    0       1     1 while the segment is in use: the sender sets it, the receiver clears it
+    1       1     1 once the sender has given it up
+    8       8     magic "BHDEVSEG"
+    16      8     size of the memory, little-endian
+    24      64    handle of the event *filled*
+    88      64    handle of the event *drained*
+    152     40    UUID of the GPU, text, padded with zeros
+    192     4     number of the segment
+    200     16    a random name of the segment, by which workers of one process find it: events cannot be opened there
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from backhaul.devices import driver
+from backhaul.devices.discipline import Incoming, Outgoing
+from backhaul.devices.driver import DriverError
+from backhaul.devices.memory import SharedMemory
+from backhaul.errors import BackhaulError, ProtocolError
+
+MAGIC = b"BHDEVSEG"
+PAGE = mmap.PAGESIZE
+_FIELDS = struct.Struct("<8sQ64s64s40sI4x16s")
+_FIELDS_AT = 8
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MOST = 32
+MAX_NEW = 16
+"""How many segments one message may bring."""
+_SMALLEST = 2 << 20
+_IDLE_SECONDS = 10.0
+
+
+def uuid_of(device: int) -> str:
+    """Names the GPU, whatever index a process knows it by."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+_here: weakref.WeakValueDictionary[bytes, _Segment] = weakref.WeakValueDictionary()
+"""The segments that this process has made, by name."""
+
+
+class _Segment:
+    """At its sender."""
+
+    def __init__(self, id: int, device: int, size: int) -> None:
+        self.id = id
+        self.device = device
+        self.memory = SharedMemory(device, size)
+        with torch.cuda.device(device):
+            filled = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+            drained = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+            filled.record()
+            drained.record()
+            handles = filled.ipc_handle(), drained.ipc_handle()  # type: ignore[no-untyped-call]
+        self.outgoing = Outgoing(driver, self.memory.address, filled.cuda_event, drained.cuda_event)
+        self.used_at = 0.0
+        self.events = filled, drained
+        name = secrets.token_bytes(16)
+        _here[name] = self
+        page = os.memfd_create("backhaul-device", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(page, PAGE)
+            fcntl.fcntl(page, fcntl.F_ADD_SEALS, _SEALS)
+            self.page = mmap.mmap(page, PAGE)
+            uuid = uuid_of(device).encode()
+            _FIELDS.pack_into(self.page, _FIELDS_AT, MAGIC, self.memory.size, *handles, uuid, id, name)
+            self.descriptors: list[int] = [page, self.memory.export()]
+        except BaseException:
+            os.close(page)
+            raise
+
+    @property
+    def is_free(self) -> bool:
+        return not self.page[0]
+
+    def stay(self, descriptors: list[int]) -> None:
+        """What was put in does not leave after all."""
+        self.descriptors = descriptors
+        if self.page[1]:
+            self.forget()
+        self.page[0] = 0
+
+    def forget(self) -> None:
+        """Give it up. Memory that the receiver has opened lives on there."""
+        self.page[1] = 1
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors = []
+
+
+class Placed:
+    """Data in a segment that the receiver has not been told of yet. If it never is, the segment is free again."""
+
+    def __init__(self, segment: _Segment) -> None:
+        self.id = segment.id
+        self.descriptors = segment.descriptors
+        segment.descriptors = []
+        self._segment = segment
+        self.sent = False
+
+    def leave(self) -> list[int]:
+        """The receiver is about to be told: descriptors to be passed along, which are the caller's from now on."""
+        self.sent = True
+        descriptors, self.descriptors = self.descriptors, []
+        return descriptors
+
+    def __del__(self) -> None:
+        if not self.sent:
+            self._segment.stay(self.descriptors)
+
+
+class DeviceLending:
+    """The segments that one end of a channel makes. Thread-safe."""
+
+    def __init__(self, limit: int, warn: Callable[[str], None]) -> None:
+        """``limit``: how many bytes of a GPU they may take. ``warn`` is told, once, why there are none."""
+        self._limit = limit
+        self._warn = warn
+        self._lock = threading.Lock()
+        # Guarded by _lock:
+        self._segments: list[_Segment] = []
+        self._count = 0
+        self._impossible = limit == 0
+
+    def place(self, memory: torch.Tensor, size: int) -> Placed | None:
+        """Put the first bytes of a tensor into a segment, on the current stream. None if that cannot be done."""
+        device = memory.get_device()
+        with self._lock:
+            segment = None if self._impossible else self._take(device, size)
+            if segment is None:
+                return None
+            segment.page[0] = 1
+            segment.used_at = time.monotonic()
+        segment.outgoing.fill(memory.data_ptr(), size, driver.current_stream(device))
+        return Placed(segment)
+
+    def _take(self, device: int, size: int) -> _Segment | None:
+        free = [each for each in self._segments if each.device == device and each.is_free]
+        fitting = [each for each in free if each.memory.size >= size]
+        if fitting:
+            return min(fitting, key=lambda each: each.memory.size)
+        capacity = _SMALLEST
+        while capacity < size:
+            capacity *= 2
+        self._make_room(capacity)
+        if self._total() + capacity > self._limit or len(self._segments) >= _MOST:
+            return None
+        try:
+            segment = _Segment(self._count + 1, device, capacity)
+        except (DriverError, RuntimeError, OSError) as error:
+            self._impossible = True
+            self._warn(f"tensors on GPUs go through the memory of the host: {error}")
+            return None
+        self._count += 1
+        self._segments.append(segment)
+        return segment
+
+    def _total(self) -> int:
+        return sum(each.memory.size for each in self._segments)
+
+    def _make_room(self, size: int) -> None:
+        for segment in sorted(self._segments, key=lambda each: each.used_at):
+            if self._total() + size <= self._limit and len(self._segments) < _MOST:
+                return
+            if segment.is_free:
+                self._segments.remove(segment)
+                segment.forget()
+
+    def trim(self) -> None:
+        """Free what has not been used for a while."""
+        now = time.monotonic()
+        with self._lock:
+            for segment in list(self._segments):
+                if segment.is_free and now - segment.used_at > _IDLE_SECONDS:
+                    self._segments.remove(segment)
+                    segment.forget()
+
+    def close(self) -> None:
+        with self._lock:
+            self._impossible = True
+            for segment in self._segments:
+                segment.forget()
+            self._segments = []
+
+
+class _Opened:
+    """A segment at its receiver."""
+
+    def __init__(self, page: mmap.mmap, descriptor: int) -> None:
+        self.page = page
+        self._descriptor: int | None = descriptor
+        self._incoming: Incoming | None = None
+        self._keep: tuple[object, ...] = ()
+        self._lock = threading.Lock()
+        fields = _FIELDS.unpack_from(page, _FIELDS_AT)
+        _, self.size, self._filled, self._drained, self._uuid, self.id, self._name = fields
+
+    def drain(self, target: torch.Tensor, size: int) -> None:
+        incoming = self._incoming
+        if incoming is None:
+            with self._lock:
+                incoming = self._open()
+        incoming.drain(target.data_ptr(), size, driver.current_stream(target.get_device()))
+
+    def _open(self) -> Incoming:
+        """With the first data, by the thread that wants it: it takes a while, and may fail."""
+        if self._incoming is None:
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is None:
+                raise ProtocolError("a segment of device memory that could not be opened before")
+            near = _here.get(self._name)
+            if near is not None:
+                os.close(descriptor)
+                self._keep = (near,)
+                self._incoming = _incoming(near.memory, *near.events)
+                return self._incoming
+            try:
+                device = _index_of(self._uuid.rstrip(b"\0").decode("ascii", "replace"))
+                memory = SharedMemory(device, self.size, descriptor)
+                here = torch.device("cuda", device)
+                filled = torch.cuda.Event.from_ipc_handle(here, self._filled)  # type: ignore[no-untyped-call]
+                drained = torch.cuda.Event.from_ipc_handle(here, self._drained)  # type: ignore[no-untyped-call]
+            except (DriverError, RuntimeError) as error:
+                raise BackhaulError(f"a peer's device memory cannot be opened here: {error}") from error
+            finally:
+                os.close(descriptor)
+            self._keep = (memory, filled, drained)
+            self._incoming = _incoming(memory, filled, drained)
+        return self._incoming
+
+    def __del__(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+
+def _incoming(memory: SharedMemory, filled: torch.cuda.Event, drained: torch.cuda.Event) -> Incoming:
+    return Incoming(driver, memory.address, filled.cuda_event, drained.cuda_event)
+
+
+def _index_of(uuid: str) -> int:
+    for index in range(torch.cuda.device_count()):
+        if uuid_of(index) == uuid:
+            return index
+    raise DriverError(f"the GPU {uuid} is not visible to this process")
+
+
+class DeviceLease:
+    """Data in a segment of a peer's, which has not been taken out yet."""
+
+    def __init__(self, segment: _Opened, size: int) -> None:
+        self._segment = segment
+        self.size = size
+        self._free = False
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """The bytes, in memory of this process on a device, ready on its current stream. Once."""
+        return self.fill(torch.empty(self.size, dtype=torch.uint8, device=device))
+
+    def fill(self, target: torch.Tensor) -> torch.Tensor:
+        """The same in memory that is there."""
+        try:
+            self._segment.drain(target, self.size)
+        finally:
+            self._release()
+        return target
+
+    def _release(self) -> None:
+        if not self._free:
+            self._free = True
+            self._segment.page[0] = 0
+
+    def __del__(self) -> None:
+        self._release()
+
+
+class DeviceBorrowing:
+    """The segments of device memory that the peer of a channel has passed. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, _Opened] = {}
+
+    def add(self, page: int, memory: int) -> None:
+        """Two descriptors that have come, which are now this object's. Raises `ProtocolError`."""
+        kept = False
+        try:
+            if fcntl.fcntl(page, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(page).st_size != PAGE:
+                raise ProtocolError("a descriptor that is no page of a segment of device memory")
+            mapped = mmap.mmap(page, PAGE)
+            if mapped[_FIELDS_AT : _FIELDS_AT + len(MAGIC)] != MAGIC:
+                raise ProtocolError("a descriptor that is no page of a segment of device memory")
+            if len(self._segments) >= 4 * _MOST:
+                raise ProtocolError(f"more than {4 * _MOST} segments of device memory")
+            opened = _Opened(mapped, memory)
+            self._segments[opened.id] = opened
+            kept = True
+        except (OSError, ValueError) as error:
+            raise ProtocolError(f"a descriptor that is no page of a segment of device memory: {error}") from error
+        finally:
+            os.close(page)
+            if not kept:
+                os.close(memory)
+        for id in [id for id, segment in self._segments.items() if segment.page[1] and not segment.page[0]]:
+            del self._segments[id]
+
+    def lend(self, id: int, size: int) -> DeviceLease:
+        segment = self._segments.get(id)
+        if segment is None or size > segment.size:
+            raise ProtocolError(
+                f"{size} bytes in segment {id} of device memory, which has not been passed or is smaller"
+            )
+        return DeviceLease(segment, size)
+
+
+def is_page(descriptor: int) -> bool:
+    """Whether a descriptor that has come is the page of such a segment; its memory comes next."""
+    try:
+        if os.fstat(descriptor).st_size != PAGE:
+            return False
+        with mmap.mmap(descriptor, PAGE) as page:
+            return page[_FIELDS_AT : _FIELDS_AT + len(MAGIC)] == MAGIC
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,163 @@
+"""Staging: how the tensors of one message leave a worker, and where they go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from backhaul.devices import driver, maps
+from backhaul.devices.maps import Devices
+from backhaul.devices.segments import MAX_NEW, DeviceLending
+from backhaul.devices.streams import Streams
+from backhaul.errors import UnsendableError
+from backhaul.wire import headers
+from backhaul.wire.frames import DEVICE_PLACE
+from backhaul.wire.tensors import view_of
+
+_log = logging.getLogger(__name__)
+
+
+class Staging:
+    """The way of the tensors of a message to one peer: a `wire.tensors.Staging`."""
+
+    def __init__(self, codes: Mapping[str, int], what: str, lending: DeviceLending | None) -> None:
+        self._codes = codes
+        self._what = what
+        self._lending = lending
+        self._new = 0
+
+    def code(self, device: torch.device) -> int:
+        code = self._codes.get(str(device))
+        if code is None:
+            if device.type == "cpu":
+                return headers.CPU
+            raise UnsendableError(
+                f"{self._what}: a tensor on {device} cannot go there. Give RpcOptions(device_maps={{worker: {{"
+                f"{device.index}: index}}}}) on the worker that makes the call, or send tensor.cpu()"
+            )
+        return code
+
+    def stage(self, memory: torch.Tensor, size: int, code: int) -> tuple[int, memoryview | None, Any]:
+        if self._lending is not None and code != headers.CPU and self._new < MAX_NEW:
+            placed = self._lending.place(memory, size)
+            if placed is not None:
+                self._new += bool(placed.descriptors)
+                return placed.id | DEVICE_PLACE, None, placed
+        return 0, *_to_host(memory, size)
+
+
+class Gradients(Staging):
+    """The way of gradients: each goes to the device that its tensor has come from, which the receiver knows."""
+
+    def __init__(self, lending: DeviceLending | None) -> None:
+        super().__init__({}, "", lending)
+
+    def code(self, device: torch.device) -> int:
+        return headers.EXPECTED
+
+
+def _to_host(memory: torch.Tensor, size: int) -> tuple[memoryview, torch.Tensor]:
+    """A copy in pinned memory. The calling thread waits for that copy, and not for what comes after it."""
+    host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    device = memory.get_device()
+    driver.copy_to_host(host.data_ptr(), memory.data_ptr(), size, driver.current_stream(device))
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    done.record(torch.cuda.current_stream(device))
+    done.synchronize()
+    return view_of(host, size), host
+
+
+def own_devices(device_maps: Any, used: Sequence[int]) -> Devices:
+    """What this worker tells the others. Without maps, no GPU is looked at: that would start CUDA."""
+    if device_maps is None and not used:
+        return Devices(_count())
+    same = device_maps == "same"
+    return Devices(_count(), {} if same or device_maps is None else device_maps, same, tuple(used))
+
+
+def _count() -> int:
+    """How many GPUs there are. It is asked without starting CUDA in this process."""
+    return torch.cuda.device_count() if torch.backends.cuda.is_built() else 0  # type: ignore[no-untyped-call]
+
+
+def no_map(peer: str, *, reply: bool = False) -> str:
+    """What is wrong with a tensor on a GPU if there is no map for it, in torch's words and ours."""
+    if reply:
+        return (
+            f"Response device mapping is not available for destination {peer}: the result has a tensor on a GPU, and "
+            "the caller has no device map for it. Give it RpcOptions(device_maps=...), or return tensor.cpu()"
+        )
+    return (
+        f"a tensor on a GPU cannot go to worker {peer!r}. TensorPipe RPC backend only supports CPU tensors by default, "
+        "and so does Backhaul: move the tensor with .cpu(), or call `set_device_map` on `TensorPipeRpcBackendOptions` "
+        'or RpcOptions, or give RpcOptions(device_maps="same")'
+    )
+
+
+class WorkerDevices:
+    """The GPUs of a worker and those of its peers, if some worker of the group has a device map."""
+
+    def __init__(self, me: str, all: Mapping[str, Devices]) -> None:
+        self._me = me
+        self._all = all
+        mine = set(all[me].used)
+        for name in all:
+            mine.update(_indices(maps.map_between(all, me, name)))
+            mine.update(_indices(maps.inverted(maps.map_between(all, name, me))))
+        _tolerate_streams()
+        self.streams = Streams(sorted(mine))
+        self._codes: dict[tuple[str, bool], dict[str, int]] = {}
+        self._warned = False
+
+    def staging(
+        self, peer: str, lending: DeviceLending | None, tensors: Sequence[torch.Tensor], *, reply: bool
+    ) -> Staging | None:
+        """For a message to a peer with these tensors; None if they are all on the CPU, and stay there.
+
+        ``reply``: it answers a request, whose sender's map counts.
+        """
+        codes = self._codes.get((peer, reply))
+        if codes is None:
+            if reply:
+                found = maps.inverted(maps.map_between(self._all, peer, self._me))
+            else:
+                found = maps.map_between(self._all, self._me, peer)
+            codes = self._codes[peer, reply] = {source: _code(target) for source, target in found.items()}
+        if "cpu" not in codes and not any(tensor.is_cuda for tensor in tensors):
+            return None
+        if not codes and not reply:
+            raise UnsendableError(no_map(peer))
+        what = f"{'Response' if reply else 'Request'} device mapping is not available for destination {peer}"
+        return Staging(codes, what, lending)
+
+    def mapped(self, peer: str) -> tuple[str, ...]:
+        """The GPUs of a peer that this worker's map for it has."""
+        return tuple(there for there in maps.map_between(self._all, self._me, peer).values() if there != maps.CPU)
+
+    def warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("%s", text)
+
+
+def _tolerate_streams() -> None:
+    """A leaf is used on the streams of several threads here, about which torch would warn."""
+    tolerate = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if tolerate is not None:
+        tolerate(False)
+
+
+def needs_devices(all: Mapping[str, Devices]) -> bool:
+    return any(each.maps or each.same for each in all.values())
+
+
+def _indices(map: Mapping[str, str]) -> list[int]:
+    return [index for source in map if (index := maps.index_of(source)) is not None]
+
+
+def _code(target: str) -> int:
+    index = maps.index_of(target)
+    return headers.CPU if index is None else headers.GPU + index
