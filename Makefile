@@ -9,6 +9,7 @@ STAMP := $(VENV)/.stamp
 OTHER := .venv-third-party
 FUZZ := .venv-fuzz
 INPUTS ?= 1000000
+CUDA_PYTHON ?= $(BIN)/python
 
 # The layers without sockets, threads or a clock: cheap to test to the last branch.
 # (Not autograd.graph: to find a module of that package coverage would import it, and torch with it, twice. What of
@@ -25,7 +26,8 @@ PURE_TESTS := tests/wire $(SECURITY_TESTS) tests/test_errors.py tests/test_optio
 LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing tests/transport
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-pure test-layers test-rest lint slow conformance third-party fuzz bench bench-pinned bench-check coverage clean
+.PHONY: help demo test test-pure test-layers test-rest lint slow conformance cuda third-party fuzz bench bench-pinned \
+	bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -57,6 +59,14 @@ slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 rand
 conformance: $(STAMP) ## torch's own RPC suites on Backhaul: 464 tests, some ten minutes
 	$(BIN)/python conformance/run.py
 
+# The virtual environment may have a torch without CUDA: CUDA_PYTHON names an interpreter whose torch has it, with
+# msgspec, cryptography, rich, pytest, pytest-timeout, hypothesis and expecttest.
+cuda: ## what needs a GPU: tests, random programs, torch's own CUDA tests, speed beside torch RPC (CUDA_PYTHON=...)
+	PYTHONPATH=src $(CUDA_PYTHON) -m pytest -q tests/cuda
+	PYTHONPATH=src BACKHAUL_PROGRAMS_DEVICE=cuda $(CUDA_PYTHON) tests/autograd/programs.py 0 2000
+	PYTHONPATH=src $(CUDA_PYTHON) conformance/cuda.py
+	PYTHONPATH=src $(CUDA_PYTHON) -m backhaul bench --cuda
+
 third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyPI, on Backhaul
 	$(OTHER)/bin/pytest -q third_party
 
@@ -65,6 +75,7 @@ fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUT
 
 bench: $(STAMP) ## measure calls and gradients beside torch.distributed and bare limits; into bench-results/
 	$(BIN)/backhaul bench --json bench-results/bench.json --plot bench-results
+	$(BIN)/backhaul bench --looking
 
 bench-pinned: $(STAMP) ## the same with all processes on one processor, where nothing may be slower than torch
 	$(BIN)/backhaul bench --pin --json bench-results/bench-pinned.json

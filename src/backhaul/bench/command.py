@@ -62,6 +62,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="instead, measure how the cost of a call grows with peers, contexts, references and messages; "
         "all that follows is for it",
     )
+    others.add_argument(
+        "--looking",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="instead, measure what the meter, a dashboard and profilers cost; all that follows is for it",
+    )
+    others.add_argument(
+        "--cuda",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="instead, measure tensors on a GPU beside torch RPC; all that follows is for it",
+    )
     parser.set_defaults(handle=run, parser=parser)
 
 
@@ -75,6 +87,14 @@ def run(options: argparse.Namespace) -> int:
         from backhaul.bench import growth
 
         return growth.main([*_before(options), *options.growth])
+    if options.looking is not None:
+        from backhaul.bench import looking
+
+        return looking.main([*_before(options), *options.looking])
+    if options.cuda is not None:
+        from backhaul.bench import cuda
+
+        return cuda.main([*_before(options), *options.cuda])
     return _compare(options)
 
 

@@ -1,0 +1,193 @@
+"""``backhaul bench --looking``: what it costs to be looked at, as a share of what the same work takes unobserved.
+
+A driver and two workers, all of them processes, do the same work again and again: with nothing switched on, with the
+meter of every worker counting (as for metrics), with a dashboard that looks at all of them from another process,
+under a profile of the cluster, and under torch's own profiler at the caller. All take turns in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from backhaul import autograd, rpc
+from backhaul.cluster import cluster
+from backhaul.worker import current
+
+_WARM_UP_SECONDS = 0.15
+_NOTHING = "nothing"
+_layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+_x = torch.rand(16, 64, requires_grad=True)
+_holds: list[Callable[[], None]] = []
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="backhaul bench --looking", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each work in each round")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found: dict[tuple[str, str], list[float]] = {}
+    with cluster(2) as workers:
+        names = [worker.name for worker in workers]
+        for name in names:
+            rpc.rpc_sync(name, torch.set_num_threads, args=(1,))
+        for number in range(given.rounds):
+            for looker, look in _LOOKERS.items():
+                with look(names):
+                    for work, do in _WORKS.items():
+                        seconds = _measure(lambda do=do: do(names), given.seconds)  # type: ignore[misc]
+                        found.setdefault((work, looker), []).append(seconds)
+            print(f"round {number + 1} of {given.rounds}", end="\r", file=sys.stderr, flush=True)
+    _show(found)
+    return 0
+
+
+def _measure(do: Callable[[], None], seconds: float) -> float:
+    end = time.perf_counter() + min(_WARM_UP_SECONDS, seconds)
+    while time.perf_counter() < end:
+        do()
+    taken = []
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        do()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def _show(found: dict[tuple[str, str], list[float]]) -> None:
+    table = Table("work", *_LOOKERS, title="what it costs to be looked at: microseconds, and beside nothing")
+    for work in _WORKS:
+        plain = found[work, _NOTHING]
+        cells = []
+        for looker in _LOOKERS:
+            mine = found[work, looker]
+            more = statistics.median(a / b for a, b in zip(mine, plain, strict=True)) - 1
+            text = f"{statistics.median(mine) * 1e6:.0f}"
+            cells.append(text if looker == _NOTHING else f"{text} ({more:+.1%})")
+        table.add_row(work, *cells)
+    Console().print(table)
+
+
+# The work.
+
+
+def nothing() -> None:
+    pass
+
+
+def layer(number: int, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = _layers[number](x)
+    return y
+
+
+def _no_op(names: Sequence[str]) -> None:
+    rpc.rpc_sync(names[0], nothing)
+
+
+def _chain(names: Sequence[str]) -> None:
+    with autograd.context() as context:
+        x = _x
+        for number in range(4):
+            x = rpc.rpc_sync(names[number % 2], layer, args=(number, x))
+        autograd.backward(context, [x.sum()])
+
+
+_WORKS: dict[str, Callable[[Sequence[str]], None]] = {"no-op": _no_op, "chain of 4 over 2, with gradients": _chain}
+
+
+# Those who look.
+
+
+@contextlib.contextmanager
+def _nobody(names: Sequence[str]) -> Iterator[None]:
+    yield
+
+
+def hold_meter() -> None:
+    _holds.append(current().inspection.meter.hold())
+
+
+def release_meter() -> None:
+    _holds.pop()()
+
+
+@contextlib.contextmanager
+def _metered(names: Sequence[str]) -> Iterator[None]:
+    hold_meter()
+    for name in names:
+        rpc.rpc_sync(name, hold_meter)
+    try:
+        yield
+    finally:
+        for name in names:
+            rpc.rpc_sync(name, release_meter)
+        release_meter()
+
+
+@contextlib.contextmanager
+def _watched(names: Sequence[str]) -> Iterator[None]:
+    """As a dashboard does it: the figures and the meter of every worker, once a second, from another process."""
+    worker = current()
+    socket = worker.agent.membership.find(worker.info).addresses.unix
+    assert socket is not None
+    command = [sys.executable, "-m", "backhaul.bench.looking", os.path.dirname(socket)]
+    looker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert looker.stdin is not None
+    assert looker.stdout is not None
+    try:
+        if looker.stdout.readline() != b"looking\n":
+            raise RuntimeError("the process that was to look at the workers found none")
+        yield
+    finally:
+        looker.stdin.close()
+        looker.stdout.close()
+        looker.wait()
+
+
+def look_until_the_end(where: str) -> None:
+    from backhaul.seeing.guest import find_cluster, transport_for
+    from backhaul.seeing.lookout import Lookout
+
+    transport = transport_for()
+    with Lookout(find_cluster(where), transport, metered=True):
+        print("looking", flush=True)
+        sys.stdin.read()
+
+
+@contextlib.contextmanager
+def _profiled(names: Sequence[str]) -> Iterator[None]:
+    from backhaul import profiler
+
+    with profiler.profile():
+        yield
+
+
+@contextlib.contextmanager
+def _torch_profiled(names: Sequence[str]) -> Iterator[None]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        yield
+
+
+_LOOKERS: dict[str, Callable[[Sequence[str]], Any]] = {
+    _NOTHING: _nobody,
+    "the meter": _metered,
+    "a dashboard": _watched,
+    "a profile of the cluster": _profiled,
+    "torch's profiler": _torch_profiled,
+}
+
+
+if __name__ == "__main__":
+    look_until_the_end(sys.argv[1])
