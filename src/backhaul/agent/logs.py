@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from backhaul.agent.naming import name_of_request
+from backhaul.devices.segments import DeviceLending
 from backhaul.errors import OptionError
 from backhaul.ids import WorkerInfo
 from backhaul.options import LOG_LEVEL_VARIABLE, LOG_LEVELS
@@ -79,6 +80,10 @@ class LoggedChannel(Channel):
     @property
     def received(self) -> int:  # type: ignore[override]
         return self._inside.received
+
+    @property
+    def device_lending(self) -> DeviceLending | None:  # type: ignore[override]
+        return self._inside.device_lending
 
     def fileno(self) -> int:
         return self._inside.fileno()

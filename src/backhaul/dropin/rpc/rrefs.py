@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,11 +22,17 @@ _types: WeakKeyDictionary[RRef[Any], Any] = WeakKeyDictionary()
 _made: WeakKeyDictionary[RRef[Any], Any] = WeakKeyDictionary()
 """Futures that are done when values of `remote` are there, where their time is limited."""
 
+_ids: WeakKeyDictionary[RRef[Any], tuple[int, int]] = WeakKeyDictionary()
+"""What torch calls the local ids of a reference and of its fork, for those that somebody has looked at."""
+
+_numbers = itertools.count()
+
 _is_confirmed = RRef.confirmed_by_owner
 _to_here = RRef.to_here
 _get_future = RRef._get_future
 _backward = RRef.backward
 _get_type = RRef._get_type
+_local_value = RRef.local_value
 
 
 def confirmed_by_owner(self: RRef[Any]) -> bool:
@@ -57,6 +64,39 @@ def get_type(self: RRef[Any], timeout: float = -1.0, blocking: bool = True) -> A
     except BaseException:
         _types.pop(self, None)
         raise
+
+
+def _local_ids(rref: RRef[Any]) -> tuple[int, int]:
+    """Ids in torch's form. They tell references of this process apart, and mean nothing to other workers."""
+    found = _ids.get(rref)
+    if found is None:
+        first = next(_numbers)
+        found = _ids[rref] = first, first if rref.is_owner() else next(_numbers)
+    return found
+
+
+def _unique_id(rref: RRef[Any], local_id: int) -> str:
+    return f"GloballyUniqueId(created_on={rref._ref.creator}, local_id={local_id})"
+
+
+def text(self: RRef[Any]) -> str:
+    """As torch writes a reference."""
+    own, fork = _local_ids(self)
+    if self.is_owner():
+        return f"OwnerRRef({_unique_id(self, own)})"
+    return f"UserRRef(RRefId = {_unique_id(self, own)}, ForkId = {_unique_id(self, fork)})"
+
+
+def local_value(self: RRef[Any]) -> Any:
+    """As in torch, with its words for a reference that lives elsewhere."""
+    if self.is_owner():
+        return _local_value(self)
+    own, fork = _local_ids(self)
+    me, owner = self._references.me, self.owner()
+    raise MisuseError(
+        f"For UserRRef(rref_id={_unique_id(self, own)}, fork_id={_unique_id(self, fork)}), can't call localValue() on "
+        f"user WorkerInfo(id={me.id}, name={me.name}). Call it on owner WorkerInfo(id={owner.id}, name={owner.name})"
+    )
 
 
 def require_python(function: Any, value: Any) -> None:
@@ -145,6 +185,8 @@ def adopt() -> None:
         "backward": backward,
         "_get_future": get_future,
         "to_here": to_here,
+        "local_value": local_value,
+        "__str__": text,
         "_get_type": get_type,
         "_get_profiling_future": get_profiling_future,
         "_serialize": _serialize,
