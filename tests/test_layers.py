@@ -324,7 +324,7 @@ def test_an_unknown_name_of_the_package() -> None:
 
 
 DRAWING = (ROOT.parents[1] / "docs/architecture.md").read_text().split("    ┌─ ")[1].split("    └──")[0]
-SMALL_PACKAGES = ("agent", "autograd", "refs", "transport", "security", "wire")
+SMALL_PACKAGES = ("agent", "autograd", "devices", "refs", "transport", "security", "wire")
 """Those whose files are drawn one by one; of the others the name is enough."""
 
 

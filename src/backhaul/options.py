@@ -266,8 +266,8 @@ class RpcOptions:
       goes to, as in ``{"worker1": {0: 1}}``; ``"same"`` maps equal indices to every worker. A tensor on a
       GPU that is not in the map cannot be sent; CPU tensors always can. The reply goes the same way back, and
       gradients to where their tensor came from.
-    - ``device_pool_bytes``: how much memory of its GPUs this worker may keep for sending tensors to a peer of the
-      same host; 0 means that they go through the memory of the host.
+    - ``device_pool_bytes``: how much memory of its GPUs this worker may keep, for each connection with a worker of
+      the same host, for sending tensors there; 0 means that they go through the memory of the host.
     - ``devices``: the GPUs of this worker that take part, besides those in the maps; upstream's option of that name.
     - ``metrics_port``: serve metrics for Prometheus on loopback, on this port plus the worker's rank on its host; 0
       means any port, which is logged. None means what ``BACKHAUL_METRICS_PORT`` says, or else not at all.

@@ -21,6 +21,7 @@ The page::
 from __future__ import annotations
 
 import fcntl
+import math
 import mmap
 import os
 import secrets
@@ -48,6 +49,7 @@ MAX_NEW = 16
 """How many segments one message may bring."""
 _SMALLEST = 2 << 20
 _IDLE_SECONDS = 10.0
+_LOOK_AGAIN = 1.0
 
 
 def uuid_of(device: int) -> str:
@@ -132,8 +134,12 @@ class Placed:
 class DeviceLending:
     """The segments that one end of a channel makes. Thread-safe."""
 
-    def __init__(self, limit: int, warn: Callable[[str], None]) -> None:
-        """``limit``: how many bytes of a GPU they may take. ``warn`` is told, once, why there are none."""
+    def __init__(self, limit: int, warn: Callable[[str], None], on_use: Callable[[], None] = lambda: None) -> None:
+        """``limit``: how many bytes of a GPU they may take. ``warn`` is told, once, why there are none.
+
+        ``on_use`` is called when there is something to `trim` after there was nothing.
+        """
+        self._on_use = on_use
         self._limit = limit
         self._warn = warn
         self._lock = threading.Lock()
@@ -172,6 +178,8 @@ class DeviceLending:
             self._warn(f"tensors on GPUs go through the memory of the host: {error}")
             return None
         self._count += 1
+        if not self._segments:
+            self._on_use()
         self._segments.append(segment)
         return segment
 
@@ -186,14 +194,18 @@ class DeviceLending:
                 self._segments.remove(segment)
                 segment.forget()
 
-    def trim(self) -> None:
-        """Free what has not been used for a while."""
-        now = time.monotonic()
+    def trim(self, now: float) -> float:
+        """Free what has not been used for a while; after how many seconds there will be more, or infinity."""
+        soonest = math.inf
         with self._lock:
             for segment in list(self._segments):
-                if segment.is_free and now - segment.used_at > _IDLE_SECONDS:
+                left = segment.used_at + _IDLE_SECONDS - now
+                if left > 0 or not segment.is_free:
+                    soonest = min(soonest, max(left, _LOOK_AGAIN))
+                else:
                     self._segments.remove(segment)
                     segment.forget()
+        return soonest
 
     def close(self) -> None:
         with self._lock:

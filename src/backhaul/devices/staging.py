@@ -71,7 +71,7 @@ def _to_host(memory: torch.Tensor, size: int) -> tuple[memoryview, torch.Tensor]
 
 
 def own_devices(device_maps: Any, used: Sequence[int]) -> Devices:
-    """What this worker tells the others. Without maps, no GPU is looked at: that would start CUDA."""
+    """What this worker tells the others."""
     if device_maps is None and not used:
         return Devices(_count())
     same = device_maps == "same"

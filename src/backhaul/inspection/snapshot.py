@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backhaul.agent.agent import Agent
+from backhaul.agent.naming import name_of_request
 from backhaul.ids import GUEST
-from backhaul.inspection.names import name_of_request
 from backhaul.inspection.threads import describe_handling, describe_waits
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any
 
 from backhaul.agent.activity import Activity, Handling, Wait
+from backhaul.agent.naming import name_of_request
 from backhaul.inspection.blocking import find_blocked
-from backhaul.inspection.names import name_of_request
 
 _LONGEST_STACK = 64
 

@@ -30,6 +30,7 @@ import builtins
 import contextlib
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 import threading
@@ -38,9 +39,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from backhaul.devices.segments import DeviceBorrowing, is_page
+from backhaul.devices.segments import DeviceBorrowing, DeviceLending, is_page
 from backhaul.errors import ProtocolError
 from backhaul.wire.frames import Frame, place
+
+_log = logging.getLogger(__name__)
 
 THRESHOLD = 256 * 1024
 """Buffers from this size on go through segments."""
@@ -146,6 +149,7 @@ class Budget:
         # Guarded by lock:
         self.warm = 0
         self.lendings: weakref.WeakSet[Lending] = weakref.WeakSet()
+        self._device_lendings: weakref.WeakSet[DeviceLending] = weakref.WeakSet()
 
     def segments(self) -> list[_Segment]:
         """All of them. Under the lock."""
@@ -160,7 +164,16 @@ class Budget:
         """Free what has not been used for a while; after how many seconds there will be more, or infinity."""
         now = time.monotonic()
         with self.lock:
-            return min((lending.trim(now) for lending in list(self.lendings)), default=float("inf"))
+            soonest = min((lending.trim(now) for lending in list(self.lendings)), default=float("inf"))
+            devices = list(self._device_lendings)
+        return min([soonest, *(lending.trim(now) for lending in devices)])
+
+    def lend_device_memory(self, limit: int) -> DeviceLending:
+        """Segments of device memory for one end of a channel, of up to that many bytes. They are trimmed, too."""
+        lending = DeviceLending(limit, _log.warning, self.on_use)
+        with self.lock:
+            self._device_lendings.add(lending)
+        return lending
 
 
 class Lending:

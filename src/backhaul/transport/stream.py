@@ -9,7 +9,6 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
-import logging
 import os
 import socket
 import tempfile
@@ -32,8 +31,6 @@ from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, await_ready, closed,
 from backhaul.transport.tls import TlsLine
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
-
-_log = logging.getLogger(__name__)
 
 RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
 """A private directory that a launcher made for its workers' sockets, and removes."""
@@ -69,8 +66,9 @@ class StreamChannel(Channel):
         shares = sock.family == sockets.UNIX and segments.are_possible()
         self._borrowing = Borrowing() if shares else None
         self._lending = Lending(budget) if shares and budget.size else None
-        if self._lending is not None and options.device_maps is not None:
-            self.device_lending = DeviceLending(options.device_pool_bytes, _log.warning)
+        self._device_pool = options.device_pool_bytes if shares else 0
+        self._device_lending: DeviceLending | None = None
+        self._budget = budget
         self._decoder = Decoder(options.message_limit, self._borrowing, options.head_limit)
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._unsent: list[memoryview] = []
@@ -79,6 +77,13 @@ class StreamChannel(Channel):
         self._passed: list[int] = []  # those of segments of device memory among them, which are this object's
         self._readable = Readable(sock, options.busy_poll)
         tune(sock)
+
+    @property
+    def device_lending(self) -> DeviceLending | None:  # type: ignore[override]
+        """Made when it is first asked for, by a thread that has a tensor on a GPU to send."""
+        if self._device_lending is None and self._device_pool:
+            self._device_lending = self._budget.lend_device_memory(self._device_pool)
+        return self._device_lending
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -182,8 +187,9 @@ class StreamChannel(Channel):
         self._close_passed()
         if self._lending is not None:
             self._lending.close()
-        if self.device_lending is not None:
-            self.device_lending.close()
+        self._device_pool = 0
+        if self._device_lending is not None:
+            self._device_lending.close()
         self._socket.close()
 
 
