@@ -1,0 +1,140 @@
+"""A tensor that is sent on as it came: its gradient goes back without a run of torch's engine, if no hook is on it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import backhaul.autograd as dist_autograd
+from backhaul import rpc
+from backhaul.testing import InProcessCluster
+
+
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def pair_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x * 2, x * 3
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sources each run of torch's engine starts from."""
+    from backhaul.autograd import engine
+
+    seen: list[int] = []
+    run = engine._run_backward
+
+    def count(starts: Any, *args: Any, **options: Any) -> Any:
+        seen.append(len(starts))
+        return run(starts, *args, **options)
+
+    monkeypatch.setattr(engine, "_run_backward", count)
+    return seen
+
+
+def gradient_of(pair: InProcessCluster, change: Callable[[Tensor], object], *, after: bool = True) -> list[float]:
+    """The gradient of x through two calls, with something done to the tensor in between."""
+    x = torch.ones(3, requires_grad=True)
+    with pair[0].as_current(), dist_autograd.context() as context:
+        v = rpc.rpc_sync("worker1", twice, args=(x,))
+        if not after:
+            change(v)
+        w = rpc.rpc_sync("worker1", twice, args=(v,))
+        if after:
+            change(v)
+        dist_autograd.backward(context, [w.sum()])
+        found: list[float] = dist_autograd.get_gradients(context)[x].tolist()
+        return found
+
+
+def test_nothing_is_run_for_it(pair: InProcessCluster, runs: list[int]) -> None:
+    assert gradient_of(pair, lambda v: None) == [4, 4, 4]
+    assert len(runs) == 3  # of the sum here, and twice there
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_a_hook_is_called_whenever_it_was_put_there(pair: InProcessCluster, after: bool) -> None:
+    seen: list[list[float]] = []
+
+    def hook(gradient: Tensor) -> Tensor:
+        seen.append(gradient.tolist())
+        return gradient * 10
+
+    assert gradient_of(pair, lambda v: v.register_hook(hook), after=after) == [40, 40, 40]
+    assert seen == [[2, 2, 2]]
+
+
+def test_a_hook_outlives_its_tensor(pair: InProcessCluster) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pair[0].as_current(), dist_autograd.context() as context:
+        v = rpc.rpc_sync("worker1", twice, args=(x,))
+        w = rpc.rpc_sync("worker1", twice, args=(v,))
+        v.register_hook(lambda gradient: gradient * 10)
+        del v
+        gc.collect()
+        dist_autograd.backward(context, [w.sum()])
+        assert dist_autograd.get_gradients(context)[x].tolist() == [40, 40, 40]
+
+
+def test_a_hook_that_is_gone_again_does_not_count(pair: InProcessCluster, runs: list[int]) -> None:
+    def put_and_remove(v: Tensor) -> None:
+        v.register_hook(lambda gradient: gradient * 10).remove()
+
+    assert gradient_of(pair, put_and_remove) == [4, 4, 4]
+    assert len(runs) == 3
+
+
+def test_a_retained_gradient_is_there(pair: InProcessCluster) -> None:
+    kept: list[Tensor] = []
+
+    def retain(v: Tensor) -> None:
+        v.retain_grad()
+        kept.append(v)
+
+    assert gradient_of(pair, retain) == [4, 4, 4]
+    assert kept[0].grad is not None
+    assert kept[0].grad.tolist() == [2, 2, 2]
+
+
+def test_hooks_of_the_node_are_called(pair: InProcessCluster) -> None:
+    called: list[str] = []
+
+    def hook(v: Tensor) -> None:
+        assert v.grad_fn is not None
+        handles.append(v.grad_fn.register_prehook(lambda gradients: (gradients[0] * 10,)))
+        handles.append(v.grad_fn.register_hook(lambda inputs, outputs: called.append("after")))
+
+    handles: list[Any] = []
+    try:
+        assert gradient_of(pair, hook) == [40, 40, 40]
+        assert called == ["after"]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_one_of_several_tensors_of_a_message(pair: InProcessCluster) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pair[0].as_current(), dist_autograd.context() as context:
+        u, v = rpc.rpc_sync("worker1", pair_of, args=(x,))
+        w = rpc.rpc_sync("worker1", twice, args=(v,))
+        dist_autograd.backward(context, [w.sum() + u.sum()])
+        assert dist_autograd.get_gradients(context)[x].tolist() == [8, 8, 8]
+
+
+def test_a_root_that_has_come_from_elsewhere(pair: InProcessCluster, runs: list[int]) -> None:
+    x = torch.ones((), requires_grad=True)
+    with pair[0].as_current(), dist_autograd.context() as context:
+        loss = rpc.rpc_sync("worker1", twice, args=(x,))
+        dist_autograd.backward(context, [loss], retain_graph=True)
+        loss.register_hook(lambda gradient: gradient * 10)
+        dist_autograd.backward(context, [loss])
+        assert dist_autograd.get_gradients(context)[x].item() == 2 + 20
+    assert len(runs) == 3
