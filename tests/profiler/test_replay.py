@@ -11,9 +11,11 @@ from backhaul.agent.observing import (
     Event,
     GateOpens,
     GateWaits,
+    HandedOut,
     Invoked,
     Issued,
     Packed,
+    Queued,
     Read,
     Resumes,
     Returned,
@@ -95,6 +97,15 @@ def test_the_pieces_of_a_caller() -> None:
         (63, 65, "wire"),
         (65, 90, "compute"),
     ]
+
+
+def test_a_thread_that_sleeps_between_two_jobs_does_not_work() -> None:
+    """As the watch thread does: it hands out what it finds, and sleeps until there is more."""
+    watch = thread(
+        "a", 3, (10, Read(peer="b", line=1)), (12, Queued()), (80, Queued()), (81, HandedOut(peer="b", line=1, count=1))
+    )
+    pieces = told_of(watch).pieces[3]
+    assert sum(piece.end - piece.begin for piece in pieces if piece.state == "wire") == 3 * US
 
 
 def test_the_call_and_its_execution() -> None:

@@ -25,7 +25,7 @@ from backhaul.wire.messages import Call, Failure, Mark, Refs, Result
 from backhaul.worker import Worker
 
 REFUSED = str(refusal("worker0"))
-SECONDS = 10.0
+SECONDS = 20.0
 
 
 def federation(size: int = 3, **options: Any) -> InProcessCluster:

@@ -75,7 +75,7 @@ STATES = {
 }
 
 _WORK_BEGINS = frozenset(
-    (Asked, Packed, SendRecorded, Issued, Encoded, Read, Came, Ended, RecvRecorded, RecvReached, FinishedLate, Queued)
+    (Asked, Packed, SendRecorded, Issued, Encoded, Read, Came, Ended, RecvRecorded, RecvReached, FinishedLate)
 )
 _WORK_ENDS = frozenset(
     (Packed, SendRecorded, RecvRecorded, Issued, Encoded, Sent, Came, HandedOut, Settled, Queued, GradientsSent)
@@ -86,6 +86,7 @@ _ALSO_WORK: frozenset[tuple[type[Event], type[Event]]] = frozenset(
         *((before, Resumes) for before in (Read, Came, HandedOut)),
         *((HandedOut, after) for after in (Starts, Queued)),
         (Settled, HandedOut),
+        (Queued, HandedOut),  # not what comes after another Queued: the watch thread may have slept in between
         (Read, Began),
         (Read, Read),  # only part of a message had come
     )
