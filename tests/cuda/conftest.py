@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,14 @@ from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster
 
 
+HERE = Path(__file__).parent
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Called with all tests of the run, also with those of other folders."""
     for item in items:
+        if HERE not in item.path.parents:
+            continue
         item.add_marker(pytest.mark.cuda)
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="this machine has no GPU; `make cuda` runs these on one that has"))
