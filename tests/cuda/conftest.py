@@ -11,7 +11,6 @@ import torch
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster
 
-
 HERE = Path(__file__).parent
 
 
