@@ -145,6 +145,19 @@ def test_a_wait_whose_end_was_not_recorded_is_in_the_chain() -> None:
     assert round(sum(segment.seconds for segment in chain.segments) * 1e6) == 90
 
 
+def test_a_wait_is_not_explained_by_a_thread_that_was_idle() -> None:
+    """The last write of the peer may be of something else, such as a notice that its watch thread sends."""
+    idler = thread(
+        "b", 9, (1, Read(peer="c", line=5)), (2, Queued()), (59, Sent(peer="a", line=2, size=9, replies=False))
+    )
+    told = {"a": told_of(CALLER, home=True), "b": told_of(idler)}
+    chain = Walk([recording(CALLER), recording(idler)], told, ("a", 1)).chain("step", 0, 90 * US)
+    found = [(segment.worker, segment.what, round(segment.seconds * 1e6)) for segment in chain.segments]
+    assert ("a", "wait", 43) in found
+    assert "b" not in {worker for worker, _, _ in found}
+    assert round(sum(segment.seconds for segment in chain.segments) * 1e6) == 90
+
+
 def test_a_gate_opens_before_its_wait_ends() -> None:
     told = told_of(
         thread(

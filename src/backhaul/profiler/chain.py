@@ -11,7 +11,8 @@ worker that woke it. So the segments follow each other without gaps, and their t
     GateOpens, RunBegan ◄── the thread that the gradients came to
     FinishedLate ◄── the begin of that call: in between it had no thread
 
-If what ended a wait was not recorded, the wait itself is in the chain.
+If what ended a wait was not recorded, or was done by a thread that had been idle for long, the wait itself is in the
+chain.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ from backhaul.agent.observing import (
     Stops,
 )
 from backhaul.profiler.gathered import Moment, Recording
-from backhaul.profiler.replay import COMPUTE, WIRE, Piece, Told
+from backhaul.profiler.replay import COMPUTE, IDLE, WIRE, Piece, Told
 
 BETWEEN_WORKERS = "between workers"
 BETWEEN_THREADS = "between threads"
 WITHOUT_THREAD = "a call without a thread"
 
+_IDLE_SHARE = 0.05
+"""The chain goes along an idle thread for at most this share of the step."""
 _MOST_LOOKS = 200
 """How many events are looked at for the one that ended a wait."""
 
@@ -123,6 +126,7 @@ class Walk:
         found: list[tuple[str, str, str, int, int]] = []
         place, now = self._home, end
         jumped: set[tuple[Place, int]] = set()
+        jumps: list[tuple[Place, int, int]] = []  # from where, and how much of the chain there was
         while now > begin:
             piece = self._piece(place, now)
             if piece is None:
@@ -141,10 +145,16 @@ class Walk:
                     at = max(begin, min(at, now))
                     label = f"{other[0]} → {place[0]}" if what == BETWEEN_WORKERS else place[0]
                     state = COMPUTE if what == WITHOUT_THREAD else WIRE
+                    jumps.append((place, now, len(found)))
                     found.append((label, state, what, at, now))
                     place, now = other, at
                     continue
             since = max(piece.begin, begin)
+            if piece.state == IDLE and jumps and now - since > _IDLE_SHARE * (end - begin):
+                # A thread that had done nothing for long did not end that wait: the wait itself is in the chain.
+                place, now, length = jumps.pop()
+                del found[length:]
+                continue
             found.append((place[0], piece.state, piece.what, since, now))
             now = since
         return Chain(step, (end - begin) / 1e9, _merge(found[::-1]))
