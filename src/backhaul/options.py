@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from backhaul.devices.maps import DeviceMaps, index_of, name_of, parse_map
+from backhaul.devices.names import DeviceMaps, index_of, name_of, parse_map
 from backhaul.errors import OptionError
 from backhaul.security.keys import KEY_BYTES, KEY_FILE_VARIABLE, read_key_file
 from backhaul.security.tls import TLS

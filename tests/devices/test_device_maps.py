@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from backhaul import rpc
-from backhaul.devices.maps import Devices, check, inverted, map_between, name_of, parse_map
+from backhaul.devices.maps import Devices, check, inverted, map_between
+from backhaul.devices.names import name_of, parse_map
 from backhaul.errors import OptionError
 from backhaul.testing import InProcessCluster
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from backhaul.devices import driver, maps
+from backhaul.devices import driver, maps, names
 from backhaul.devices.maps import Devices
 from backhaul.devices.segments import MAX_NEW, DeviceLending
 from backhaul.devices.streams import Streams
@@ -135,7 +135,7 @@ class WorkerDevices:
 
     def mapped(self, peer: str) -> tuple[str, ...]:
         """The GPUs of a peer that this worker's map for it has."""
-        return tuple(there for there in maps.map_between(self._all, self._me, peer).values() if there != maps.CPU)
+        return tuple(there for there in maps.map_between(self._all, self._me, peer).values() if there != names.CPU)
 
     def warn(self, text: str) -> None:
         if not self._warned:
@@ -155,9 +155,9 @@ def needs_devices(all: Mapping[str, Devices]) -> bool:
 
 
 def _indices(map: Mapping[str, str]) -> list[int]:
-    return [index for source in map if (index := maps.index_of(source)) is not None]
+    return [index for source in map if (index := names.index_of(source)) is not None]
 
 
 def _code(target: str) -> int:
-    index = maps.index_of(target)
+    index = names.index_of(target)
     return headers.CPU if index is None else headers.GPU + index

@@ -1,0 +1,53 @@
+"""The names of devices, and device maps as users write them. Pure; the launcher imports it: no torch, no msgspec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from backhaul.errors import OptionError
+
+CPU = "cpu"
+
+DeviceMap = dict[str, str]
+"""Devices of one worker to those of another, both by name: ``cpu`` or ``cuda:1``."""
+
+DeviceMaps = dict[str, DeviceMap] | Literal["same"] | None
+
+
+def name_of(device: Any) -> str:
+    """``cpu`` or ``cuda:1``, of a `torch.device`, a number or such a name. Raises `OptionError`."""
+    if isinstance(device, bool):
+        raise OptionError(f"{device!r} is not a device")
+    if isinstance(device, int):
+        if device < 0:
+            raise OptionError(f"{device!r} is not a device")
+        return f"cuda:{device}"
+    text = str(device)
+    kind, colon, index = text.partition(":")
+    if kind == CPU and index in ("", "0"):
+        return CPU
+    if kind == "cuda" and (index.isdecimal() or not colon):
+        return f"cuda:{int(index or 0)}"
+    raise OptionError(f"{device!r} is not a device that tensors can be sent from or to: cpu, cuda:0, cuda:1, …")
+
+
+def index_of(name: str) -> int | None:
+    """The index of a GPU; None for the CPU."""
+    return None if name == CPU else int(name.partition(":")[2])
+
+
+def parse_map(given: Mapping[Any, Any]) -> DeviceMap:
+    """A map as users write it, checked: one to one, and without entries from the CPU to itself."""
+    found: DeviceMap = {}
+    for source, target in given.items():
+        here, there = name_of(source), name_of(target)
+        if here == there == CPU:
+            continue
+        if there in found.values():
+            raise OptionError(
+                f"`set_device_map` only supports 1-to-1 mapping, trying to map {source!r} to {target!r}, which another "
+                "device is mapped to already"
+            )
+        found[here] = there
+    return found
