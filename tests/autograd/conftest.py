@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from acts import ACTS
@@ -26,3 +27,19 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def five() -> Iterator[InProcessCluster]:
     with InProcessCluster(5) as workers:
         yield workers
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sources each run of torch's engine starts from."""
+    from backhaul.autograd import engine
+
+    seen: list[int] = []
+    run = engine._run_backward
+
+    def count(starts: Any, *args: Any, **options: Any) -> Any:
+        seen.append(len(starts))
+        return run(starts, *args, **options)
+
+    monkeypatch.setattr(engine, "_run_backward", count)
+    return seen

@@ -23,22 +23,6 @@ def pair_of(x: Tensor) -> tuple[Tensor, Tensor]:
     return x * 2, x * 3
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sources each run of torch's engine starts from."""
-    from backhaul.autograd import engine
-
-    seen: list[int] = []
-    run = engine._run_backward
-
-    def count(starts: Any, *args: Any, **options: Any) -> Any:
-        seen.append(len(starts))
-        return run(starts, *args, **options)
-
-    monkeypatch.setattr(engine, "_run_backward", count)
-    return seen
-
-
 def gradient_of(pair: InProcessCluster, change: Callable[[Tensor], object], *, after: bool = True) -> list[float]:
     """The gradient of x through two calls, with something done to the tensor in between."""
     x = torch.ones(3, requires_grad=True)

@@ -181,22 +181,6 @@ def test_new_calls_after_passes_that_were_not_retained(pair: InProcessCluster) -
 # Leaves that were sent as they are.
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sources each run of torch's engine starts from."""
-    from backhaul.autograd import engine
-
-    seen: list[int] = []
-    run = engine._run_backward
-
-    def count(starts: Any, *args: Any, **options: Any) -> Any:
-        seen.append(len(starts))
-        return run(starts, *args, **options)
-
-    monkeypatch.setattr(engine, "_run_backward", count)
-    return seen
-
-
 def squared(*tensors: Tensor) -> Tensor:
     return torch.stack([(tensor * tensor).sum() for tensor in tensors]).sum()
 

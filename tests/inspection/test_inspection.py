@@ -240,7 +240,7 @@ def test_a_thread_that_waits_says_for_whom_and_for_what() -> None:
 
 @pytest.mark.slow
 def test_looking_at_threads_does_not_stop_the_process() -> None:
-    """In CPython 3.11, `sys._current_frames` by itself stands still for ever in this program, within seconds."""
+    """In CPython 3.11, an unguarded `sys._current_frames` deadlocks this program within seconds."""
     program = Path(__file__).parent / "looking_program.py"
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60)
     assert done.stdout == "done\n", done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -158,15 +159,19 @@ def test_a_thread_that_is_joined(things: Things) -> None:
 
 
 def test_a_thread_that_has_its_lock_is_not_blocked(things: Things) -> None:
-    def sleep_inside() -> None:
+    theirs, ours = os.pipe()
+
+    def read_inside() -> None:
         with things.lock:
             things.held.set()
-            time.sleep(0.3)
+            os.read(theirs, 1)
 
-    thread = start(sleep_inside)
+    thread = start(read_inside)
     assert things.held.wait(PATIENCE)
     assert find_blocked(sys._current_frames()).get(thread.ident or 0) is None
+    os.close(ours)  # the end of its file
     thread.join(PATIENCE)
+    os.close(theirs)
 
 
 class Tempting:

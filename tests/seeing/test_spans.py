@@ -77,7 +77,7 @@ class Exported(SpanProcessor):
             self._ended.notify_all()
 
     def until(self, count: int) -> list[ReadableSpan]:
-        """The spans that have ended, when there are so many: a server's may end after the reply."""
+        """The ended spans, once there are this many. The span of a server may end after the reply."""
         with self._ended:
             self._ended.wait_for(lambda: len(self._exporter.get_finished_spans()) >= count, PATIENCE)
         found = self._exporter.get_finished_spans()

@@ -253,7 +253,10 @@ class _Opened:
                 filled = torch.cuda.Event.from_ipc_handle(here, self._filled)  # type: ignore[no-untyped-call]
                 drained = torch.cuda.Event.from_ipc_handle(here, self._drained)  # type: ignore[no-untyped-call]
             except (DriverError, RuntimeError) as error:
-                raise BackhaulError(f"a peer's device memory cannot be opened here: {error}") from error
+                raise BackhaulError(
+                    f"a peer's device memory cannot be opened here: {error}. Give all workers of this host the same "
+                    "GPUs, or set RpcOptions(device_pool_bytes=0) on the sender"
+                ) from error
             finally:
                 os.close(descriptor)
             self._keep = (memory, filled, drained)

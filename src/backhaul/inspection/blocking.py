@@ -98,7 +98,7 @@ def _holder(lock: Any, waiting: int, frames: Mapping[int, FrameType]) -> int | N
     if isinstance(lock, _RLOCK):
         owner = _OWNER.search(repr(lock))
         return int(owner[1]) if owner else None
-    # The thread that waits may hold it itself: then it waits for ever.
+    # The waiting thread may itself hold the lock. Then it never continues.
     found = [thread for thread in frames if any(_holds(lock, frame) for frame in _stack(frames[thread]))]
     others = [thread for thread in found if thread != waiting]
     return others[0] if len(others) == 1 else found[0] if found == [waiting] else None

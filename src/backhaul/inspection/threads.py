@@ -69,7 +69,7 @@ def _current_frames() -> dict[int, FrameType]:
     """`sys._current_frames`, safely.
 
     CPython holds a lock over all threads meanwhile, which a new thread needs, too. A garbage collection in there may
-    run finalizers, which give the interpreter away. A thread that starts another one then waits for ever, with the
+    run finalizers, which give the interpreter away. A thread that starts another one then never continues, with the
     interpreter in its hands (python/cpython#106883).
     """
     with _looking:

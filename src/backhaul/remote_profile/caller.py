@@ -141,7 +141,7 @@ def reported(rref: Any) -> Future[Any] | None:
 
 
 def _begin(agent: Agent, mode: str, request: Request) -> tuple[Span, Options | None] | None:
-    """The span of a call, and what is to be recorded by its callee. None if the call will fail."""
+    """The span of a call, and what its callee records. None if the call will fail."""
     try:
         agent.require_usable()
         callee = agent.membership.find(request.to).info

@@ -161,7 +161,7 @@ def _wanted() -> Options:
 
 
 def watching() -> tuple[list[dict[int, Span]], Options | None]:
-    """Where the spans of this thread's calls go, and what is to be recorded of them: None if nothing is."""
+    """Where the spans of this thread's calls go, and what to record of them. None if nothing is recorded."""
     if _here.running:
         return [listener.spans for listener in _here.listeners], _wanted()
     kind = torch._C._autograd._profiler_type()

@@ -38,9 +38,9 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "dashboard",
         parents=[where],
         help="the same and more as a web page, for this machine only",
-        description="Serve a web page on loopback with the workers of a running cluster, who talks to whom, latencies, "
-        "the last backward passes, drawings of live contexts, stacks, and what stands still. The page needs the "
-        "address that is printed, which has a secret token in it. It changes nothing in the cluster.",
+        description="Serve a web page on loopback with the workers of a running cluster, the traffic between them, "
+        "latencies, the last backward passes, drawings of live contexts, stacks, and what stands still. The page "
+        "needs the address that is printed, which has a secret token in it. It changes nothing in the cluster.",
     )
     dashboard.add_argument("--port", type=int, default=0, metavar="P", help="the port (default: any that is free)")
     dashboard.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks")

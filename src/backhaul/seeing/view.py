@@ -1,4 +1,4 @@
-"""View: what is known of a running cluster: its workers, their rates, who talks to whom, latencies, passes. Pure.
+"""View: what is known of a running cluster: workers, rates, traffic between them, latencies, passes. Pure.
 
 It is fed with what the workers answer (`lookout`), and keeps a bounded history. Workers count up from their start, so
 rates are differences of two answers. A worker that is lost stays in the view, with the time.
@@ -226,7 +226,7 @@ class View:
         return sum(worker.to_peer(peer["name"], *names) for peer in peers)
 
     def traffic(self) -> list[Traffic]:
-        """Who talks to whom."""
+        """The traffic between each pair of workers."""
         found = []
         for worker in self._workers.values():
             if worker.state == "live" and worker.last is not None:

@@ -113,7 +113,7 @@ class _Requests:
             self._done.append(listener)
 
     def _leave(self) -> None:
-        """Stop to observe once no request is recorded any more: otherwise its thread would be for ever."""
+        """Stop observing once no request is being recorded. Otherwise the observer would never go away."""
         with self._lock:
             over = self._stopped and not self._open
         if over:
