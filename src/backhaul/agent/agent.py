@@ -37,7 +37,7 @@ from backhaul.agent.membership import Member, Membership
 from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed
 from backhaul.agent.pool import Pool
 from backhaul.agent.serving import Handler, Served, Serving
-from backhaul.agent.tracing import Span
+from backhaul.agent.tracing import spanning, spanning_future
 from backhaul.agent.waiting import Vigils
 from backhaul.agent.watch import Watch
 from backhaul.devices.maps import check as check_maps
@@ -231,19 +231,16 @@ class Agent:
         """
         if self.observers.active:
             self.observers.emit(Asked(peer=str(to), what=what or name_for_people(function)))
-        span = None if self.execution.tracing is None else self._begin_span(to, function, what)
-        try:
+        name = what or name_for_people(function)
+
+        def call() -> Any:
             line = self._route(to, time.monotonic() + timeout)
             make = self._request(line, function, args, kwargs)
-            deadline = time.monotonic() + timeout  # packing the arguments does not count
-            return line.ask(make, what or name_for_people(function), deadline, is_call=True)
-        except BaseException as error:
-            if span is not None:
-                span.fail(error)
-            raise
-        finally:
-            if span is not None:
-                span.end()
+            # From here on: packing the arguments does not count.
+            return line.ask(make, name, time.monotonic() + timeout, is_call=True)
+
+        tracing = self.execution.tracing
+        return call() if tracing is None else spanning(tracing.begin(name, to), call)
 
     def call_async(
         self,
@@ -257,39 +254,27 @@ class Agent:
         """A future of that value."""
         if self.observers.active:
             self.observers.emit(Asked(peer=str(to), what=what or name_for_people(function)))
-        span = None if self.execution.tracing is None else self._begin_span(to, function, what)
-        try:
+        name = what or name_for_people(function)
+
+        def call() -> Future[Any]:
             line = self._route(to, time.monotonic() + timeout)
             make = self._request(line, function, args, kwargs)
-            deadline = time.monotonic() + timeout  # packing the arguments does not count
-            future = line.ask_async(make, what or name_for_people(function), deadline, is_call=True)
-        except BaseException as error:
-            if span is not None:
-                span.fail(error)
-                span.end()
-            raise
-        if span is not None:
-            span.end_with(future)
-        return future
+            # From here on: packing the arguments does not count.
+            return line.ask_async(make, name, time.monotonic() + timeout, is_call=True)
 
-    def _begin_span(self, to: To, function: Any, what: str | None) -> Span | None:
         tracing = self.execution.tracing
-        return None if tracing is None else tracing.begin(what or name_for_people(function), to)
+        return call() if tracing is None else spanning_future(tracing.begin(name, to), call)
 
     def ask_now(self, to: WorkerInfo, make: Callable[[int, Mark | None], Any], what: str, timeout: float) -> Any:
         """The answer to a request that counts as a call of the user's: ``make(id, mark)`` is the message."""
         deadline = time.monotonic() + timeout
         mark, _ = self.execution.recording.asking((), to)
-        span = self._begin_span(to, None, what)
-        try:
+
+        def ask() -> Any:
             return self._route(to, deadline).ask(lambda id: encode(make(id, mark)), what, deadline, is_call=True)
-        except BaseException as error:
-            if span is not None:
-                span.fail(error)
-            raise
-        finally:
-            if span is not None:
-                span.end()
+
+        tracing = self.execution.tracing
+        return ask() if tracing is None else spanning(tracing.begin(what, to), ask)
 
     def post(self, to: To, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a one-way message. Raises `WorkerLostError`."""
@@ -378,20 +363,10 @@ class Agent:
 
             return line.ask_async(frame, what, deadline, is_call=True)
 
-        def send_traced(what: str, timeout: float) -> Future[Any]:
-            span = self._begin_span(to, None, what)
-            try:
-                future = send(what, timeout)
-            except BaseException as error:
-                if span is not None:
-                    span.fail(error)
-                    span.end()
-                raise
-            if span is not None:
-                span.end_with(future)
-            return future
-
-        return send if self.execution.tracing is None else send_traced
+        tracing = self.execution.tracing
+        if tracing is None:
+            return send
+        return lambda what, timeout: spanning_future(tracing.begin(what, to), lambda: send(what, timeout))
 
     def is_reachable(self, info: WorkerInfo, seconds: float) -> bool:
         """Whether a worker answers, over a new connection if need be. Raises if it does not."""

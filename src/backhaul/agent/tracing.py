@@ -7,11 +7,13 @@ call, and lets it put its mark on frames. See `inspection.spans`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
+
+T = TypeVar("T")
 
 
 class Span(Protocol):
@@ -25,6 +27,29 @@ class Span(Protocol):
 
     def end_with(self, future: Any) -> None:
         """It is over when the future is complete; the calling thread goes on."""
+
+
+def spanning(span: Span, call: Callable[[], T]) -> T:
+    """The value of a call. Its span ends with it."""
+    try:
+        return call()
+    except BaseException as error:
+        span.fail(error)
+        raise
+    finally:
+        span.end()
+
+
+def spanning_future(span: Span, call: Callable[[], T]) -> T:
+    """The future of a call. Its span ends with the future."""
+    try:
+        future = call()
+    except BaseException as error:
+        span.fail(error)
+        span.end()
+        raise
+    span.end_with(future)
+    return future
 
 
 class Tracing(Protocol):
