@@ -15,7 +15,8 @@
     ├── RefusedError                a peer that we may talk to, but that does not do this for us
     │   └── QuotaError                  it does, but not so much of it
     ├── WorkerLostError(ConnectionError)   the peer died, left or cannot be reached
-    │   └── WorkerUnresponsiveError        the peer is there but does not answer
+    │   ├── WorkerUnresponsiveError        the peer is there but does not answer
+    │   └── WorkerSuspectedError           the peer cannot be reached now; whether it is dead is not known
     ├── RpcTimeoutError(TimeoutError)      the deadline passed
     ├── LeakError                   references were left at a graceful shutdown (option forbid_leaks)
     ├── PartialError                work on several workers at once: some have done it and some have not
@@ -103,6 +104,13 @@ class WorkerLostError(BackhaulError, ConnectionError):
 
 class WorkerUnresponsiveError(WorkerLostError):
     """The peer's process may be there, but it has not answered for too long."""
+
+
+class WorkerSuspectedError(WorkerLostError):
+    """The peer cannot be reached now, and whether it is dead is not known.
+
+    Nothing was sent. References to the peer's values are kept, and work again once it answers.
+    """
 
 
 class RpcTimeoutError(BackhaulError, TimeoutError):

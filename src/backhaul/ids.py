@@ -40,6 +40,8 @@ class Addresses(msgspec.Struct, frozen=True):
     unix: str | None = None
     tcp: tuple[str, int] | None = None
     memory: str | None = None
+    process: str = ""
+    """Names the worker's process, for peers on the same machine: see `transport.processes`."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, order=True):

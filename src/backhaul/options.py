@@ -213,6 +213,8 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "secret": _secret,
     "connect_timeout": _positive,
     "unresponsive_after": _seconds_or_none,
+    "lost_after": _seconds_or_none,
+    "probe_timeout": _positive,
     "max_message_bytes": _count,
     "busy_poll": _moment,
     "segment_pool_bytes": _bytes,
@@ -246,6 +248,10 @@ class RpcOptions:
     - ``connect_timeout``: seconds to reach a peer and to greet it.
     - ``unresponsive_after``: seconds after which a peer that owes an answer and sends nothing at
       all counts as lost; None means never.
+    - ``lost_after``: seconds after which a peer that cannot be reached, and is not known to be dead, is given up: what
+      it holds is freed, and what it owns counts as gone. Until then calls to it fail, and references stay. None
+      means never.
+    - ``probe_timeout``: seconds that a peer whose connection has broken has to answer before it is suspected.
     - ``max_message_bytes``: larger messages are refused on receipt.
     - ``busy_poll``: seconds that a thread in the middle of an exchange of short messages stays awake for the next one
       at the most; how long it really does follows from the last waits. 0 means never, None that it depends
@@ -281,6 +287,8 @@ class RpcOptions:
     secret: bytes | None = dataclasses.field(default=None, repr=False)
     connect_timeout: float = 10.0
     unresponsive_after: float | None = 30.0
+    lost_after: float | None = 600.0
+    probe_timeout: float = 2.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     busy_poll: float | None = None
     segment_pool_bytes: int = 512 << 20

@@ -29,6 +29,7 @@ from backhaul.errors import (
     UnknownWorkerError,
     UnsendableError,
     WorkerLostError,
+    WorkerSuspectedError,
     WorkerUnresponsiveError,
 )
 from backhaul.ids import WorkerInfo
@@ -179,6 +180,7 @@ __all__ = [  # noqa: RUF022 in the order of sorted()
     "UnsendableError",
     "WorkerInfo",
     "WorkerLostError",
+    "WorkerSuspectedError",
     "WorkerUnresponsiveError",
     "expose",
     "functions",

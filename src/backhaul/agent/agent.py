@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ from backhaul.agent.completions import Completions
 from backhaul.agent.door import PATIENCE, Door
 from backhaul.agent.execution import Execution, name_for_people
 from backhaul.agent.farewell import Counts, Farewell
+from backhaul.agent.fates import Fates
 from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
 from backhaul.agent.guard import Guard
@@ -51,6 +53,7 @@ from backhaul.errors import (
     OptionError,
     ProtocolError,
     RpcTimeoutError,
+    UnknownWorkerError,
     WorkerLostError,
 )
 from backhaul.ids import GUEST, WorkerInfo
@@ -66,6 +69,7 @@ from backhaul.wire.values import Codec
 
 _log = logging.getLogger(__name__)
 
+_INCARNATION_BITS = 62
 _CUT_OFF_SECONDS = 2.0
 _GREET_SECONDS = 2.0
 
@@ -98,6 +102,8 @@ class Agent:
         self._transport = transport
         self.closed = threading.Event()
         self.forked = False
+        self.incarnation = secrets.randbits(_INCARNATION_BITS) + 1
+        """Tells this worker from others that have had its name: see `fate`."""
         self._links: dict[int, Link] = {}
         self._routes: dict[To, Link] = {}
         self._lock = threading.Lock()
@@ -159,6 +165,9 @@ class Agent:
         self.vigils = Vigils(most_awake(options.busy_poll))
         self.listeners = Listeners(self.serving, self.watch, self.vigils, self._lines_to, self._handlers)
         self.watch.ticks = [self.serving.tick, self.completions.tick, self.listeners.tick]
+        self.fates = Fates(self)
+        """What has become of peers that cannot be reached."""
+        self.fates.on_over.append(lambda peer, _: membership.forget(peer.id))
         self.farewell = Farewell(self, self.closed)
         self._door = Door(label + "-door", self._judge, self._let_in, patience=min(PATIENCE, options.connect_timeout))
         self._handlers |= {
@@ -370,20 +379,35 @@ class Agent:
 
     def is_reachable(self, info: WorkerInfo, seconds: float) -> bool:
         """Whether a worker answers, over a new connection if need be. Raises if it does not."""
-        self.insist(info, Ping, "an answer", seconds)
+        self.insist(info, Ping, "an answer", seconds, suspected=True)
         return True
 
-    def insist(self, to: WorkerInfo, make: Callable[[int], Any], what: str, seconds: float) -> Any:
-        """The answer to a question of our own, over new connections if need be. Raises if nobody is there."""
+    def insist(
+        self, to: WorkerInfo, make: Callable[[int], Any], what: str, seconds: float, *, suspected: bool = False
+    ) -> Any:
+        """The answer to a question of our own, over new connections if need be. Raises if nobody is there.
+
+        ``suspected``: a connection is tried even if the last attempts have failed.
+        """
         deadline = time.monotonic() + seconds
         while True:
-            line = self._route(to, deadline)
+            line = self._route(to, deadline, suspected=suspected)
             try:
                 return line.ask(lambda id: encode(make(id)), what, deadline, is_call=False)
             except WorkerLostError:
                 # That connection has broken, too. Only one that cannot be made says that nobody is there.
                 if time.monotonic() >= deadline:
                     raise
+
+    def has_ended(self, info: WorkerInfo) -> bool:
+        """The machine itself says that the process of a worker has ended. False if it cannot be known here."""
+        addresses = self.link(info).addresses
+        if addresses is None:
+            try:
+                addresses = self.membership.find(info).addresses
+            except UnknownWorkerError:
+                return True  # it was a member of a dynamic group, and has left it
+        return self._transport.is_over(addresses)
 
     def cut_off(self, rank: int) -> None:
         """End the connections with a worker that is as good as dead; returns when they have been read to the end."""
@@ -409,15 +433,15 @@ class Agent:
             self.observers.emit(Packed())
         return lambda id: self.execution.request(lambda refs, mark: Call(id, tree, refs, mark), packing, to)
 
-    def _route(self, to: To, deadline: float) -> Calling:
-        """The line for requests to a worker, opened if need be."""
+    def _route(self, to: To, deadline: float, *, suspected: bool = False) -> Calling:
+        """The line for requests to a worker, opened if need be. ``suspected``: see `insist`."""
         link = self._routes.get(to)
         if link is not None and (line := link.open) is not None and not self.forked:
             return line
         self.require_usable()
         member = self.membership.find(to)
         try:
-            line = self._connect(member, deadline)
+            line = self._connect(member, deadline, suspected=suspected)
         except WorkerLostError:
             # In a dynamic group another may have taken its place since this worker heard of it.
             successor = self.membership.successor(member)
@@ -428,7 +452,7 @@ class Agent:
         self._routes[to] = self._links[member.id]
         return line
 
-    def _link(self, peer: WorkerInfo) -> Link:
+    def link(self, peer: WorkerInfo) -> Link:
         """The link with a peer, new if need be. A peer of another name under the same rank is another peer."""
         with self._lock:
             link = self._links.get(peer.id)
@@ -446,8 +470,12 @@ class Agent:
         if self.closed.is_set():
             raise NotInitializedError(f"worker {self.me.name!r} has been shut down; call init_rpc again")
 
-    def _connect(self, member: Member, deadline: float) -> Calling:
-        link = self._link(member.info)
+    def _connect(self, member: Member, deadline: float, *, suspected: bool = False) -> Calling:
+        link = self.link(member.info)
+        if not suspected and link.fate.suspected and link.open is None and link.addresses == member.addresses:
+            refusal = self.fates.refusal(link)
+            if refusal is not None:
+                raise refusal
         handling = self.serving.about_to_wait()
         try:
             with self.activity.waits(lambda: {"kind": "connection", "peer": member.name}), link.connecting:
@@ -467,7 +495,9 @@ class Agent:
                 self.serving.resumed()
 
     def _open(self, member: Member, deadline: float) -> Calling:
-        hello = Hello(self.membership.group, self.me.id, self.me.name, member.id, self._transport.addresses)
+        hello = Hello(
+            self.membership.group, self.me.id, self.me.name, member.id, self._transport.addresses, self.incarnation
+        )
         deadline = min(deadline, time.monotonic() + self.options.connect_timeout)
         try:
             channel, welcome = self._transport.connect(member.addresses, hello, deadline)
@@ -478,7 +508,6 @@ class Agent:
         except (AuthenticationError, ProtocolError) as error:
             raise type(error)(f"no connection to worker {member.name!r}: {error}") from error
         except ChannelClosed as error:
-            self.membership.forget(member.id)
             raise WorkerLostError(f"worker {member.name!r} cannot be reached: {error}", member.name) from error
         if (welcome.id, welcome.name) != (member.id, member.name):
             channel.close()
@@ -486,8 +515,7 @@ class Agent:
                 f"at the address of worker {member.name!r} (rank {member.id}) answers {welcome.name!r} "
                 f"(rank {welcome.id})"
             )
-        for callback in list(self.on_connected):
-            callback(member.info)
+        self._greeted(member, welcome.incarnation)
         if self.observers.active:
             self.observers.emit(LinkUp(peer=member.name, served=False))
         return Calling(
@@ -504,9 +532,16 @@ class Agent:
             ids=self._ids,
         )
 
+    def _greeted(self, member: Member, incarnation: int) -> None:
+        """A peer has proved who it is on a new line, which is not in use yet."""
+        link = self.link(member.info)
+        self.fates.greeted(link, incarnation)
+        link.addresses = member.addresses
+        for callback in list(self.on_connected):
+            callback(member.info)
+
     def _calling_lost(self, line: Calling, error: WorkerLostError) -> None:
-        self.membership.forget(line.peer.id)
-        self._count_lost(self._link(line.peer))
+        self._count_lost(self.link(line.peer))
         self._connection_ended(line, line.peer, error)
 
     def _count_lost(self, link: Link) -> None:
@@ -522,6 +557,7 @@ class Agent:
         link_logger(peer.name).debug("= %s", error)
         for callback in list(self.on_connection_ended):
             callback(connection, peer, error)
+        self.fates.examine(peer)
 
     def _handle(self, line: Line, envelope: Envelope) -> Frame | None:
         handler = self._handlers.get(type(envelope.message))
@@ -557,7 +593,7 @@ class Agent:
             return self.execution.tell_failure(lambda *what: Failure(message.id, *what), error, line)
 
     def _on_goodbye(self, line: Line, envelope: Envelope) -> None:
-        line.said_goodbye = True
+        line.said_goodbye = True  # on whichever line it came
         link = self._links.get(line.peer.id)
         if link is not None:
             link.left = True
@@ -570,7 +606,7 @@ class Agent:
     def _served_ended(self, served: Served, error: Exception) -> None:
         if served.peer.id == GUEST:
             return
-        link = self._link(served.peer)
+        link = self.link(served.peer)
         link.ended(served)
         self._count_lost(link)
         name = served.peer.name
@@ -587,12 +623,12 @@ class Agent:
             if self.closed.is_set():
                 guest.shutdown()
             return
-        self.membership.met(Member(hello.id, hello.name, hello.addresses))
-        peer = WorkerInfo(hello.id, hello.name)
+        member = Member(hello.id, hello.name, hello.addresses)
+        self.membership.met(member)
+        peer = member.info
         served = Served(peer, logged(channel, self.me, peer, peer), self.serving)
-        for callback in list(self.on_connected):
-            callback(served.peer)
-        self._link(served.peer).opened(served)
+        self._greeted(member, hello.incarnation)
+        self.link(peer).opened(served)
         self.accounts.add(served)
         if self.observers.active:
             self.observers.emit(LinkUp(peer=hello.name, served=True))
@@ -614,7 +650,7 @@ class Agent:
             refused = "it is shutting down"
         else:
             refused = ""
-        return Welcome(me.id, me.name, refused)
+        return Welcome(me.id, me.name, refused, self.incarnation)
 
     def _judge_guest(self) -> str:
         """Why a guest is refused, if it is. It has no group and need not know who is here."""
@@ -690,7 +726,9 @@ class Agent:
             line.say_goodbye()
             line.lose(gone)
         for served in list(self.serving.lines):
+            served.say_goodbye()
             served.shutdown()
+        self.fates.close()
         self.execution.close(deadline - time.monotonic())
         self.watch.close()
         self.pool.close(deadline)

@@ -40,7 +40,7 @@ from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode, join
-from backhaul.wire.messages import Failure, Goodbye, Ping, Result
+from backhaul.wire.messages import Failure, Ping, Result
 
 if TYPE_CHECKING:
     from backhaul.agent.completions import Completions
@@ -690,10 +690,6 @@ class Calling(Line):
         self._on_lost(self, reason)
         if observers.active:
             observers.emit(LinkLost(peer=self.peer.name, served=False, reason=str(reason)))
-
-    def say_goodbye(self) -> None:
-        """Tell the peer that this worker leaves, if that can be done without waiting."""
-        self.try_send(encode(Goodbye()))
 
     def _loss(self) -> WorkerLostError | None:
         """The loss as an exception of its own: one that several threads raise collects all their frames."""

@@ -16,23 +16,31 @@ There are two **stages**: first all work ends; then all give up their references
 
 The leader leaves last: it answers once all the living have asked `AwaitEnd`, and stays until they
 have hung up, so that none of them takes its going for a death.
+
+A member that cannot be reached is waited for until it answers or is known to be dead (`fates`). Whoever waits says for
+whom, in the log: every ten seconds if a member cannot be reached; else after ten seconds, and then ever more rarely,
+since a server that has nothing else to do may wait here for hours.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
 from backhaul.agent.logs import link_logger
-from backhaul.errors import BackhaulError, ProtocolError, RpcTimeoutError, WorkerLostError
+from backhaul.errors import AuthenticationError, ProtocolError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import AwaitEnd, AwaitReady, Tally
+
+_log = logging.getLogger(__name__)
 
 WORK, LAST = 0, 1
 STAGES = 2
@@ -40,13 +48,24 @@ STAGES = 2
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
 _DEPARTURE_SECONDS = 2.0
-_PROBE_SECONDS = 2.0
+_FIRST_REMINDER = 10.0
+_LONGEST_REMINDER = 600.0
+_WHAT = "graceful shutdown"
+
+_UNREACHABLE = (WorkerLostError, RpcTimeoutError, AuthenticationError)
+"""What the attempt to ask a member can raise, whether it lives or not: a greeting can time out or be refused."""
 
 PeerCounts = dict[int, int]
 """Rank of a peer -> number of calls."""
 
 Counts = tuple[bool, PeerCounts, PeerCounts]
 """What a member tells: idle; calls sent to each peer; calls finished for each peer."""
+
+
+class Verdicts(Protocol):
+    """See `fates.Fates`."""
+
+    def await_verdict(self, peer: WorkerInfo, deadline: float, what: str) -> bool: ...
 
 
 class Asker(Protocol):
@@ -56,7 +75,8 @@ class Asker(Protocol):
 
     def members(self) -> list[WorkerInfo]: ...
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]: ...
-    def is_reachable(self, info: WorkerInfo, seconds: float) -> bool: ...
+    @property
+    def fates(self) -> Verdicts: ...
     def peers_connected(self) -> bool: ...
     def counts(self) -> Counts: ...
     def answer(self, id: int, value: Any) -> Frame: ...
@@ -110,6 +130,7 @@ class Farewell:
     def __init__(self, agent: Asker, closed: threading.Event) -> None:
         self._agent = agent
         self._closed = closed
+        self._awaited: list[str] = []  # the members whose answer this worker, if it leads, waits for
         self._ready = [_Promise(agent.answer) for _ in range(STAGES)]
         self._end = [_Promise(agent.answer) for _ in range(STAGES)]
 
@@ -132,8 +153,9 @@ class Farewell:
             if leader == agent.me:
                 break
             try:
-                ask = lambda id: AwaitEnd(id, stage)  # noqa: E731
-                dead: list[str] = self._ask(leader, ask, "the end of the group", deadline)
+                with self._reminding(lambda leader=leader: [leader.name]):  # type: ignore[misc]
+                    ask = lambda id: AwaitEnd(id, stage)  # noqa: E731
+                    dead: list[str] = self._ask(leader, ask, "the end of the group", deadline)
             except WorkerLostError:
                 lost[leader.id] = leader.name
             else:
@@ -147,20 +169,54 @@ class Farewell:
 
     def _lead(self, stage: int, lost: dict[int, str], deadline: float) -> None:
         """Return when all work of the living is over; add the dead to ``lost``."""
-        self._ask_all(lambda id: AwaitReady(id, stage), "its readiness to shut down", lost, deadline)
         before: dict[int, Counts] = {}
         pause = _FIRST_PAUSE
-        while True:
-            tallies = self._ask_all(Tally, "its tally", lost, deadline)
-            tallies[self._agent.me.id] = self._agent.counts()
-            everybody = self._end[stage].asked_by() >= tallies.keys() - {self._agent.me.id}
-            if everybody and tallies == before and settled(tallies):
-                return
-            before = tallies
-            if time.monotonic() + pause > deadline:
-                raise RpcTimeoutError("graceful shutdown: work was still going on at the deadline")
-            self._closed.wait(pause)
-            pause = min(pause * 2, _LONGEST_PAUSE)
+        busy: list[str] = []
+        with self._reminding(lambda: self._awaited or busy):
+            self._ask_all(lambda id: AwaitReady(id, stage), "its readiness to shut down", lost, deadline)
+            while True:
+                tallies = self._ask_all(Tally, "its tally", lost, deadline)
+                tallies[self._agent.me.id] = self._agent.counts()
+                everybody = self._end[stage].asked_by() >= tallies.keys() - {self._agent.me.id}
+                if everybody and tallies == before and settled(tallies):
+                    return
+                before = tallies
+                busy = self._names_of_busy(tallies)
+                if time.monotonic() + pause > deadline:
+                    raise RpcTimeoutError(
+                        f"{_WHAT}: work was still going on at the deadline, on {', '.join(map(repr, busy))}"
+                    )
+                self._closed.wait(pause)
+                pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _names_of_busy(self, tallies: dict[int, Counts]) -> list[str]:
+        """The members that work, or to which calls are under way; all if that cannot be told."""
+        names = {info.id: info.name for info in self._agent.members()}
+        busy = {rank for rank, (idle, _, _) in tallies.items() if not idle}
+        for rank, (_, sent, _) in tallies.items():
+            busy |= {to for to, count in sent.items() if to in tallies and tallies[to][2].get(rank, 0) != count}
+        return [names.get(rank, f"rank {rank}") for rank in sorted(busy or tallies)]
+
+    @contextmanager
+    def _reminding(self, names: Callable[[], list[str]]) -> Iterator[None]:
+        """Inside, now and then say whom this worker waits for."""
+        over = threading.Event()
+
+        def remind() -> None:
+            pause = _FIRST_REMINDER
+            waited = 0.0
+            while not over.wait(pause) and not self._closed.is_set():
+                waited += pause
+                _log.warning("%s has waited %.0f s for %s", _WHAT, waited, ", ".join(map(repr, names())))
+                pause = min(2 * pause, _LONGEST_REMINDER)
+
+        thread = threading.Thread(target=remind, name="backhaul-farewell", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def _wait_for_departures(self) -> None:
         deadline = time.monotonic() + _DEPARTURE_SECONDS
@@ -174,43 +230,45 @@ class Farewell:
         agent = self._agent
         others = [info for info in agent.members() if info != agent.me and info.id not in lost]
         answers: dict[int, Any] = {}
-        futures = []
+        futures: list[tuple[WorkerInfo, Future[Any] | None]] = []
         for info in others:
             try:
                 futures.append((info, agent.ask_later(info, make, what, deadline)))
-            except WorkerLostError:
-                lost[info.id] = info.name
-        for info, future in futures:
+            except _UNREACHABLE:
+                futures.append((info, None))  # it is asked again below
+        for index, (info, future) in enumerate(futures):
+            self._awaited = [other.name for other, future in futures[index:] if future is None or not future.done()]
             try:
                 answers[info.id] = self._answer_of(info, future, make, what, deadline)
             except WorkerLostError:
                 lost[info.id] = info.name
+        self._awaited = []
         return answers
 
     def _ask(self, info: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Any:
-        return self._answer_of(info, self._agent.ask_later(info, make, what, deadline), make, what, deadline)
+        return self._answer_of(info, None, make, what, deadline)
 
     def _answer_of(
-        self, info: WorkerInfo, future: Future[Any], make: Callable[[int], Any], what: str, deadline: float
+        self, info: WorkerInfo, future: Future[Any] | None, make: Callable[[int], Any], what: str, deadline: float
     ) -> Any:
-        """The answer of a member, asked again if only the connection was lost. Raises `WorkerLostError`.
+        """The answer of a member, asked again as long as only the connection is lost. Raises `WorkerLostError`.
 
-        Who takes a living member for dead would wait for others that wait for it.
+        A worker that takes a living member for dead would wait for others that wait for it.
         """
         while True:
             try:
+                if future is None:
+                    future = self._agent.ask_later(info, make, what, deadline)
                 return future.wait()
-            except WorkerLostError as error:
-                if time.monotonic() > deadline or not self._is_there(info):
-                    raise
+            except _UNREACHABLE as error:
+                if time.monotonic() >= deadline:
+                    raise RpcTimeoutError(
+                        f"{_WHAT}: worker {info.name!r} had not told {what} at the deadline: {error}"
+                    ) from error
                 link_logger(info.name).debug("= it is asked again for %s: %s", what, error)
-            future = self._agent.ask_later(info, make, what, deadline)
-
-    def _is_there(self, info: WorkerInfo) -> bool:
-        try:
-            return self._agent.is_reachable(info, _PROBE_SECONDS)
-        except BackhaulError:
-            return False
+            future = None
+            if not self._agent.fates.await_verdict(info, deadline, _WHAT):
+                raise WorkerLostError(f"worker {info.name!r} has ended", info.name)
 
     @staticmethod
     def _promise(promises: list[_Promise], envelope: Envelope) -> _Promise:

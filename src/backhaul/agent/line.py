@@ -18,7 +18,8 @@ from backhaul.errors import RpcTimeoutError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame
+from backhaul.wire.frames import Frame, encode
+from backhaul.wire.messages import Goodbye
 
 if TYPE_CHECKING:
     from backhaul.agent.serving import Serving
@@ -141,6 +142,10 @@ class Line:
             return False  # the next read says so, too
         finally:
             self._sending.release()
+
+    def say_goodbye(self) -> None:
+        """Tell the peer that this worker leaves, if that can be done without waiting."""
+        self.try_send(encode(Goodbye()))
 
     def shutdown(self) -> None:
         """End the channel now; whoever reads it notices."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from backhaul.agent.fate import Fate
 from backhaul.ids import WorkerInfo
+from backhaul.transport.base import Addresses
 from backhaul.wire.frames import Frame
 
 if TYPE_CHECKING:
@@ -30,6 +32,10 @@ class Link:
         """The line that this worker has opened last. It may be lost."""
         self.left = False
         """The peer has said goodbye."""
+        self.fate = Fate()
+        """What is known about the process at the other end; see `fates`, which changes it."""
+        self.addresses: Addresses | None = None
+        """Where the peer was when it greeted last."""
         self._served: tuple[Served, ...] = ()
         self._up = False
 
@@ -43,6 +49,15 @@ class Link:
     def served(self) -> Served | None:
         """The line that the peer has opened last."""
         return self._served[-1] if self._served else None
+
+    @property
+    def up(self) -> bool:
+        """There is a line with the peer."""
+        return bool(self._served) or self.open is not None
+
+    def renew(self, incarnation: int) -> None:
+        """Another process has taken the peer's place, or the peer comes back after it was given up."""
+        self.fate = Fate(incarnation)
 
     def came_up(self) -> None:
         """A line has been opened."""

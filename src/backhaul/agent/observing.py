@@ -323,6 +323,28 @@ class LinkLost(Event, frozen=True, gc=False):
     reason: str
 
 
+class Suspected(Event, frozen=True, gc=False):
+    """A peer cannot be reached; whether it is dead is not known."""
+
+    peer: str
+    reason: str
+
+
+class Present(Event, frozen=True, gc=False):
+    """A peer that was suspected answers again."""
+
+    peer: str
+
+
+class Over(Event, frozen=True, gc=False):
+    """An incarnation of a peer has ended, and what it held has been given up."""
+
+    peer: str
+    reason: str
+    certain: bool
+    """This is known. Otherwise the peer has been silent for as long as the option ``lost_after`` says."""
+
+
 Observer = Callable[[Event], None]
 
 

@@ -17,7 +17,7 @@ from backhaul.autograd.contexts import Contexts, Record, gone
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.functions import rank_of
 from backhaul.autograd.recording import Recorder
-from backhaul.errors import BackhaulError, WorkerLostError
+from backhaul.errors import BackhaulError, UnknownWorkerError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.refs.rref import RRef
 from backhaul.remote_profile import backward as profiled
@@ -58,6 +58,8 @@ class Autograd:
         agent.register(Leave, self._on_leave)
         agent.register(Inquire, self._on_inquire)
         agent.on_connection_ended.append(self._on_connection_ended)
+        agent.fates.on_present.append(self._on_present)
+        agent.fates.on_over.append(self._on_over)
         agent.idle_checks.append(self.engine.idle)
 
     def backward(
@@ -152,22 +154,40 @@ class Autograd:
         for initiator, ids in suspects.items():
             self._agent.pool.run(lambda initiator=initiator, ids=ids: self._inquire(initiator, ids))  # type: ignore[misc]
 
+    def _on_present(self, peer: WorkerInfo) -> None:
+        """A peer answers again: what it has said about the end of its contexts may not have come."""
+        ids = [record.id for record in self.contexts if record.initiator == peer.id]
+        if ids:
+            self._inquire(peer.id, ids)
+
+    def _on_over(self, peer: WorkerInfo, reason: str) -> None:
+        self._end_all([record.id for record in self.contexts if record.initiator == peer.id], peer)
+
     def _inquire(self, initiator: int, ids: Collection[int]) -> None:
-        """End those of these contexts that their initiator has ended, or all if it is dead."""
-        name = f"rank {initiator}"
-        over: Collection[int]
+        """End those of these contexts that their initiator has ended.
+
+        If it cannot be reached, the contexts stay until it answers (`_on_present`) or is over (`_on_over`).
+        """
         try:
             info = self._agent.membership.find(initiator).info
-            name = info.name
+        except UnknownWorkerError:
+            self._end_all(ids, WorkerInfo(initiator, f"rank {initiator}"))
+            return
+        try:
             found = self._agent.insist(info, lambda id: Inquire(id, tuple(ids)), "contexts", _INQUIRE_SECONDS)
-            over = found if type(found) is list else ids
         except BackhaulError as error:
-            _log.debug("= contexts of rank %s end: %s", initiator, error)
-            over = ids
-        self._doubted.difference_update(ids)
-        for id in [id for id in ids if id in over]:
-            why = f"worker {name!r}, which made autograd context {id}, is lost or has left it"
-            self._end(id, initiator, WorkerLostError(why, name))
+            _log.debug("= contexts of rank %s are kept: %s", initiator, error)
+            if self._agent.link(info).fate.over:
+                self._end_all(ids, info)
+        else:
+            self._end_all([id for id in ids if type(found) is not list or id in found], info)
+        finally:
+            self._doubted.difference_update(ids)
+
+    def _end_all(self, ids: Collection[int], initiator: WorkerInfo) -> None:
+        for id in ids:
+            why = f"worker {initiator.name!r}, which made autograd context {id}, is lost or has left it"
+            self._end(id, initiator.id, WorkerLostError(why, initiator.name))
 
     def close(self) -> None:
         for record in self.contexts:

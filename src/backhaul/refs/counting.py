@@ -49,7 +49,8 @@ who was not in the group while the dead one lived has nothing from it.
 
 **What is assumed.** Between two living workers, these messages arrive in order and once (`mailbox` sees to
 that, over connections that may break). Nothing is assumed of their order relative to calls. A worker
-that one takes for dead is dead, and the driver makes sure that every worker named in a `Sweep` is examined.
+that one takes for dead is dead, and the driver examines every worker that a `Sweep` names: it then calls `died`, or
+`lives` if that worker answers, since the one who asks is mistaken or means a predecessor.
 
 **Federation.** Where peers may lie (``strict``), a reference goes only from its owner to a user and back. Then no
 worker can have sent on what it had when it died, and nobody is asked: the dead are struck off at once, and a `Sweep` is
@@ -173,10 +174,11 @@ class _Numbers:
 class _Question:
     """A sweep of another worker that has not been answered yet."""
 
-    __slots__ = ("awaited", "dead")
+    __slots__ = ("awaited", "dead", "open")
 
     def __init__(self, dead: tuple[int, ...]) -> None:
         self.dead = dead
+        self.open = set(dead)  # those whose fate is not known here
         self.awaited: set[RefId] | None = None  # entries to be confirmed first; None until the dead have ended
 
 
@@ -389,7 +391,9 @@ class Counting:
             return self._on_sweep(peer, notice.dead)
         if isinstance(notice, Recall):
             return self._on_recall(peer, notice.shares)
-        return self._on_swept(peer, notice.dead)
+        if isinstance(notice, Swept):
+            return self._on_swept(peer, notice.dead)
+        return []  # an obituary, which is the driver's business
 
     def _on_register(self, peer: int, ref: RefId) -> list[Action]:
         exists = ref.owner == self.me and self.expects(ref)
@@ -492,6 +496,18 @@ class Counting:
         self._living.add(worker)
         return actions
 
+    def is_dead(self, worker: int) -> bool:
+        return worker in self._dead
+
+    def lives(self, worker: int) -> list[Action]:
+        """A worker answers. Whoever asks about it as a dead one is mistaken, or means a predecessor.
+
+        Nothing that a predecessor sent is under way to us: its connections were read to their end when this one came.
+        """
+        for question in self._questions.values():
+            question.open.discard(worker)
+        return self._answer_sweeps()
+
     def _concerned(self, worker: int) -> bool:
         return any(worker in entry.users for entry in self._owned.values()) or any(
             pin.to == worker for pin in self._pins.values()
@@ -538,7 +554,7 @@ class Counting:
     def _answer_sweeps(self) -> list[Action]:
         actions: list[Action] = []
         for peer, question in list(self._questions.items()):
-            if question.awaited is None and self._dead.issuperset(question.dead):
+            if question.awaited is None and self._dead.issuperset(question.open):
                 question.awaited = {ref for ref, entry in self._used.items() if entry.to_unpin}
             if question.awaited is not None and not question.awaited:
                 del self._questions[peer]

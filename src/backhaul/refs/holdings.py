@@ -6,8 +6,9 @@
   completed, while it is held.
 - Notices are sent from a queue (`completions`), never from the thread that caused them: that may be a
   finalizer, or one that reads a connection.
-- A peer counts as dead when it cannot be reached any more and everything that it sent has been read.
-  A broken connection to a living peer is made again, and what was under way in notices is repeated.
+- A peer counts as dead when its incarnation is over (`agent.fates`), and everything that it sent has been read.
+  A peer that merely cannot be reached keeps what it holds and owns. Once it answers again, the notices that were
+  under way are repeated.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from backhaul.errors import (
     ProtocolError,
     QuotaError,
     RpcTimeoutError,
+    UnknownWorkerError,
     UnsendableError,
     WorkerLostError,
     fresh,
@@ -43,12 +45,11 @@ from backhaul.refs.mailbox import Inbox, Outbox
 from backhaul.refs.rights import Rights
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Create, Notice, Notices, Refs, Register, Registered, Sweep, Unpin
+from backhaul.wire.messages import Create, Notice, Notices, Obituary, Refs, Register, Registered, Sweep, Unpin
 
 _log = logging.getLogger(__name__)
 
-_PROBE_SECONDS = 2.0
-_SWEEP_SECONDS = 3.0
+_SUCCESSOR_WAITS = 3.0
 _PROCESS_BITS = 30
 _NUMBER_BITS = 32
 
@@ -71,6 +72,7 @@ class Holdings:
         self.me = agent.me
         self._agent = agent
         self._lock = threading.Lock()
+        self._sweep_ended = threading.Condition(self._lock)
         # Guarded by _lock:
         self._process = secrets.randbits(_PROCESS_BITS) + 1  # tells this process from others that have had its rank
         strict, limits = agent.options.trust == "federation", agent.options.limits
@@ -82,7 +84,6 @@ class Holdings:
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._names: dict[int, WorkerInfo] = {}
-        self._examining: set[int] = set()
         self._flushing = False
         self._closed = False
         self._dropped: deque[RefId] = deque()  # filled by finalizers, without the lock
@@ -90,6 +91,8 @@ class Holdings:
         agent.register(Notices, self._on_notices)
         agent.on_connection_ended.append(self._on_connection_ended)
         agent.on_connected.append(self._on_connected)
+        agent.fates.on_present.append(self._on_present)
+        agent.fates.on_over.append(self._on_over)
         agent.idle_checks.append(self.idle)
         agent.execution.traffic = self
         agent.serving.arriving = self.arriving
@@ -341,7 +344,7 @@ class Holdings:
                 self.info(to), lambda id: Notices(id, self._process, number, notices), "notices", math.inf
             )
         except BackhaulError:
-            self._examine_later(to)
+            self._examine(to)
             return
         future.when_done(lambda done: self._mailed(to, number, done))
 
@@ -349,7 +352,7 @@ class Holdings:
         try:
             done.value()
         except BackhaulError:
-            self._examine_later(to)
+            self._examine(to)
             return
         with self._lock:
             box = self._outboxes.get(to)
@@ -368,9 +371,11 @@ class Holdings:
                         disallowed.append(notice)
                         if isinstance(notice, Register):  # to whom asks for a value, it is as if there were none
                             actions.append(Send(line.peer.id, Registered(notice.ref, False)))
-                    else:
+                    elif not isinstance(notice, Obituary):
                         actions += self._counting.handle(line.peer.id, notice)
             after = self._apply(actions)
+            if not self._counting.sweeping:
+                self._sweep_ended.notify_all()
             modest = self._rights.is_modest(line.peer.id, len(self._outboxes.get(line.peer.id, ())))
         self._act(after)
         for notice in disallowed:
@@ -380,9 +385,11 @@ class Holdings:
                 raise ProtocolError("more notices about references than a worker has reason to send")
             return self._agent.answer(message.id, None)
         for notice in message.notices:
-            if isinstance(notice, Sweep):
+            if isinstance(notice, Obituary):
+                self._believe(notice)
+            elif isinstance(notice, Sweep):
                 for rank in notice.dead:
-                    self._examine_later(rank)
+                    self._examine(rank)
         return self._agent.answer(message.id, None)
 
     def _tick(self) -> bool:
@@ -417,8 +424,11 @@ class Holdings:
     # Deaths.
 
     def _on_connected(self, peer: WorkerInfo) -> None:
+        """Returns when a successor can be given references: nobody asks about its predecessor any more."""
         with self._lock:
             self._names[peer.id] = peer
+            if self._counting.is_dead(peer.id):
+                self._sweep_ended.wait_for(lambda: self._closed or not self._counting.sweeping, _SUCCESSOR_WAITS)
             after = self._apply(self._counting.revived(peer.id))
         self._act(after)
 
@@ -426,59 +436,70 @@ class Holdings:
         with self._lock:
             after = self._apply(self._counting.connection_ended(connection))
         self._act(after)
-        self._examine_later(peer.id)
-
-    def _examine_later(self, rank: int) -> None:
-        with self._lock:
-            if rank == self.me.id or rank in self._examining or self._closed:
-                return
-            self._examining.add(rank)
-        self._agent.pool.run(lambda: self._examine(rank))
 
     def _examine(self, rank: int) -> None:
-        """Find out whether a peer that seems lost is dead, and act on it."""
-        alive = self._is_alive(rank)
-        if not alive and self._agent.membership.dynamic:
+        """A peer may be dead: have it examined. Does not wait."""
+        try:
+            info = self.info(rank)
+        except UnknownWorkerError:  # it left before this worker has ever met it
+            self._agent.pool.run(lambda: self._bury(rank))
+        else:
+            self._agent.fates.examine(info)
+
+    def _believe(self, notice: Obituary) -> None:
+        """A worker of this cluster knows that another one has ended."""
+        info = self._names.get(notice.rank)
+        if info is not None and notice.incarnation:
+            self._agent.fates.end_later(info, notice.reason, notice.incarnation)
+
+    def _on_present(self, peer: WorkerInfo) -> None:
+        """A peer answers: repeat the notices that may not have reached it."""
+        with self._lock:
+            if self._closed:
+                return
+            box = self._outboxes.get(peer.id)
+            again = None if box is None else box.again()
+            after = self._apply(self._counting.lives(peer.id))
+        self._act(after)
+        if again is not None:
+            self._mail(peer.id, *again)
+
+    def _on_over(self, peer: WorkerInfo, reason: str) -> None:
+        fate = self._agent.link(peer).fate
+        known = fate.certain and fate.incarnation
+        self._bury(peer.id, Obituary(peer.id, fate.incarnation, reason) if known else None)
+
+    def _bury(self, rank: int, obituary: Obituary | None = None) -> None:
+        """A worker is dead, and everything that it sent has been read."""
+        if self._agent.membership.dynamic:
             self._agent.membership.refresh()  # a sweep has to ask all who were there
         with self._lock:
-            self._examining.discard(rank)
             if self._closed:
                 return
             for info in self._agent.members():
                 self._counting.joined(info.id)
-            if alive:
-                actions: list[Action] = []
-                box = self._outboxes.get(rank)
-                again = None if box is None else box.again()
-            else:
-                if rank in self._outboxes:
-                    self._outboxes[rank].clear()
-                again = None
-                actions = self._counting.died(rank)
+            if rank in self._outboxes:
+                self._outboxes[rank].clear()
+            actions: list[Action] = []
+            for action in self._counting.died(rank):
+                if obituary is not None and isinstance(action, Send) and isinstance(action.notice, Sweep):
+                    actions.append(Send(action.to, obituary))  # or the others would have to find it out first
+                actions.append(action)
             after = self._apply(actions)
             sweeping = self._counting.sweeping
-        if again is not None:
-            self._mail(rank, *again)
+            if not sweeping:
+                self._sweep_ended.notify_all()
         self._act(after)
         if sweeping:
             self._limit_sweep()
 
-    def _is_alive(self, rank: int) -> bool:
-        """Whether the peer answers. Returns False only after all that it sent has been read."""
-        try:
-            if self._agent.is_reachable(self.info(rank), _PROBE_SECONDS):
-                return True
-        except BackhaulError:
-            pass
-        self._agent.cut_off(rank)
-        return False
-
     def _limit_sweep(self) -> None:
         """A worker that hangs must not keep for ever what only the dead held."""
+        seconds = self._agent.options.lost_after
         with self._lock:
-            if self._sweep_timer is not None or self._closed:
+            if self._sweep_timer is not None or self._closed or seconds is None:
                 return
-            timer = self._sweep_timer = threading.Timer(_SWEEP_SECONDS, self._give_up_sweep)
+            timer = self._sweep_timer = threading.Timer(seconds, self._give_up_sweep)
             timer.daemon = True
         timer.start()
 
@@ -487,6 +508,7 @@ class Holdings:
             self._sweep_timer = None
             actions = self._counting.give_up_sweep()
             after = self._apply(actions)
+            self._sweep_ended.notify_all()
         if actions:
             _log.warning("some worker did not say whether it has references from a dead one; they may be freed now")
         self._act(after)
@@ -516,6 +538,7 @@ class Holdings:
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            self._sweep_ended.notify_all()
             cells = list(self._cells.values())
             self._cells.clear()
             timer, self._sweep_timer = self._sweep_timer, None

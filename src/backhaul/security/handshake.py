@@ -51,6 +51,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     to_id: int
     addresses: Addresses = Addresses()
     """Where it can be called back: in a dynamic group this is how others learn of a newcomer."""
+    incarnation: int = 0
+    """Tells this process from others that have had its name: see `agent.fate`."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +61,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     id: int
     name: str
     refused: str = ""
+    incarnation: int = 0
 
 
 # What decoding raises: text that is not UTF-8 and nesting without end have errors of their own.

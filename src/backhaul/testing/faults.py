@@ -7,12 +7,16 @@
 
     faults = Faults()
     faults.next("cut", Call)          # the next call's connection is cut instead
+
+    faults.part()                     # all connections break, and none can be made...
+    faults.heal()                     # ...until now
 """
 
 from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -58,11 +62,35 @@ class Faults:
         self._next: deque[tuple[Action, type[Any]]] = deque()
         self._lock = threading.Lock()
         self._held: list[Callable[[], None]] = []
+        self._parted = False
+        self._channels: weakref.WeakSet[FaultyChannel] = weakref.WeakSet()
 
     def next(self, action: Action, kind: type[Any]) -> None:
         """Do this to the next message of that kind, whatever the chances are."""
         with self._lock:
             self._next.append((action, kind))
+
+    def part(self) -> None:
+        """Break all connections. Until `heal`, no worker can reach another one."""
+        with self._lock:
+            self._parted = True
+            channels = list(self._channels)
+        for channel in channels:
+            channel.shutdown()
+
+    def heal(self) -> None:
+        """Let new connections be made."""
+        with self._lock:
+            self._parted = False
+
+    def made(self, channel: FaultyChannel) -> FaultyChannel:
+        """There is a new connection. Raises `ChannelClosed` if there can be none."""
+        with self._lock:
+            if not self._parted:
+                self._channels.add(channel)
+                return channel
+        channel.close()
+        raise ChannelClosed("parted by a fault")
 
     def decide(self, kind: type[Any]) -> Action:
         with self._lock:
@@ -204,7 +232,7 @@ class _FaultyVisitor(Visitor):
         if isinstance(outcome, str):
             return outcome
         channel, hello = outcome
-        return FaultyChannel(channel, self._faults), hello
+        return self._faults.made(FaultyChannel(channel, self._faults)), hello
 
     def turn_away(self) -> None:
         self._inside.turn_away()
@@ -245,10 +273,13 @@ class FaultyTransport(Transport):
 
     def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
         channel, welcome = self._inside.connect(addresses, hello, deadline)
-        return FaultyChannel(channel, self._faults), welcome
+        return self._faults.made(FaultyChannel(channel, self._faults)), welcome
 
     def is_listening(self, addresses: Addresses, deadline: float) -> bool:
         return self._inside.is_listening(addresses, deadline)
+
+    def is_over(self, addresses: Addresses) -> bool:
+        return self._inside.is_over(addresses)
 
     def trim(self) -> float:
         return self._inside.trim()

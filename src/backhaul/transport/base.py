@@ -143,6 +143,10 @@ class Transport(ABC):
     def is_listening(self, addresses: Addresses, deadline: float) -> bool:
         """Somebody listens at ``addresses``, as far as can be seen from here."""
 
+    def is_over(self, addresses: Addresses) -> bool:
+        """The machine itself says that the worker at ``addresses`` has ended. False if it cannot be known here."""
+        return False
+
     def trim(self) -> float:
         """Free memory that has not been used for a while; in how many seconds to call this again, or infinity."""
         return math.inf

@@ -140,6 +140,7 @@ class MemoryChannel(Channel):
             self._network.post(self.peer, END)
         self._ended = True
         self._bell.ring()
+        self._bell.hang_up()  # as a socket that is shut down here shows it, too
 
     def close(self) -> None:
         self.shutdown()
@@ -285,6 +286,9 @@ class MemoryTransport(Transport):
 
     def is_listening(self, addresses: Addresses, deadline: float) -> bool:
         return self._network.has_listener(addresses.memory)
+
+    def is_over(self, addresses: Addresses) -> bool:
+        return not self._network.has_listener(addresses.memory)
 
     def close(self) -> None:
         if self._listener is not None:

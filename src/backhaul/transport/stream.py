@@ -13,7 +13,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from backhaul.devices.segments import MAX_NEW, DeviceLending, Placed
 from backhaul.errors import OptionError, ProtocolError
@@ -21,7 +20,7 @@ from backhaul.options import RpcOptions
 from backhaul.security.credentials import can_tell, require_same_user
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.security.tls import ClusterCredentials, Credentials, OwnCredentials
-from backhaul.transport import segments, sockets
+from backhaul.transport import processes, segments, sockets
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
 from backhaul.transport.greeting import Line, Steps, drive, receive_visitor, visit
 from backhaul.transport.hosts import Site, choose_site
@@ -51,9 +50,8 @@ _KEY_ADVICE = (
 
 def host_id() -> str:
     """Names this machine as far as unix sockets reach."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + "/" + socket.gethostname()
-    return socket.gethostname()
+    boot = processes.boot_id()
+    return f"{boot}/{socket.gethostname()}" if boot else socket.gethostname()
 
 
 class StreamChannel(Channel):
@@ -320,7 +318,9 @@ class StreamTransport(Transport):
                 )
         unix = self._listen_unix() if self._has_unix else None
         tcp = self._listen_tcp(self._site) if self._has_tcp and self._site is not None else None
-        self._addresses = Addresses(host=self._host, unix=unix, tcp=tcp)
+        # In a federation the peers learn nothing about this machine that they do not need.
+        process = "" if self._options.trust == "federation" else processes.own_name()
+        self._addresses = Addresses(host=self._host, unix=unix, tcp=tcp, process=process)
         return self._listeners
 
     def introduce(self, name: str) -> None:
@@ -354,6 +354,22 @@ class StreamTransport(Transport):
             return True
         line.socket.close()
         return True
+
+    def is_over(self, addresses: Addresses) -> bool:
+        """Its process has ended, or it has closed its unix socket. What TCP says may come from the network."""
+        if processes.is_over(addresses.process):
+            return True
+        if not self._has_unix or addresses.unix is None or addresses.host != self._host:
+            return False
+        with socket.socket(sockets.UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(addresses.unix)
+            except (ConnectionRefusedError, FileNotFoundError):
+                return True
+            except (OSError, ValueError):
+                return False
+        return False
 
     def trim(self) -> float:
         return self._budget.trim()

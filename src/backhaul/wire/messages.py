@@ -162,7 +162,15 @@ class Recall(msgspec.Struct, frozen=True, array_like=True, tag=7):
     shares: tuple[ShareId, ...]
 
 
-Notice = Register | Registered | Unpin | Release | Sweep | Swept | Recall
+class Obituary(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """This incarnation of a worker has ended: that is known, not guessed. See `agent.fate`."""
+
+    rank: int
+    incarnation: int
+    reason: str
+
+
+Notice = Register | Registered | Unpin | Release | Sweep | Swept | Recall | Obituary
 """What workers tell each other about references; `refs.counting` says when."""
 
 

@@ -33,6 +33,8 @@ _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 _LOOK_AGAIN = 1.0
+_FIRST_REMINDER = 10.0
+_LONGEST_REMINDER = 600.0
 
 _get_current_rpc_agent = _agents.get_current
 _is_current_rpc_agent_set = _agents.is_set
@@ -218,11 +220,18 @@ def _await(states: AllGatherStates, names: set[str], patience: float | None) -> 
     """Wait for the rest of what is gathered, as long as all of these are alive who have not given their part."""
     deadline = math.inf if patience is None else time.monotonic() + patience
     worker = current()
+    start = time.monotonic()
+    remind = start + _FIRST_REMINDER
     while not states.proceed_signal.wait(max(0.0, min(_LOOK_AGAIN, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
             return
-        for name in names - set(states.gathered_objects):
-            worker.agent.is_reachable(worker.get_worker_info(name), worker.options.connect_timeout)
+        missing = sorted(names - set(states.gathered_objects))
+        for name in missing:
+            worker.agent.fates.require(worker.get_worker_info(name))
+        if time.monotonic() >= remind:
+            waited = time.monotonic() - start
+            logger.warning("a barrier or shutdown has waited %.0f s for %s", waited, ", ".join(map(repr, missing)))
+            remind += min(waited, _LONGEST_REMINDER)
 
 
 def _tell_followers(names: set[str], sequence_id: str, states: AllGatherStates, timeout: float) -> None:

@@ -1,0 +1,94 @@
+"""Fate: what this worker knows about the present incarnation of one peer. A pure state machine.
+
+Theory of operation
+-------------------
+A worker is known by its name and its *incarnation*, a number that it draws when it starts and tells in every greeting.
+A process that takes the place of another one has the same name and another incarnation.
+
+::
+
+    present ──(cannot be reached)──> suspected ──(known to have ended)──> over
+       ^                                 │
+       └────────(it answers again)───────┘
+
+A broken connection is no death. A suspected peer may be stopped, cut off by the network, or dead. Calls to it fail at
+once, but nothing that it holds or owns is given up: after a while it may go on as if nothing had happened.
+
+An incarnation is *over* only if that is known: the kernel of this machine says that its process has ended, the peer
+has said goodbye, its launcher has said so, another incarnation of the same name has greeted, or the peer has been
+suspected for as long as the option ``lost_after`` says. The last one is a guess, and the only one: `certain` tells it
+from knowledge. What was over does not come back; the next greeting begins another fate.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 1.0
+
+State = Literal["present", "suspected", "over"]
+
+
+class Fate:
+    """See the module's docstring. Times are those of one clock, in seconds."""
+
+    __slots__ = ("certain", "incarnation", "reason", "since", "state", "tries")
+
+    def __init__(self, incarnation: int = 0) -> None:
+        """``incarnation`` 0 means that the peer has not greeted yet."""
+        self.incarnation = incarnation
+        self.state: State = "present"
+        self.reason = ""
+        """Why the peer is suspected, or how it ended."""
+        self.since = math.inf
+        """When the peer became suspected."""
+        self.certain = False
+        self.tries = 0
+
+    @property
+    def suspected(self) -> bool:
+        return self.state == "suspected"
+
+    @property
+    def over(self) -> bool:
+        return self.state == "over"
+
+    def continues(self, incarnation: int) -> bool:
+        """Whether a peer that greets with that incarnation is still the one of this fate."""
+        return not self.over and self.incarnation in (0, incarnation)
+
+    def doubt(self, now: float, reason: str) -> bool:
+        """The peer cannot be reached. True if that is news."""
+        if self.over:
+            return False
+        self.reason = reason
+        self.tries += 1
+        if self.suspected:
+            return False
+        self.state, self.since = "suspected", now
+        return True
+
+    def answered(self) -> bool:
+        """The peer has answered. True if it was suspected."""
+        was_suspected = self.suspected
+        if was_suspected:
+            self.state, self.since, self.reason, self.tries = "present", math.inf, "", 0
+        return was_suspected
+
+    def end(self, reason: str, *, certain: bool) -> bool:
+        """The incarnation is over. True if that is news."""
+        if self.over:
+            return False
+        self.state, self.reason, self.certain = "over", reason, certain
+        return True
+
+    def is_given_up(self, now: float, lost_after: float) -> bool:
+        """Whether the peer has been suspected for so long that it counts as over."""
+        return self.suspected and now - self.since >= lost_after
+
+    def next_try(self, now: float, lost_after: float) -> float:
+        """When to look for a suspected peer again."""
+        pause = min(_FIRST_PAUSE * 2.0 ** min(self.tries, 10), _LONGEST_PAUSE)
+        return min(now + pause, max(now, self.since + lost_after))

@@ -1,0 +1,281 @@
+"""Fates: finds out what has become of peers that cannot be reached, and tells the layers above. The driver of `fate`.
+
+Whoever notices that a connection has ended, or cannot be made, asks for an examination. A thread of the pool then pings
+the peer, over a new connection if need be. A peer that answers is present. One that does not is over if that is
+known, else suspected; a timer then repeats the examination until the peer answers, is known to be over, or has been
+suspected for as long as ``lost_after`` says.
+
+The layers above are told in this order: what a peer held is given up (`on_over`) only after everything that it sent has
+been read, and before a successor's first message is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from backhaul.agent.logs import link_logger
+from backhaul.agent.observing import Over, Present, Suspected
+from backhaul.errors import BackhaulError, NotInitializedError, RpcTimeoutError, WorkerLostError, WorkerSuspectedError
+from backhaul.ids import GUEST, WorkerInfo
+
+if TYPE_CHECKING:
+    from backhaul.agent.link import Link
+    from backhaul.agent.observing import Observers
+    from backhaul.agent.pool import Pool
+    from backhaul.options import RpcOptions
+
+_log = logging.getLogger(__name__)
+
+_PATIENT_AFTER = 5
+_PATIENT_FACTOR = 2.5
+_REMIND_SECONDS = 10.0
+_SILENT = "it does not answer"
+
+
+class Examiner(Protocol):
+    """The part of the agent that examinations need."""
+
+    me: WorkerInfo
+    closed: threading.Event
+    options: RpcOptions
+    observers: Observers
+    pool: Pool
+
+    def link(self, peer: WorkerInfo) -> Link: ...
+    def is_reachable(self, info: WorkerInfo, seconds: float) -> bool: ...
+    def has_ended(self, info: WorkerInfo) -> bool: ...
+    def cut_off(self, rank: int) -> None: ...
+
+
+class Fates:
+    """See the module's docstring. Thread-safe."""
+
+    def __init__(self, agent: Examiner) -> None:
+        self.on_over: list[Callable[[WorkerInfo, str], None]] = []
+        """Called with a peer and how it ended, on a thread that may wait, once for each incarnation."""
+        self.on_present: list[Callable[[WorkerInfo], None]] = []
+        """Called, on a thread that may wait, when a peer has answered after a connection with it had ended."""
+        self._agent = agent
+        self._lost_after = math.inf if agent.options.lost_after is None else agent.options.lost_after
+        self._changed = threading.Condition()
+        # Guarded by _changed:
+        self._examining: set[WorkerInfo] = set()
+        self._again: set[WorkerInfo] = set()  # to be examined once more: something has happened meanwhile
+        self._due: dict[WorkerInfo, float] = {}
+        self._timer: threading.Thread | None = None
+
+    # What happens.
+
+    def examine(self, peer: WorkerInfo) -> None:
+        """Find out what has become of a peer, on another thread."""
+        if peer == self._agent.me or peer.id == GUEST or self._agent.closed.is_set():
+            return
+        with self._changed:
+            self._due.pop(peer, None)
+            if peer in self._examining:
+                self._again.add(peer)
+                return
+            self._examining.add(peer)
+        try:
+            self._agent.pool.run(lambda: self._examine(peer))
+        except BaseException as error:  # no thread is available
+            with self._changed:
+                self._examining.discard(peer)
+                self._schedule(peer, time.monotonic() + 0.1)
+            _log.warning("what has become of worker %r is looked at later: %s", peer.name, error)
+
+    def greeted(self, link: Link, incarnation: int) -> None:
+        """A peer has greeted. Returns when an earlier incarnation of it has been given up."""
+        with self._changed:
+            continues = link.fate.continues(incarnation)
+        if not continues:
+            self.end(link.peer, "another process has taken its place")
+        with self._changed:
+            if link.fate.over or not link.fate.continues(incarnation):
+                link.renew(incarnation)
+            link.fate.incarnation = incarnation
+            if link.fate.suspected:
+                self._schedule(link.peer, time.monotonic())
+
+    def end(self, peer: WorkerInfo, reason: str, *, certain: bool = True, incarnation: int = 0) -> bool:
+        """An incarnation of a peer is over; without a number, the one that is known here. False if it was known.
+
+        Returns when the layers above have been told.
+        """
+        link = self._agent.link(peer)
+        with self._changed:
+            fate = link.fate
+            if incarnation and fate.incarnation not in (0, incarnation):
+                return False
+            if not fate.end(reason, certain=certain):
+                return False
+            self._due.pop(peer, None)
+            self._changed.notify_all()
+        link_logger(peer.name).debug("= it is over: %s", reason)
+        if not certain:
+            _log.warning("worker %r counts as dead: %s; what it held is freed (option lost_after)", peer.name, reason)
+        self._agent.cut_off(peer.id)
+        for callback in list(self.on_over):
+            callback(peer, reason)
+        if self._agent.observers.active:
+            self._agent.observers.emit(Over(peer=peer.name, reason=reason, certain=certain))
+        return True
+
+    def end_later(self, peer: WorkerInfo, reason: str, incarnation: int) -> None:
+        """The same, on another thread."""
+
+        def end() -> None:
+            self.end(peer, reason, incarnation=incarnation)
+
+        self._agent.pool.run(end)
+
+    # What is known.
+
+    def refusal(self, link: Link) -> WorkerLostError | None:
+        """Why no connection with a peer is tried now, if it is suspected."""
+        fate = link.fate
+        if not fate.suspected:
+            return None
+        seconds = time.monotonic() - fate.since
+        return WorkerSuspectedError(
+            f"worker {link.peer.name!r} has not been reached for {seconds:.1f} s: {fate.reason}. It is not known to be "
+            "dead, so references to it are kept and work again when it answers; until then calls fail at once",
+            link.peer.name,
+        )
+
+    def require(self, peer: WorkerInfo) -> None:
+        """Raise if a peer is known to be over. One that does not answer is examined, and waited for by the caller."""
+        fate = self._agent.link(peer).fate
+        if fate.over:
+            raise WorkerLostError(f"worker {peer.name!r} is lost: {fate.reason}", peer.name)
+        self.examine(peer)
+
+    def await_verdict(self, peer: WorkerInfo, deadline: float, what: str) -> bool:
+        """Wait until a peer that could not be reached answers, or is known to be over: then False.
+
+        Says every ten seconds for whom it waits. Raises `RpcTimeoutError` at the deadline, naming the peer.
+        """
+        link = self._agent.link(peer)
+        self.examine(peer)
+        remind = time.monotonic() + _REMIND_SECONDS
+        with self._changed:
+            while True:
+                if link.fate.over:
+                    return False
+                if peer not in self._examining and not link.fate.suspected:
+                    return True
+                now = time.monotonic()
+                if now >= deadline:
+                    raise RpcTimeoutError(
+                        f"{what} waited for worker {peer.name!r}, which could not be reached at the deadline: "
+                        f"{link.fate.reason or _SILENT}"
+                    )
+                if self._agent.closed.is_set():
+                    raise NotInitializedError(f"worker {self._agent.me.name!r} has been shut down; call init_rpc again")
+                if now >= remind:
+                    remind = now + _REMIND_SECONDS
+                    _log.warning("%s waits for worker %r: %s", what, peer.name, link.fate.reason or _SILENT)
+                self._changed.wait(min(deadline, remind, now + 1.0) - now)
+
+    def close(self) -> None:
+        """End the timer; the agent is closed."""
+        with self._changed:
+            self._due.clear()
+            self._changed.notify_all()
+            timer = self._timer
+        if timer is not None and timer is not threading.current_thread():
+            timer.join()
+
+    # Examinations.
+
+    def _examine(self, peer: WorkerInfo) -> None:
+        try:
+            self._find_out(peer)
+        finally:
+            with self._changed:
+                self._examining.discard(peer)
+                again = peer in self._again
+                self._again.discard(peer)
+                self._changed.notify_all()
+        if again:
+            self.examine(peer)
+
+    def _find_out(self, peer: WorkerInfo) -> None:
+        agent = self._agent
+        link = agent.link(peer)
+        if link.fate.over:
+            return
+        if link.left:
+            if not link.up:  # otherwise the end of the last line asks for another examination
+                self.end(peer, "it has left the group")
+            return
+        seconds = agent.options.probe_timeout
+        if link.fate.tries >= _PATIENT_AFTER:  # a slow network needs more time for a greeting
+            seconds = min(seconds * _PATIENT_FACTOR, agent.options.connect_timeout)
+        try:
+            agent.is_reachable(peer, seconds)
+        except BackhaulError as error:
+            if not agent.closed.is_set():
+                self._doubt(link, error)
+            return
+        with self._changed:
+            was_suspected = link.fate.answered()
+            self._changed.notify_all()
+        if was_suspected:
+            _log.warning("worker %r answers again", peer.name)
+            if agent.observers.active:
+                agent.observers.emit(Present(peer=peer.name))
+        for callback in list(self.on_present):
+            callback(peer)
+
+    def _doubt(self, link: Link, error: BackhaulError) -> None:
+        peer = link.peer
+        if self._agent.has_ended(peer):
+            self.end(peer, "its process has ended")
+            return
+        now = time.monotonic()
+        with self._changed:
+            news = link.fate.doubt(now, str(error))
+            given_up = link.fate.is_given_up(now, self._lost_after)
+            if not given_up and not link.fate.over:
+                self._schedule(peer, link.fate.next_try(now, self._lost_after))
+            self._changed.notify_all()
+        if given_up:
+            self.end(peer, f"it has not answered for {self._lost_after:g} s", certain=False)
+        elif news:
+            _log.warning(
+                "worker %r cannot be reached: %s. Calls to it fail until it answers; references to it are kept",
+                peer.name,
+                error,
+            )
+            if self._agent.observers.active:
+                self._agent.observers.emit(Suspected(peer=peer.name, reason=str(error)))
+
+    def _schedule(self, peer: WorkerInfo, at: float) -> None:
+        """Holds ``_changed``."""
+        self._due[peer] = at
+        if self._timer is None:
+            self._timer = threading.Thread(target=self._wait_for_due, name="backhaul-fates", daemon=True)
+            self._timer.start()
+        else:
+            self._changed.notify_all()
+
+    def _wait_for_due(self) -> None:
+        while True:
+            with self._changed:
+                if not self._due or self._agent.closed.is_set():
+                    self._timer = None
+                    return
+                now = time.monotonic()
+                due = [peer for peer, at in self._due.items() if at <= now]
+                for peer in due:
+                    del self._due[peer]
+                if not due:
+                    self._changed.wait(min(self._due.values()) - now)
+            for peer in due:
+                self.examine(peer)

@@ -1,0 +1,74 @@
+"""What is known about a peer: the state machine alone, in tables."""
+
+from __future__ import annotations
+
+import math
+
+from backhaul.agent.fate import Fate
+
+
+def test_a_new_fate_is_present_and_has_no_incarnation() -> None:
+    fate = Fate()
+    assert fate.state == "present"
+    assert fate.continues(1)
+    assert not fate.is_given_up(1e9, 1.0)
+
+
+def test_doubt_is_news_once_and_keeps_the_first_time_and_the_last_reason() -> None:
+    fate = Fate(7)
+    assert fate.doubt(10.0, "refused")
+    assert not fate.doubt(12.0, "no route")
+    assert fate.suspected
+    assert (fate.since, fate.reason, fate.tries) == (10.0, "no route", 2)
+
+
+def test_an_answer_ends_the_suspicion() -> None:
+    fate = Fate(7)
+    assert not fate.answered()
+    fate.doubt(10.0, "refused")
+    assert fate.answered()
+    assert (fate.state, fate.since, fate.reason, fate.tries) == ("present", math.inf, "", 0)
+    assert fate.doubt(20.0, "refused")
+    assert fate.since == 20.0
+
+
+def test_what_is_over_stays_over() -> None:
+    fate = Fate(7)
+    assert fate.end("killed", certain=True)
+    assert not fate.end("silent", certain=False)
+    assert not fate.doubt(1.0, "refused")
+    assert not fate.answered()
+    assert fate.over
+    assert fate.certain
+    assert fate.reason == "killed"
+    assert not fate.continues(7)
+
+
+def test_an_incarnation_is_continued_only_by_itself() -> None:
+    fate = Fate(7)
+    assert fate.continues(7)
+    assert not fate.continues(8)
+    fate.doubt(1.0, "refused")
+    assert fate.continues(7)
+
+
+def test_a_peer_is_given_up_after_the_whole_time_without_an_answer() -> None:
+    fate = Fate(7)
+    fate.doubt(100.0, "refused")
+    assert not fate.is_given_up(159.9, 60.0)
+    assert fate.is_given_up(160.0, 60.0)
+    assert not fate.is_given_up(1e12, math.inf)
+    fate.answered()
+    assert not fate.is_given_up(1e12, 60.0)
+
+
+def test_attempts_come_ever_more_rarely_but_once_a_second_and_at_the_end() -> None:
+    fate = Fate(7)
+    pauses = []
+    for _ in range(8):
+        fate.doubt(100.0, "refused")
+        pauses.append(round(fate.next_try(100.0, 60.0) - 100.0, 3))
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0, 1.0]
+    assert fate.next_try(159.5, 60.0) == 160.0
+    assert fate.next_try(161.0, 60.0) == 161.0
+    assert fate.next_try(1e6, math.inf) == 1e6 + 1.0
