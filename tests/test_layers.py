@@ -227,6 +227,7 @@ RPC = [
     "UnsendableError",
     "WorkerInfo",
     "WorkerLostError",
+    "WorkerSuspectedError",
     "WorkerUnresponsiveError",
     "expose",
     "functions",

@@ -206,6 +206,7 @@ class Worker:
             if graceful and not lost:
                 patience = _CLOSE  # nothing runs any more, so threads end at once
         finally:
+            self._agent.execution.leaving.set()
             self._agent.membership.leave()
             self.references.close()
             self.autograd.close()

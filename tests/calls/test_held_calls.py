@@ -316,7 +316,7 @@ def hold_for_a_full_socket() -> None:
 
 
 def await_notes(name: str) -> bool:
-    return over[name].wait(5)
+    return over[name].wait(30)
 
 
 def test_calls_that_were_to_leave_when_there_was_no_room() -> None:

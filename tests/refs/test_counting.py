@@ -566,3 +566,28 @@ def test_numbers_in_any_order(seed: int) -> None:
         assert {n for n in range(-1, 31) if n in numbers} == set(order[:count])
         assert len(numbers) == sum(n not in numbers for n in (m + 1 for m in order[:count]))
     assert len(numbers) == 1
+
+
+def test_a_sweep_about_a_worker_that_lives_is_answered() -> None:
+    """Whoever asks is mistaken, or means a predecessor of that worker."""
+    counting = Counting(1)
+    assert counting.handle(0, Sweep((2, 3))) == []
+    assert counting.lives(2) == []
+    assert counting.died(3) == [Send(0, Swept((2, 3)))]
+    assert counting.lives(2) == []
+
+
+def test_a_worker_that_lives_is_not_taken_for_dead() -> None:
+    counting = Counting(1)
+    counting.joined(2)
+    counting.handle(0, Sweep((2,)))
+    assert counting.lives(2) == [Send(0, Swept((2,)))]
+    assert not counting.is_dead(2)
+    ref = RefId(1, 1, 1)
+    counting.own(ref)
+    counting.share(ref, 2)
+    counting.drop(ref)
+    assert ref in counting.owned
+    assert counting.is_dead(2) is False
+    counting.died(2)
+    assert counting.is_dead(2)

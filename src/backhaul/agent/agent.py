@@ -58,7 +58,7 @@ from backhaul.errors import (
 )
 from backhaul.ids import GUEST, WorkerInfo
 from backhaul.options import RpcOptions
-from backhaul.security.handshake import Hello, Welcome
+from backhaul.security.handshake import LEAVING, Hello, LeavingError, Welcome
 from backhaul.security.permissions import Permissions
 from backhaul.transport.awake import most_awake
 from backhaul.transport.base import Channel, ChannelClosed, Listener, Transport
@@ -505,6 +505,8 @@ class Agent:
             raise RpcTimeoutError(
                 f"worker {member.name!r} did not answer the greeting in time: RPC ran for more than set timeout"
             ) from error
+        except LeavingError as error:
+            raise WorkerLostError(f"worker {member.name!r} is leaving the group", member.name) from error
         except (AuthenticationError, ProtocolError) as error:
             raise type(error)(f"no connection to worker {member.name!r}: {error}") from error
         except ChannelClosed as error:
@@ -647,7 +649,7 @@ class Agent:
         elif not self._is_member(hello):
             refused = f"no worker {hello.name!r} of rank {hello.id} is in this group"
         elif self.closed.is_set():
-            refused = "it is shutting down"
+            refused = LEAVING
         else:
             refused = ""
         return Welcome(me.id, me.name, refused, self.incarnation)
@@ -657,7 +659,7 @@ class Agent:
         if self.options.trust != "cluster":
             return "a member of a federation shows itself to nobody"
         if self.closed.is_set():
-            return "it is shutting down"
+            return LEAVING
         if sum(line.peer.id == GUEST for line in list(self.serving.lines)) >= _MAX_GUESTS:
             return f"{_MAX_GUESTS} others are looking at it already"
         return ""

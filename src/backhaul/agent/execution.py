@@ -30,7 +30,15 @@ from backhaul.agent.recording import NoRecording, Recording, Tensors
 from backhaul.agent.tracing import Tracing
 from backhaul.agent.traffic import NoTraffic, Traffic
 from backhaul.devices.staging import WorkerDevices, no_map
-from backhaul.errors import MisuseError, RemoteError, RemoteTraceback, UnsendableError, user_frames
+from backhaul.errors import (
+    MisuseError,
+    NotInitializedError,
+    RemoteError,
+    RemoteTraceback,
+    UnsendableError,
+    WorkerLostError,
+    user_frames,
+)
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel
 from backhaul.wire.decoder import Envelope
@@ -64,6 +72,8 @@ class Execution:
         self.devices: WorkerDevices | None = None
         """The GPUs that tensors of messages may be on, if any."""
         self.accounts = Accounts()
+        self.leaving = threading.Event()
+        """This worker is about to be closed: what peers ask for may not be there any more."""
         self.recording: Recording = NoRecording()
         self.tracing: Tracing | None = None
         self.on_failure: Callable[[BaseException, str], BaseException] | None = None
@@ -250,6 +260,8 @@ class Execution:
 
     def tell_failure(self, make: Callable[..., Any], error: BaseException, to: Peer) -> Frame:
         """The frame of a message about an exception: ``make(worker, type name, text, traceback, tree, refs)``."""
+        if isinstance(error, NotInitializedError) and self.leaving.is_set():
+            error = WorkerLostError(f"worker {self._me.name!r} has left the group", self._me.name)
         text = "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
         if self.on_failure is not None:
             error = self.on_failure(error, text)

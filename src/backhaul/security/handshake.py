@@ -64,6 +64,21 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     incarnation: int = 0
 
 
+LEAVING = "it is shutting down"
+"""The ``refused`` of a worker that lets nobody in any more."""
+
+
+class LeavingError(AuthenticationError):
+    """The worker that was greeted is about to leave the group."""
+
+
+def require_welcome(welcome: Welcome) -> None:
+    """Raise if a worker that has proved who it is refuses the connection."""
+    if welcome.refused:
+        kind = LeavingError if welcome.refused == LEAVING else AuthenticationError
+        raise kind(f"the worker there refused the connection: {welcome.refused}")
+
+
 # What decoding raises: text that is not UTF-8 and nesting without end have errors of their own.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -149,8 +164,9 @@ class ClientHandshake:
             welcome = _welcome_decoder.decode(message)
         except _UNREADABLE as error:
             raise ProtocolError(f"an answer that cannot be read: {error}") from None
-        if welcome.refused:
+        if welcome.refused and not trusted:
             raise AuthenticationError(f"the worker there refused the connection: {welcome.refused}")
         if not trusted:
             raise AuthenticationError("what listens there does not know this group's secret")
+        require_welcome(welcome)
         return welcome

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from backhaul.errors import AuthenticationError
 from backhaul.options import DEFAULT_MAX_MESSAGE_BYTES, RpcOptions
-from backhaul.security.handshake import Hello, Welcome
+from backhaul.security.handshake import Hello, Welcome, require_welcome
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
@@ -276,8 +276,7 @@ class MemoryTransport(Transport):
                 raise TimeoutError("nobody answered")
             if visitor.welcome is None:
                 raise ChannelClosed("the listener closed")
-            if visitor.welcome.refused:
-                raise AuthenticationError(f"the worker there refused the connection: {visitor.welcome.refused}")
+            require_welcome(visitor.welcome)
         except BaseException:
             visitor.near.close()
             visitor.far.close()  # of no use to the other side without this one
