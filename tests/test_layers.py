@@ -23,6 +23,7 @@ LAYERS = [
     "errors",
     "ids",
     "current",
+    "eager",
     "wire",
     "security",
     "devices",

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from backhaul import functions
 from backhaul.agent.agent import To
 from backhaul.agent.future import Future
+from backhaul.eager import eager
 from backhaul.errors import (
     AuthenticationError,
     BackhaulError,
@@ -48,6 +49,7 @@ def is_available() -> bool:
     return True
 
 
+@eager
 def init_rpc(
     name: str | None = None,
     backend: BackendType | None = None,
@@ -73,6 +75,7 @@ def init_rpc(
     become_worker(place_from(name, rank, world_size), options)
 
 
+@eager
 def debug_info() -> dict[str, Any]:
     """The figures of this worker now: calls, bytes, threads, references, contexts. See docs/seeing.md.
 
@@ -81,6 +84,7 @@ def debug_info() -> dict[str, Any]:
     return current().inspection.debug_info()
 
 
+@eager
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the group; `init_rpc` works again afterwards.
 
@@ -100,6 +104,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
             set_process_worker(None)
 
 
+@eager
 def rpc_sync(
     to: To,
     func: Callable[..., T],
@@ -120,6 +125,7 @@ def rpc_sync(
     return current().rpc_sync(to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
 
 
+@eager
 def rpc_async(
     to: To,
     func: Callable[..., T],
@@ -136,6 +142,7 @@ def rpc_async(
     return current().rpc_async(to, func, args, kwargs, timeout)
 
 
+@eager
 def remote(
     to: To,
     func: Callable[..., T],
@@ -151,6 +158,7 @@ def remote(
     return current().remote(to, func, args, kwargs, timeout)
 
 
+@eager
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     """The `WorkerInfo` of the worker of that name or rank, or of this one."""
     return current().get_worker_info(worker_name)

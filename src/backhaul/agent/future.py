@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from backhaul import current
+from backhaul.eager import eager
 from backhaul.errors import fresh, kept
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class Future(torch.futures.Future[T]):
         if attend is not None:
             self._attend = attend
 
+    @eager
     def wait(self) -> T:
         """Return the value when it is there; raise what the call raised."""
         if not self._settled:
@@ -89,6 +91,7 @@ class Future(torch.futures.Future[T]):
         if attend is not None and not self.done():
             attend()
 
+    @eager
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of ``callback(self)``, which runs once this one is done."""
         _require_callable(callback)

@@ -22,6 +22,7 @@ from backhaul import current as _current
 from backhaul.autograd.context_id import ContextId
 from backhaul.autograd.contexts import current as _context
 from backhaul.autograd.entry import Root
+from backhaul.eager import eager
 from backhaul.errors import ContextError
 
 __all__ = ["ContextId", "backward", "context", "get_gradients"]
@@ -33,6 +34,7 @@ class context:
     Leaving it forgets what was recorded, and the gradients, on all workers.
     """
 
+    @eager
     def __enter__(self) -> ContextId:
         if _context.get() is not None:
             raise ContextError(
@@ -44,11 +46,13 @@ class context:
         self._token: Token[int | None] = _context.set(self._id)
         return ContextId(self._id)
 
+    @eager
     def __exit__(self, *_: object) -> None:
         _context.reset(self._token)
         self._autograd.leave(self._id)
 
 
+@eager
 def backward(
     context_id: int,
     roots: Root | Sequence[Root],
@@ -73,6 +77,7 @@ def backward(
     _current.worker().autograd.backward(context_id, roots, retain_graph, grad_tensors, timeout, accumulate)
 
 
+@eager
 def get_gradients(context_id: int) -> Mapping[torch.Tensor, torch.Tensor]:
     """The gradients that passes of this context have accumulated for the leaves of this worker."""
     return ContextId(context_id).gradients()

@@ -51,6 +51,7 @@ from backhaul.autograd.passes import Running
 from backhaul.autograd.replicas import Replica, replicas
 from backhaul.autograd.run import Parcel, Run
 from backhaul.autograd.share import Share, Starts
+from backhaul.eager import without_compiled_autograd
 from backhaul.errors import (
     BackhaulError,
     ContextError,
@@ -371,7 +372,7 @@ class Engine:
         try:
             if self.agent.devices is not None:
                 self.agent.devices.streams.use(values)
-            with on_one_thread():
+            with on_one_thread(), without_compiled_autograd():
                 return _run_backward(
                     edges, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
                 )

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from backhaul import rpc
+from backhaul.eager import eager
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
 from backhaul.nn import served
 from backhaul.nn.members import Kind, Spread, members, parameter_rrefs
@@ -69,6 +70,7 @@ class Pipeline(Spread):
     def extra_repr(self) -> str:
         return f"chunks={self.chunks}"
 
+    @eager
     def forward(self, *args: Any) -> Any:
         """What the last stage makes of the arguments, micro-batch by micro-batch, concatenated along dim 0.
 
@@ -115,6 +117,7 @@ class Pipeline(Spread):
             stage.requires_grad_(requires_grad)
         return self
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         for stage in self:
             stage.zero_grad(set_to_none)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from backhaul import rpc
+from backhaul.eager import eager
 from backhaul.errors import MisuseError, OptionError, UnsendableError
 from backhaul.nn import served
 from backhaul.nn.conversion import conversion_of
@@ -131,10 +132,12 @@ class RemoteModule(Spread):
         """The reference to the module."""
         return self.module_rref
 
+    @eager
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module gives for these arguments, hooks included. Raises what it raises."""
         return self._there(served.run, self.device, Modes.here(), args, kwargs, *self._mapped())
 
+    @eager
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """A future of what `forward` returns."""
         return self._there_async(served.run, self.device, Modes.here(), args, kwargs, *self._mapped())
@@ -200,6 +203,7 @@ class RemoteModule(Spread):
     def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
         return self._change("requires_grad_", requires_grad)
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the ``.grad`` of the module's parameters; the gradients of a distributed context are not there."""
         self._change("zero_grad", set_to_none)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from backhaul import rpc
+from backhaul.eager import eager
 from backhaul.errors import MisuseError, OptionError, PartialError, UnsendableError
 from backhaul.ids import WorkerInfo
 from backhaul.optim import gradients, local
@@ -104,6 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return list(self._locals.values())
 
     @hooked
+    @eager
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Step on all workers at once, with the gradients of an autograd context, or else with ``.grad``.
 
@@ -142,6 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 apply(each, self._known[number])
                 apply(each, self.param_groups[number])
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear ``.grad`` of the parameters on all workers, or fill it with zeros."""
         self._everywhere("zero_grad()", local.zero_grad, set_to_none)

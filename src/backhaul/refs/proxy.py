@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from backhaul.agent.execution import ASYNC_MARK, follow
 from backhaul.agent.future import Future
+from backhaul.eager import eager
 from backhaul.remote_profile.callee import RECORDED, recorded
 
 if TYPE_CHECKING:
@@ -26,7 +27,10 @@ class Proxy:
         self._call = call
         self._timeout = timeout
 
+    @eager
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name == "__dict__":  # tools that look for one must not take a method for it
+            raise AttributeError(f"a proxy has no {name}")
         rref, call, timeout = self._rref, self._call, self._timeout
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -34,6 +38,7 @@ class Proxy:
 
         return method
 
+    @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self._rref, "__call__", args, kwargs, self._timeout)
 

@@ -15,6 +15,7 @@ from backhaul.agent.execution import ASYNC_MARK, Execution, follow, name_for_peo
 from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
+from backhaul.eager import eager
 from backhaul.errors import (
     BackhaulError,
     MisuseError,
@@ -133,6 +134,7 @@ class References:
         self._holdings.asked(ref, answer)
         return rref
 
+    @eager
     def call_method(self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float) -> Any:
         self._await_creation(rref._ref, self._seconds(timeout))
         self._holdings.require(rref._ref)
@@ -141,6 +143,7 @@ class References:
             return profiled.call(self._agent, self._request(rref, arguments, timeout))
         return self._agent.call(rref.owner(), invoke, arguments, {}, self._seconds(timeout), f"method {name}")
 
+    @eager
     def call_method_async(self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float) -> Future[Any]:
         self._holdings.require(rref._ref)
         arguments = (rref, name, args, kwargs)
@@ -148,6 +151,7 @@ class References:
             return profiled.call_async(self._agent, self._request(rref, arguments, timeout))
         return self._agent.call_async(rref.owner(), invoke, arguments, {}, self._seconds(timeout), f"method {name}")
 
+    @eager
     def remote_method(self, rref: RRef[Any], name: str, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
         self._holdings.require(rref._ref)
         if profiler_is_on():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from backhaul import current
+from backhaul.eager import eager
 from backhaul.errors import MisuseError, NotInitializedError, UnsendableError
 from backhaul.ids import RefId, WorkerInfo
 from backhaul.refs.proxy import Proxy
@@ -60,21 +61,26 @@ class RRef(Generic[T]):
         kind = "OwnerRRef" if self.is_owner() else "UserRRef"
         return f"<{kind} {self._ref} on {self.owner_name()!r}: {self._references.describe(self._ref)}>"
 
+    @eager
     def owner(self) -> WorkerInfo:
         """The worker on which the value lives."""
         return self._references.owner(self._ref)
 
+    @eager
     def owner_name(self) -> str:
         return self.owner().name
 
+    @eager
     def is_owner(self) -> bool:
         """Whether the value lives on this worker."""
         return self._ref.owner == self._references.me.id
 
+    @eager
     def confirmed_by_owner(self) -> bool:
         """Whether the owner knows of this worker's reference. True on the owner itself."""
         return self._references.is_confirmed(self._ref)
 
+    @eager
     def to_here(self, timeout: float = DEFAULT_TIMEOUT) -> T:
         """A copy of the value; on the owner, the value itself.
 
@@ -85,6 +91,7 @@ class RRef(Generic[T]):
             return profiled.to_here(self, timeout)  # type: ignore[no-any-return]
         return self._references.fetch(self._ref, timeout)  # type: ignore[no-any-return]
 
+    @eager
     def local_value(self) -> T:
         """The value itself. Only on the owner; waits until it has been made."""
         if not self.is_owner():
@@ -94,18 +101,22 @@ class RRef(Generic[T]):
             )
         return self._references.local_value(self._ref)  # type: ignore[no-any-return]
 
+    @eager
     def rpc_sync(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """A proxy: ``rref.rpc_sync().method(x)`` runs the method on the owner and returns its value."""
         return Proxy(self, self._references.call_method, timeout)
 
+    @eager
     def rpc_async(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """A proxy as of `rpc_sync` whose methods return futures."""
         return Proxy(self, self._references.call_method_async, timeout)
 
+    @eager
     def remote(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """A proxy as of `rpc_sync` whose methods return references to their values, on the same owner."""
         return Proxy(self, self._references.remote_method, timeout)
 
+    @eager
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass with the value, a tensor, as its root.
 

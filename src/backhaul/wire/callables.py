@@ -149,6 +149,15 @@ def _python_candidates(obj: Any) -> Iterator[str]:
             yield from _operator_candidates(module, obj.__name__)
         yield f"{module}:{getattr(obj, '__qualname__', name)}"
         yield f"{module}:{name}"
+        if hasattr(obj, "_torchdynamo_orig_callable"):
+            # The result of torch.compile(f) has f's name, and stands under another one beside it.
+            yield from (f"{module}:{other}" for other in _names_of(obj, module))
+
+
+def _names_of(obj: Any, module: str) -> list[str]:
+    """The names under which a module has this object."""
+    held = getattr(sys.modules.get(module), "__dict__", {})
+    return [name for name, value in list(held.items()) if value is obj]
 
 
 def _operator_candidates(module: str, name: str) -> Iterator[str]:
