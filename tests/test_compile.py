@@ -102,10 +102,12 @@ def test_a_function_that_calls(workers: InProcessCluster, program: Any, backend:
 def test_a_proxy(workers: InProcessCluster) -> None:
     with workers[0].as_current():
         scale = rpc.remote("worker1", Scale)
-        compiled = torch.compile(lambda x: torch.relu(scale.rpc_sync().by(torch.sin(x))).sum(), backend="aot_eager")
-        for x, gradient in gradients_of_steps(compiled):
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(scale.rpc_sync().by(torch.sin(x))).sum()
+
+        for x, gradient in gradients_of_steps(torch.compile(program, backend="aot_eager")):
             assert torch.equal(gradient, gradient_here(lambda x: torch.relu(torch.sin(x) * 3.0).sum(), x))
-        del scale, compiled
 
 
 def test_a_model_with_a_remote_module_trains_as_in_one_process(workers: InProcessCluster) -> None:
@@ -135,7 +137,6 @@ def test_a_model_with_a_remote_module_trains_as_in_one_process(workers: InProces
         for mine, theirs in zip((split[0], split[2]), (local[0], local[2]), strict=True):
             torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
         torch.testing.assert_close(remote.state_dict(), local[1].state_dict())
-        del optimizer, parameters, remote, split, compiled
 
 
 def test_a_whole_step(workers: InProcessCluster) -> None:

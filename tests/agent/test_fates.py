@@ -6,6 +6,8 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -232,36 +234,32 @@ def test_a_graceful_shutdown_names_whom_it_could_not_reach_at_its_deadline() -> 
             workers[1].shutdown(timeout=0.5)
 
 
+def call_until_lost(worker: Worker, use: Callable[[], object], ready: threading.Barrier) -> list[BaseException]:
+    errors: list[BaseException] = []
+    with worker.as_current():
+        use()
+        ready.wait()
+        for _ in range(2000):
+            try:
+                use()
+            except BaseException as error:
+                errors.append(error)
+            if len(errors) > 20:
+                break
+    return errors
+
+
 def test_a_leaving_worker_is_a_lost_one_to_all_who_call_it() -> None:
     """Whatever the leaving worker is at when a call comes: no other error than `WorkerLostError`."""
     for _ in range(5):
-        with InProcessCluster(3, sockets=True) as workers:
+        with InProcessCluster(3, sockets=True) as workers, ThreadPoolExecutor(2) as threads:
             with workers[1].as_current():
-                mine = rpc.remote("worker2", torch.ones, args=(3,))
-                mine.to_here()
-            going_on = threading.Barrier(3)
-            errors: list[BaseException] = []
-
-            def call_until_lost(rank: int, use: Callable[[], object]) -> None:
-                with workers[rank].as_current():  # noqa: B023
-                    use()
-                    going_on.wait()  # noqa: B023
-                    for _ in range(2000):
-                        try:
-                            use()
-                        except BaseException as error:
-                            errors.append(error)  # noqa: B023
-                            if len(errors) > 20:  # noqa: B023
-                                return
-
-            uses = ((0, lambda: rpc.rpc_sync("worker2", int)), (1, lambda: mine.to_here()))  # noqa: B023
-            threads = [threading.Thread(target=call_until_lost, args=use) for use in uses]
-            for thread in threads:
-                thread.start()
-            going_on.wait()
+                value = rpc.remote("worker2", torch.ones, args=(3,))
+            ready = threading.Barrier(3)
+            calls = threads.submit(call_until_lost, workers[0], partial(rpc.rpc_sync, "worker2", int), ready)
+            fetches = threads.submit(call_until_lost, workers[1], value.to_here, ready)
+            ready.wait()
             workers[2].shutdown(graceful=False)
-            for thread in threads:
-                thread.join(SOON)
+            errors = [*calls.result(SOON), *fetches.result(SOON)]
             assert errors
             assert {type(error) for error in errors} <= {rpc.WorkerLostError, rpc.WorkerSuspectedError}
-            del mine
