@@ -18,7 +18,7 @@ SECRET = secrets.token_bytes(32)
 @pytest.fixture(scope="session")
 def besieged() -> Iterator[Besieged]:
     """Reachable by unix socket, for processes of the same user, and by TCP, for who knows the secret."""
-    made = Besieged(lambda rank: {"secret": SECRET, "rpc_timeout": 60})
+    made = Besieged(lambda rank: {"secret": SECRET, "rpc_timeout": 60, "lost_after": 3})
     try:
         # The first who comes by TCP has the worker load what it needs for that.
         transport = StreamTransport(RpcOptions(secret=SECRET, transport="tcp"))
