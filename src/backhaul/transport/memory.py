@@ -278,8 +278,7 @@ class MemoryTransport(Transport):
                 raise ChannelClosed("the listener closed")
             require_welcome(visitor.welcome)
         except BaseException:
-            visitor.near.close()
-            visitor.far.close()  # of no use to the other side without this one
+            visitor.near.close()  # the other side sees that, and closes its end
             raise
         return visitor.near, visitor.welcome
 
