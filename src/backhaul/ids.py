@@ -40,6 +40,8 @@ class Addresses(msgspec.Struct, frozen=True):
     unix: str | None = None
     tcp: tuple[str, int] | None = None
     memory: str | None = None
+    pid: int = 0
+    """Its process, for those on that machine."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, order=True):

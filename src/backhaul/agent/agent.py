@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
+import msgspec
 import torch
 
 from backhaul.agent.accounts import Accounts
@@ -24,6 +25,7 @@ from backhaul.agent.activity import Activity, Handling
 from backhaul.agent.calling import Calling
 from backhaul.agent.completions import Completions
 from backhaul.agent.door import PATIENCE, Door
+from backhaul.agent.endings import Ending, Endings
 from backhaul.agent.execution import Execution, name_for_people
 from backhaul.agent.farewell import Counts, Farewell
 from backhaul.agent.federated import FederatedExecution
@@ -36,6 +38,7 @@ from backhaul.agent.logs import link_logger, logged
 from backhaul.agent.membership import Member, Membership
 from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed
 from backhaul.agent.pool import Pool
+from backhaul.agent.presence import Presence
 from backhaul.agent.serving import Handler, Served, Serving
 from backhaul.agent.tracing import spanning, spanning_future
 from backhaul.agent.waiting import Vigils
@@ -68,6 +71,8 @@ _log = logging.getLogger(__name__)
 
 _CUT_OFF_SECONDS = 2.0
 _GREET_SECONDS = 2.0
+_REPLACEMENT_SECONDS = 300.0
+"""For how long a shutdown waits for a worker that the launcher restarts; the launcher ends all if it fails for good."""
 
 _MAX_GUESTS = 16
 _FOR_GUESTS = (Inspect, Ping)
@@ -106,12 +111,17 @@ class Agent:
 
         self.on_connected: list[Callable[[WorkerInfo], None]] = []
         """Called, on any thread, when there is a new connection with a peer. For upper layers."""
+        self.on_replaced: list[Callable[[Member, Member], None]] = []
+        """Called, on any thread, when a process has taken the place of a member: what was known of the old one, and the
+        new one. Nothing of the old one is under way any more, and the new one has been given nothing yet."""
         self.inspect: Callable[[str, Mapping[str, Any]], Any] = _nothing_to_see
         """What is answered to those who look at this worker: topic and arguments to plain data. For upper layers."""
         self.idle_checks: list[Callable[[], bool]] = []
         """Whether nothing of an upper layer's is under way; asked before a graceful shutdown ends."""
 
         self._listeners: Sequence[Listener] = transport.listen()
+        self.endings = Endings()
+        """How other processes of this launch have ended."""
         try:
             if name is not None:  # what is wrong with its credentials, the others need not hear of
                 transport.introduce(name)
@@ -122,6 +132,7 @@ class Agent:
             self.devices = self._find_devices()
             """The GPUs that tensors may be on in messages, if some worker has a device map."""
         except BaseException:
+            self.endings.close()
             transport.close()
             raise
         self.observers = Observers()
@@ -156,6 +167,9 @@ class Agent:
         self.serving.on_end = self._served_ended
         self._handlers: dict[type[Any], Handler] = {}
         self.completions = Completions(self.pool, self.watch, self.observers)
+        self.presence = Presence(self.completions.add, {info.id for info in self.members()})
+        self.leaving = False
+        """This worker has been told to shut down: that others leave is no news."""
         self.vigils = Vigils(most_awake(options.busy_poll))
         self.listeners = Listeners(self.serving, self.watch, self.vigils, self._lines_to, self._handlers)
         self.watch.ticks = [self.serving.tick, self.completions.tick, self.listeners.tick]
@@ -182,11 +196,13 @@ class Agent:
         return WorkerDevices(self.me.name, found)
 
     def start(self) -> None:
-        """Let peers in. A newcomer to a dynamic group greets all others, so that they know of it without the store."""
+        """Let peers in. A newcomer greets all others, so that they know of it without the store."""
         self.watch.start()
         for listener in self._listeners:
             self.watch.add_listener(listener, self._door.visit)
-        if self.membership.dynamic:
+        if self.endings.expected:
+            self.watch.add_listener(self.endings, lambda _: self._read_news())
+        if self.membership.dynamic or self.membership.replaces:
             for info in self.members():
                 try:
                     if info != self.me:
@@ -388,9 +404,14 @@ class Agent:
     def cut_off(self, rank: int) -> None:
         """End the connections with a worker that is as good as dead; returns when they have been read to the end."""
         link = self._links.get(rank)
+        name = "" if link is None else link.peer.name
+        self._end_lines(rank, WorkerLostError(f"worker {name!r} is lost: it does not answer", name))
+
+    def _end_lines(self, rank: int, lost: WorkerLostError) -> None:
+        """End the connections with a worker; returns when they have been read to the end."""
+        link = self._links.get(rank)
         if link is not None and (line := link.open) is not None:
-            name = line.peer.name
-            line.lose(WorkerLostError(f"worker {name!r} is lost: it does not answer", name))
+            line.lose(lost)
         for served in list(self.serving.lines):
             if served.peer.id == rank:
                 served.shutdown()
@@ -419,7 +440,7 @@ class Agent:
         try:
             line = self._connect(member, deadline)
         except WorkerLostError:
-            # In a dynamic group another may have taken its place since this worker heard of it.
+            # Another process may have taken its place since this worker heard of it.
             successor = self.membership.successor(member)
             if successor is None:
                 raise
@@ -457,7 +478,7 @@ class Agent:
                     link.came_up()
                     self.accounts.add(line)
                     if self.closed.is_set():  # close() may not have seen it
-                        line.lose(WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name))
+                        line.lose(self._shut_down())
                 return line
         except BackhaulError as error:
             self.accounts.count_error("connect", error)
@@ -467,7 +488,10 @@ class Agent:
                 self.serving.resumed()
 
     def _open(self, member: Member, deadline: float) -> Calling:
-        hello = Hello(self.membership.group, self.me.id, self.me.name, member.id, self._transport.addresses)
+        membership = self.membership
+        hello = Hello(
+            membership.group, self.me.id, self.me.name, member.id, self._transport.addresses, membership.incarnation
+        )
         deadline = min(deadline, time.monotonic() + self.options.connect_timeout)
         try:
             channel, welcome = self._transport.connect(member.addresses, hello, deadline)
@@ -479,13 +503,17 @@ class Agent:
             raise type(error)(f"no connection to worker {member.name!r}: {error}") from error
         except ChannelClosed as error:
             self.membership.forget(member.id)
-            raise WorkerLostError(f"worker {member.name!r} cannot be reached: {error}", member.name) from error
+            pid = self._process_of(member)
+            ending = None if pid is None else self.endings.wait(pid)
+            how = f"cannot be reached: {error}" if ending is None else f"is lost: it {ending.ending}"
+            raise WorkerLostError(f"worker {member.name!r} {how}", member.name) from error
         if (welcome.id, welcome.name) != (member.id, member.name):
             channel.close()
             raise AuthenticationError(
                 f"at the address of worker {member.name!r} (rank {member.id}) answers {welcome.name!r} "
                 f"(rank {welcome.id})"
             )
+        self._greeted(msgspec.structs.replace(member, incarnation=welcome.incarnation))
         for callback in list(self.on_connected):
             callback(member.info)
         if self.observers.active:
@@ -501,20 +529,81 @@ class Agent:
             unresponsive_after=self.options.unresponsive_after,
             deliver=self.listeners.deliver,
             on_lost=self._calling_lost,
+            explain=self._explain,
             ids=self._ids,
         )
 
+    def _process_of(self, member: Member) -> int | None:
+        """The process of a member, if the launcher of this worker may know how it ends."""
+        here = self._transport.addresses
+        known = self.endings.expected and member.addresses.pid and member.addresses.host == here.host
+        return member.addresses.pid if known else None
+
+    def is_replaced(self, info: WorkerInfo) -> bool:
+        """Whether the launcher starts another process in the place of a dead worker; True once that has come."""
+        member = self.membership.find(info)
+        pid = self._process_of(member)
+        ending = None if pid is None else self.endings.wait(pid)
+        if ending is None or not ending.replaced:
+            return False
+
+        def came() -> bool:
+            return self.closed.is_set() or self.membership.find(info).incarnation != member.incarnation
+
+        handling = self.serving.about_to_wait()
+        try:
+            with self.presence.changed:
+                return self.presence.changed.wait_for(came, _REPLACEMENT_SECONDS) and not self.closed.is_set()
+        finally:
+            if handling:
+                self.serving.resumed()
+
+    def _explain(self, peer: WorkerInfo, lost: WorkerLostError, then: Callable[[WorkerLostError], None]) -> None:
+        """Call ``then`` with why a peer is lost: at once, or, if the launcher is about to tell, soon and elsewhere."""
+        if not self.endings.expected:  # nearly always
+            then(lost)
+            return
+        try:
+            pid = self._process_of(self.membership.find(peer))
+        except BackhaulError:
+            pid = None
+        if pid is None or lost.explained:
+            then(lost)
+        elif self.endings.is_awaited(pid):
+            try:
+                self.pool.run(lambda: then(_because(lost, self.endings.wait(pid))))
+            except RuntimeError:  # no thread is available
+                then(lost)
+        else:
+            then(_because(lost, self.endings.of(pid)))
+
+    def _read_news(self) -> None:
+        """The launcher has told how processes ended: their workers are lost. Called by the watch thread."""
+        for ending in self.endings.read():
+            for info in self.members():
+                if info != self.me and self._process_of(self.membership.find(info)) == ending.pid:
+                    self._ended(info, ending)
+
+    def _ended(self, info: WorkerInfo, ending: Ending) -> None:
+        """The process of a member is over."""
+        lost = WorkerLostError(f"worker {info.name!r} is lost: it {ending.ending}", info.name)
+        self.presence.lost(info, lost)
+        link = self._links.get(info.id)
+        if link is not None and (line := link.open) is not None:
+            line.lose(lost)
+
     def _calling_lost(self, line: Calling, error: WorkerLostError) -> None:
         self.membership.forget(line.peer.id)
-        self._count_lost(self._link(line.peer))
+        self._count_lost(self._link(line.peer), error)
         self._connection_ended(line, line.peer, error)
 
-    def _count_lost(self, link: Link) -> None:
+    def _count_lost(self, link: Link, error: WorkerLostError) -> None:
         """A line of the link has ended: if it was the last one, and the peer has not said goodbye, the peer is lost."""
         with self._lock:
             lost = link.goes_down() and not self.closed.is_set()
         if lost:
             self.accounts.count_lost(link.peer)
+            self.presence.lost(link.peer, error)
 
     def _connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
         if self.closed.is_set():
@@ -562,20 +651,30 @@ class Agent:
         if link is not None:
             link.left = True
         self.membership.forget(line.peer.id)
+        if not self.leaving and line.peer.id != GUEST:
+            gone = WorkerLostError(f"worker {line.peer.name!r} has left the group", line.peer.name)
+            self.presence.lost(line.peer, gone)
         if link is not None and (calling := link.open) is not None:
             name = line.peer.name
             left = WorkerLostError(f"worker {name!r} has left the group", name)
+            left.explained = True
             self.pool.run(lambda: calling.lose(left))
 
     def _served_ended(self, served: Served, error: Exception) -> None:
         if served.peer.id == GUEST:
             return
-        link = self._link(served.peer)
-        link.ended(served)
-        self._count_lost(link)
-        name = served.peer.name
+        peer, name = served.peer, served.peer.name
         how = "has left the group" if served.said_goodbye else f"is lost: {error}"
-        self._connection_ended(served, served.peer, WorkerLostError(f"worker {name!r} {how}", name))
+        lost = WorkerLostError(f"worker {name!r} {how}", name)
+        lost.explained = served.said_goodbye
+        link = self._link(peer)
+        link.ended(served)
+
+        def end(lost: WorkerLostError) -> None:
+            self._count_lost(link, lost)
+            self._connection_ended(served, peer, lost)
+
+        self._explain(peer, lost, end)
 
     def _let_in(self, channel: Channel, hello: Hello) -> None:
         self.pool.run(lambda: self._welcome(channel, hello))
@@ -587,7 +686,7 @@ class Agent:
             if self.closed.is_set():
                 guest.shutdown()
             return
-        self.membership.met(Member(hello.id, hello.name, hello.addresses))
+        self._greeted(Member(hello.id, hello.name, hello.addresses, incarnation=hello.incarnation))
         peer = WorkerInfo(hello.id, hello.name)
         served = Served(peer, logged(channel, self.me, peer, peer), self.serving)
         for callback in list(self.on_connected):
@@ -599,6 +698,19 @@ class Agent:
         self.serving.add(served)
         if self.closed.is_set():
             served.shutdown()
+
+    def _greeted(self, member: Member) -> None:
+        """A member has greeted, or answered a greeting. If it has taken the place of a process, that one is over."""
+        with self._link(member.info).greeting:
+            before = self.membership.met(member)
+            if before is not None:
+                lost = WorkerLostError(f"{before} is lost: {member} has taken its place", member.name)
+                lost.explained = True
+                self.presence.lost(member.info, lost)
+                self._end_lines(member.id, lost)
+                for callback in list(self.on_replaced):
+                    callback(before, member)
+            self.presence.came(member.info)
 
     def _judge(self, hello: Hello) -> Welcome:
         me = self.me
@@ -614,7 +726,7 @@ class Agent:
             refused = "it is shutting down"
         else:
             refused = ""
-        return Welcome(me.id, me.name, refused)
+        return Welcome(me.id, me.name, refused, self.membership.incarnation)
 
     def _judge_guest(self) -> str:
         """Why a guest is refused, if it is. It has no group and need not know who is here."""
@@ -675,6 +787,11 @@ class Agent:
         """Bytes of shared memory that carry large tensors."""
         return self._transport.memory()
 
+    def _shut_down(self) -> WorkerLostError:
+        lost = WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
+        lost.explained = True
+        return lost
+
     def close(self, wait: float) -> None:
         """Close everything, now. Waits at most ``wait`` seconds for functions that still run here."""
         with self._lock:
@@ -684,8 +801,11 @@ class Agent:
         deadline = time.monotonic() + wait
         for listener in self._listeners:
             self.watch.remove_listener(listener)
+        if self.endings.expected:
+            self.watch.remove_listener(self.endings)
+        self.endings.close()
         self._door.close()
-        gone = WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
+        gone = self._shut_down()
         for line in self.calling():
             line.say_goodbye()
             line.lose(gone)
@@ -707,7 +827,17 @@ class Agent:
         self.vigils.close()
         self.watch.abandon()
         self._door.abandon()
+        self.endings.abandon()
         self._transport.abandon()
+
+
+def _because(lost: WorkerLostError, ending: Ending | None) -> WorkerLostError:
+    """The loss of a worker, with its cause if the launcher has told it."""
+    if ending is None:
+        return lost
+    found = WorkerLostError(f"worker {lost.worker!r} is lost: it {ending.ending}", lost.worker)
+    found.explained = True
+    return found
 
 
 def _nothing_to_see(topic: str, arguments: Mapping[str, Any]) -> Any:

@@ -57,6 +57,7 @@ class Asker(Protocol):
     def members(self) -> list[WorkerInfo]: ...
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]: ...
     def is_reachable(self, info: WorkerInfo, seconds: float) -> bool: ...
+    def is_replaced(self, info: WorkerInfo) -> bool: ...
     def peers_connected(self) -> bool: ...
     def counts(self) -> Counts: ...
     def answer(self, id: int, value: Any) -> Frame: ...
@@ -177,7 +178,7 @@ class Farewell:
         futures = []
         for info in others:
             try:
-                futures.append((info, agent.ask_later(info, make, what, deadline)))
+                futures.append((info, self._ask_later(info, make, what, deadline)))
             except WorkerLostError:
                 lost[info.id] = info.name
         for info, future in futures:
@@ -188,7 +189,16 @@ class Farewell:
         return answers
 
     def _ask(self, info: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Any:
-        return self._answer_of(info, self._agent.ask_later(info, make, what, deadline), make, what, deadline)
+        return self._answer_of(info, self._ask_later(info, make, what, deadline), make, what, deadline)
+
+    def _ask_later(self, info: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]:
+        """`Asker.ask_later`, to the process that takes the place of a dead one if the launcher restarts it."""
+        try:
+            return self._agent.ask_later(info, make, what, deadline)
+        except WorkerLostError:
+            if not self._agent.is_replaced(info):
+                raise
+        return self._agent.ask_later(info, make, what, deadline)
 
     def _answer_of(
         self, info: WorkerInfo, future: Future[Any], make: Callable[[int], Any], what: str, deadline: float
@@ -210,7 +220,7 @@ class Farewell:
         try:
             return self._agent.is_reachable(info, _PROBE_SECONDS)
         except BackhaulError:
-            return False
+            return self._agent.is_replaced(info)
 
     @staticmethod
     def _promise(promises: list[_Promise], envelope: Envelope) -> _Promise:

@@ -26,6 +26,8 @@ class Link:
         self.peer = peer
         self.connecting = threading.Lock()
         """Held by the thread that opens a line."""
+        self.greeting = threading.Lock()
+        """Held while it is found out whether the peer is another process than before."""
         self.calling: Calling | None = None
         """The line that this worker has opened last. It may be lost."""
         self.left = False

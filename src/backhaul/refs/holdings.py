@@ -23,6 +23,7 @@ from typing import Any
 from backhaul.agent.agent import Agent
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
+from backhaul.agent.membership import Member
 from backhaul.agent.observing import RefFreed, RefMade
 from backhaul.errors import (
     BackhaulError,
@@ -83,6 +84,7 @@ class Holdings:
         self._inboxes: dict[int, Inbox] = {}
         self._names: dict[int, WorkerInfo] = {}
         self._examining: set[int] = set()
+        self._replaced: dict[int, str] = {}  # rank -> which process has taken the place of which
         self._flushing = False
         self._closed = False
         self._dropped: deque[RefId] = deque()  # filled by finalizers, without the lock
@@ -90,6 +92,7 @@ class Holdings:
         agent.register(Notices, self._on_notices)
         agent.on_connection_ended.append(self._on_connection_ended)
         agent.on_connected.append(self._on_connected)
+        agent.on_replaced.append(self._on_replaced)
         agent.idle_checks.append(self.idle)
         agent.execution.traffic = self
         agent.serving.arriving = self.arriving
@@ -412,6 +415,8 @@ class Holdings:
         """Holds the lock."""
         info = self._names.get(ref.owner)
         name = f"rank {ref.owner}" if info is None else info.name
+        if ref.owner in self._replaced:
+            return WorkerLostError(f"the value {ref} is gone: {self._replaced[ref.owner]}", name)
         return WorkerLostError(f"the value {ref} is gone: its owner, worker {name!r}, is lost or has freed it", name)
 
     # Deaths.
@@ -421,6 +426,23 @@ class Holdings:
             self._names[peer.id] = peer
             after = self._apply(self._counting.revived(peer.id))
         self._act(after)
+
+    def _on_replaced(self, before: Member, after: Member) -> None:
+        """The process of a peer is over, and all that it sent has been read. Another one has its name and rank."""
+        rank = before.id
+        text = f"{before}, which had it, is over, and {after} has its place and none of its values. Make the value anew"
+        with self._lock:
+            self._names[rank] = after.info
+            self._replaced[rank] = text
+            if rank in self._outboxes:
+                self._outboxes[rank].clear()
+            for info in self._agent.members():
+                self._counting.joined(info.id)
+            actions = self._apply(self._counting.died(rank))
+            for ref in self._counting.used:
+                if ref.owner == rank:
+                    self._gone[ref] = self._lost_value(ref)
+        self._act(actions)
 
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, _: WorkerLostError) -> None:
         with self._lock:
@@ -437,7 +459,9 @@ class Holdings:
 
     def _examine(self, rank: int) -> None:
         """Find out whether a peer that seems lost is dead, and act on it."""
-        alive = self._is_alive(rank)
+        process = self._replaced.get(rank)
+        # If another process has taken its place meanwhile, its death has been dealt with.
+        alive = self._is_alive(rank) or self._replaced.get(rank) is not process
         if not alive and self._agent.membership.dynamic:
             self._agent.membership.refresh()  # a sweep has to ask all who were there
         with self._lock:

@@ -50,7 +50,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     name: str
     to_id: int
     addresses: Addresses = Addresses()
-    """Where it can be called back: in a dynamic group this is how others learn of a newcomer."""
+    """Where it can be called back: this is how others learn of a newcomer, or of a process that has taken its place."""
+    incarnation: str = ""
+    """Tells this process from others that have had its name and rank."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +61,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     id: int
     name: str
     refused: str = ""
+    incarnation: str = ""
 
 
 # What decoding raises: text that is not UTF-8 and nesting without end have errors of their own.

@@ -56,6 +56,26 @@ def host_id() -> str:
     return socket.gethostname()
 
 
+def is_listening(addresses: Addresses, deadline: float) -> bool:
+    """Whether a process listens there, as far as can be seen from here.
+
+    A process that is stopped listens, since the kernel takes connections for it. A host that does not answer does not.
+    """
+    here = addresses.unix is not None and addresses.host == host_id()
+    try:
+        if addresses.unix is not None and here:
+            connect_unix(addresses.unix, deadline).close()
+        elif addresses.tcp is not None:
+            connect_tcp(*addresses.tcp, deadline).close()
+        else:
+            return False
+    except ChannelClosed:
+        return False
+    except TimeoutError:
+        return here  # its queue of connections is full
+    return True
+
+
 class StreamChannel(Channel):
     """Frames over a connected socket. Over a unix socket, large tensors in segments."""
 
@@ -320,7 +340,7 @@ class StreamTransport(Transport):
                 )
         unix = self._listen_unix() if self._has_unix else None
         tcp = self._listen_tcp(self._site) if self._has_tcp and self._site is not None else None
-        self._addresses = Addresses(host=self._host, unix=unix, tcp=tcp)
+        self._addresses = Addresses(host=self._host, unix=unix, tcp=tcp, pid=os.getpid())
         return self._listeners
 
     def introduce(self, name: str) -> None:
@@ -346,14 +366,7 @@ class StreamTransport(Transport):
             raise
 
     def is_listening(self, addresses: Addresses, deadline: float) -> bool:
-        try:
-            line = self._reach(addresses, deadline)
-        except ChannelClosed:
-            return False
-        except TimeoutError:
-            return True
-        line.socket.close()
-        return True
+        return is_listening(addresses, deadline)
 
     def trim(self) -> float:
         return self._budget.trim()
