@@ -23,6 +23,8 @@ LAYERS = [
     "errors",
     "ids",
     "current",
+    "directories",
+    "news",
     "wire",
     "security",
     "devices",

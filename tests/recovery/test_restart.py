@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from textwrap import dedent
 
@@ -84,7 +83,9 @@ def test_a_worker_of_a_cluster_is_killed_and_restarted() -> None:
         ends = second.rpc_async(os._exit, args=(3,))
         with pytest.raises(WorkerLostError, match="worker 'worker2' is lost: it exited with code 3"):
             ends.wait()
-        with pytest.raises(UnknownWorkerError, match="no worker 'worker3' to restart; this cluster has 'worker1', 'wor"):
+        with pytest.raises(
+            UnknownWorkerError, match="no worker 'worker3' to restart; this cluster has 'worker1', 'wor"
+        ):
             workers.restart("worker3")
     with pytest.raises(MisuseError, match="this cluster is closed"):
         workers.restart("worker2")
@@ -148,9 +149,9 @@ print(me, "ended", flush=True)
 """
 
 
-def run(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, *options: str, source: str = TRAINING) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
-    script.write_text(TRAINING)
+    script.write_text(source)
     command = [sys.executable, "-m", "backhaul", "run", "-n", "3", *options, "--no-color", str(script)]
     return subprocess.run(command, capture_output=True, text=True, timeout=3 * SLOW)
 
@@ -173,9 +174,30 @@ def test_run_restarts_workers_that_fail_the_first_of_all_too(tmp_path: Path) -> 
 
 
 def test_run_gives_up_when_no_restarts_are_left(tmp_path: Path) -> None:
-    done = run(tmp_path, "--max-restarts", "1")
-    assert done.returncode == 6
-    assert "backhaul: worker0 exited with code 6; the other workers were stopped" in done.stderr
+    source = """
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            sys.exit(6 + int(os.environ.get("BACKHAUL_RESTARTS", 0)))
+        time.sleep(60)
+        """
+    done = run(tmp_path, "--max-restarts", "2", source=dedent(source))
+    assert done.returncode == 8
+    assert done.stderr.splitlines() == [
+        "backhaul: worker0 exited with code 6; it is restarted, and 1 restarts are left",
+        "backhaul: worker0 exited with code 7; it is restarted, and 0 restarts are left",
+        "backhaul: worker0 exited with code 8; the other workers were stopped",
+    ]
+
+
+def test_run_restarts_no_worker_that_it_stops_itself(tmp_path: Path) -> None:
+    source = """
+        import os, signal
+        os.kill(os.getppid(), signal.SIGTERM)
+        signal.pause()
+        """
+    done = run(tmp_path, "--max-restarts", "9", source=dedent(source))
+    assert done.returncode == 143
+    assert "restarted" not in done.stderr
 
 
 def test_a_number_of_restarts_that_is_none(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import contextlib
 import errno
 import os
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from backhaul.devices.segments import MAX_NEW, DeviceLending, Placed
+from backhaul.directories import PrivateDirectory
 from backhaul.errors import OptionError, ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.security.credentials import can_tell, require_same_user
@@ -305,7 +305,7 @@ class StreamTransport(Transport):
         self._host = host_id()
         self._addresses = Addresses(host=self._host)
         self._listeners: list[StreamListener] = []
-        self._directory: str | None = None
+        self._directory: PrivateDirectory | None = None
         self._path: str | None = None
 
     @property
@@ -385,19 +385,19 @@ class StreamTransport(Transport):
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         if self._directory is not None:
-            with contextlib.suppress(OSError):
-                os.rmdir(self._directory)
+            self._directory.remove()
 
     def abandon(self) -> None:
         for listener in self._listeners:
             listener.close()
+        if self._directory is not None:
+            self._directory.abandon()
 
     def _listen_unix(self) -> str:
         directory = os.environ.get(RUNTIME_DIR_VARIABLE)
         if directory is None or len(directory) > _MAX_UNIX_PATH - 32:
-            base = tempfile.gettempdir()
-            directory = tempfile.mkdtemp(prefix="backhaul-", dir=base if len(base) < 60 else "/tmp")
-            self._directory = directory
+            self._directory = PrivateDirectory()
+            directory = self._directory.path
         _require_private(directory)
         path = os.path.join(directory, f"{os.getpid()}-{os.urandom(4).hex()}")
         sock = socket.socket(sockets.UNIX, socket.SOCK_STREAM)
