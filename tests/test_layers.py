@@ -24,6 +24,8 @@ LAYERS = [
     "ids",
     "current",
     "eager",
+    "directories",
+    "news",
     "wire",
     "security",
     "devices",

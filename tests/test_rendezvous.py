@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from backhaul.agent.membership import Membership
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
+from backhaul.ids import Addresses
 from backhaul.rendezvous import INIT_METHOD_VARIABLE, NAME_VARIABLE, Place, meet, place_from
 
 VARIABLES = (
@@ -212,13 +216,81 @@ def test_torchrun_hosts_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     assert agent is not None
 
 
-def test_a_group_that_meets_again_in_the_same_store_gets_a_part_of_its_own(tmp_path: Path) -> None:
+NOWHERE = Addresses(tcp=("127.0.0.1", 1))  # nobody listens there
+
+
+def join_both(method: str, addresses: Addresses = NOWHERE) -> list[Membership]:
+    """A group of two that meets there."""
+    places = [FIRST, SECOND]
+    members = [Membership(meet(method, place, 5), 2) for place in places]
+
+    def join(rank: int) -> None:
+        members[rank].join(places[rank].name, rank, addresses, time.monotonic() + 5)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(join, range(2)))
+    return members
+
+
+@pytest.mark.parametrize("how", ["shut down", "left", "died"])
+def test_a_group_that_meets_again_in_the_same_store_gets_a_part_of_its_own(tmp_path: Path, how: str) -> None:
     method = f"file://{tmp_path}/point"
-    before = meet(method, FIRST, 5), meet(method, SECOND, 5)
-    check_meeting(*before)
-    after = meet(method, FIRST, 5), meet(method, SECOND, 5)
-    assert not after[0].check(["key"])
-    check_meeting(*after)
+    before = join_both(method)
+    for member in before if how != "died" else ():
+        member.leave(ended=how == "shut down")
+    after = join_both(method)
+    assert after[0].group == after[1].group != before[0].group
+    assert not after[0].replaces
+
+
+def test_one_that_has_shut_down_goes_on_though_others_have_not_yet(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/point"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before = join_both(method, Addresses(tcp=server.getsockname()))
+        before[0].leave(ended=True)
+        first = meet(method, FIRST, 5)
+        first.set("key", "value")
+        before[1].leave(ended=True)
+    assert meet(method, SECOND, 5).get("key") == b"value"
+
+
+@pytest.mark.parametrize("how", ["left", "died"])
+def test_one_that_comes_again_while_another_lives_joins_the_group_again(tmp_path: Path, how: str) -> None:
+    method = f"file://{tmp_path}/point"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first, second = join_both(method, Addresses(tcp=server.getsockname()))
+        if how == "left":
+            second.leave()
+        again = Membership(meet(method, SECOND, 5), 2, lambda addresses: False)
+        again.join("b", 1, NOWHERE, time.monotonic() + 5)
+    assert again.group == first.group
+    assert again.replaces
+    assert again.incarnation != second.incarnation
+    successor = first.successor(first.find("b"))
+    assert successor is not None
+    assert successor.incarnation == again.incarnation
+    assert successor.addresses == NOWHERE
+
+
+def test_a_second_living_worker_of_one_rank_is_refused_at_once(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/point"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = Addresses(tcp=server.getsockname())
+        join_both(method, there)
+        began = time.monotonic()
+        second = Membership(meet(method, SECOND, 5), 2, lambda addresses: addresses == there)
+        with pytest.raises(OptionError, match="rank 1 is taken by worker 'b'"):
+            second.join("b", 1, NOWHERE, time.monotonic() + 5)
+        assert time.monotonic() - began < 1
+
+
+def test_a_rank_whose_others_died_while_they_waited_for_it(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/point"
+    alone = Membership(meet(method, FIRST, 5), 2)
+    with pytest.raises(RpcTimeoutError):
+        alone.join("a", 0, NOWHERE, 0.0)
+    first, second = join_both(method)
+    assert first.group == second.group != alone.group
 
 
 def test_two_groups_of_different_kinds_do_not_meet(tmp_path: Path) -> None:

@@ -94,6 +94,9 @@ class WorkerLostError(BackhaulError, ConnectionError):
     ``worker`` is its name.
     """
 
+    explained = False
+    """The message says why; there is nothing to be learnt about it from a launcher."""
+
     def __init__(self, message: str, worker: str = "") -> None:
         super().__init__(message)
         self.worker = worker

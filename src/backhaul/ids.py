@@ -32,6 +32,9 @@ class ShareId(msgspec.Struct, frozen=True, order=True, array_like=True):
     number: int
 
 
+_PID_DIGITS = 10
+
+
 class Addresses(msgspec.Struct, frozen=True):
     """Where a worker can be reached, as it tells the others."""
 
@@ -42,6 +45,12 @@ class Addresses(msgspec.Struct, frozen=True):
     memory: str | None = None
     process: str = ""
     """Names the worker's process, for peers on the same machine: see `transport.processes`."""
+
+    @property
+    def pid(self) -> int:
+        """The id of that process, on its machine; 0 if the worker does not tell."""
+        parts = self.process.split("/")
+        return int(parts[2]) if len(parts) == 4 and parts[2].isdecimal() and len(parts[2]) <= _PID_DIGITS else 0
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, order=True):

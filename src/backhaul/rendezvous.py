@@ -9,16 +9,22 @@ import datetime
 import errno
 import os
 import socket
+import time
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from backhaul.agent.membership import goes_on
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
+from backhaul.ids import Addresses
+from backhaul.transport.stream import is_listening
 
 INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
 """What ``env://`` stands for when our launcher has set it."""
 NAME_VARIABLE = "BACKHAUL_NAME"
+
+_LOOK_SECONDS = 1.0
 
 
 class Place(NamedTuple):
@@ -63,8 +69,9 @@ def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False)
 
     A fixed and a dynamic group may meet in one store; ``alone`` has a dynamic one refuse that.
 
-    A fixed group that is made again in the same store gets a fresh part of it, since
-    every rank counts how often it has come.
+    A fixed group that is made again in the same store gets a fresh part of it: every rank goes on to the next part when
+    the group of the last one has ended. A worker that has died, and comes again while the others live, is one of that
+    group again.
     """
     store = _open(init_method, place, datetime.timedelta(seconds=timeout))
     if place.world_size is None:
@@ -74,8 +81,18 @@ def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False)
                 "workers the same world_size, or none of them"
             )
         return dist.PrefixStore("backhaul/dynamic", store)
-    times = store.add(f"backhaul/times/{place.rank}", 1)
-    return dist.PrefixStore(f"backhaul/{times}", store)
+    rank = 0 if place.rank is None else place.rank
+    key = f"backhaul/times/{rank}"
+    times = int(store.compare_set(key, "", "1"))
+    part = dist.PrefixStore(f"backhaul/{times}", store)
+    while not goes_on(part, rank, place.world_size, _is_there):
+        times = int(store.compare_set(key, str(times), str(times + 1)))
+        part = dist.PrefixStore(f"backhaul/{times}", store)
+    return part
+
+
+def _is_there(addresses: Addresses) -> bool:
+    return is_listening(addresses, time.monotonic() + _LOOK_SECONDS)
 
 
 def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.Store:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from backhaul import functions
 from backhaul.agent.agent import To
 from backhaul.agent.future import Future
+from backhaul.agent.presence import Subscription
+from backhaul.agent.retrying import Retry
 from backhaul.eager import eager
 from backhaul.errors import (
     AuthenticationError,
@@ -111,6 +113,8 @@ def rpc_sync(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
+    *,
+    retry: Retry | int = 0,
 ) -> T:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and return its value.
 
@@ -119,10 +123,14 @@ def rpc_sync(
     TorchScript function; an ``async def`` function is awaited. ``timeout`` is in seconds; 0 means no
     limit and a negative value the option ``rpc_timeout``.
 
+    ``retry`` declares that ``func`` may run more than once: if the worker is lost, the call is repeated that many
+    times, or as a `Retry` says, when the worker or its replacement answers. ``timeout`` is that of each attempt. What
+    ``func`` raises is never repeated. Inside an autograd context ``retry`` is refused.
+
     Raises what ``func`` raised there, with the traceback there as its cause; `RpcTimeoutError`;
     `WorkerLostError` if the worker dies; `UnsendableError` if something cannot travel.
     """
-    return current().rpc_sync(to, func, args, kwargs, timeout)  # type: ignore[no-any-return]
+    return current().rpc_sync(to, func, args, kwargs, timeout, retry=retry)  # type: ignore[no-any-return]
 
 
 @eager
@@ -132,14 +140,17 @@ def rpc_async(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
+    *,
+    retry: Retry | int = 0,
 ) -> Future[T]:
     """Start ``func(*args, **kwargs)`` on worker ``to`` and return a future of its value.
 
     The arguments are as in `rpc_sync`. The tensors among them have been sent, and may be
-    changed, when this returns. What `rpc_sync` raises from there, the future raises; what is wrong
-    here (an unknown worker, an unsendable value, a worker that cannot be reached) is raised at once.
+    changed, when this returns, unless there is a ``retry``. What `rpc_sync` raises from there, the future raises; what
+    is wrong here (an unknown worker, an unsendable value, a worker that cannot be reached) is raised at once. With a
+    ``retry``, a worker that cannot be reached is waited for, and a tensor that was changed meanwhile is an error.
     """
-    return current().rpc_async(to, func, args, kwargs, timeout)
+    return current().rpc_async(to, func, args, kwargs, timeout, retry=retry)
 
 
 @eager
@@ -156,6 +167,25 @@ def remote(
     how long the owner may take to confirm that it has the request.
     """
     return current().remote(to, func, args, kwargs, timeout)
+
+
+def on_lost(callback: Callable[[WorkerInfo, WorkerLostError], Any]) -> Subscription:
+    """Have ``callback(worker, cause)`` called whenever this worker loses another one, until the result is removed.
+
+    A worker is lost when it is known to have ended or left, or cannot be reached; a connection that breaks and is made
+    again at once is no loss. ``cause`` is what its calls raise. The worker may come back: see `on_joined`. Callbacks
+    run one after the other on a thread of this worker's, and may make calls; what they raise is logged.
+    """
+    return current().agent.presence.on_lost(callback)
+
+
+def on_joined(callback: Callable[[WorkerInfo], Any]) -> Subscription:
+    """Have ``callback(worker)`` called whenever a worker joins, until the result is removed.
+
+    It is called for a newcomer to a dynamic group, for a process that takes the place of a lost worker under its name,
+    and for a lost worker that can be reached again. Callbacks are run as those of `on_lost`, in order with them.
+    """
+    return current().agent.presence.on_joined(callback)
 
 
 @eager
@@ -181,6 +211,7 @@ __all__ = [  # noqa: RUF022 in the order of sorted()
     "RRef",
     "RefusedError",
     "RemoteError",
+    "Retry",
     "RpcOptions",
     "RpcTimeoutError",
     "TLS",
@@ -195,6 +226,8 @@ __all__ = [  # noqa: RUF022 in the order of sorted()
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "on_joined",
+    "on_lost",
     "remote",
     "rpc_async",
     "rpc_sync",

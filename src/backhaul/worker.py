@@ -23,8 +23,11 @@ from backhaul.agent.farewell import LAST, WORK
 from backhaul.agent.future import Future
 from backhaul.agent.logs import set_up_logging
 from backhaul.agent.membership import Membership
+from backhaul.agent.retrying import Retry, Retrying
+from backhaul.agent.retrying import checked as checked_retry
 from backhaul.autograd.autograd import Autograd
 from backhaul.autograd.context_id import ContextId
+from backhaul.autograd.contexts import current as _autograd_context
 from backhaul.errors import LeakError, MisuseError, OptionError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.inspection.inspection import Inspection
@@ -92,6 +95,7 @@ class Worker:
             check=check,
         )
         self.references = References(self._agent, self.codec, self._seconds)
+        self._retrying = Retrying(self._agent)
         self.release: Callable[[], None] = self.references.release_all
         """How a graceful shutdown gives up the references that this worker holds."""
         self.autograd = Autograd(self._agent)
@@ -133,8 +137,12 @@ class Worker:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = UNSET_TIMEOUT,
+        *,
+        retry: Retry | int = 0,
     ) -> Any:
         """The value of ``func(*args, **kwargs)`` on worker ``to``. See `backhaul.rpc.rpc_sync`."""
+        if retry:
+            return self._retry(self._retrying.call, retry, self.rpc_sync, to, func, args, kwargs, timeout)
         args, kwargs = _check_arguments(args, kwargs)
         if self.before_call:
             self._prepare(to, func, args, kwargs)
@@ -149,14 +157,32 @@ class Worker:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = UNSET_TIMEOUT,
+        *,
+        retry: Retry | int = 0,
     ) -> Future[Any]:
         """A future of that value. See `backhaul.rpc.rpc_async`."""
+        if retry:
+            return self._retry(  # type: ignore[no-any-return]
+                self._retrying.call_async, retry, self.rpc_async, to, func, args, kwargs, timeout
+            )
         args, kwargs = _check_arguments(args, kwargs)
         if self.before_call:
             self._prepare(to, func, args, kwargs)
         if _profiler_is_on():
             return _profiled.call_async(self._agent, _profiled.Request(to, func, args, kwargs, self._seconds(timeout)))
         return self._agent.call_async(to, func, args, kwargs, self._seconds(timeout))
+
+    def _retry(
+        self, how: Callable[..., Any], retry: Retry | int, call: Callable[..., Any], to: To, *request: Any
+    ) -> Any:
+        policy = checked_retry(retry)
+        if _autograd_context.get() is not None:
+            raise MisuseError(
+                "retry= repeats single calls, and inside a distributed autograd context the attempt that was lost may "
+                "have recorded a part of the graph. Leave retry out here, and repeat the whole `with context()` block "
+                "when it raises WorkerLostError, as checkpoint.Resume does"
+            )
+        return how(to, policy, request, lambda: call(to, *request))
 
     def remote(
         self,
@@ -192,6 +218,7 @@ class Worker:
         self._agent.require_usable()
         seconds = _check_seconds("timeout", timeout)
         deadline = time.monotonic() + (seconds or math.inf)
+        self._agent.leaving = True
         lost: list[str] = []
         leaks: list[str] = []
         patience = _HURRIED_CLOSE
@@ -206,8 +233,8 @@ class Worker:
             if graceful and not lost:
                 patience = _CLOSE  # nothing runs any more, so threads end at once
         finally:
-            self._agent.execution.leaving.set()
-            self._agent.membership.leave()
+            self._agent.execution.closing.set()
+            self._agent.membership.leave(ended=graceful)
             self.references.close()
             self.autograd.close()
             self.inspection.close()

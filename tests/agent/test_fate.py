@@ -10,12 +10,12 @@ from backhaul.agent.fate import Fate
 def test_a_new_fate_is_present_and_has_no_incarnation() -> None:
     fate = Fate()
     assert fate.state == "present"
-    assert fate.continues(1)
+    assert fate.continues("one")
     assert not fate.is_given_up(1e9, 1.0)
 
 
 def test_doubt_is_news_once_and_keeps_the_first_time_and_the_last_reason() -> None:
-    fate = Fate(7)
+    fate = Fate("seven")
     assert fate.doubt(10.0, "refused")
     assert not fate.doubt(12.0, "no route")
     assert fate.suspected
@@ -23,7 +23,7 @@ def test_doubt_is_news_once_and_keeps_the_first_time_and_the_last_reason() -> No
 
 
 def test_an_answer_ends_the_suspicion() -> None:
-    fate = Fate(7)
+    fate = Fate("seven")
     assert not fate.answered()
     fate.doubt(10.0, "refused")
     assert fate.answered()
@@ -33,7 +33,7 @@ def test_an_answer_ends_the_suspicion() -> None:
 
 
 def test_what_is_over_stays_over() -> None:
-    fate = Fate(7)
+    fate = Fate("seven")
     assert fate.end("killed", certain=True)
     assert not fate.end("silent", certain=False)
     assert not fate.doubt(1.0, "refused")
@@ -41,19 +41,19 @@ def test_what_is_over_stays_over() -> None:
     assert fate.over
     assert fate.certain
     assert fate.reason == "killed"
-    assert not fate.continues(7)
+    assert not fate.continues("seven")
 
 
 def test_an_incarnation_is_continued_only_by_itself() -> None:
-    fate = Fate(7)
-    assert fate.continues(7)
-    assert not fate.continues(8)
+    fate = Fate("seven")
+    assert fate.continues("seven")
+    assert not fate.continues("eight")
     fate.doubt(1.0, "refused")
-    assert fate.continues(7)
+    assert fate.continues("seven")
 
 
 def test_a_peer_is_given_up_after_the_whole_time_without_an_answer() -> None:
-    fate = Fate(7)
+    fate = Fate("seven")
     fate.doubt(100.0, "refused")
     assert not fate.is_given_up(159.9, 60.0)
     assert fate.is_given_up(160.0, 60.0)
@@ -63,7 +63,7 @@ def test_a_peer_is_given_up_after_the_whole_time_without_an_answer() -> None:
 
 
 def test_attempts_come_ever_more_rarely_but_once_a_second_and_at_the_end() -> None:
-    fate = Fate(7)
+    fate = Fate("seven")
     pauses = []
     for _ in range(8):
         fate.doubt(100.0, "refused")

@@ -11,9 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from liars import federation
+
 from backhaul import rpc
 from backhaul.worker import Worker
-from liars import federation
 
 TIMEOUT = 1.0
 SOON = 5.0

@@ -10,7 +10,6 @@ import itertools
 import logging
 import math
 import os
-import secrets
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
+import msgspec
 import torch
 
 from backhaul.agent.accounts import Accounts
@@ -25,6 +25,7 @@ from backhaul.agent.activity import Activity, Handling
 from backhaul.agent.calling import Calling
 from backhaul.agent.completions import Completions
 from backhaul.agent.door import PATIENCE, Door
+from backhaul.agent.endings import Ending, Endings
 from backhaul.agent.execution import Execution, name_for_people
 from backhaul.agent.farewell import Counts, Farewell
 from backhaul.agent.fates import Fates
@@ -38,6 +39,7 @@ from backhaul.agent.logs import link_logger, logged
 from backhaul.agent.membership import Member, Membership
 from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed
 from backhaul.agent.pool import Pool
+from backhaul.agent.presence import Presence
 from backhaul.agent.serving import Handler, Served, Serving
 from backhaul.agent.tracing import spanning, spanning_future
 from backhaul.agent.waiting import Vigils
@@ -69,9 +71,10 @@ from backhaul.wire.values import Codec
 
 _log = logging.getLogger(__name__)
 
-_INCARNATION_BITS = 62
 _CUT_OFF_SECONDS = 2.0
 _GREET_SECONDS = 2.0
+_REPLACEMENT_SECONDS = 300.0
+"""For how long a shutdown waits for a worker that the launcher restarts; the launcher ends all if it fails for good."""
 
 _MAX_GUESTS = 16
 _FOR_GUESTS = (Inspect, Ping)
@@ -102,8 +105,6 @@ class Agent:
         self._transport = transport
         self.closed = threading.Event()
         self.forked = False
-        self.incarnation = secrets.randbits(_INCARNATION_BITS) + 1
-        """Tells this worker from others that have had its name: see `fate`."""
         self._links: dict[int, Link] = {}
         self._routes: dict[To, Link] = {}
         self._lock = threading.Lock()
@@ -112,12 +113,17 @@ class Agent:
 
         self.on_connected: list[Callable[[WorkerInfo], None]] = []
         """Called, on any thread, when there is a new connection with a peer. For upper layers."""
+        self.on_replaced: list[Callable[[Member, Member], None]] = []
+        """Called, on any thread, when a process has taken the place of a member: what was known of the old one, and the
+        new one. Nothing of the old one is under way any more, and the new one has been given nothing yet."""
         self.inspect: Callable[[str, Mapping[str, Any]], Any] = _nothing_to_see
         """What is answered to those who look at this worker: topic and arguments to plain data. For upper layers."""
         self.idle_checks: list[Callable[[], bool]] = []
         """Whether nothing of an upper layer's is under way; asked before a graceful shutdown ends."""
 
         self._listeners: Sequence[Listener] = transport.listen()
+        self.endings = Endings()
+        """How other processes of this launch have ended."""
         try:
             if name is not None:  # what is wrong with its credentials, the others need not hear of
                 transport.introduce(name)
@@ -128,6 +134,7 @@ class Agent:
             self.devices = self._find_devices()
             """The GPUs that tensors may be on in messages, if some worker has a device map."""
         except BaseException:
+            self.endings.close()
             transport.close()
             raise
         self.observers = Observers()
@@ -162,12 +169,18 @@ class Agent:
         self.serving.on_end = self._served_ended
         self._handlers: dict[type[Any], Handler] = {}
         self.completions = Completions(self.pool, self.watch, self.observers)
+        self.presence = Presence(self.completions.add, {info.id for info in self.members()})
+        self.leaving = False
+        """This worker has been told to shut down: that others leave is no news."""
         self.vigils = Vigils(most_awake(options.busy_poll))
         self.listeners = Listeners(self.serving, self.watch, self.vigils, self._lines_to, self._handlers)
         self.watch.ticks = [self.serving.tick, self.completions.tick, self.listeners.tick]
         self.fates = Fates(self)
         """What has become of peers that cannot be reached."""
+        self.fates.on_suspected.append(self._told_lost)
         self.fates.on_over.append(lambda peer, _: membership.forget(peer.id))
+        self.fates.on_over.append(lambda peer, reason: self._told_lost(peer, _lost(peer, reason)))
+        self.fates.on_back.append(self.presence.came)
         self.farewell = Farewell(self, self.closed)
         self._door = Door(label + "-door", self._judge, self._let_in, patience=min(PATIENCE, options.connect_timeout))
         self._handlers |= {
@@ -191,11 +204,13 @@ class Agent:
         return WorkerDevices(self.me.name, found)
 
     def start(self) -> None:
-        """Let peers in. A newcomer to a dynamic group greets all others, so that they know of it without the store."""
+        """Let peers in. A newcomer greets all others, so that they know of it without the store."""
         self.watch.start()
         for listener in self._listeners:
             self.watch.add_listener(listener, self._door.visit)
-        if self.membership.dynamic:
+        if self.endings.expected:
+            self.watch.add_listener(self.endings, lambda _: self._read_news())
+        if self.membership.dynamic or self.membership.replaces:
             for info in self.members():
                 try:
                     if info != self.me:
@@ -399,22 +414,30 @@ class Agent:
                 if time.monotonic() >= deadline:
                     raise
 
-    def has_ended(self, info: WorkerInfo) -> bool:
-        """The machine itself says that the process of a worker has ended. False if it cannot be known here."""
+    def how_ended(self, info: WorkerInfo) -> str | None:
+        """How the process of a worker ended, if the machine itself says that it did. None if that is not known here."""
         addresses = self.link(info).addresses
         if addresses is None:
             try:
                 addresses = self.membership.find(info).addresses
             except UnknownWorkerError:
-                return True  # it was a member of a dynamic group, and has left it
-        return self._transport.is_over(addresses)
+                return "it has left the group"
+        if not self._transport.is_over(addresses):
+            return None
+        ending = self.endings.wait(addresses.pid) if addresses.host == self._transport.addresses.host else None
+        return "its process has ended" if ending is None else f"it {ending.ending}"
 
     def cut_off(self, rank: int) -> None:
         """End the connections with a worker that is as good as dead; returns when they have been read to the end."""
         link = self._links.get(rank)
+        name = "" if link is None else link.peer.name
+        self._end_lines(rank, WorkerLostError(f"worker {name!r} is lost: it does not answer", name))
+
+    def _end_lines(self, rank: int, lost: WorkerLostError) -> None:
+        """End the connections with a worker; returns when they have been read to the end."""
+        link = self._links.get(rank)
         if link is not None and (line := link.open) is not None:
-            name = line.peer.name
-            line.lose(WorkerLostError(f"worker {name!r} is lost: it does not answer", name))
+            line.lose(lost)
         for served in list(self.serving.lines):
             if served.peer.id == rank:
                 served.shutdown()
@@ -443,7 +466,7 @@ class Agent:
         try:
             line = self._connect(member, deadline, suspected=suspected)
         except WorkerLostError:
-            # In a dynamic group another may have taken its place since this worker heard of it.
+            # Another process may have taken its place since this worker heard of it.
             successor = self.membership.successor(member)
             if successor is None:
                 raise
@@ -485,7 +508,7 @@ class Agent:
                     link.came_up()
                     self.accounts.add(line)
                     if self.closed.is_set():  # close() may not have seen it
-                        line.lose(WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name))
+                        line.lose(self._shut_down())
                 return line
         except BackhaulError as error:
             self.accounts.count_error("connect", error)
@@ -495,8 +518,9 @@ class Agent:
                 self.serving.resumed()
 
     def _open(self, member: Member, deadline: float) -> Calling:
+        membership = self.membership
         hello = Hello(
-            self.membership.group, self.me.id, self.me.name, member.id, self._transport.addresses, self.incarnation
+            membership.group, self.me.id, self.me.name, member.id, self._transport.addresses, membership.incarnation
         )
         deadline = min(deadline, time.monotonic() + self.options.connect_timeout)
         try:
@@ -510,14 +534,17 @@ class Agent:
         except (AuthenticationError, ProtocolError) as error:
             raise type(error)(f"no connection to worker {member.name!r}: {error}") from error
         except ChannelClosed as error:
-            raise WorkerLostError(f"worker {member.name!r} cannot be reached: {error}", member.name) from error
+            pid = self._process_of(member)
+            ending = None if pid is None else self.endings.wait(pid)
+            how = f"cannot be reached: {error}" if ending is None else f"is lost: it {ending.ending}"
+            raise WorkerLostError(f"worker {member.name!r} {how}", member.name) from error
         if (welcome.id, welcome.name) != (member.id, member.name):
             channel.close()
             raise AuthenticationError(
                 f"at the address of worker {member.name!r} (rank {member.id}) answers {welcome.name!r} "
                 f"(rank {welcome.id})"
             )
-        self._greeted(member, welcome.incarnation)
+        self._greeted(msgspec.structs.replace(member, incarnation=welcome.incarnation), reached=True)
         if self.observers.active:
             self.observers.emit(LinkUp(peer=member.name, served=False))
         return Calling(
@@ -531,16 +558,77 @@ class Agent:
             unresponsive_after=self.options.unresponsive_after,
             deliver=self.listeners.deliver,
             on_lost=self._calling_lost,
+            explain=self._explain,
             ids=self._ids,
         )
 
-    def _greeted(self, member: Member, incarnation: int) -> None:
-        """A peer has proved who it is on a new line, which is not in use yet."""
-        link = self.link(member.info)
-        self.fates.greeted(link, incarnation)
-        link.addresses = member.addresses
-        for callback in list(self.on_connected):
-            callback(member.info)
+    def _process_of(self, member: Member) -> int | None:
+        """The process of a member, if the launcher of this worker may know how it ends."""
+        here = self._transport.addresses
+        known = self.endings.expected and member.addresses.pid and member.addresses.host == here.host
+        return member.addresses.pid if known else None
+
+    def is_replaced(self, info: WorkerInfo) -> bool:
+        """Whether the launcher starts another process in the place of a dead worker; True once that has come."""
+        member = self.membership.find(info)
+        pid = self._process_of(member)
+        ending = None if pid is None else self.endings.wait(pid)
+        if ending is None or not ending.replaced:
+            return False
+
+        def came() -> bool:
+            return self.closed.is_set() or self.membership.find(info).incarnation != member.incarnation
+
+        handling = self.serving.about_to_wait()
+        try:
+            with self.presence.changed:
+                return self.presence.changed.wait_for(came, _REPLACEMENT_SECONDS) and not self.closed.is_set()
+        finally:
+            if handling:
+                self.serving.resumed()
+
+    def _explain(self, peer: WorkerInfo, lost: WorkerLostError, then: Callable[[WorkerLostError], None]) -> None:
+        """Call ``then`` with why a peer is lost: at once, or, if the launcher is about to tell, soon and elsewhere."""
+        if not self.endings.expected:  # nearly always
+            then(lost)
+            return
+        try:
+            pid = self._process_of(self.membership.find(peer))
+        except BackhaulError:
+            pid = None
+        if pid is None or lost.explained:
+            then(lost)
+        elif self.endings.is_awaited(pid):
+            try:
+                self.pool.run(lambda: then(_because(lost, self.endings.wait(pid))))
+            except RuntimeError:  # no thread is available
+                then(lost)
+        else:
+            then(_because(lost, self.endings.of(pid)))
+
+    def _read_news(self) -> None:
+        """The launcher has told how processes ended: their workers are lost. Called by the watch thread."""
+        for ending in self.endings.read():
+            for info in self.members():
+                member = self.membership.find(info)
+                if info != self.me and self._process_of(member) == ending.pid:
+                    self._ended(member, ending)
+
+    def _ended(self, member: Member, ending: Ending) -> None:
+        """The process of a member is over."""
+        info = member.info
+        lost = WorkerLostError(f"worker {info.name!r} is lost: it {ending.ending}", info.name)
+        lost.explained = True
+        self.presence.lost(info, lost)
+        link = self._links.get(info.id)
+        if link is not None and (line := link.open) is not None:
+            line.lose(lost)
+        self.fates.end_later(info, f"it {ending.ending}", member.incarnation)
+
+    def _told_lost(self, peer: WorkerInfo, error: WorkerLostError) -> None:
+        """A peer is suspected or over."""
+        if not self.leaving:
+            self.presence.lost(peer, error)
 
     def _calling_lost(self, line: Calling, error: WorkerLostError) -> None:
         self._count_lost(self.link(line.peer))
@@ -600,20 +688,30 @@ class Agent:
         if link is not None:
             link.left = True
         self.membership.forget(line.peer.id)
+        if not self.leaving and line.peer.id != GUEST:
+            gone = WorkerLostError(f"worker {line.peer.name!r} has left the group", line.peer.name)
+            self.presence.lost(line.peer, gone)
         if link is not None and (calling := link.open) is not None:
             name = line.peer.name
             left = WorkerLostError(f"worker {name!r} has left the group", name)
+            left.explained = True
             self.pool.run(lambda: calling.lose(left))
 
     def _served_ended(self, served: Served, error: Exception) -> None:
         if served.peer.id == GUEST:
             return
-        link = self.link(served.peer)
-        link.ended(served)
-        self._count_lost(link)
-        name = served.peer.name
+        peer, name = served.peer, served.peer.name
         how = "has left the group" if served.said_goodbye else f"is lost: {error}"
-        self._connection_ended(served, served.peer, WorkerLostError(f"worker {name!r} {how}", name))
+        lost = WorkerLostError(f"worker {name!r} {how}", name)
+        lost.explained = served.said_goodbye
+        link = self.link(peer)
+        link.ended(served)
+
+        def end(lost: WorkerLostError) -> None:
+            self._count_lost(link)
+            self._connection_ended(served, peer, lost)
+
+        self._explain(peer, lost, end)
 
     def _let_in(self, channel: Channel, hello: Hello) -> None:
         self.pool.run(lambda: self._welcome(channel, hello))
@@ -625,11 +723,10 @@ class Agent:
             if self.closed.is_set():
                 guest.shutdown()
             return
-        member = Member(hello.id, hello.name, hello.addresses)
-        self.membership.met(member)
+        member = Member(hello.id, hello.name, hello.addresses, incarnation=hello.incarnation)
         peer = member.info
         served = Served(peer, logged(channel, self.me, peer, peer), self.serving)
-        self._greeted(member, hello.incarnation)
+        self._greeted(member, reached=False)
         self.link(peer).opened(served)
         self.accounts.add(served)
         if self.observers.active:
@@ -637,6 +734,24 @@ class Agent:
         self.serving.add(served)
         if self.closed.is_set():
             served.shutdown()
+
+    def _greeted(self, member: Member, *, reached: bool) -> None:
+        """A member has proved who it is on a new line, which is not in use yet; ``reached``: this worker opened it.
+
+        If it has taken the place of another process, that one is over, and the layers above know it when this returns.
+        """
+        link = self.link(member.info)
+        with link.greeting:
+            before = self.membership.met(member)
+            self.fates.greeted(link, member, reached=reached)
+            link.addresses = member.addresses
+            if before is not None:
+                for callback in list(self.on_replaced):
+                    callback(before, member)
+            for each in list(self.on_connected):
+                each(member.info)
+        if not link.fate.suspected:  # otherwise an examination says when it can be called
+            self.presence.came(member.info)
 
     def _judge(self, hello: Hello) -> Welcome:
         me = self.me
@@ -652,7 +767,7 @@ class Agent:
             refused = LEAVING
         else:
             refused = ""
-        return Welcome(me.id, me.name, refused, self.incarnation)
+        return Welcome(me.id, me.name, refused, self.membership.incarnation)
 
     def _judge_guest(self) -> str:
         """Why a guest is refused, if it is. It has no group and need not know who is here."""
@@ -713,6 +828,11 @@ class Agent:
         """Bytes of shared memory that carry large tensors."""
         return self._transport.memory()
 
+    def _shut_down(self) -> WorkerLostError:
+        lost = WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
+        lost.explained = True
+        return lost
+
     def close(self, wait: float) -> None:
         """Close everything, now. Waits at most ``wait`` seconds for functions that still run here."""
         with self._lock:
@@ -722,8 +842,11 @@ class Agent:
         deadline = time.monotonic() + wait
         for listener in self._listeners:
             self.watch.remove_listener(listener)
+        if self.endings.expected:
+            self.watch.remove_listener(self.endings)
+        self.endings.close()
         self._door.close()
-        gone = WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
+        gone = self._shut_down()
         for line in self.calling():
             line.say_goodbye()
             line.lose(gone)
@@ -747,7 +870,21 @@ class Agent:
         self.vigils.close()
         self.watch.abandon()
         self._door.abandon()
+        self.endings.abandon()
         self._transport.abandon()
+
+
+def _lost(peer: WorkerInfo, reason: str) -> WorkerLostError:
+    return WorkerLostError(f"worker {peer.name!r} is lost: {reason}", peer.name)
+
+
+def _because(lost: WorkerLostError, ending: Ending | None) -> WorkerLostError:
+    """The loss of a worker, with its cause if the launcher has told it."""
+    if ending is None:
+        return lost
+    found = WorkerLostError(f"worker {lost.worker!r} is lost: it {ending.ending}", lost.worker)
+    found.explained = True
+    return found
 
 
 def _nothing_to_see(topic: str, arguments: Mapping[str, Any]) -> Any:

@@ -92,6 +92,7 @@ class Calling(Line):
         unresponsive_after: float | None,
         deliver: Callable[[Line, Envelope], None],
         on_lost: Callable[[Calling, WorkerLostError], None],
+        explain: Callable[[WorkerInfo, WorkerLostError, Callable[[WorkerLostError], None]], None],
         ids: Iterator[int],
     ) -> None:
         super().__init__(peer, channel, serving)
@@ -102,6 +103,7 @@ class Calling(Line):
         self._patience = math.inf if unresponsive_after is None else unresponsive_after
         self._deliver = deliver
         self._on_lost = on_lost
+        self._explain = explain
         self._ids = ids
         self._state: LinkState[Sleeper] = LinkState(self._patience)  # guarded by _lock
         self._urgent: set[int] = set()  # slots whose futures have callbacks; some may be done
@@ -685,11 +687,16 @@ class Calling(Line):
             closes = self._state.close()
         if closes:
             self.close()
-        for slot in slots:
-            self._fail(slot, self._loss())
-        self._on_lost(self, reason)
-        if observers.active:
-            observers.emit(LinkLost(peer=self.peer.name, served=False, reason=str(reason)))
+
+        def end(reason: WorkerLostError) -> None:
+            self.lost = reason
+            for slot in slots:
+                self._fail(slot, self._loss())
+            self._on_lost(self, reason)
+            if observers.active:
+                observers.emit(LinkLost(peer=self.peer.name, served=False, reason=str(reason)))
+
+        self._explain(self.peer, reason, end)
 
     def _loss(self) -> WorkerLostError | None:
         """The loss as an exception of its own: one that several threads raise collects all their frames."""

@@ -72,7 +72,7 @@ class Execution:
         self.devices: WorkerDevices | None = None
         """The GPUs that tensors of messages may be on, if any."""
         self.accounts = Accounts()
-        self.leaving = threading.Event()
+        self.closing = threading.Event()
         """This worker is about to be closed: what peers ask for may not be there any more."""
         self.recording: Recording = NoRecording()
         self.tracing: Tracing | None = None
@@ -260,7 +260,7 @@ class Execution:
 
     def tell_failure(self, make: Callable[..., Any], error: BaseException, to: Peer) -> Frame:
         """The frame of a message about an exception: ``make(worker, type name, text, traceback, tree, refs)``."""
-        if isinstance(error, NotInitializedError) and self.leaving.is_set():
+        if isinstance(error, NotInitializedError) and self.closing.is_set():
             error = WorkerLostError(f"worker {self._me.name!r} has left the group", self._me.name)
         text = "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
         if self.on_failure is not None:

@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-A worker is known by its name and its *incarnation*, a number that it draws when it starts and tells in every greeting.
-A process that takes the place of another one has the same name and another incarnation.
+A worker is known by its name and its *incarnation*: random text that it draws when it starts, and tells in every
+greeting. A process that takes the place of another one has the same name and another incarnation.
 
 ::
 
@@ -36,8 +36,8 @@ class Fate:
 
     __slots__ = ("certain", "incarnation", "reason", "since", "state", "tries")
 
-    def __init__(self, incarnation: int = 0) -> None:
-        """``incarnation`` 0 means that the peer has not greeted yet."""
+    def __init__(self, incarnation: str = "") -> None:
+        """An empty ``incarnation`` means that the peer has not greeted yet."""
         self.incarnation = incarnation
         self.state: State = "present"
         self.reason = ""
@@ -55,9 +55,9 @@ class Fate:
     def over(self) -> bool:
         return self.state == "over"
 
-    def continues(self, incarnation: int) -> bool:
+    def continues(self, incarnation: str) -> bool:
         """Whether a peer that greets with that incarnation is still the one of this fate."""
-        return not self.over and self.incarnation in (0, incarnation)
+        return not self.over and self.incarnation in ("", incarnation)
 
     def doubt(self, now: float, reason: str) -> bool:
         """The peer cannot be reached. True if that is news."""

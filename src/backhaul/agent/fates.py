@@ -25,6 +25,7 @@ from backhaul.ids import GUEST, WorkerInfo
 
 if TYPE_CHECKING:
     from backhaul.agent.link import Link
+    from backhaul.agent.membership import Member
     from backhaul.agent.observing import Observers
     from backhaul.agent.pool import Pool
     from backhaul.options import RpcOptions
@@ -48,7 +49,7 @@ class Examiner(Protocol):
 
     def link(self, peer: WorkerInfo) -> Link: ...
     def is_reachable(self, info: WorkerInfo, seconds: float) -> bool: ...
-    def has_ended(self, info: WorkerInfo) -> bool: ...
+    def how_ended(self, info: WorkerInfo) -> str | None: ...
     def cut_off(self, rank: int) -> None: ...
 
 
@@ -60,6 +61,10 @@ class Fates:
         """Called with a peer and how it ended, on a thread that may wait, once for each incarnation."""
         self.on_present: list[Callable[[WorkerInfo], None]] = []
         """Called, on a thread that may wait, when a peer has answered after a connection with it had ended."""
+        self.on_suspected: list[Callable[[WorkerInfo, WorkerLostError], None]] = []
+        """Called with a peer that cannot be reached, and with what calls to it raise from now on."""
+        self.on_back: list[Callable[[WorkerInfo], None]] = []
+        """Called when a suspected peer has answered."""
         self._agent = agent
         self._lost_after = math.inf if agent.options.lost_after is None else agent.options.lost_after
         self._changed = threading.Condition()
@@ -89,28 +94,34 @@ class Fates:
                 self._schedule(peer, time.monotonic() + 0.1)
             _log.warning("what has become of worker %r is looked at later: %s", peer.name, error)
 
-    def greeted(self, link: Link, incarnation: int) -> None:
-        """A peer has greeted. Returns when an earlier incarnation of it has been given up."""
+    def greeted(self, link: Link, member: Member, *, reached: bool) -> None:
+        """A peer has greeted, or answered a greeting (``reached``).
+
+        Returns when an earlier incarnation of it has been given up.
+        """
+        incarnation = member.incarnation
         with self._changed:
             continues = link.fate.continues(incarnation)
         if not continues:
-            self.end(link.peer, "another process has taken its place")
+            self.end(link.peer, f"{member} has taken its place")
         with self._changed:
             if link.fate.over or not link.fate.continues(incarnation):
                 link.renew(incarnation)
             link.fate.incarnation = incarnation
-            if link.fate.suspected:
+            if link.fate.suspected and not reached:
                 self._schedule(link.peer, time.monotonic())
+        if reached:
+            self._answered(link)
 
-    def end(self, peer: WorkerInfo, reason: str, *, certain: bool = True, incarnation: int = 0) -> bool:
-        """An incarnation of a peer is over; without a number, the one that is known here. False if it was known.
+    def end(self, peer: WorkerInfo, reason: str, *, certain: bool = True, incarnation: str = "") -> bool:
+        """An incarnation of a peer is over; if none is named, the one that is known here. False if it was known.
 
         Returns when the layers above have been told.
         """
         link = self._agent.link(peer)
         with self._changed:
             fate = link.fate
-            if incarnation and fate.incarnation not in (0, incarnation):
+            if incarnation and fate.incarnation not in ("", incarnation):
                 return False
             if not fate.end(reason, certain=certain):
                 return False
@@ -126,7 +137,7 @@ class Fates:
             self._agent.observers.emit(Over(peer=peer.name, reason=reason, certain=certain))
         return True
 
-    def end_later(self, peer: WorkerInfo, reason: str, incarnation: int) -> None:
+    def end_later(self, peer: WorkerInfo, reason: str, incarnation: str) -> None:
         """The same, on another thread."""
 
         def end() -> None:
@@ -223,20 +234,26 @@ class Fates:
             if not agent.closed.is_set():
                 self._doubt(link, error)
             return
+        self._answered(link)
+        for callback in list(self.on_present):
+            callback(peer)
+
+    def _answered(self, link: Link) -> None:
         with self._changed:
             was_suspected = link.fate.answered()
             self._changed.notify_all()
         if was_suspected:
-            _log.warning("worker %r answers again", peer.name)
-            if agent.observers.active:
-                agent.observers.emit(Present(peer=peer.name))
-        for callback in list(self.on_present):
-            callback(peer)
+            _log.warning("worker %r answers again", link.peer.name)
+            if self._agent.observers.active:
+                self._agent.observers.emit(Present(peer=link.peer.name))
+            for callback in list(self.on_back):
+                callback(link.peer)
 
     def _doubt(self, link: Link, error: BackhaulError) -> None:
         peer = link.peer
-        if self._agent.has_ended(peer):
-            self.end(peer, "its process has ended")
+        how = self._agent.how_ended(peer)
+        if how is not None:
+            self.end(peer, how)
             return
         now = time.monotonic()
         with self._changed:
@@ -255,6 +272,10 @@ class Fates:
             )
             if self._agent.observers.active:
                 self._agent.observers.emit(Suspected(peer=peer.name, reason=str(error)))
+            refusal = self.refusal(link)
+            if refusal is not None:
+                for callback in list(self.on_suspected):
+                    callback(peer, refusal)
 
     def _schedule(self, peer: WorkerInfo, at: float) -> None:
         """Holds ``_changed``."""

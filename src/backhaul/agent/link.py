@@ -28,6 +28,8 @@ class Link:
         self.peer = peer
         self.connecting = threading.Lock()
         """Held by the thread that opens a line."""
+        self.greeting = threading.Lock()
+        """Held while it is found out whether the peer is another process than before."""
         self.calling: Calling | None = None
         """The line that this worker has opened last. It may be lost."""
         self.left = False
@@ -55,7 +57,7 @@ class Link:
         """There is a line with the peer."""
         return bool(self._served) or self.open is not None
 
-    def renew(self, incarnation: int) -> None:
+    def renew(self, incarnation: str) -> None:
         """Another process has taken the peer's place, or the peer comes back after it was given up."""
         self.fate = Fate(incarnation)
 

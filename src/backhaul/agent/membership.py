@@ -4,10 +4,15 @@ Under a prefix, the store holds::
 
     group               a random name of the group; the first to come sets it
     count               dynamic groups: how many ids were given out
-    member/<id>         the member's record; empty once it has left
+    member/<id>         the member's record; empty once it has left; ``ended`` once it has shut a fixed group down
 
 A fixed group (``world_size`` given) is complete when `join` returns. A dynamic group is looked
 up when a name or rank is not known yet.
+
+Each worker that joins draws an **incarnation**: a name for this process in this role. A process that dies may be
+replaced by another one of the same name and rank, whose record takes the place of the old one; of two that try, one
+gets it, and while the old one lives none does. The others learn of it by its greeting, or look the record up when the
+old process is not to be reached any more.
 
 What the store says is not trusted: records are decoded by type, and a peer is believed
 only after the greeting on its own connection.
@@ -39,6 +44,8 @@ _LONGEST_PAUSE = 0.1
 _PATIENCE = 0.05
 """Between two looks for members, this share of the time waited so far: nobody is noticed much later than needed."""
 _NAME_BYTES = 16
+_INCARNATION_BYTES = 6
+_ENDED = "ended"
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -48,6 +55,12 @@ class Member(msgspec.Struct, frozen=True):
     name: str
     addresses: Addresses
     devices: Devices = Devices()
+    incarnation: str = ""
+    """Tells this process from others that have had its name and rank."""
+
+    def __str__(self) -> str:
+        process = f", process {self.addresses.pid}" if self.addresses.pid else ""
+        return f"worker {self.name!r} (incarnation {self.incarnation or '?'}{process})"
 
     @property
     def info(self) -> WorkerInfo:
@@ -60,11 +73,14 @@ class Membership:
     def __init__(
         self, store: Store, world_size: int | None, is_there: Callable[[Addresses], bool] = lambda addresses: True
     ) -> None:
-        """``is_there`` says whether a worker still listens: a dead one's place in a dynamic group is free."""
+        """``is_there`` says whether a worker still listens: the place of a dead one is free."""
         self._store = store
         self._is_there = is_there
         self.world_size = world_size
         self.group = ""
+        self.incarnation = secrets.token_hex(_INCARNATION_BYTES)
+        self.replaces = False
+        """This worker has the place of one that was in the group before it, and has died or left."""
         self._lock = threading.Lock()
         self._by_id: dict[int, Member] = {}
         self._by_name: dict[str, Member] = {}
@@ -99,31 +115,36 @@ class Membership:
             self._refuse_taken(name, rank)
         elif rank is None or not 0 <= rank < self.world_size:
             raise OptionError(f"rank {rank} is not in 0..{self.world_size - 1} (world_size {self.world_size})")
-        me = Member(rank, f"worker{rank}" if name is None else name, addresses, devices)
-        before = self._store.compare_set(f"member/{rank}", "", _encode(me))
-        if before != _encode(me).encode():
-            taken = self._decode(before)
-            raise OptionError(
-                f"rank {rank} is taken by worker {taken.name if taken else '?'!r}; every worker needs its own"
-            )
+        me = Member(rank, f"worker{rank}" if name is None else name, addresses, devices, self.incarnation)
+        self._claim(me)
         self._me = me
         self._learn(me)
         if self.world_size is not None:
             self._gather(self.world_size, deadline, check)
         return me.info
 
-    def leave(self) -> None:
-        """Take this worker off a dynamic group's list."""
-        if self._me is not None and self.dynamic and not self._store_is_gone:
+    def leave(self, *, ended: bool = False) -> None:
+        """Take this worker off the list. ``ended``: its fixed group is over, and is not to be joined again."""
+        if self._me is not None and not self._store_is_gone:
             try:
-                self._store.set(f"member/{self._me.id}", "")
+                left = _ENDED if ended and not self.dynamic else ""
+                self._store.compare_set(f"member/{self._me.id}", _encode(self._me), left)
             except RuntimeError:
                 self._store_is_gone = True  # and with it the list
 
-    def met(self, member: Member) -> None:
-        """A member of a dynamic group has introduced itself."""
-        if self.dynamic:
-            self._learn(member)
+    def met(self, member: Member) -> Member | None:
+        """A member has introduced itself. If it has taken the place of another process, what was known of that one."""
+        with self._lock:
+            known = self._by_id.get(member.id)
+        if known is None or known.name != member.name:
+            if self.dynamic:
+                self._learn(member)
+            return None
+        if not member.incarnation or known.incarnation == member.incarnation:
+            return None
+        # Greetings do not tell about devices; a process in the same place has the same.
+        self._learn(msgspec.structs.replace(member, devices=known.devices))
+        return known if known.incarnation else None
 
     def members(self) -> list[WorkerInfo]:
         """All known members, by rank."""
@@ -153,12 +174,26 @@ class Membership:
         return member
 
     def successor(self, member: Member) -> Member | None:
-        """Who has taken the place of a member of a dynamic group, if somebody has."""
-        if not self.dynamic:
-            return None
-        self.refresh()
-        found = self._look_up(member.name)
+        """The process that has taken the place of a member, if one has."""
+        if self.dynamic:
+            self.refresh()
+            found = self._look_up(member.name)
+        else:
+            found = self._look_up(member.info)
+            if found is None or found.incarnation == member.incarnation:
+                found = self._look_again(member)
         return found if found is not None and found != member else None
+
+    def _look_again(self, member: Member) -> Member | None:
+        """The store's record of a member of a fixed group, which `met` is told of when that process greets."""
+        if self._store_is_gone:
+            return None
+        try:
+            found = self._decode(self._store.get(f"member/{member.id}"))
+        except RuntimeError as error:
+            self._lose_store(error)
+            return None
+        return found if found is not None and found.info == member.info else None
 
     def forget(self, id: int) -> None:
         """A member of a dynamic group has gone; it may come back elsewhere."""
@@ -178,8 +213,11 @@ class Membership:
         try:
             self._read_list()
         except RuntimeError as error:
-            self._store_is_gone = True
-            _log.warning("the store of this group is gone, so nobody can join it any more: %s", error)
+            self._lose_store(error)
+
+    def _lose_store(self, error: RuntimeError) -> None:
+        self._store_is_gone = True
+        _log.warning("the store of this group is gone, so nobody can join it any more: %s", error)
 
     def _read_list(self) -> None:
         count = self._store.add("count", 0)
@@ -217,6 +255,32 @@ class Membership:
             ) from error
         return rank
 
+    def _claim(self, me: Member) -> None:
+        """Write the record of this worker, in place of that of a dead one if need be. Raises `OptionError`."""
+        key, mine = f"member/{me.id}", _encode(me)
+        self.replaces = self._store.check([key])
+        found = self._store.compare_set(key, "", mine)
+        before = self._decode(found)
+        if before is not None and found != mine.encode() and not self.dynamic and not self._lives(before, me):
+            if before.name != me.name:
+                raise OptionError(
+                    f"rank {me.id} belongs to worker {before.name!r}, which has died: only a worker of that name takes "
+                    f"its place, not {me.name!r}"
+                )
+            found = self._store.compare_set(key, found.decode(), mine)
+        if found != mine.encode():
+            taken = self._decode(found)
+            raise OptionError(
+                f"rank {me.id} is taken by worker {taken.name if taken else '?'!r}; every worker needs its own"
+            )
+
+    def _lives(self, member: Member, me: Member) -> bool:
+        """Whether the process of a record is there. It is not if this process listens where that one did."""
+        here, there = me.addresses, member.addresses
+        if here.host == there.host and there.tcp is not None and here.tcp == there.tcp:
+            return False
+        return self._is_there(there)
+
     def _refuse_taken(self, name: str, rank: int) -> None:
         for member in list(self._by_id.values()):
             if member.name != name and member.id != rank:
@@ -236,9 +300,7 @@ class Membership:
         while missing:
             check()
             # Asked and not waited for: a store that waits in vain says so on standard error.
-            came = [id for id in missing if self._store.check([f"member/{id}"])]
-            for id in came:
-                self._learn(self._member_of_rank(id))
+            came = [id for id in missing if self._has_come(id)]
             missing = [id for id in missing if id not in came]
             now = time.monotonic()
             if missing and now > deadline:
@@ -249,9 +311,19 @@ class Membership:
             if not came:
                 time.sleep(min(max(_PATIENCE * (now - start), _SHORTEST_PAUSE), _LONGEST_PAUSE))
 
-    def _member_of_rank(self, id: int) -> Member:
+    def _has_come(self, id: int) -> bool:
+        """Whether there is a record of a member of a fixed group, which is known then."""
+        key = f"member/{id}"
+        if not self._store.check([key]) or not (record := self._store.get(key)):
+            return False
+        if record == _ENDED.encode():
+            raise MisuseError(f"this group has ended: rank {id} has shut it down")
+        self._learn(self._member_of_rank(id, record))
+        return True
+
+    def _member_of_rank(self, id: int, record: bytes) -> Member:
         """The store's record of a member of a fixed group, checked."""
-        member = self._decode(self._store.get(f"member/{id}"))
+        member = self._decode(record)
         if member is None or member.id != id:
             raise MisuseError(f"the store's record of rank {id} is not one; does another program use the store?")
         other = self._by_name.get(member.name)
@@ -285,3 +357,18 @@ class Membership:
 
 def _encode(member: Member) -> str:
     return msgspec.json.encode(member).decode()
+
+
+def goes_on(store: Store, rank: int, world_size: int, is_there: Callable[[Addresses], bool]) -> bool:
+    """Whether the fixed group that meets in this store is the one for a worker of that rank to join.
+
+    It is not if that worker has shut it down, or if it has died and so have all others.
+    """
+    keys = [f"member/{id}" for id in range(world_size)]
+    records = [store.get(key) if store.check([key]) else b"" for key in keys]
+    if _ENDED.encode() in records:
+        return False
+    members = [member for record in records if (member := Membership._decode(record)) is not None]
+    if not members:
+        return not store.check([keys[rank]])
+    return any(is_there(member.addresses) for member in members)

@@ -26,13 +26,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from backhaul.agent.interpreter import switch_interval
 
 if TYPE_CHECKING:
     from backhaul.agent.calling import Calling
-    from backhaul.transport.base import Listener
+
+
+class _Readable(Protocol):
+    def fileno(self) -> int: ...
+
+
+L = TypeVar("L", bound=_Readable)
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +58,7 @@ class Watch:
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
-        self._listeners: dict[int, tuple[Listener, Callable[[Listener], None]]] = {}
+        self._listeners: dict[int, tuple[Any, Callable[[Any], None]]] = {}
         self._lines: dict[int, Calling] = {}
         self.unread: set[Calling] = set()
         """Lines with futures that perhaps no thread waits for; some may have none left. For waiting threads to read."""
@@ -112,11 +118,12 @@ class Watch:
             if not self._silent:
                 os.eventfd_write(self._bell, 1)
 
-    def add_listener(self, listener: Listener, visit: Callable[[Listener], None]) -> None:
+    def add_listener(self, listener: L, visit: Callable[[L], None]) -> None:
+        """Have ``visit`` called with something that has a descriptor whenever that is readable."""
         self._listeners[listener.fileno()] = (listener, visit)
         self._epoll.register(listener.fileno(), select.EPOLLIN)
 
-    def remove_listener(self, listener: Listener) -> None:
+    def remove_listener(self, listener: _Readable) -> None:
         if self._listeners.pop(listener.fileno(), None) is not None:
             self._epoll.unregister(listener.fileno())
 

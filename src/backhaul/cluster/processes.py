@@ -12,25 +12,33 @@ import dataclasses
 import inspect
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import FunctionType, ModuleType, TracebackType
 from typing import IO, TYPE_CHECKING, Any, overload
 
-from backhaul.errors import MisuseError, WorkerLostError
+from backhaul.cluster import START_SECONDS
+from backhaul.errors import MisuseError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from backhaul.launch import interactive
 from backhaul.launch.main_module import describe, load
 from backhaul.launch.members import JOIN, Members, Start
 from backhaul.launch.prefix import PrefixedOutput, Write, wants_colour
 from backhaul.launch.session import Session
-from backhaul.launch.supervisor import Process, Sink, drop
+from backhaul.launch.supervisor import GRACE, Process, Sink, drop
 from backhaul.options import RpcOptions
 
 if TYPE_CHECKING:
     from backhaul.agent.future import Future
+    from backhaul.agent.retrying import Retry
     from backhaul.ids import WorkerInfo
     from backhaul.worker import Worker
+
+
+_SERVE = "backhaul.cluster.processes:serve"
+_LOOK_SECONDS = 0.2
 
 
 class LocalWorker:
@@ -63,9 +71,11 @@ class LocalWorker:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = -1.0,
+        *,
+        retry: Retry | int = 0,
     ) -> Any:
         """`backhaul.rpc.rpc_sync` to this worker."""
-        return self._driver.rpc_sync(self.name, func, args, kwargs, timeout)
+        return self._driver.rpc_sync(self.name, func, args, kwargs, timeout, retry=retry)
 
     def rpc_async(
         self,
@@ -73,9 +83,11 @@ class LocalWorker:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = -1.0,
+        *,
+        retry: Retry | int = 0,
     ) -> Future[Any]:
         """`backhaul.rpc.rpc_async` to this worker."""
-        return self._driver.rpc_async(self.name, func, args, kwargs, timeout)
+        return self._driver.rpc_async(self.name, func, args, kwargs, timeout, retry=retry)
 
 
 class Cluster(Sequence[LocalWorker]):
@@ -102,18 +114,20 @@ class Cluster(Sequence[LocalWorker]):
             )
         self._owner = os.getpid()
         self._closed = False
+        self._restarting = threading.Lock()
         main = sys.modules["__main__"]
         world_size = len(names) + 1
         session = Session()
         options = dataclasses.replace(
             options, init_method=session.init_method, secret=options.secret or bytes.fromhex(session.secret)
         )
-        starts = [
+        self._starts = starts = [
             Start(describe(main), sys.argv, each, rank, world_size, options) for rank, each in enumerate(names, 1)
         ]
+        self._env = env
         self._members = Members(session, _output() if output else drop)
         try:
-            loaded = self._members.start("backhaul.cluster.processes:serve", starts, env, timeout)
+            loaded = self._members.start(_SERVE, starts, env, timeout)
             with self._members.blamed(), _environment("BACKHAUL_RUNTIME_DIR", session.directory):
                 become_worker(Place(name, 0, world_size), options, self._members.require_all)
         except BaseException:
@@ -146,6 +160,44 @@ class Cluster(Sequence[LocalWorker]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(graceful=kind is None)
+
+    def restart(self, name: str, timeout: float = START_SECONDS) -> LocalWorker:
+        """Start another process in the place of worker ``name``, under its name and rank; returns that worker.
+
+        If the old process still runs, it is ended first. What it had is gone: references to its values raise
+        `WorkerLostError`, and calls go to the new one. It has the functions of this script or notebook, as the others
+        do. Returns when it can be called. Raises `WorkerLostError` with its last output if it does not start, and
+        `RpcTimeoutError` if it takes longer than ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        if self._closed:
+            raise MisuseError(f"this cluster is closed, and worker {name!r} with it; start another one")
+        found = [worker for worker in self._workers if worker.name == name]
+        if not found:
+            names = ", ".join(repr(worker.name) for worker in self._workers)
+            raise UnknownWorkerError(f"there is no worker {name!r} to restart; this cluster has {names}")
+        worker = found[0]
+        with self._restarting:
+            process = self._members.restart(_SERVE, self._starts[worker.info.id - 1], self._env, timeout)
+            self._await_joined(worker.info, process, deadline)
+            worker._process = process
+            self._shipper.repeat(lambda definitions: worker.rpc_sync(interactive.apply, (definitions,)))
+        return worker
+
+    def _await_joined(self, info: WorkerInfo, process: Process, deadline: float) -> None:
+        agent = self._driver.agent
+
+        def joined() -> bool:
+            return agent.membership.find(info).addresses.pid == process.pid
+
+        with agent.presence.changed:
+            while not joined():
+                if process.returncode is not None:
+                    process.over.wait(GRACE)
+                    raise self._members.lost_at_start(process, "while it joined the group again")
+                if time.monotonic() > deadline:
+                    raise RpcTimeoutError(f"worker {info.name!r} has not joined the group again in time")
+                agent.presence.changed.wait(_LOOK_SECONDS)
 
     def close(self, graceful: bool = True, timeout: float = 0) -> None:
         """Leave the group and end the workers; nothing if that was done already.

@@ -13,7 +13,8 @@ from backhaul.launch.guardian import Guardian
 from backhaul.launch.job import Outcome, run_job
 from backhaul.launch.prefix import PrefixedOutput, Write, wants_colour
 from backhaul.launch.session import Session
-from backhaul.launch.supervisor import Command, Supervisor
+from backhaul.launch.supervisor import Command, Process, Supervisor
+from backhaul.news import promise, tell
 from backhaul.options import HOST_VARIABLE, LOG_LEVEL_VARIABLE, LOG_LEVELS, METRICS_PORT_VARIABLE, RpcOptions
 from backhaul.security.keys import KEY_FILE_VARIABLE
 
@@ -22,11 +23,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "run",
         usage="backhaul run [-h] [-n N] [-m] [--names A,B,…] [--key-file FILE] [--host HOST] "
-        "[--metrics-port P] [--log-level LEVEL] [--dropin] [--no-color] SCRIPT [ARGS …]",
+        "[--metrics-port P] [--max-restarts N] [--log-level LEVEL] [--dropin] [--no-color] SCRIPT [ARGS …]",
         help="start a script in several worker processes on this machine",
         description="Start SCRIPT in N worker processes. Each finds its rank and the group in its environment, "
-        "so that backhaul.rpc.init_rpc() needs no arguments. The first worker that fails stops the others, "
-        "and its exit code is the launcher's.",
+        "so that backhaul.rpc.init_rpc() needs no arguments. The first worker that fails, and is not restarted, "
+        "stops the others, and its exit code is the launcher's.",
     )
     parser.add_argument("-n", "--nproc", type=int, default=1, metavar="N", help="number of workers (default: 1)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
@@ -38,6 +39,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=int,
         metavar="P",
         help="serve metrics for Prometheus on loopback: worker0 on port P, worker1 on P+1, …; 0 means any ports",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start workers that fail again, N times altogether; they take their places in the group (default: 0)",
     )
     parser.add_argument("--log-level", choices=LOG_LEVELS, metavar="LEVEL", help=f"log: {', '.join(LOG_LEVELS)}")
     parser.add_argument("--dropin", action="store_true", help="with Backhaul behind torch.distributed.rpc")
@@ -52,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     parser: argparse.ArgumentParser = options.parser
     if options.nproc < 1:
         parser.error(f"-n must be at least 1, not {options.nproc}")
+    if options.max_restarts < 0:
+        parser.error(f"--max-restarts must be at least 0, not {options.max_restarts}")
     names = _names(parser, options.names, options.nproc)
     given = _given(parser, options)
     if not options.module and not os.path.exists(options.script):
@@ -68,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
                 env["BACKHAUL_NAME"] = name
             commands.append(Command(name, argv, env))
         try:
-            outcome = _run(session, commands, colour=not options.no_color)
+            outcome = _run(session, commands, options.max_restarts, colour=not options.no_color)
         except BrokenPipeError:
             # Whoever read our output has gone (`| head`); end as SIGPIPE would have us end.
             # Python would still try to flush what is buffered.
@@ -78,17 +88,31 @@ def run(options: argparse.Namespace) -> int:
     return outcome.code
 
 
-def _run(session: Session, commands: list[Command], colour: bool) -> Outcome:
+def _run(session: Session, commands: list[Command], restarts: int, colour: bool) -> Outcome:
     output = PrefixedOutput(
         _writer(sys.stdout.buffer),
         _writer(sys.stderr.buffer),
         colour and wants_colour(sys.stdout),
         colour and wants_colour(sys.stderr),
     )
+    promise(session.directory)
+    left = restarts
+
+    def on_end(process: Process, again: bool) -> None:
+        nonlocal left
+        tell(session.directory, process.pid, process.ending, replaced=again)
+        if again:
+            left -= 1
+            print(
+                f"backhaul: {process.name} {process.ending}; it is restarted, and {left} restarts are left",
+                file=sys.stderr,
+                flush=True,
+            )
+
     guardian = Guardian(session.directory)
     try:
         with Supervisor(output, guardian) as supervisor:
-            return run_job(supervisor, commands)
+            return run_job(supervisor, commands, restarts=restarts, on_end=on_end)
     finally:
         guardian.close()
 

@@ -150,13 +150,21 @@ class Shipper:
                 with self._lock:
                     self._ship(name)
 
+    def repeat(self, send: Callable[[list[Definition]], None]) -> None:
+        """Have ``send`` called with all that was sent, for a worker that is new."""
+        with self._lock:
+            if self._sent:
+                send(list(self._sent.values()))
+
     def _ship(self, name: str) -> None:
         collection = _Collection(self._namespace, self._at_home)
         collection.add(name, user=None)
         fresh = [item for item in collection.definitions if self._sent.get(item.name) != item]
         if fresh:
             self._send(fresh)
-            self._sent.update((item.name, item) for item in fresh)
+            for item in fresh:  # in the order in which they were sent last
+                self._sent.pop(item.name, None)
+                self._sent[item.name] = item
         self._settled[name] = collection.touched
 
     def _is_settled(self, name: str) -> bool:

@@ -1,11 +1,14 @@
-"""All or nothing: the first worker that fails stops the others, and so does a signal to us."""
+"""All or nothing: the first worker that fails for good stops the others, and so does a signal to us.
+
+A worker that fails is started again as long as restarts are left, once its process group is gone.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from backhaul.launch.supervisor import GRACE, Command, Process, Supervisor
@@ -35,19 +38,48 @@ class _Cause:
         return True
 
 
-def run_job(supervisor: Supervisor, commands: Sequence[Command], grace: float = GRACE) -> Outcome:
+RESTARTS_VARIABLE = "BACKHAUL_RESTARTS"
+"""Tells a worker how often it has been restarted, if it has."""
+
+OnEnd = Callable[[Process, bool], None]
+"""Told of a process that has ended, and whether it is started again."""
+
+
+def run_job(
+    supervisor: Supervisor,
+    commands: Sequence[Command],
+    grace: float = GRACE,
+    restarts: int = 0,
+    on_end: OnEnd = lambda process, again: None,
+) -> Outcome:
     """Run ``commands`` to their end. Main thread only, since it handles signals.
 
-    SIGINT, SIGTERM and SIGHUP are passed on once; a second one kills at once.
+    Workers that fail are started again, ``restarts`` times altogether. SIGINT, SIGTERM and SIGHUP are passed on once; a
+    second one kills at once.
     """
     cause = _Cause()
+    times = [0] * len(commands)
+    leaving: list[Process] = []  # to be started again when they are over
     with _signals_stop(supervisor, cause, grace):
-        for command in commands:
-            supervisor.start(command)
-        while supervisor.active:
+        for index, command in enumerate(commands):
+            supervisor.start(command, index)
+        while supervisor.active or leaving:
             for process in supervisor.poll():
-                if process.returncode and cause.claim(Outcome(exit_code(process.returncode), process)):
+                again = bool(process.returncode) and sum(times) < restarts and cause.outcome is None
+                on_end(process, again)
+                if again:
+                    times[process.index] += 1
+                    leaving.append(process)
+                elif process.returncode and cause.claim(Outcome(exit_code(process.returncode), process)):
                     supervisor.stop(grace=grace)
+            for process in [process for process in leaving if process.over.is_set()]:
+                leaving.remove(process)
+                if cause.outcome is None:
+                    restarted = {RESTARTS_VARIABLE: str(times[process.index])}
+                    command = commands[process.index]
+                    supervisor.start(replace(command, env={**command.env, **restarted}), process.index)
+            if cause.outcome is not None:
+                leaving.clear()
     return cause.outcome or Outcome(0)
 
 

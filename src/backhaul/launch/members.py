@@ -7,17 +7,19 @@ How a worker starts, told over one pipe::
       <── the names it has then
       JOIN, when all are that far ──>     joins the group, and serves
 
-A worker that fails on the way ends, which its sentinel tells; the others are stopped.
+A worker that fails on the way ends, which its sentinel tells; the others are stopped. Later, a worker may be restarted:
+another process takes its place in the same way, and the others go on meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -27,6 +29,7 @@ from backhaul.launch.guardian import Guardian
 from backhaul.launch.main_module import MainModule
 from backhaul.launch.session import Session
 from backhaul.launch.supervisor import GRACE, Command, Process, Sink, Supervisor
+from backhaul.news import promise, tell
 from backhaul.options import RpcOptions
 
 _log = logging.getLogger(__name__)
@@ -67,6 +70,9 @@ class Members:
         self._thread = threading.Thread(target=self._run, name="backhaul-cluster", daemon=True)
         self._ended: list[Process] = []
         self._expected = True
+        self._stopping = False
+        self._dismissed: set[int] = set()  # processes that end because they are replaced
+        promise(session.directory)
 
     def start(self, entry: str, starts: Sequence[Start], env: Mapping[str, str], timeout: float) -> set[str]:
         """Start the workers and let them join; returns the names that all have in their ``__main__``.
@@ -76,17 +82,25 @@ class Members:
         """
         deadline = time.monotonic() + timeout
         pipes: list[Connection] = []
+
+        def begin(command: Command) -> Process:
+            process = self._supervisor.start(command)
+            self.processes.append(process)
+            return process
+
         try:
             try:
                 for start in starts:
-                    pipes.append(self._start_one(entry, start, env))
+                    pipes.append(self._start_one(entry, start, env, begin)[1])
             finally:
                 self._thread.start()
             with self.blamed():
                 for pipe, start in zip(pipes, starts, strict=True):
                     pipe.send(start)
+                sentinels = [process.sentinel for process in self.processes]
                 loaded = [
-                    self._await_names(pipe, start.name, deadline) for pipe, start in zip(pipes, starts, strict=True)
+                    self._await_names(pipe, start.name, sentinels, deadline)
+                    for pipe, start in zip(pipes, starts, strict=True)
                 ]
                 for pipe in pipes:
                     pipe.send(JOIN)
@@ -94,6 +108,44 @@ class Members:
             for pipe in pipes:
                 pipe.close()
         return set.intersection(*loaded)
+
+    def restart(self, entry: str, start: Start, env: Mapping[str, str], timeout: float) -> Process:
+        """End the worker of that name, if it runs, and let another process take its place; returns that.
+
+        It has been told to join the group when this returns. Raises as `start` does.
+        """
+        deadline = time.monotonic() + timeout
+        place = next(place for place, process in enumerate(self.processes) if process.name == start.name)
+        old = self.processes[place]
+        self._dismissed.add(old.pid)
+        self._supervisor.stop(only=old)
+        if not old.over.wait(GRACE):
+            self._supervisor.stop(signal.SIGKILL, only=old)
+            old.over.wait()
+        process, pipe = self._start_one(
+            entry, start, env, lambda command: self._supervisor.start_soon(command, old.index).result()
+        )
+        self.processes[place] = process
+        try:
+            pipe.send(start)
+            self._await_names(pipe, start.name, [process.sentinel], deadline)
+            pipe.send(JOIN)
+        except (OSError, EOFError) as error:
+            process.over.wait(GRACE)
+            raise self.lost_at_start(process, "while it was restarted") from error
+        except BaseException:
+            self._supervisor.stop(signal.SIGKILL, only=process)
+            raise
+        finally:
+            pipe.close()
+        return process
+
+    def lost_at_start(self, process: Process, when: str) -> WorkerLostError:
+        """The error for a process that has ended too early."""
+        return WorkerLostError(
+            f"worker {process.name!r} {process.ending} {when}. Its last output:\n{process.stderr_tail or '(none)'}",
+            process.name,
+        )
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
@@ -105,11 +157,7 @@ class Members:
             process = self._first_ended(patience=1.0 if isinstance(error, OSError | EOFError) else 0.0)
             if process is None:
                 raise
-            raise WorkerLostError(
-                f"worker {process.name!r} {process.ending} while the cluster was starting. Its last output:\n"
-                f"{process.stderr_tail or '(none)'}",
-                process.name,
-            ) from error
+            raise self.lost_at_start(process, "while the cluster was starting") from error
 
     def require_all(self) -> None:
         """Raise inside `blamed` if a worker has ended."""
@@ -130,6 +178,7 @@ class Members:
     def stop(self, grace: float = GRACE) -> None:
         """End the processes that are left, wait for them, and clean up."""
         self._expected = True
+        self._stopping = True
         if self._thread.ident is not None:
             self._supervisor.stop(grace=grace)
             self._thread.join()
@@ -137,7 +186,9 @@ class Members:
         self._guardian.close()
         self._session.close()
 
-    def _start_one(self, entry: str, start: Start, env: Mapping[str, str]) -> Connection:
+    def _start_one(
+        self, entry: str, start: Start, env: Mapping[str, str], begin: Callable[[Command], Process]
+    ) -> tuple[Process, Connection]:
         ours, theirs = Pipe()
         with theirs:
             # The search path first, and whole: -m would put the current directory, and a script
@@ -153,14 +204,13 @@ class Members:
                 pass_fds=[theirs.fileno()],
             )
             try:
-                self.processes.append(self._supervisor.start(command))
+                process = begin(command)
             except BaseException:
                 ours.close()
                 raise
-        return ours
+        return process, ours
 
-    def _await_names(self, pipe: Connection, name: str, deadline: float) -> set[str]:
-        sentinels = [process.sentinel for process in self.processes]
+    def _await_names(self, pipe: Connection, name: str, sentinels: list[int], deadline: float) -> set[str]:
         ready = wait([pipe, *sentinels], max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RpcTimeoutError(
@@ -179,8 +229,9 @@ class Members:
         return self._ended[0] if self._ended else None
 
     def _run(self) -> None:
-        while self._supervisor.active:
+        while self._supervisor.active or not self._stopping:
             for process in self._supervisor.poll():
                 self._ended.append(process)
-                if not self._expected and process.returncode:
+                tell(self._session.directory, process.pid, process.ending)
+                if not self._expected and process.returncode and process.pid not in self._dismissed:
                     _log.warning("worker %r %s", process.name, process.ending)

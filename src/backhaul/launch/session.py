@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
 import socket
-import tempfile
 from types import TracebackType
 
-LOOPBACK = "127.0.0.1"
+from backhaul.directories import PrivateDirectory
 
-# A unix socket's path holds 107 bytes, and workers add a file name to the directory's.
-_LONGEST_PARENT = 60
+LOOPBACK = "127.0.0.1"
 
 
 class Session:
     """A private directory, a secret and a free port; `close` removes the directory."""
 
     def __init__(self) -> None:
-        parent = tempfile.gettempdir()
-        if len(os.fsencode(parent)) > _LONGEST_PARENT:
-            parent = "/tmp"
-        self.directory = tempfile.mkdtemp(prefix="backhaul-", dir=parent)  # mode 0700
+        self._private = PrivateDirectory()
+        self.directory = self._private.path
         self.secret = secrets.token_hex(32)
         self.master_port = free_port()
 
@@ -45,7 +39,7 @@ class Session:
         }
 
     def close(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._private.remove()
 
     def __enter__(self) -> Session:
         return self

@@ -1,7 +1,7 @@
 """Starts processes, carries their output, notices their end and stops them.
 
 One thread drives a supervisor by calling `Supervisor.poll` in a loop; everything
-happens on that thread. Other threads and signal handlers may only call `stop`.
+happens on that thread. Other threads may only call `stop` and `start_soon`, signal handlers only `stop`.
 
 The life of a process::
 
@@ -22,6 +22,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -96,7 +97,8 @@ class Supervisor:
         os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
         # SimpleQueue.put may be interrupted by a signal handler that calls it again.
-        self._stops: SimpleQueue[tuple[int, float]] = SimpleQueue()
+        self._stops: SimpleQueue[tuple[int, float, Process | None]] = SimpleQueue()
+        self._starts: SimpleQueue[tuple[Command, int, Future[Process]]] = SimpleQueue()
         self._kill_at: float | None = None
         self._exited: list[Process] = []
         self._active: dict[int, Process] = {}
@@ -107,8 +109,11 @@ class Supervisor:
         """Whether some process is not over yet."""
         return bool(self._active)
 
-    def start(self, command: Command) -> Process:
-        """Start ``command``; its standard input is empty. Only before or between polls."""
+    def start(self, command: Command, index: int | None = None) -> Process:
+        """Start ``command``; its standard input is empty. Only before or between polls.
+
+        ``index`` is that of the process whose place it takes, if there is one.
+        """
         popen = subprocess.Popen(
             list(command.argv),
             env=dict(command.env),
@@ -121,7 +126,8 @@ class Supervisor:
             pass_fds=tuple(command.pass_fds),
         )
         self._guardian.watch(popen.pid)
-        process = Process(command.name, len(self._sentinels), popen.pid, _sentinel(popen.pid), popen)
+        index = len(self._sentinels) if index is None else index
+        process = Process(command.name, index, popen.pid, _sentinel(popen.pid), popen)
         self._active[process.pid] = process
         self._sentinels.append(process.sentinel)
         self._selector.register(process.sentinel, selectors.EVENT_READ, partial(self._on_exit, process))
@@ -131,12 +137,23 @@ class Supervisor:
                 self._selector.register(pipe, selectors.EVENT_READ, partial(self._on_output, process, stream))
         return process
 
-    def stop(self, signum: int = signal.SIGTERM, grace: float = GRACE) -> None:
+    def start_soon(self, command: Command, index: int) -> Future[Process]:
+        """A future of the process that the next `poll` starts, in the place of another. Safe from any thread."""
+        future: Future[Process] = Future()
+        self._starts.put((command, index, future))
+        self._wake()
+        return future
+
+    def stop(self, signum: int = signal.SIGTERM, grace: float = GRACE, only: Process | None = None) -> None:
         """Send ``signum`` to every process, and SIGKILL to those still there after ``grace`` seconds.
 
-        Safe from any thread and from a signal handler; returns at once, `poll` does it.
+        With ``only``, send it to that one, and nothing later. Safe from any thread and from a signal handler; returns
+        at once, `poll` does it.
         """
-        self._stops.put((signum, time.monotonic() + grace))
+        self._stops.put((signum, time.monotonic() + grace, only))
+        self._wake()
+
+    def _wake(self) -> None:
         try:
             os.write(self._wake_write, b"!")
         except BlockingIOError:
@@ -146,6 +163,7 @@ class Supervisor:
         """Wait for something to happen; return the processes that ended, in their order."""
         for key, _ in self._selector.select(self._patience()):
             key.data()
+        self._start_requested()
         self._send_stops()
         self._act_on_time()
         exited, self._exited = self._exited, []
@@ -177,12 +195,27 @@ class Supervisor:
     def _drain_wake(self) -> None:
         os.read(self._wake_read, _CHUNK)
 
+    def _start_requested(self) -> None:
+        while True:
+            try:
+                command, index, future = self._starts.get_nowait()
+            except Empty:
+                return
+            try:
+                future.set_result(self.start(command, index))
+            except BaseException as error:
+                future.set_exception(error)
+
     def _send_stops(self) -> None:
         while True:
             try:
-                signum, kill_at = self._stops.get_nowait()
+                signum, kill_at, only = self._stops.get_nowait()
             except Empty:
                 return
+            if only is not None:
+                if only.pid in self._active:
+                    _signal_group(only, signum)
+                continue
             for process in self._active.values():
                 _signal_group(process, signum)
             self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)

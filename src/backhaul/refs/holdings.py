@@ -24,6 +24,7 @@ from typing import Any
 from backhaul.agent.agent import Agent
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
+from backhaul.agent.membership import Member
 from backhaul.agent.observing import RefFreed, RefMade
 from backhaul.errors import (
     BackhaulError,
@@ -84,6 +85,7 @@ class Holdings:
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._names: dict[int, WorkerInfo] = {}
+        self._replaced: dict[int, str] = {}  # rank -> which process has taken the place of which
         self._flushing = False
         self._closed = False
         self._dropped: deque[RefId] = deque()  # filled by finalizers, without the lock
@@ -91,6 +93,7 @@ class Holdings:
         agent.register(Notices, self._on_notices)
         agent.on_connection_ended.append(self._on_connection_ended)
         agent.on_connected.append(self._on_connected)
+        agent.on_replaced.append(self._on_replaced)
         agent.fates.on_present.append(self._on_present)
         agent.fates.on_over.append(self._on_over)
         agent.idle_checks.append(self.idle)
@@ -419,6 +422,8 @@ class Holdings:
         """Holds the lock."""
         info = self._names.get(ref.owner)
         name = f"rank {ref.owner}" if info is None else info.name
+        if ref.owner in self._replaced:
+            return WorkerLostError(f"the value {ref} is gone: {self._replaced[ref.owner]}", name)
         return WorkerLostError(f"the value {ref} is gone: its owner, worker {name!r}, is lost or has freed it", name)
 
     # Deaths.
@@ -431,6 +436,17 @@ class Holdings:
                 self._sweep_ended.wait_for(lambda: self._closed or not self._counting.sweeping, _SUCCESSOR_WAITS)
             after = self._apply(self._counting.revived(peer.id))
         self._act(after)
+
+    def _on_replaced(self, before: Member, after: Member) -> None:
+        """Another process has the name and rank of a peer. That the old one is over has been dealt with."""
+        rank = before.id
+        text = f"{before}, which had it, is over, and {after} has its place and none of its values. Make the value anew"
+        with self._lock:
+            self._names[rank] = after.info
+            self._replaced[rank] = text
+            for ref in self._counting.used:
+                if ref.owner == rank:
+                    self._gone[ref] = self._lost_value(ref)
 
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, _: WorkerLostError) -> None:
         with self._lock:

@@ -34,7 +34,7 @@ from backhaul.remote_profile.profilers import is_on as profiler_is_on
 from backhaul.wire import callables
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Create, Fetch
+from backhaul.wire.messages import Create, Fetch, Mark
 from backhaul.wire.trees import Packing, Unpacking
 from backhaul.wire.values import Codec
 
@@ -93,7 +93,12 @@ class References:
         self._await_creation(ref, seconds)
         self._holdings.require(ref)
         to = self._holdings.info(ref.owner)
-        return self._agent.ask_now(to, lambda id, mark: Fetch(id, ref, mark), f"to_here of {ref}", seconds)
+
+        def fetch(id: int, mark: Mark | None) -> Fetch:
+            self._holdings.require(ref)  # once more: the connection may be with another process than before
+            return Fetch(id, ref, mark)
+
+        return self._agent.ask_now(to, fetch, f"to_here of {ref}", seconds)
 
     def local_value(self, ref: RefId) -> Any:
         return self._local(ref, time.monotonic() + self._seconds(-1.0))

@@ -50,9 +50,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     name: str
     to_id: int
     addresses: Addresses = Addresses()
-    """Where it can be called back: in a dynamic group this is how others learn of a newcomer."""
-    incarnation: int = 0
-    """Tells this process from others that have had its name: see `agent.fate`."""
+    """Where it can be called back: this is how others learn of a newcomer, or of a process that has taken its place."""
+    incarnation: str = ""
+    """Tells this process from others that have had its name and rank: see `agent.fate`."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -61,7 +61,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     id: int
     name: str
     refused: str = ""
-    incarnation: int = 0
+    incarnation: str = ""
 
 
 LEAVING = "it is shutting down"

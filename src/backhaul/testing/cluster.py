@@ -78,6 +78,27 @@ class InProcessCluster(Sequence[Worker]):
             if not worker.closed:
                 worker.shutdown(graceful=False)
 
+    def restart(self, rank: int) -> Worker:
+        """End a worker at once, unless that has happened, and make another one of its name and rank."""
+        before = self._workers[rank]
+        if not before.closed:
+            before.shutdown(graceful=False)
+        self._workers[rank] = self._make(rank, len(self._workers))
+        return self._workers[rank]
+
+    def _make(self, rank: int, size: int) -> Worker:
+        worker = Worker(
+            f"worker{rank}",
+            rank,
+            size,
+            store=self._store,
+            options=self._options,
+            transport=self._transport(),
+        )
+        if isinstance(self.network, Scheduler):
+            self.network.attach(worker.agent)
+        return worker
+
     def _transport(self) -> Transport:
         options = RpcOptions() if self._options is None else self._options
         transport: Transport = StreamTransport(options) if self._sockets else MemoryTransport(self.network, options)
@@ -90,17 +111,7 @@ class InProcessCluster(Sequence[Worker]):
 
         def make(rank: int) -> None:
             try:
-                worker = Worker(
-                    f"worker{rank}",
-                    rank,
-                    size,
-                    store=self._store,
-                    options=self._options,
-                    transport=self._transport(),
-                )
-                if isinstance(self.network, Scheduler):
-                    self.network.attach(worker.agent)
-                made[rank] = worker
+                made[rank] = self._make(rank, size)
             except BaseException as error:  # raised below, on the caller's thread
                 errors.append(error)
 

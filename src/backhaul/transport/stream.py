@@ -11,10 +11,10 @@ import contextlib
 import errno
 import os
 import socket
-import tempfile
 from collections.abc import Callable, Sequence
 
 from backhaul.devices.segments import MAX_NEW, DeviceLending, Placed
+from backhaul.directories import PrivateDirectory
 from backhaul.errors import OptionError, ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.security.credentials import can_tell, require_same_user
@@ -52,6 +52,26 @@ def host_id() -> str:
     """Names this machine as far as unix sockets reach."""
     boot = processes.boot_id()
     return f"{boot}/{socket.gethostname()}" if boot else socket.gethostname()
+
+
+def is_listening(addresses: Addresses, deadline: float) -> bool:
+    """Whether a process listens there, as far as can be seen from here.
+
+    A process that is stopped listens, since the kernel takes connections for it. A host that does not answer does not.
+    """
+    here = addresses.unix is not None and addresses.host == host_id()
+    try:
+        if addresses.unix is not None and here:
+            connect_unix(addresses.unix, deadline).close()
+        elif addresses.tcp is not None:
+            connect_tcp(*addresses.tcp, deadline).close()
+        else:
+            return False
+    except ChannelClosed:
+        return False
+    except TimeoutError:
+        return here  # its queue of connections is full
+    return True
 
 
 class StreamChannel(Channel):
@@ -283,7 +303,7 @@ class StreamTransport(Transport):
         self._host = host_id()
         self._addresses = Addresses(host=self._host)
         self._listeners: list[StreamListener] = []
-        self._directory: str | None = None
+        self._directory: PrivateDirectory | None = None
         self._path: str | None = None
 
     @property
@@ -346,14 +366,7 @@ class StreamTransport(Transport):
             raise
 
     def is_listening(self, addresses: Addresses, deadline: float) -> bool:
-        try:
-            line = self._reach(addresses, deadline)
-        except ChannelClosed:
-            return False
-        except TimeoutError:
-            return True
-        line.socket.close()
-        return True
+        return is_listening(addresses, deadline)
 
     def is_over(self, addresses: Addresses) -> bool:
         """Its process has ended, or it has closed its unix socket. What TCP says may come from the network."""
@@ -388,19 +401,19 @@ class StreamTransport(Transport):
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
         if self._directory is not None:
-            with contextlib.suppress(OSError):
-                os.rmdir(self._directory)
+            self._directory.remove()
 
     def abandon(self) -> None:
         for listener in self._listeners:
             listener.close()
+        if self._directory is not None:
+            self._directory.abandon()
 
     def _listen_unix(self) -> str:
         directory = os.environ.get(RUNTIME_DIR_VARIABLE)
         if directory is None or len(directory) > _MAX_UNIX_PATH - 32:
-            base = tempfile.gettempdir()
-            directory = tempfile.mkdtemp(prefix="backhaul-", dir=base if len(base) < 60 else "/tmp")
-            self._directory = directory
+            self._directory = PrivateDirectory()
+            directory = self._directory.path
         _require_private(directory)
         path = os.path.join(directory, f"{os.getpid()}-{os.urandom(4).hex()}")
         sock = socket.socket(sockets.UNIX, socket.SOCK_STREAM)

@@ -166,7 +166,7 @@ class Obituary(msgspec.Struct, frozen=True, array_like=True, tag=8):
     """This incarnation of a worker has ended: that is known, not guessed. See `agent.fate`."""
 
     rank: int
-    incarnation: int
+    incarnation: str
     reason: str
 
 

@@ -1,0 +1,166 @@
+"""Retrying: calls that the user declares repeatable are made again when their worker is lost.
+
+Only the loss of the worker that is called repeats a call: the connection ended, or the worker cannot be reached.
+Whether the function has run there is not known then, so the user has to say that it may run twice. What the function
+raises is never repeated, and a `WorkerLostError` that it raises, about another worker, is such an exception.
+
+Before each repetition the worker has to answer, itself or the process that has taken its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from backhaul.agent.future import Future
+from backhaul.errors import BackhaulError, MisuseError, OptionError, RemoteTraceback, WorkerLostError
+
+if TYPE_CHECKING:
+    from backhaul.agent.agent import Agent, To
+
+DEFAULT_WITHIN = 60.0
+_PROBE_SECONDS = 2.0
+_PAUSE = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Retry:
+    """A call may be repeated: ``times`` times at most, and not later than ``within`` seconds after the first loss."""
+
+    times: int
+    within: float = DEFAULT_WITHIN
+
+    def __post_init__(self) -> None:
+        if isinstance(self.times, bool) or not isinstance(self.times, int) or self.times < 0:
+            raise OptionError(f"retry: times={self.times!r} must be a whole number of repetitions")
+        if isinstance(self.within, bool) or not isinstance(self.within, int | float) or not self.within > 0:
+            raise OptionError(f"retry: within={self.within!r} must be a number of seconds")
+
+
+def checked(retry: Any) -> Retry:
+    """What the user gave as ``retry``: a `Retry`, or how often."""
+    return retry if isinstance(retry, Retry) else Retry(retry)
+
+
+class _Attempts:
+    """How often a call has been made, and may still be."""
+
+    def __init__(self, retry: Retry, arguments: Any) -> None:
+        self._retry = retry
+        self._left = retry.times
+        self._tensors = [(leaf, leaf._version) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        self.deadline = 0.0
+
+    def repeats(self, error: WorkerLostError) -> bool:
+        """Whether the call is to be made again after this error."""
+        if isinstance(error.__cause__, RemoteTraceback) or not self._left:
+            return False
+        now = time.monotonic()
+        self.deadline = self.deadline or now + self._retry.within
+        self._left -= 1
+        return now < self.deadline
+
+    def require_unchanged(self) -> None:
+        """Raise if a tensor is not any more what the first attempt has sent."""
+        if any(tensor._version != version for tensor, version in self._tensors):
+            raise MisuseError(
+                "a call with retry= cannot be repeated: a tensor among its arguments has been changed in place since "
+                "it was made. Leave the arguments alone until the call is done, or pass copies"
+            )
+
+
+class Retrying:
+    """Makes calls that may be repeated. Thread-safe."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._under_way = 0
+        agent.idle_checks.append(lambda: not self._under_way)
+
+    def call(self, to: To, retry: Retry, arguments: Any, call: Callable[[], Any]) -> Any:
+        """The value of ``call()``, made again if worker ``to`` is lost."""
+        attempts = _Attempts(retry, arguments)
+        while True:
+            try:
+                return call()
+            except WorkerLostError as error:
+                if not attempts.repeats(error) or not self._await(to, attempts.deadline):
+                    raise
+            attempts.require_unchanged()
+
+    def call_async(self, to: To, retry: Retry, arguments: Any, call: Callable[[], Future[Any]]) -> Future[Any]:
+        """A future of that. What is wrong with the call itself is raised at once."""
+        attempts = _Attempts(retry, arguments)
+        outer: Future[Any] = Future()
+        with self._lock:
+            self._under_way += 1
+
+        def settle(value: Any, error: BaseException | None = None) -> None:
+            with self._lock:
+                self._under_way -= 1
+            outer.settle(value, error)
+
+        def ended(done: Any) -> None:
+            try:
+                value = done.value()
+            except WorkerLostError as error:
+                lost(error)
+            except BaseException as error:
+                settle(None, error)
+            else:
+                settle(value)
+
+        def lost(error: WorkerLostError) -> None:
+            if attempts.repeats(error):
+                self._agent.pool.run(lambda: again(error))
+            else:
+                settle(None, error)
+
+        def again(error: WorkerLostError) -> None:
+            if not self._await(to, attempts.deadline):
+                settle(None, error)
+                return
+            try:
+                attempts.require_unchanged()
+                made = call()
+            except WorkerLostError as later:
+                lost(later)
+            except BaseException as wrong:
+                settle(None, wrong)
+            else:
+                made.when_done(ended)
+
+        try:
+            made = call()
+        except WorkerLostError as error:
+            lost(error)
+        except BaseException:
+            with self._lock:
+                self._under_way -= 1
+            raise
+        else:
+            made.when_done(ended)
+        return outer
+
+    def _await(self, to: To, deadline: float) -> bool:
+        """Wait until a worker answers. False at the deadline, or if this worker is shut down."""
+        agent = self._agent
+        describe = {"kind": "worker", "peer": str(to)}
+        with agent.serving.pause(lambda: describe):
+            while not agent.closed.is_set():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                try:
+                    return agent.is_reachable(agent.membership.find(to).info, min(left, _PROBE_SECONDS))
+                except BackhaulError:
+                    with agent.presence.changed:
+                        agent.presence.changed.wait(min(_PAUSE, max(0.0, deadline - time.monotonic())))
+        return False

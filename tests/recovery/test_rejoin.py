@@ -1,0 +1,195 @@
+"""A worker that died comes back under its name: stale references say so, new calls work, a second one is refused."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import backhaul.autograd as dist_autograd
+from backhaul import rpc
+from backhaul.errors import OptionError, WorkerLostError
+from backhaul.security.handshake import Hello, Welcome
+from backhaul.testing import InProcessCluster
+from backhaul.transport.base import Addresses, Channel, ChannelClosed
+from backhaul.transport.memory import MemoryTransport
+from backhaul.worker import Worker
+from crew import Crew, Hand
+
+held: dict[str, Any] = {}
+
+
+@pytest.fixture(params=["memory", "sockets"])
+def three(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
+    with InProcessCluster(3, sockets=request.param == "sockets") as workers:
+        yield workers
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.005)
+
+
+def number() -> int:
+    return 7
+
+
+def test_calls_in_both_directions_after_a_restart(three: InProcessCluster) -> None:
+    before = three[2].info
+    assert three[0].rpc_sync("worker2", number) == 7
+    assert three[2].rpc_sync("worker1", number) == 7
+    again = three.restart(2)
+    assert again.info == before
+    for there in range(2):
+        assert three[there].rpc_sync("worker2", number) == 7
+        assert three[there].rpc_sync(2, number) == 7
+        assert three[2].rpc_sync(f"worker{there}", number) == 7
+
+
+def test_a_worker_that_never_called_the_old_one_finds_the_new_one(three: InProcessCluster) -> None:
+    three.restart(2)
+    assert three[1].rpc_sync("worker2", number) == 7
+
+
+def test_a_stale_reference_says_which_process_had_the_value_and_which_is_there_now(three: InProcessCluster) -> None:
+    with three[0].as_current():
+        stale = rpc.remote("worker2", torch.ones, args=(2,))
+        assert stale.to_here().tolist() == [1.0, 1.0]
+        old = three[2].agent.membership.incarnation
+        new = three.restart(2).agent.membership.incarnation
+        for use in (stale.to_here, stale.rpc_sync().sum, lambda: rpc.rpc_sync("worker1", number, args=(stale,))):
+            with pytest.raises(WorkerLostError) as refusal:
+                use()
+            assert refusal.value.worker == "worker2"
+            assert f"worker 'worker2' (incarnation {old}" in str(refusal.value)
+            assert f"worker 'worker2' (incarnation {new}" in str(refusal.value)
+            assert "Make the value anew" in str(refusal.value)
+        assert rpc.remote("worker2", torch.ones, args=(2,)).to_here().tolist() == [1.0, 1.0]
+
+
+class Unsociable(MemoryTransport):
+    """Of a worker that can be called, and greets nobody."""
+
+    def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
+        raise ChannelClosed("not now")
+
+
+def test_a_stale_reference_of_a_worker_that_has_not_heard_of_the_restart() -> None:
+    """The first use makes the connection that tells of the new process: the request must not go there."""
+    with InProcessCluster(2) as pair:
+        with pair[0].as_current():
+            stale = rpc.remote("worker1", torch.ones, args=(2,))
+            stale.to_here()
+        pair[1].shutdown(graceful=False)
+        again = Worker("worker1", 1, 2, store=pair._store, transport=Unsociable(pair.network))
+        try:
+            with pair[0].as_current(), pytest.raises(WorkerLostError, match="is gone: "):
+                stale.to_here()
+        finally:
+            again.shutdown(graceful=False)
+
+
+def keep(value: Any) -> None:
+    held["stale"] = value
+
+
+def test_what_the_old_process_held_is_freed(three: InProcessCluster) -> None:
+    with three[0].as_current():
+        mine = rpc.RRef(torch.ones(3))
+        three[0].rpc_sync("worker2", keep, args=(mine,))
+    owned = three[0].references.counts
+    eventually(lambda: owned()["holders"] == 1)
+    three[2].agent.close(0.0)
+    three.restart(2)
+    three[0].rpc_sync("worker2", number)
+    eventually(lambda: owned()["holders"] == owned()["pinned"] == 0)
+    held.clear()
+    assert mine.local_value().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_gradients_through_the_new_process(three: InProcessCluster) -> None:
+    x = torch.randn(3, requires_grad=True)
+    for restarted in (False, True):
+        if restarted:
+            three.restart(2)
+        with three[0].as_current(), dist_autograd.context() as context:
+            y = rpc.rpc_sync("worker2", torch.mul, args=(x, x))
+            dist_autograd.backward(context, [y.sum()])
+            assert torch.equal(dist_autograd.get_gradients(context)[x], 2 * x.detach())
+
+
+def test_a_group_with_a_restarted_worker_shuts_down_gracefully(three: InProcessCluster) -> None:
+    three[0].rpc_sync("worker2", number)
+    three.restart(2)
+    three[1].rpc_sync("worker2", number)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda worker: worker.shutdown(timeout=20), three))
+
+
+def test_a_second_living_worker_of_one_name_is_refused(three: InProcessCluster) -> None:
+    began = time.monotonic()
+    with pytest.raises(OptionError, match="rank 2 is taken by worker 'worker2'; every worker needs its own"):
+        three._make(2, 3)
+    assert time.monotonic() - began < 1
+    assert three[0].rpc_sync("worker2", number) == 7
+
+
+def test_the_place_of_a_dead_worker_is_kept_for_its_name(three: InProcessCluster) -> None:
+    three[2].agent.close(0.0)  # it does not say that it leaves
+    with pytest.raises(OptionError, match="rank 2 belongs to worker 'worker2', which has died"):
+        Worker("other", 2, 3, store=three._store, transport=three._transport())
+
+
+# Real processes.
+
+
+def call(to: str) -> int:
+    return rpc.rpc_sync(to, os.getpid)
+
+
+def hold(to: str) -> None:
+    held["stale"] = rpc.remote(to, torch.ones, args=(2,))
+    held["stale"].to_here()
+
+
+def use() -> str:
+    try:
+        held["stale"].to_here(timeout=5)
+    except WorkerLostError as error:
+        return str(error)
+    return "no error"
+
+
+def init(place: dict[str, Any]) -> str:
+    try:
+        rpc.init_rpc(**place)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+def test_a_killed_process_is_replaced_by_another() -> None:
+    with Crew(3) as crew:
+        hold_before = crew[0].run(call, "worker2"), crew[0].run(hold, "worker2")
+        second = Hand(None, None)
+        try:
+            second.await_start()
+            began = time.monotonic()
+            assert "rank 2 is taken by worker 'worker2'" in second.run(init, crew.place(2, 3))
+            assert time.monotonic() - began < 5
+            crew[2].kill()
+            assert second.run(init, crew.place(2, 3)) == ""
+            assert crew[0].run(call, "worker2") == second.process.pid != hold_before[0]
+            assert crew[1].run(call, "worker2") == second.process.pid
+            text = crew[0].run(use)
+            assert f"process {hold_before[0]}" in text
+            assert f"process {second.process.pid}" in text
+        finally:
+            second.close()
