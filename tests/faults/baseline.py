@@ -7,11 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from backhaul import rpc
 from backhaul.worker import current
 from crew import Crew
+
+_BELL = "anon_inode:[eventfd]"  # of a thread that waits; kept for the next one
+_SPARE_BELLS = 8
 
 _found: dict[str, int] = {}
 
@@ -26,7 +28,8 @@ def counts() -> dict[str, int]:
         **{key: references[key] for key in ("values", "used", "pinned", "holders", "creations")},
         **autograd,
         "threads": sum(thread.name.startswith("backhaul") for thread in threading.enumerate()),
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": sum(name != _BELL for name in open_files()),
+        "bells": sum(name == _BELL for name in open_files()),
         **{f"memory {key}": value for key, value in memory.items()},
     }
 
@@ -40,9 +43,16 @@ def note() -> dict[str, int]:
 
 
 def await_back(seconds: float) -> dict[str, int]:
-    """Return when the worker has no more than it had. The pool keeps warm threads, up to ``num_worker_threads``."""
+    """Return when the worker has no more than it had.
+
+    Workers keep some threads warm, up to ``num_worker_threads``, and some bells of threads that have waited.
+    """
     spare = current().options.num_worker_threads
-    allowed = {**_found, "threads": max(_found["threads"], spare + 4)}
+    allowed = {
+        **_found,
+        "threads": max(_found["threads"], spare + 4),
+        "bells": _found["bells"] + _SPARE_BELLS,
+    }
     start = time.monotonic()
     while True:
         gc.collect()
@@ -53,7 +63,7 @@ def await_back(seconds: float) -> dict[str, int]:
         threading.Event().wait(0.02)
 
 
-def open_files() -> list[Any]:
+def open_files() -> list[str]:
     found = []
     for descriptor in os.listdir("/proc/self/fd"):
         try:

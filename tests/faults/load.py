@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -218,7 +219,7 @@ def assert_sound(books: list[Book], callees: list[dict[str, int]]) -> int:
     return sum(book.made for book in books)
 
 
-_EXPECTED = ("WorkerLostError", "WorkerUnresponsiveError", "RpcTimeoutError")
+_EXPECTED = ("WorkerLostError", "WorkerSuspectedError", "WorkerUnresponsiveError", "RpcTimeoutError")
 
 
 # References.
@@ -288,3 +289,99 @@ def await_runs(id: str, count: int, seconds: float = PATIENCE) -> None:
     while ran[id] != count:
         assert time.monotonic() - start < seconds, f"{id} ran {ran[id]} times, not {count}"
         threading.Event().wait(0.01)
+
+
+_large: list[Future[Outcome]] = []
+
+
+def start_large(to: str, elements: int) -> None:
+    """`send_large`, on a thread of its own."""
+    future: Future[Outcome] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(send_large(to, elements))
+        except BaseException as error:
+            future.set_exception(error)
+
+    _large.append(future)
+    threading.Thread(target=run, name="large").start()
+
+
+def large_done() -> bool:
+    return _large[-1].done()
+
+
+def large_outcome() -> Outcome:
+    return _large[-1].result(80.0)
+
+
+# The end.
+
+
+def shut_down(graceful: bool = True, timeout: float = 0) -> str:
+    """How a shutdown ended."""
+    try:
+        rpc.shutdown(graceful=graceful, timeout=timeout)
+    except rpc.BackhaulError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+# Limits.
+
+
+def try_large(to: str, elements: int) -> str:
+    """Send a tensor; "sent", or type and text of what is raised."""
+    try:
+        found = rpc.rpc_sync(to, total, args=(torch.ones(elements),), timeout=60)
+    except (rpc.BackhaulError, MemoryError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    assert found == elements, found
+    return "sent"
+
+
+def call_fresh(to: str) -> Outcome:
+    """A call over a new connection."""
+    for line in current().agent.calling():
+        if line.peer.name == to:
+            line.lose(rpc.WorkerLostError("the test closes it", to))
+    return call(to, who, timeout=8.0)
+
+
+def call_many(to: str, function: Any, count: int, seconds: float) -> list[str]:
+    """Calls at the same time, with a number each; what is wrong with each."""
+    futures: list[Any] = []
+    for number in range(count):
+        try:
+            futures.append(rpc.rpc_async(to, function, args=(str(number),), timeout=seconds))
+        except (rpc.BackhaulError, RuntimeError) as error:
+            futures.append(error)
+    found = []
+    for future in futures:
+        try:
+            if isinstance(future, BaseException):
+                raise future
+            future.wait()
+            found.append("")
+        except (rpc.BackhaulError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def p99(to: str, count: int) -> float:
+    """Of so many small calls, in seconds."""
+    took = []
+    for _ in range(count):
+        start = time.perf_counter()
+        rpc.rpc_sync(to, who)
+        took.append(time.perf_counter() - start)
+    return sorted(took)[int(0.99 * count)]
+
+
+def ask_without_reading(to: str, function: Any, size: int, count: int) -> None:
+    """Ask for large answers, and do not wait for them."""
+    _futures.extend(rpc.rpc_async(to, function, args=(size,)) for _ in range(count))
+
+
+_futures: list[Any] = []

@@ -121,10 +121,8 @@ class Trainer:
                     self.forward_backward(context)
                     began = True
                     self.optimizer.step(context)
-            except _ERRORS:
-                self.failures += 1
-                if time.monotonic() > deadline:
-                    raise
+            except _ERRORS as error:
+                self._failed(error, deadline)
                 if began:
                     self._until_good(lambda saved=saved: self.restore(saved), deadline)  # type: ignore[misc]
                 else:
@@ -146,10 +144,14 @@ class Trainer:
         while True:
             try:
                 return function()
-            except _ERRORS:
-                self.failures += 1
-                if time.monotonic() > deadline:
-                    raise
+            except _ERRORS as error:
+                self._failed(error, deadline)
+
+    def _failed(self, error: BaseException, deadline: float) -> None:
+        """Called in an except block: raise again what does not pass by itself."""
+        self.failures += 1
+        if time.monotonic() > deadline or "is gone" in str(error):
+            raise
 
     def compare(self) -> None:
         """Raise unless all parameters are those of the local run."""
@@ -262,11 +264,11 @@ def open_contexts(count: int) -> None:
 
     def run() -> None:
         context = dist_autograd.context()
-        context.__enter__()
+        id = context.__enter__()
         x = data(0)
         for stage in trainer().stages:
             x = stage(x)
-        _open.append((context, x))
+        _open.append((context, id, x))
 
     for _ in range(count):
         thread = threading.Thread(target=run)  # a thread is in one context at a time
@@ -275,6 +277,22 @@ def open_contexts(count: int) -> None:
 
 
 _open: list[Any] = []
+
+
+def backward_of_open() -> None:
+    """A pass over the graph of each open context."""
+    for _, id, x in _open:
+        dist_autograd.backward(id, [(x**2).sum()])
+
+
+def close_open() -> None:
+    for _, id, _ in _open:
+        current().autograd.leave(id)
+    _open.clear()
+
+
+def count_contexts() -> int:
+    return current().autograd.counts()["contexts"]
 
 
 def await_contexts(count: int, seconds: float) -> float:
