@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import socket
@@ -18,6 +17,7 @@ from backhaul import rpc
 from backhaul.security.keys import make_key_file
 from backhaul.worker import current
 from crew import Crew
+from hosts import become_host
 from mint import Mint
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make network namespaces")
@@ -25,21 +25,9 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make ne
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 PORT = 29555
 LONE = f"tcp://{ADDRESSES[0]}:29556"  # for who fails to join: a store counts how often each has come
-_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 # What runs on the hosts.
-
-
-def become_host() -> None:
-    """Leave this machine's network, and its name, for ones of this process's own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNET | _CLONE_NEWUTS) != 0:
-        raise OSError(ctypes.get_errno(), "unshare")
-    socket.sethostname(f"host-{os.getpid()}")
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    for variable in ("BACKHAUL_SECRET", "BACKHAUL_KEY_FILE", "BACKHAUL_HOST"):
-        os.environ.pop(variable, None)
 
 
 def plug_in(address: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,8 +48,10 @@ PATIENCE = 0.1
 
 
 class _ThreadState(threading.local):
-    counted = False  # this thread runs a request or a completion
-    owed = 0  # requests that it has run and that count until their replies are sent
+    def __init__(self) -> None:
+        self.running = 0  # requests and completions that this thread is in, since it began to wait
+        self.waiting: list[int] = []  # the same for each of its waits: a thread that waits may run what comes
+        self.owed = 0  # requests that it has run and that count until their replies are sent
 
 
 class Scheduler(Network):
@@ -59,6 +62,8 @@ class Scheduler(Network):
         self.seed = seed
         self.log: list[str] = []
         """Names of the receiving channels, in the order of delivery."""
+        self.before_delivery: list[Callable[[], None]] = []
+        """Called before each delivery, on the scheduler's thread, when the effects of the last one have died down."""
         self._random = random.Random(seed)
         self._changed = threading.Condition()
         # All guarded by _changed:
@@ -67,6 +72,8 @@ class Scheduler(Network):
         # By descriptor of the channel:
         self._in_hand: Counter[int] = Counter()  # messages that were read among replies and not yet handed out
         self._just_taken: Counter[int] = Counter()  # of those, by the read that is going on
+        self._delayed: dict[MemoryChannel, int] = {}  # for how many deliveries of others
+        self._closed: weakref.WeakSet[MemoryChannel] = weakref.WeakSet()
         self._awaited: list[Slot] = []  # what requests wait for
         self._running = 0  # requests and completions that run and do not wait
         self._holds = 0
@@ -86,11 +93,11 @@ class Scheduler(Network):
             act(self, event)
 
     def _began(self, _: Event) -> None:
-        self._state.counted = True
+        self._state.running += 1
         self._count(1)
 
     def _ended(self, event: Ended) -> None:
-        self._state.counted = False
+        self._state.running -= 1
         if event.replies:
             self._state.owed += 1
         else:
@@ -100,10 +107,10 @@ class Scheduler(Network):
         self._count(1)
 
     def _starts(self, _: Event) -> None:
-        self._state.counted = True
+        self._state.running += 1
 
     def _stops(self, _: Event) -> None:
-        self._state.counted = False
+        self._state.running -= 1
         self._count(-1)
 
     def _sent(self, event: Sent) -> None:
@@ -111,20 +118,23 @@ class Scheduler(Network):
             self._pay()
 
     def _waits(self, event: Waits) -> None:
-        if self._state.counted:
+        running, self._state.running = self._state.running, 0
+        self._state.waiting.append(running)
+        if running:
             self._pay()  # the thread that takes the lead sends those replies, and reads only then
             with self._changed:
                 if event.slot is not None:
                     self._awaited.append(event.slot)
-                self._running -= 1
+                self._running -= running
                 self._changed.notify_all()
 
     def _resumes(self, event: Resumes) -> None:
-        if self._state.counted:
+        running = self._state.running = self._state.waiting.pop()
+        if running:
             with self._changed:
                 if event.slot is not None:
                     self._awaited.remove(event.slot)
-                self._running += 1
+                self._running += running
 
     def _came(self, event: Came) -> None:
         with self._changed:
@@ -163,8 +173,20 @@ class Scheduler(Network):
             self._changed.notify_all()
         self._thread.join()
 
+    def delay(self, channel: MemoryChannel, deliveries: int) -> None:
+        """Let that many messages on other channels arrive before the next one on this channel, if there are as many."""
+        with self._changed:
+            self._delayed[channel] = deliveries
+
+    def drop(self, channel: MemoryChannel) -> None:
+        """Lose what is on its way to this channel."""
+        with self._changed:
+            self._queues.pop(channel, None)
+
     def post(self, to: MemoryChannel, data: bytes) -> None:
         with self._changed:
+            if to in self._closed:
+                return  # nobody would read it
             if not self._free:
                 self._queues.setdefault(to, deque()).append(data)
                 self._changed.notify_all()
@@ -178,6 +200,8 @@ class Scheduler(Network):
     def closed(self, channel: MemoryChannel) -> None:
         with self._changed:
             self._queues.pop(channel, None)
+            self._delayed.pop(channel, None)
+            self._closed.add(channel)
             self._in_hand.pop(channel.fileno(), None)
         self._settle(channel)
 
@@ -227,13 +251,22 @@ class Scheduler(Network):
                             channel.deliver(data)
                     self._queues.clear()
                     return
-                self._deliver_one()
+            for callback in self.before_delivery:
+                callback()
+            with self._changed:
+                if not (self._holds or self._free):
+                    self._deliver_one()
 
     def _deliver_one(self) -> None:
         """Holds _changed. Channels are drawn by name: their order must not depend on memory addresses."""
         channels = sorted(self._queues, key=lambda channel: channel.name)
         if not channels:
             return
+        channels = [channel for channel in channels if not self._delayed.get(channel)] or channels
+        for delayed in list(self._delayed):
+            self._delayed[delayed] -= 1
+            if self._delayed[delayed] <= 0:
+                del self._delayed[delayed]
         channel = self._random.choice(channels)
         queue = self._queues[channel]
         data = queue.popleft()

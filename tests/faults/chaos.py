@@ -1,0 +1,412 @@
+"""Chaos: a seeded simulation of training on a group whose workers die, come back, and lose sight of each other.
+
+One seed is one program::
+
+    python tests/faults/chaos.py SEED        # replays it, and prints all that happens
+    python tests/faults/chaos.py FROM TO     # runs many, and prints how much happened
+
+A program makes some training steps. Each worker but the first has a stage of the model. The first worker holds the
+references; any worker may drive a step, with references that it is given for it: calls through the stages, a backward
+pass, an optimizer step. Meanwhile connections are cut, with or without what is on its way, pairs of workers are parted
+and healed, messages are delayed, workers die and are replaced.
+
+What has to hold:
+
+- A step is right, or it fails with an error that names a worker; nothing takes forever.
+- A failed step has changed nothing before its optimizer was asked, and afterwards each stage has stepped or not.
+- No call runs twice.
+- A reference is never gone while its owner lives.
+- After the last healing everything works, and when the references are dropped, nothing is left anywhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from chaos_network import Group
+
+import backhaul.autograd as dist_autograd
+from backhaul import rpc
+from backhaul.errors import PartialError
+from backhaul.optim import DistributedOptimizer
+from backhaul.options import RpcOptions
+from backhaul.rpc import RRef
+
+WIDTH = 3
+RATE = 0.1
+PATIENCE = 10.0
+_MOST_ATTEMPTS = 40
+_LOST = (rpc.WorkerLostError, PartialError)
+
+
+class ChaosError(AssertionError):
+    """Something that must not happen has happened."""
+
+
+# What runs on the workers.
+
+
+class Stage:
+    """A layer on a worker. ``ran`` counts calls by their identity."""
+
+    def __init__(self, key: int, weight: Tensor) -> None:
+        self.key = key
+        self.weight = torch.nn.Parameter(weight)
+        self.ran: Counter[str] = Counter()
+        stages[key] = self
+
+    def parameter(self) -> torch.nn.Parameter:
+        return self.weight
+
+    def forward(self, id: str, x: Tensor) -> Tensor:
+        self.ran[id] += 1
+        return torch.tanh(x @ self.weight) + x
+
+
+stages: dict[int, Stage] = {}
+"""All that were ever made, by a key of their own: a look at memory that needs no messages."""
+
+asked: set[str] = set()
+"""Attempts that have come as far as the optimizer."""
+
+Part = tuple["RRef[Stage]", "RRef[torch.nn.Parameter]"]
+
+
+def parameter_of(stage: RRef[Stage]) -> torch.nn.Parameter:
+    return stage.local_value().weight
+
+
+def data(step: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def drive(id: str, step: int, parts: list[Part]) -> str:
+    """One attempt at a training step, by the worker that this runs on."""
+    with dist_autograd.context() as context:
+        x = data(step)
+        for stage, _ in parts:
+            x = stage.rpc_sync().forward(id, x)
+        dist_autograd.backward(context, [(x**2).sum()])
+        optimizer = DistributedOptimizer(torch.optim.SGD, [parameter for _, parameter in parts], lr=RATE)
+        asked.add(id)
+        optimizer.step(context)
+    return id
+
+
+# The program.
+
+
+class Program:
+    def __init__(self, seed: int, log: Callable[[str], None] = lambda text: None) -> None:
+        self._chance = Random(seed)
+        self._log = log
+        self.tally: Counter[str] = Counter()
+        stages.clear()
+        asked.clear()
+        options = RpcOptions(rpc_timeout=PATIENCE, unresponsive_after=None, probe_timeout=0.5, connect_timeout=2.0)
+        self._size = self._chance.choice([3, 3, 4])
+        self._group = Group(self._size, seed, options)
+        self._keys = 0
+        self._clock = 0
+        self._plan: list[tuple[int, Callable[[], None]]] = []
+        self._parts: dict[int, tuple[int, Part]] = {}  # by rank: the key of the stage, and references to it
+        self._twins: dict[int, Tensor] = {}  # by rank: the weight in one process
+        self._to_replace: set[int] = set()
+        self._deaths: set[int] = set()  # keys of stages that died
+        self._errors: list[BaseException] = []
+
+    def run(self) -> None:
+        try:
+            with self._group.workers[0].as_current():
+                for rank in range(1, self._size):
+                    self._make(rank)
+                self._group.scheduler.before_delivery.append(self._delivery)
+                for step in range(self._chance.choice([2, 3])):
+                    self._plan_faults()
+                    self._step(step)
+                self._plan.clear()
+                self._end()
+        finally:
+            self._parts.clear()
+            self._group.close()
+
+    # Faults.
+
+    def _plan_faults(self) -> None:
+        """What happens next, by the number of deliveries from now on."""
+        acts = [self._cut, self._cut, self._part, self._delay, self._kill]
+        for _ in range(self._chance.choice([0, 1, 1, 2, 3])):
+            act = self._chance.choice(acts)
+            self._plan.append((self._clock + self._chance.randrange(1, 40), act(self._chance.random())))
+        self._plan.sort(key=lambda each: each[0])
+
+    def _pair(self) -> tuple[int, int]:
+        a, b = self._chance.sample(range(self._size), 2)
+        return a, b
+
+    def _cut(self, draw: float) -> Callable[[], None]:
+        a, b = self._pair()
+
+        def act() -> None:
+            self._note("cuts", f"cut {a} - {b}")
+            self._group.cut(a, b, lose=draw < 0.5)
+
+        return act
+
+    def _part(self, draw: float) -> Callable[[], None]:
+        a, b = self._pair()
+
+        def act() -> None:
+            self._note("parts", f"part {a} - {b}")
+            self._group.part(a, b)
+            self._plan.append((self._clock + int(draw * 12), heal))
+
+        def heal() -> None:
+            self._note("heals", f"heal {a} - {b}")
+            self._group.heal(a, b)
+
+        return act
+
+    def _delay(self, draw: float) -> Callable[[], None]:
+        a, b = self._pair()
+
+        def act() -> None:
+            self._note("delays", f"delay {a} - {b}")
+            self._group.delay(a, b, 1 + int(draw * 10))
+
+        return act
+
+    def _kill(self, draw: float) -> Callable[[], None]:
+        rank = self._chance.randrange(1, self._size)
+
+        def act() -> None:
+            if rank in self._group.workers and len(self._group.workers) > 2:
+                self._note("deaths", f"kill {rank}")
+                if rank in self._parts:
+                    self._deaths.add(self._parts[rank][0])
+                self._group.kill(rank)
+                self._to_replace.add(rank)
+
+        return act
+
+    def _delivery(self) -> None:
+        """Called by the scheduler."""
+        self._clock += 1
+        self._act()
+
+    def _act(self) -> None:
+        for due in [each for each in self._plan if each[0] <= self._clock]:
+            self._plan.remove(due)
+            try:
+                due[1]()
+            except BaseException as error:  # raised where the program waits for its step
+                self._errors.append(error)
+
+    def _note(self, what: str, text: str) -> None:
+        self.tally[what] += 1
+        self._log(f"{self._clock:5} {text}")
+
+    # Steps.
+
+    def _make(self, rank: int, weight: Tensor | None = None) -> None:
+        """A stage on that worker, new or with the weight that the dead one had."""
+        if weight is None:
+            generator = torch.Generator().manual_seed(rank)
+            weight = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH
+        self._twins[rank] = weight.clone()
+        self._keys += 1
+        key = self._keys
+        stage = rpc.remote(f"worker{rank}", Stage, args=(key, weight))
+        parameter = rpc.remote(f"worker{rank}", parameter_of, args=(stage,))
+        stage.rpc_sync().parameter()
+        parameter.to_here()
+        self._parts[rank] = key, (stage, parameter)
+
+    def _step(self, step: int) -> None:
+        """Repeat a step until it is right."""
+        for attempt in range(_MOST_ATTEMPTS):
+            self._replace_dead()
+            parts = {rank: self._parts[rank] for rank in sorted(self._parts) if rank in self._group.workers}
+            after = self._expected(step, list(parts))
+            driver = self._chance.choice([0, 0, *parts])
+            id = f"{step}/{attempt}"
+            self._log(f"{self._clock:5} step {id} by {driver} over {list(parts)}")
+            begun = time.monotonic()
+            try:
+                self._attempt(driver, id, step, [part for _, part in parts.values()])
+            except _LOST as error:
+                self._failed(id, error, parts, after)
+            except rpc.RpcTimeoutError as error:
+                raise ChaosError(f"step {id} took {time.monotonic() - begun:.1f} s: {error}") from error
+            else:
+                self._check(parts, after, f"step {id} was good")
+                self._twins.update(after)
+                self.tally["steps"] += 1
+                return
+            if self._errors:
+                raise self._errors[0]
+            self._clock += 5  # nothing may be delivered while all are parted
+            self._act()
+        raise ChaosError(f"step {step} failed {_MOST_ATTEMPTS} times")
+
+    def _attempt(self, driver: int, id: str, step: int, parts: list[Part]) -> None:
+        if driver == 0:
+            drive(id, step, parts)
+        else:
+            rpc.rpc_sync(f"worker{driver}", drive, args=(id, step, parts))
+
+    def _failed(self, id: str, error: BaseException, parts: dict[int, Any], after: dict[int, Tensor]) -> None:
+        self._note("failures", f"step {id} failed: {type(error).__name__}: {error}")
+        if "is gone" in str(error) and not self._deaths:
+            raise ChaosError(f"step {id}: a reference was lost, and nobody had died: {error}") from error
+        for rank, (key, _) in parts.items():
+            if rank not in self._group.workers or key in self._deaths:
+                continue
+            weight = stages[key].weight.detach()
+            if not same(weight, self._twins[rank]):
+                if id not in asked:
+                    raise ChaosError(f"step {id} failed before its optimizer was asked, and stage {rank} has changed")
+                if not same(weight, after[rank]):
+                    raise ChaosError(f"step {id} left stage {rank} between two values")
+                self._settle(id)
+                with torch.no_grad():
+                    stages[key].weight.copy_(self._twins[rank])
+
+    def _settle(self, id: str) -> None:
+        """The optimizer was asked: wait until no part of the failed step can run any more."""
+        deadline = time.monotonic() + PATIENCE
+        while any(worker.agent.serving.detached for worker in list(self._group.workers.values())):
+            if time.monotonic() > deadline:
+                raise ChaosError(f"step {id}: something of it still runs")
+            time.sleep(0.001)
+
+    def _check(self, parts: dict[int, Any], after: dict[int, Tensor], what: str) -> None:
+        for rank, (key, _) in parts.items():
+            if key not in self._deaths and not same(stages[key].weight.detach(), after[rank]):
+                raise ChaosError(f"{what}, and the weight of stage {rank} is wrong")
+        twice = {id: count for stage in stages.values() for id, count in stage.ran.items() if count > 1}
+        if twice:
+            raise ChaosError(f"calls ran more than once: {twice}")
+
+    def _expected(self, step: int, ranks: list[int]) -> dict[int, Tensor]:
+        """The weights after a step over these stages, in one process."""
+        weights = [self._twins[rank].clone().requires_grad_() for rank in ranks]
+        x = data(step)
+        for weight in weights:
+            x = torch.tanh(x @ weight) + x
+        gradients = torch.autograd.grad((x**2).sum(), weights)
+        return {
+            rank: (weight - RATE * gradient).detach()
+            for rank, weight, gradient in zip(ranks, weights, gradients, strict=True)
+        }
+
+    def _replace_dead(self) -> None:
+        for rank in sorted(self._to_replace):
+            if self._chance.random() < 0.6:
+                self._to_replace.discard(rank)
+                self._parts.pop(rank, None)
+                self._note("rejoins", f"replace {rank}")
+                self._group.join(rank)
+                self._insist(lambda rank=rank: self._make(rank, self._twins[rank]))  # type: ignore[misc]
+
+    def _insist(self, function: Callable[[], Any]) -> Any:
+        """Repeat what may fail because of what happens meanwhile."""
+        for _ in range(_MOST_ATTEMPTS):
+            try:
+                return function()
+            except rpc.WorkerLostError as error:
+                self._log(f"{self._clock:5} again: {error}")
+                self._clock += 5
+                self._act()
+        raise ChaosError(f"{_MOST_ATTEMPTS} attempts failed")
+
+    # The end.
+
+    def _end(self) -> None:
+        """Heal; everything works; drop everything; nothing is left."""
+        self._group.heal()
+        for rank in self._parts:
+            self._check_healed(rank, time.monotonic() + PATIENCE)
+        if self._errors:
+            raise self._errors[0]
+        self._parts.clear()
+        for left in stages.values():
+            left.weight = None  # type: ignore[assignment]
+        self._await_nothing()
+
+    def _check_healed(self, rank: int, deadline: float) -> None:
+        key, (stage, _) = self._parts[rank]
+        while key not in self._deaths:
+            try:
+                found = stage.rpc_sync().parameter()
+            except rpc.WorkerLostError as error:
+                if time.monotonic() > deadline or "is gone" in str(error):
+                    raise ChaosError(f"after healing, stage {rank} cannot be used: {error}") from error
+                time.sleep(0.005)
+            else:
+                if not same(found.detach(), self._twins[rank]):
+                    raise ChaosError(f"after healing, stage {rank} has another weight")
+                return
+
+    def _await_nothing(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            left = {rank: found for rank, worker in self._group.workers.items() if (found := _left_on(worker))}
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                raise ChaosError(f"left over at the end: {left}")
+            gc.collect()
+            threading.Event().wait(0.002)
+
+
+def _left_on(worker: Any) -> dict[str, int]:
+    counts = {**worker.references.counts(), **worker.autograd.counts()}
+    return {key: value for key, value in counts.items() if value}
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def run(seeds: Iterable[int]) -> Counter[str]:
+    """Run the programs of these seeds; what happened in them. A `ChaosError` names the seed."""
+    tally: Counter[str] = Counter()
+    for seed in seeds:
+        program = Program(seed)
+        try:
+            program.run()
+        except ChaosError as error:
+            raise ChaosError(f"seed {seed}: {error}; replay it with: python tests/faults/chaos.py {seed}") from error
+        tally += program.tally
+        tally["programs"] += 1
+    return tally
+
+
+def main(arguments: list[str]) -> None:
+    torch.set_num_threads(1)
+    numbers = [int(text) for text in arguments]
+    start = time.monotonic()
+    if len(numbers) == 1:
+        program = Program(numbers[0], lambda text: print(f"{time.monotonic() - start:6.3f} s {text}"))
+        program.run()
+        print(dict(program.tally))
+        return
+    print(dict(run(range(*numbers))), f"in {time.monotonic() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,64 @@
+"""The table of faults: each test of a row says what it expects and what it has measured."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+TABLE_VARIABLE = "BACKHAUL_FAULT_TABLE"
+"""Set, it has the table printed at the end."""
+
+_measured = pytest.StashKey[list[str]]()
+_rows = pytest.StashKey[list[tuple[str, str, str, str]]]()
+
+
+class Measure:
+    """What a row has measured: `seconds` for what has a limit, `note` for the rest."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def seconds(self, what: str, found: float, within: float) -> None:
+        self._notes.append(f"{what} {found:.2f} s")
+        assert found < within, f"{what} took {found:.2f} s; allowed are {within} s"
+
+    def note(self, text: str) -> None:
+        self._notes.append(text)
+
+
+@pytest.fixture
+def measure(request: pytest.FixtureRequest) -> Measure:
+    return Measure(request.node.stash.setdefault(_measured, []))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: Any = yield
+    mark = item.get_closest_marker("fault")
+    if mark is not None and (call.when == "call" or report.skipped):
+        how = {"passed": "", "failed": "FAILED ", "skipped": "skipped "}[report.outcome]
+        if hasattr(report, "wasxfail"):
+            how = f"not yet ({report.wasxfail}) "
+        row, expected = mark.args
+        measured = how + "; ".join(item.stash.get(_measured, []))
+        item.config.stash.setdefault(_rows, []).append((row, expected, measured, item.name))
+    return report  # type: ignore[return-value]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    rows = config.stash.get(_rows, [])
+    if not rows or not os.environ.get(TABLE_VARIABLE):
+        return
+    terminalreporter.section("faults: row | expected | measured")
+    for row, expected, measured, name in rows:
+        terminalreporter.write_line(f"{row}")
+        terminalreporter.write_line(f"    expected  {expected}")
+        terminalreporter.write_line(f"    measured  {measured}")
+        terminalreporter.write_line(f"    test      {name}")

@@ -1,0 +1,387 @@
+"""What workers do while faults happen, and what must hold of it afterwards. Runs in the workers' processes.
+
+Each call has an identity of its own. Its callee notes that it ran, its caller notes each time its future resolves; so
+a call that ran twice, or a future that resolved twice or never, shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+
+from backhaul import rpc
+from backhaul.rpc import RRef
+from backhaul.worker import current
+
+PATIENCE = 30.0
+
+# Callee's side.
+
+ran: Counter[str] = Counter()
+_gates: dict[str, threading.Event] = {}
+_entered: dict[str, threading.Event] = {}
+
+
+def who() -> str:
+    return rpc.get_worker_info().name
+
+
+def once(id: str, x: torch.Tensor) -> torch.Tensor:
+    ran[id] += 1
+    return x + 1
+
+
+def gate(name: str) -> threading.Event:
+    return _gates.setdefault(name, threading.Event())
+
+
+def entered(name: str) -> threading.Event:
+    return _entered.setdefault(name, threading.Event())
+
+
+def block(name: str, seconds: float = 120.0) -> str:
+    """Run until the test opens the gate of that name."""
+    ran[name] += 1
+    entered(name).set()
+    gate(name).wait(seconds)
+    return name
+
+
+def block_via(to: str, name: str) -> str:
+    return rpc.rpc_sync(to, block, args=(name,), timeout=0)  # type: ignore[no-any-return]
+
+
+def await_entered(name: str) -> None:
+    assert entered(name).wait(PATIENCE), f"{name} was not called"
+
+
+def open_gate(name: str) -> None:
+    gate(name).set()
+
+
+def runs() -> dict[str, int]:
+    return dict(ran)
+
+
+# Caller's side.
+
+
+class Outcome(NamedTuple):
+    at: float
+    """When, on the clock of all processes."""
+    value: Any
+    error: str
+    """Type and text, or nothing."""
+    worker: str
+    """The worker that the error names as lost."""
+
+    @property
+    def kind(self) -> str:
+        return self.error.partition(":")[0]
+
+
+def outcome_of(function: Callable[[], Any]) -> Outcome:
+    try:
+        value = function()
+    except rpc.BackhaulError as error:
+        return Outcome(time.time(), None, f"{type(error).__name__}: {error}", getattr(error, "worker", ""))
+    return Outcome(time.time(), value, "", "")
+
+
+def call(to: str, function: Any, *args: Any, timeout: float = -1.0) -> Outcome:
+    return outcome_of(lambda: rpc.rpc_sync(to, function, args=args, timeout=timeout))
+
+
+def call_within(seconds: float, to: str, function: Any, *args: Any) -> Outcome:
+    return call(to, function, *args, timeout=seconds)
+
+
+def call_until_good(to: str, seconds: float) -> float:
+    """Call until one call works; how long it took."""
+    start = time.monotonic()
+    while True:
+        found = call(to, who, timeout=5.0)
+        if not found.error:
+            return time.monotonic() - start
+        assert time.monotonic() - start < seconds, f"no call works after {seconds} s: {found.error}"
+        threading.Event().wait(0.05)
+
+
+class Book(NamedTuple):
+    """What became of the calls that a worker made."""
+
+    made: int
+    good: list[str]
+    failed: dict[str, str]
+    """By identity: type and text of the error."""
+    unresolved: list[str]
+    resolved_twice: list[str]
+    wrong: list[str]
+
+
+class Calls:
+    """Calls to some workers, all the time."""
+
+    def __init__(self, workers: list[str], size: int, pause: float, timeout: float) -> None:
+        self._workers, self._size, self._pause, self._timeout = workers, size, pause, timeout
+        self._resolved: Counter[str] = Counter()
+        self._failed: dict[str, str] = {}
+        self._wrong: list[str] = []
+        self._made: list[str] = []
+        self._all_resolved = threading.Condition()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="calls")
+        self._thread.start()
+
+    def _run(self) -> None:
+        me = f"{who()}:{os.getpid()}"
+        for number, to in zip(itertools.count(), itertools.cycle(self._workers), strict=False):
+            if self._over.wait(self._pause):
+                return
+            self._call(f"{me}:{number}", to, torch.full((self._size,), float(number)))
+
+    def _call(self, id: str, to: str, x: torch.Tensor) -> None:
+        self._made.append(id)
+        try:
+            future = rpc.rpc_async(to, once, args=(id, x), timeout=self._timeout)
+        except rpc.BackhaulError as error:
+            self._note(id, error)
+            return
+        future.add_done_callback(lambda done: self._done(id, x, done))
+
+    def _done(self, id: str, x: torch.Tensor, done: Any) -> None:
+        try:
+            good = torch.equal(done.value(), x + 1)
+        except rpc.BackhaulError as error:
+            self._note(id, error)
+        else:
+            if not good:
+                self._wrong.append(id)
+            self._note(id, None)
+
+    def _note(self, id: str, error: BaseException | None) -> None:
+        with self._all_resolved:
+            self._resolved[id] += 1
+            if error is not None:
+                self._failed[id] = f"{type(error).__name__}: {error}"
+            self._all_resolved.notify_all()
+
+    def stop(self, seconds: float) -> Book:
+        """Make no more calls, and wait until all of them have resolved."""
+        self._over.set()
+        self._thread.join(PATIENCE)
+        with self._all_resolved:
+            self._all_resolved.wait_for(lambda: len(self._resolved) == len(self._made), seconds)
+        return Book(
+            len(self._made),
+            [id for id in self._made if self._resolved[id] and id not in self._failed],
+            self._failed,
+            [id for id in self._made if not self._resolved[id]],
+            [id for id, count in self._resolved.items() if count > 1],
+            self._wrong,
+        )
+
+
+_calls: list[Calls] = []
+
+
+def start_calls(workers: list[str], size: int = 8, pause: float = 0.002, timeout: float = 20.0) -> None:
+    _calls.append(Calls(workers, size, pause, timeout))
+
+
+def stop_calls(seconds: float = 30.0) -> list[Book]:
+    books = [calls.stop(seconds) for calls in _calls]
+    _calls.clear()
+    return books
+
+
+def assert_sound(books: list[Book], callees: list[dict[str, int]]) -> int:
+    """Every future resolved once, each call ran at most once, and those that were good ran. How many there were."""
+    counts: Counter[str] = Counter()
+    for each in callees:
+        counts.update(each)
+    for book in books:
+        assert not book.unresolved, f"{len(book.unresolved)} calls never resolved: {book.unresolved[:3]}"
+        assert not book.resolved_twice, book.resolved_twice[:3]
+        assert not book.wrong, f"wrong values: {book.wrong[:3]}"
+        strange = [text for text in book.failed.values() if not text.startswith(_EXPECTED)]
+        assert not strange, strange[:3]
+    twice = [id for id, count in counts.items() if count > 1]
+    assert not twice, f"ran more than once: {twice[:3]}"
+    return sum(book.made for book in books)
+
+
+_EXPECTED = ("WorkerLostError", "WorkerSuspectedError", "WorkerUnresponsiveError", "RpcTimeoutError")
+
+
+# References.
+
+_held: list[RRef[Any]] = []
+
+
+class Token:
+    """A value that only references lead to."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def get(self) -> int:
+        return self.number
+
+
+def hold(owner: str, count: int) -> None:
+    """Get references to new values of that worker, and keep them."""
+    new = [rpc.remote(owner, Token, args=(number,)) for number in range(count)]
+    for rref in new:
+        rref.rpc_sync(timeout=PATIENCE).get()
+    _held.extend(new)
+
+
+def read_all() -> list[Any]:
+    """The numbers behind all references that are kept here, or what is wrong with them."""
+    found: list[Any] = []
+    for rref in _held:
+        answer = outcome_of(lambda rref=rref: rref.rpc_sync(timeout=PATIENCE).get())  # type: ignore[misc]
+        found.append(answer.error or answer.value)
+    return found
+
+
+def let_go() -> None:
+    _held.clear()
+
+
+def values() -> int:
+    return current().references.counts()["values"]
+
+
+def await_values(count: int, seconds: float) -> float:
+    start = time.monotonic()
+    while (found := values()) != count:
+        assert time.monotonic() - start < seconds, f"after {seconds} s: {found} values, not {count}"
+        threading.Event().wait(0.01)
+    return time.monotonic() - start
+
+
+# Large tensors.
+
+
+def total(x: torch.Tensor) -> float:
+    return float(x.sum())
+
+
+def send_large(to: str, elements: int, timeout: float = 0) -> Outcome:
+    """Send a tensor of ones; the callee counts them."""
+    found = call(to, total, torch.ones(elements), timeout=timeout)
+    assert found.error or found.value == elements, found
+    return found
+
+
+def await_runs(id: str, count: int, seconds: float = PATIENCE) -> None:
+    start = time.monotonic()
+    while ran[id] != count:
+        assert time.monotonic() - start < seconds, f"{id} ran {ran[id]} times, not {count}"
+        threading.Event().wait(0.01)
+
+
+_large: list[Future[Outcome]] = []
+
+
+def start_large(to: str, elements: int) -> None:
+    """`send_large`, on a thread of its own."""
+    future: Future[Outcome] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(send_large(to, elements))
+        except BaseException as error:
+            future.set_exception(error)
+
+    _large.append(future)
+    threading.Thread(target=run, name="large").start()
+
+
+def large_done() -> bool:
+    return _large[-1].done()
+
+
+def large_outcome() -> Outcome:
+    return _large[-1].result(80.0)
+
+
+# The end.
+
+
+def shut_down(graceful: bool = True, timeout: float = 0) -> str:
+    """How a shutdown ended."""
+    try:
+        rpc.shutdown(graceful=graceful, timeout=timeout)
+    except rpc.BackhaulError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+# Limits.
+
+
+def try_large(to: str, elements: int) -> str:
+    """Send a tensor; "sent", or type and text of what is raised."""
+    try:
+        found = rpc.rpc_sync(to, total, args=(torch.ones(elements),), timeout=60)
+    except (rpc.BackhaulError, MemoryError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    assert found == elements, found
+    return "sent"
+
+
+def call_fresh(to: str) -> Outcome:
+    """A call over a new connection."""
+    for line in current().agent.calling():
+        if line.peer.name == to:
+            line.lose(rpc.WorkerLostError("the test closes it", to))
+    return call(to, who, timeout=8.0)
+
+
+def call_many(to: str, function: Any, count: int, seconds: float) -> list[str]:
+    """Calls at the same time, with a number each; what is wrong with each."""
+    futures: list[Any] = []
+    for number in range(count):
+        try:
+            futures.append(rpc.rpc_async(to, function, args=(str(number),), timeout=seconds))
+        except (rpc.BackhaulError, RuntimeError) as error:
+            futures.append(error)
+    found = []
+    for future in futures:
+        try:
+            if isinstance(future, BaseException):
+                raise future
+            future.wait()
+            found.append("")
+        except (rpc.BackhaulError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def p99(to: str, count: int) -> float:
+    """Of so many small calls, in seconds."""
+    took = []
+    for _ in range(count):
+        start = time.perf_counter()
+        rpc.rpc_sync(to, who)
+        took.append(time.perf_counter() - start)
+    return sorted(took)[int(0.99 * count)]
+
+
+def ask_without_reading(to: str, function: Any, size: int, count: int) -> None:
+    """Ask for large answers, and do not wait for them."""
+    _futures.extend(rpc.rpc_async(to, function, args=(size,)) for _ in range(count))
+
+
+_futures: list[Any] = []

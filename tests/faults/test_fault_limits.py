@@ -1,0 +1,221 @@
+"""Messages, memory, descriptors, threads and disks that are too large or exhausted: a clear error where it belongs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import baseline
+import limits
+import load
+import pytest
+import torch
+import training
+from conftest import Measure
+
+from backhaul import checkpoint, rpc
+from crew import Crew
+
+pytestmark = pytest.mark.timeout(200)
+
+RECOVERED_WITHIN = 5.0
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for mounts and cgroups")
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def crew(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
+    monkeypatch.setenv("BACKHAUL_SECRET", "5a" * 32)
+    with Crew(3, transport=request.param) as crew:
+        baseline.note_all(crew)
+        yield crew
+
+
+def join(place: dict[str, Any], changes: dict[str, Any]) -> None:
+    for name, value in changes.items():
+        setattr(place["rpc_backend_options"], name, value)
+    rpc.init_rpc(**place)
+
+
+def too_large(crew: Crew, elements: int, error: str, measure: Measure) -> None:
+    """Send worker1 what it cannot take: that call fails with this error, and nothing else does."""
+    crew[0].run(load.start_calls, ["worker1", "worker2"])
+    running = crew[2].start(load.call, "worker1", load.block, "unrelated")
+    crew[1].run(load.await_entered, "unrelated")
+    begun = time.time()
+    found = crew[0].run(load.try_large, "worker1", elements)
+    assert found.startswith(error), found
+    measure.note(found.splitlines()[0][:150])
+    measure.seconds("after", time.time() - begun, within=RECOVERED_WITHIN)
+    books = crew[0].run(load.stop_calls)
+    load.assert_sound(books, [crew[rank].run(load.runs) for rank in (1, 2)])
+    assert not books[0].failed, books[0].failed
+    crew[1].run(load.open_gate, "unrelated")
+    assert not running.result(20).error
+    crew[0].run(load.call_until_good, "worker1", RECOVERED_WITHIN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.xfail(strict=True, reason="issue 18, item 7")
+@pytest.mark.fault("a message larger than the callee's max_message_bytes", "that call fails and says so; no other does")
+def test_a_message_larger_than_the_limit(measure: Measure, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKHAUL_SECRET", "5a" * 32)
+    with Crew(3, group=False, transport=transport) as crew:
+        joining = [
+            hand.start(join, crew.place(rank, 3), {"max_message_bytes": 8 << 20} if rank == 1 else {})
+            for rank, hand in enumerate(crew)
+        ]
+        for each in joining:
+            each.result(60)
+        too_large(crew, 8 << 20, "BackhaulError", measure)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="issue 18, item 7")
+@pytest.mark.fault("a tensor larger than the callee's address space", "a MemoryError that names the size; no call fails")
+def test_a_tensor_larger_than_the_address_space(measure: Measure, crew: Crew) -> None:
+    crew[1].run(limits.limit_memory, 300 << 20)
+    too_large(crew, 256 << 20, "MemoryError", measure)
+    crew[1].run(limits.limit_memory, -1)
+    assert crew[0].run(load.try_large, "worker1", 256 << 20) == "sent"
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.xfail(strict=True, reason="issue 18, item 7")
+@pytest.mark.fault("a tensor larger than the callee's memory cgroup", "a MemoryError that names the size; it lives on")
+def test_a_tensor_larger_than_the_memory_cgroup(measure: Measure, crew: Crew) -> None:
+    assert crew[1].process.pid is not None
+    room = crew[1].run(limits.resident) + (200 << 20)
+    with limits.cgroup("memory", crew[1].process.pid, {"memory.limit_in_bytes": room}):
+        too_large(crew, 256 << 20, "MemoryError", measure)
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.fault("/dev/shm is full", "large tensors pass: segments do not need it")
+def test_no_room_in_dev_shm(measure: Measure) -> None:
+    with Crew(2, setup=tiny_shm) as crew:
+        baseline.note_all(crew)
+        assert crew[0].run(load.try_large, "worker1", 16 << 20) == "sent"
+        assert crew[1].run(load.try_large, "worker0", 16 << 20) == "sent"
+        measure.note("64 MiB went through a segment")
+        assert crew[0].run(shared_bytes) >= 64 << 20
+
+
+def tiny_shm() -> None:
+    limits.small_disk("/dev/shm", "4k")
+    limits.fill("/dev/shm/full")
+
+
+def shared_bytes() -> int:
+    from backhaul.worker import current
+
+    return sum(line.channel.shared for line in current().agent.calling())
+
+
+@pytest.mark.slow
+@pytest.mark.fault("no descriptor is left", "connections go on; a new one fails in 5 s; all works when there are some")
+def test_no_descriptors(measure: Measure, crew: Crew) -> None:
+    fresh = crew[2]
+    fresh.run(load.shut_down, False)
+    crew[1].run(limits.limit_descriptors, 0)
+    assert not crew[0].run(load.call, "worker1", load.who).error, "the connection that there is"
+    # Large tensors between processes of one host need a descriptor, or another way.
+    assert crew[0].run(load.try_large, "worker1", 4 << 20, timeout=30) in ("sent", "WorkerLostError"), "it says so"
+    begun = time.monotonic()
+    found = crew[1].run(load.call_fresh, "worker0")
+    measure.seconds("a new connection failed after", time.monotonic() - begun, within=RECOVERED_WITHIN + 5)
+    measure.note(found.error[:120])
+    crew[1].run(limits.limit_descriptors, -1)
+    begun = time.monotonic()
+    crew[0].run(load.call_until_good, "worker1", RECOVERED_WITHIN)
+    crew[1].run(load.call_until_good, "worker0", RECOVERED_WITHIN)
+    measure.seconds("recovered after", time.monotonic() - begun, within=RECOVERED_WITHIN)
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.fault("no thread is left", "calls wait or fail with an error that says so; the connection is not deaf")
+def test_no_threads(measure: Measure, crew: Crew) -> None:
+    """Nested calls need a thread each, and there is none: afterwards all works again, and the worker can leave."""
+    assert crew[1].process.pid is not None
+    with limits.cgroup("pids", crew[1].process.pid, {"pids.max": crew[1].run(limits.count_threads)}):
+        blocked = [crew[0].start(load.call_many, "worker1", load.block, 8, 20.0)]
+        found = crew[2].run(load.call_within, 10.0, "worker1", load.who)
+        measure.note(f"a call meanwhile: {found.error[:100] or 'good'}")
+        for number in range(8):
+            crew[1].run(load.open_gate, str(number))
+        outcomes = blocked[0].result(60)
+        measure.note(f"{sum(not text for text in outcomes)} of 8 blocking calls were good")
+        assert all(not text or "thread" in text or text.startswith("RpcTimeoutError") for text in outcomes), outcomes
+    begun = time.monotonic()
+    for rank in (0, 2):
+        crew[rank].run(load.call_until_good, "worker1", RECOVERED_WITHIN)
+    crew[1].run(load.call_until_good, "worker0", RECOVERED_WITHIN)
+    measure.seconds("recovered after", time.monotonic() - begun, within=RECOVERED_WITHIN)
+    assert crew[1].run(load.shut_down, False) == "done"
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.fault("the disk is full in a checkpoint", "save() raises and names the worker; the last one is intact")
+def test_no_disk(measure: Measure, tmp_path: Path) -> None:
+    with Crew(2, group=False) as crew:
+        crew[1].run(limits.small_disk, str(tmp_path), "256k")
+        # Each worker writes its share; only worker1's disk is small, and only worker1 has parameters.
+        joining = [hand.start(join, crew.place(rank, 2), {}) for rank, hand in enumerate(crew)]
+        for each in joining:
+            each.result(60)
+        crew[0].run(training.make_trainer, ["worker1"])
+        saved = str(tmp_path / "last")
+        assert crew[1].run(save_here, saved, 1000) == "saved"
+        begun = time.monotonic()
+        found = crew[1].run(save_here, saved, 1 << 20)
+        measure.seconds("failed after", time.monotonic() - begun, within=RECOVERED_WITHIN)
+        assert "No space left" in found, found
+        measure.note(found.splitlines()[0][:120])
+        assert crew[1].run(elements_of, saved) == 1000
+        assert crew[1].run(save_here, saved, 2000) == "saved"
+        assert crew[1].run(elements_of, saved) == 2000
+
+
+def save_here(path: str, elements: int) -> str:
+    try:
+        checkpoint.save({"values": torch.zeros(elements)}, path)
+    except (OSError, rpc.BackhaulError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def elements_of(path: str) -> int:
+    return int(checkpoint.read(path)["values"].numel())
+
+
+# A peer that does not read.
+
+
+def answer(size: int) -> torch.Tensor:
+    return torch.ones(size)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="issue 18, item 8")
+@pytest.mark.fault("a peer that stops reading", "the sender's memory is bounded; other peers' p99 is under twice as long")
+def test_a_peer_that_stops_reading(measure: Measure, crew: Crew) -> None:
+    import signal
+
+    before_p99 = crew[2].run(load.p99, "worker0", 500)
+    before = crew[0].run(limits.resident)
+    crew[1].run(load.ask_without_reading, "worker0", answer, 1 << 20, 200)
+    crew[1].signal(signal.SIGSTOP)
+    p99 = crew[2].run(load.p99, "worker0", 500)
+    time.sleep(3.0)
+    grown = crew[0].run(limits.resident) - before
+    crew[1].signal(signal.SIGCONT)
+    measure.note(f"grew by {grown >> 20} MiB for 200 replies of 4 MiB; p99 {before_p99 * 1e3:.1f} -> {p99 * 1e3:.1f} ms")
+    assert grown < 128 << 20
+    assert p99 < max(2 * before_p99, 0.02)
