@@ -214,6 +214,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "connect_timeout": _positive,
     "unresponsive_after": _seconds_or_none,
     "max_message_bytes": _count,
+    "max_unsent_bytes": _count,
     "busy_poll": _moment,
     "segment_pool_bytes": _bytes,
     "forbid_leaks": _flag,
@@ -247,6 +248,8 @@ class RpcOptions:
     - ``unresponsive_after``: seconds after which a peer that owes an answer and sends nothing at
       all counts as lost; None means never.
     - ``max_message_bytes``: larger messages are refused on receipt.
+    - ``max_unsent_bytes``: how much may wait to be sent to one peer, besides the message under way. Beyond that,
+      threads that send to the peer wait, and its next requests wait to begin; in a federation replies are refused.
     - ``busy_poll``: seconds that a thread in the middle of an exchange of short messages stays awake for the next one
       at the most; how long it really does follows from the last waits. 0 means never, None that it depends
       on the number of processors: 1 ms for each but one, up to 3 ms.
@@ -282,6 +285,7 @@ class RpcOptions:
     connect_timeout: float = 10.0
     unresponsive_after: float | None = 30.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    max_unsent_bytes: int = 64 << 20
     busy_poll: float | None = None
     segment_pool_bytes: int = 512 << 20
     forbid_leaks: bool = False

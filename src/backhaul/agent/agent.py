@@ -149,7 +149,14 @@ class Agent:
         self.execution.activity = self.activity
         self.execution.accounts = self.accounts
         self.serving = Serving(
-            self.pool, self.watch, self._handle, options.num_worker_threads, self.observers, self.activity
+            self.pool,
+            self.watch,
+            self._handle,
+            options.num_worker_threads,
+            self.observers,
+            self.activity,
+            options.max_unsent_bytes,
+            options.unresponsive_after,
         )
         if limits is not None:
             self.serving.guard = Guard(self.execution, self.permissions, limits)
@@ -546,7 +553,7 @@ class Agent:
         line.calls_started += 1
         frame = self.execution.run(envelope, line, line.reply_late)
         if frame is not None:
-            line.count_finished()
+            line.count_finished(releases=False)
         return frame
 
     def _on_inspect(self, line: Line, envelope: Envelope) -> Frame:

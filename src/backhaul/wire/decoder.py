@@ -9,6 +9,9 @@ The decoder is total: for any bytes it returns messages, waits for more, or rais
 `ProtocolError`, after which it must not be used again. Nothing is allocated because a
 header claims it: metadata is collected in a buffer that grows with what has arrived, and a
 large tensor's memory is reserved, not touched, until its bytes come.
+
+Slices of a large frame go to a second decoder, which sees a stream of whole frames as this one does. Its memory is what
+`writable()` gives out during a slice.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import msgspec
 import torch
 
 from backhaul.errors import ProtocolError
-from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, MAX_TABLE, PLACED, TRACED, VERSION
+from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
 from backhaul.wire.headers import split_places
 from backhaul.wire.messages import KINDS
 from backhaul.wire.tensors import Landing, land_small
@@ -64,8 +67,13 @@ class Decoder:
         max_message_bytes: int = 64 << 30,
         segments: Segments | None = None,
         max_head_bytes: int | None = None,
+        *,
+        sliced: bool = False,
     ) -> None:
-        """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes."""
+        """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes.
+
+        ``sliced``: its bytes come in slices, which have no slices in them.
+        """
         self._limit = max_message_bytes
         self._head_limit = max_message_bytes if max_head_bytes is None else max_head_bytes
         self._segments = segments
@@ -83,11 +91,18 @@ class Decoder:
         self._index = 0  # buffer of the landing that comes next
         self._places: Sequence[int] = ()  # segments of its buffers, if any lie in one
         self._place: memoryview | None = None  # the rest of a buffer that is received in place
+        self._sliced = sliced
+        self._large: Decoder | None = None  # of the frames that come in slices, once there has been one
+        self._slice = 0  # bytes of a slice that have not gone there
 
     def writable(self) -> memoryview:
         """Where the next bytes belong. Valid until the next call of any method."""
         if self._place is not None:
             return self._place
+        if self._large is not None:
+            self._look_for_slice()
+            if self._slice:
+                return self._large.writable()[: self._slice]
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._buffer) > _KEEP and self._wanted <= _KEEP:
@@ -99,18 +114,31 @@ class Decoder:
     def wrote(self, count: int) -> None:
         """The first ``count`` bytes of `writable()` have been written."""
         if self._place is None:
-            self._end += count
+            if self._slice and self._large is not None:
+                self._large.wrote(count)
+                self._slice -= count
+            else:
+                self._end += count
         else:
             self._place = self._place[count:] if count < len(self._place) else None
 
     def next(self) -> Envelope | None:
         """The next complete message, or None when more bytes are needed."""
         if self._landing is None:
+            if self._large is not None and (envelope := self._next_large()) is not None:
+                return envelope
             available = self._end - self._start
-            if available < self._wanted:
+            if available < self._wanted or self._in_slice():
                 return None
-            if not self._read_head(available):
-                return None
+            while not self._read_head(available):
+                if not self._in_slice():
+                    return None
+                # That was the header of a slice.
+                if (envelope := self._next_large()) is not None:
+                    return envelope
+                available = self._end - self._start
+                if available < HEADER.size or self._in_slice():
+                    return None
             if self._landing is None:
                 message, self._message = self._message, None
                 if self._tensor is None:
@@ -151,6 +179,9 @@ class Decoder:
             if version != VERSION:
                 raise ProtocolError(f"a frame of version {version}; this worker speaks version {VERSION}")
             if kind & ~_BITS not in KINDS or (kind & PLACED and (self._segments is None or not table)):
+                if kind == SLICE and payload and not (metadata or table or self._sliced):
+                    self._begin_slice(payload)
+                    return False
                 raise ProtocolError(f"a frame of unknown kind {kind}")
             if table > MAX_TABLE or size + payload > self._limit:
                 raise ProtocolError(
@@ -197,6 +228,40 @@ class Decoder:
         self._start = start + size
         self._wanted = HEADER.size
         return True
+
+    def _in_slice(self) -> bool:
+        """Bytes of a slice are to come."""
+        return self._slice > 0
+
+    def _begin_slice(self, size: int) -> None:
+        """The header at the beginning of the buffer is one of a slice."""
+        self._start += HEADER.size
+        self._slice = size
+        if self._large is None:
+            self._large = Decoder(self._limit, self._segments, self._head_limit, sliced=True)
+
+    def _look_for_slice(self) -> None:
+        """Begin a slice whose header has come, so that its bytes go where they belong at once."""
+        start = self._start
+        if self._slice or self._landing is not None or self._end - start != HEADER.size:
+            return
+        magic, version, kind, metadata, table, payload = HEADER.unpack_from(self._buffer, start)
+        if (magic, version, kind, metadata, table) == (MAGIC, VERSION, SLICE, 0, 0) and payload:
+            self._begin_slice(payload)
+
+    def _next_large(self) -> Envelope | None:
+        """The next complete message that came in slices."""
+        large = self._large
+        if large is None:
+            return None
+        while (envelope := large.next()) is None and self._slice and self._start < self._end:
+            room = large.writable()
+            count = min(len(room), self._slice, self._end - self._start)
+            room[:count] = self._view[self._start : self._start + count]
+            large.wrote(count)
+            self._start += count
+            self._slice -= count
+        return envelope
 
     def _read_trace(self, start: int, metadata: int) -> str:
         """The tracer's mark at the beginning of the metadata."""
