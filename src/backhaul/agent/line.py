@@ -42,6 +42,10 @@ def named(line: Line, envelope: Envelope) -> dict[str, Any]:
     return {"peer": line.peer.name, "kind": type(message).__name__, "call": getattr(message, "id", 0)}
 
 
+class Stalled(ChannelClosed):
+    """The peer takes nothing of what is sent."""
+
+
 class Line:
     """See the module's docstring. All methods are thread-safe."""
 
@@ -190,10 +194,10 @@ class Line:
                 afterwards()
         except (ChannelClosed, ProtocolError) as error:
             link_logger(self.peer.name).debug("= a reply finds nobody")
-            if departure is None and afterwards is not None:
-                afterwards()
-            elif isinstance(error, ProtocolError):
+            if departure is not None:
                 self._broke(error)
+            elif afterwards is not None:
+                afterwards()
         observers = self._serving.observers
         if observers.active:
             sent = Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=True, frames=count)
@@ -202,9 +206,10 @@ class Line:
     def _bounded(self, frame: Frame) -> Frame:
         """The reply to a call, or that it is refused: too many replies to this peer have not left."""
         guard = self._serving.guard
-        if guard is None or not frame.keep or self._outbox.waiting + frame.size <= self._serving.max_unsent_bytes:
+        waiting = self._outbox.waiting
+        if guard is None or not frame.keep or not waiting or waiting + frame.size <= self._serving.max_unsent_bytes:
             return frame
-        return guard.refuse_reply(self, frame, self._outbox.waiting)
+        return guard.refuse_reply(self, frame, waiting)
 
     def _put(self, frame: Frame, *, waits: bool, afterwards: Callable[[], None] | None = None) -> Departure | None:
         """Write a frame, or have it wait behind others. Holds ``_sending``. None if it has left."""
@@ -233,7 +238,10 @@ class Line:
             if duty:
                 self._pump_elsewhere()
             return
-        handling = self._serving.about_to_wait()
+        try:
+            handling = self._serving.about_to_wait()
+        except RuntimeError:  # the machine gives no more threads: nobody takes over what this one does
+            handling = False
         try:
             departure.pumps = departure.pumps or duty
             while not departure.left:
@@ -301,7 +309,7 @@ class Line:
                 if now - moved > self._serving.patience:
                     way = self.channel.way()
                     if way.arrived <= arrived:
-                        raise ChannelClosed(f"it has taken nothing of a message for {self._serving.patience:g} s")
+                        raise Stalled(f"it has taken nothing of a message for {self._serving.patience:g} s")
                     arrived, moved = way.arrived, now
                 reads = self._read_meanwhile()
                 if self.channel.wait(read=reads, write=True, timeout=min(_SEND_POLL, deadline - now)):

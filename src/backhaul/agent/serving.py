@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from backhaul.agent.activity import Activity, Description
-from backhaul.agent.line import Line, named
+from backhaul.agent.line import Line, Stalled, named
 from backhaul.agent.observing import Began, Ended, LinkLost, Observers, Queued, Read, Resumes, Starts, Stops, Waits
 from backhaul.agent.pool import Pool
 from backhaul.agent.role import Role
@@ -118,14 +118,13 @@ class Served(Line):
                 envelope = channel.next()
                 if envelope is None:
                     if self._out:
-                        self._send_held()
+                        self._send_held(token)
                     channel.read(None)
                     if observers.active:
                         observers.emit(Read(peer=self.peer.name, line=self.descriptor))
                     continue
                 if outbox.full and isinstance(envelope.message, _REQUESTS):
-                    if self._out:
-                        self._send_held()
+                    self._send_held(token)
                     self.await_room()
                 if guard is not None:
                     refused = guard(self, envelope)
@@ -147,11 +146,17 @@ class Served(Line):
                 if observers.active:
                     failed = frame is not None and is_failure(frame)
                     observers.emit(Ended(**named(self, envelope), replies=frame is not None, failed=failed))
+                if frame is not None and frame.keep:
+                    # It refers to the user's own tensors: the next request of this thread may change them. If it has to
+                    # wait for room, this thread gives away the lead.
+                    self._send_held(token)
+                    self.reply(frame, releases=charged)
+                    frame = None
                 state.handling = False
                 state.lead = None
                 with self._lock:
                     leading = role.finish(token)
-                    if leading and frame is not None and not frame.keep:
+                    if leading and frame is not None:
                         self._out.append(frame)
                         self._out_bytes += frame.size
                         self._out_charged += charged
@@ -161,15 +166,8 @@ class Served(Line):
                     if frame is not None:
                         self.reply(frame, releases=charged)
                     return
-                if frame is None:
-                    continue
-                if frame.keep:
-                    # It refers to the user's own tensors: the next request may change them.
-                    if self._out:
-                        self._send_held()
-                    self.reply(frame, releases=charged)
-                elif len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES:
-                    self._send_held()
+                if frame is not None and (len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES):
+                    self._send_held(token)
         except Exception as error:
             state.handling = False
             state.lead = None
@@ -223,14 +221,18 @@ class Served(Line):
             self.reply(join(held), len(held), charged)
         self._lead(token)
 
-    def _send_held(self) -> None:
-        """Send the held replies. Only the leader calls it, and not while it runs a request."""
-        held, self._out, self._out_bytes = self._out, [], 0
-        charged, self._out_charged = self._out_charged, 0
+    def _send_held(self, token: int) -> None:
+        """Send the held replies, unless the lead has been passed on: then its new holder does."""
+        with self._lock:
+            if not self._out or not self._role.holds(token):
+                return
+            held, self._out, self._out_bytes = self._out, [], 0
+            charged, self._out_charged = self._out_charged, 0
         self.reply(join(held), len(held), charged)
 
     def _broke(self, error: Exception) -> None:
-        _log.warning("closing the connection from %s: %s", self.peer.name, error)
+        if isinstance(error, Stalled):
+            _log.warning("closing the connection from %s: %s", self.peer.name, error)
         self.shutdown()  # the leader notices
 
     def _end(self, error: Exception) -> None:

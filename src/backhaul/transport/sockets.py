@@ -37,8 +37,8 @@ _USER_TIMEOUT_MS = 15_000
 
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 _SIOCOUTQ = 0x5411
-# Of struct tcp_info: the size of a packet, the packets that are not acknowledged, the bytes that are, and those that have
-# not left.
+# Of struct tcp_info: the size of a packet, the packets that are not acknowledged, the bytes that are, and those that
+# have not left.
 _TCP_INFO = struct.Struct("16xI4xI92xQ16xI")
 
 

@@ -27,6 +27,7 @@ from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener,
 from backhaul.transport.greeting import Line, Steps, drive, receive_visitor, visit
 from backhaul.transport.hosts import Site, choose_site
 from backhaul.transport.readable import Readable
+from backhaul.transport.room import check_room
 from backhaul.transport.segments import Borrowing, Budget, Lending
 from backhaul.transport.sockets import (
     NO_WAIT,
@@ -80,7 +81,10 @@ class StreamChannel(Channel):
         self._device_pool = options.device_pool_bytes if shares else 0
         self._device_lending: DeviceLending | None = None
         self._budget = budget
-        self._decoder = Decoder(options.message_limit, self._borrowing, options.head_limit)
+        drains = options.limits is None
+        self._decoder = Decoder(
+            options.message_limit, self._borrowing, options.head_limit, drains=drains, check_room=check_room
+        )
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._unsent: list[memoryview] = []
         self._slices: Slices | None = None  # what else there is of a large frame

@@ -25,6 +25,7 @@ from backhaul.security.tls import RECORD, Credentials, Tunnel, first_record
 from backhaul.transport.base import Channel, ChannelClosed, Way
 from backhaul.transport.greeting import Line, Steps
 from backhaul.transport.readable import Readable
+from backhaul.transport.room import check_room
 from backhaul.transport.segments import Budget
 from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, await_ready, closed, keep_unsent, tune, way_of
 from backhaul.wire.decoder import Decoder, Envelope
@@ -108,7 +109,8 @@ class TlsChannel(Channel):
         self._stream = tunnel.stream
         self._incoming = tunnel.incoming
         self._outgoing = tunnel.outgoing
-        self._decoder = Decoder(options.message_limit, None, options.head_limit)
+        drains = options.limits is None
+        self._decoder = Decoder(options.message_limit, None, options.head_limit, drains=drains, check_room=check_room)
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._chunk = memoryview(bytearray(_FIRST_CHUNK))
         self._plain: list[memoryview] = []  # not encrypted yet, last piece first

@@ -10,6 +10,9 @@ The decoder is total: for any bytes it returns messages, waits for more, or rais
 header claims it: metadata is collected in a buffer that grows with what has arrived, and a
 large tensor's memory is reserved, not touched, until its bytes come.
 
+A message whose tensors have no room here is taken all the same, without them: whoever wants the tensors gets a
+`MemoryError`, and the connection goes on.
+
 Slices of a large frame go to a second decoder, which sees a stream of whole frames as this one does. Its memory is what
 `writable()` gives out during a slice.
 """
@@ -17,7 +20,7 @@ Slices of a large frame go to a second decoder, which sees a stream of whole fra
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -27,13 +30,14 @@ from backhaul.errors import ProtocolError
 from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
 from backhaul.wire.headers import split_places
 from backhaul.wire.messages import KINDS
-from backhaul.wire.tensors import Landing, land_small
+from backhaul.wire.tensors import Landing, Missing, land_small
 
 _START = 64 * 1024
 _KEEP = 1 << 20
 # Buffers beyond this are received in place rather than collected first.
 _COLLECT_BELOW = 64 * 1024
 _MIN_ROOM = 16 * 1024
+_LARGE = 64 << 20  # so much that it is worth a look whether there is room for it
 
 _BITS = PLACED | TRACED
 
@@ -68,11 +72,15 @@ class Decoder:
         segments: Segments | None = None,
         max_head_bytes: int | None = None,
         *,
+        drains: bool = False,
+        check_room: Callable[[int], None] | None = None,
         sliced: bool = False,
     ) -> None:
         """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes.
 
-        ``sliced``: its bytes come in slices, which have no slices in them.
+        ``drains``: a message whose payload is over the limit is taken without its tensors, instead of being an error.
+        ``check_room(size)`` raises MemoryError if this process cannot have that much memory. ``sliced``: its bytes come
+        in slices, which have no slices in them.
         """
         self._limit = max_message_bytes
         self._head_limit = max_message_bytes if max_head_bytes is None else max_head_bytes
@@ -87,7 +95,10 @@ class Decoder:
         self._trace = ""  # its mark of a tracer
         self._size = 0  # of that frame
         self._tensor: torch.Tensor | None = None  # its tensor, if that was read at once
-        self._landing: Landing | None = None
+        self._landing: Landing | Missing | None = None
+        self._drains = drains
+        self._check_room = check_room
+        self._skip = 0  # bytes of a payload that nobody gets
         self._index = 0  # buffer of the landing that comes next
         self._places: Sequence[int] = ()  # segments of its buffers, if any lie in one
         self._place: memoryview | None = None  # the rest of a buffer that is received in place
@@ -183,7 +194,7 @@ class Decoder:
                     self._begin_slice(payload)
                     return False
                 raise ProtocolError(f"a frame of unknown kind {kind}")
-            if table > MAX_TABLE or size + payload > self._limit:
+            if table > MAX_TABLE or size > self._limit or (size + payload > self._limit and not self._drains):
                 raise ProtocolError(
                     f"a message of {size + payload} bytes (tensor table {table}) is over the limit of "
                     f"{self._limit}; option max_message_bytes sets it"
@@ -210,7 +221,9 @@ class Decoder:
             self._message = _decoders[kind].decode(self._view[body : body + metadata])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"metadata that is no {KINDS[kind].__name__}: {error}") from None
-        if table:
+        if table and size + payload > self._limit:
+            self._miss(f"is over the limit of {self._limit} at the receiver; option max_message_bytes sets it", payload)
+        elif table:
             self._index = 0
             headers = bytes(self._view[body + metadata : start + size])
             if not placed and size + payload <= available and payload <= _COLLECT_BELOW:
@@ -223,6 +236,8 @@ class Decoder:
                     return True
             if placed:
                 self._landing = self._land(headers, payload)
+                if self._size > self._limit:
+                    self._miss(f"is over the limit of {self._limit} at the receiver (max_message_bytes)", payload)
             else:
                 self._landing = Landing.parse(headers, payload)
         self._start = start + size
@@ -238,7 +253,14 @@ class Decoder:
         self._start += HEADER.size
         self._slice = size
         if self._large is None:
-            self._large = Decoder(self._limit, self._segments, self._head_limit, sliced=True)
+            self._large = Decoder(
+                self._limit,
+                self._segments,
+                self._head_limit,
+                drains=self._drains,
+                check_room=self._check_room,
+                sliced=True,
+            )
 
     def _look_for_slice(self) -> None:
         """Begin a slice whose header has come, so that its bytes go where they belong at once."""
@@ -276,7 +298,7 @@ class Decoder:
     def _land(self, table: bytes, payload: int) -> Landing:
         """The landing of tensors some of which are there already, in segments."""
         table, places, elsewhere = split_places(table)
-        if payload + elsewhere > self._limit:
+        if payload + elsewhere > self._limit and not self._drains:
             raise ProtocolError(f"tensors of {payload + elsewhere} bytes are over the limit of {self._limit}")
         self._size += elsewhere - 4 * len(places)
         landing = Landing.parse(table, payload + elsewhere)
@@ -288,10 +310,43 @@ class Decoder:
         self._places = places
         return landing
 
-    def _read_payload(self, landing: Landing) -> bool:
+    def _miss(self, why: str, payload: int) -> None:
+        """This message comes without its tensors; that many bytes of its payload are still to come."""
+        self._landing = Missing(f"a message of {self._size} bytes {why}")
+        self._skip = payload
+        self._places = ()
+
+    def _read_nothing(self) -> bool:
+        """Drop what has arrived of a payload that nobody gets; True when that was all of it."""
+        dropped = min(self._skip, self._end - self._start)
+        self._start += dropped
+        self._skip -= dropped
+        if self._skip:
+            self._start = self._end = 0
+            self._place = self._view[: self._skip]
+            self._skip -= len(self._place)
+            return False
+        self._wanted = HEADER.size
+        return True
+
+    def _read_payload(self, landing: Landing | Missing) -> bool:
         """Move what has arrived to where it belongs; True when all buffers are full."""
         if self._place is not None:
             return False
+        if isinstance(landing, Missing):
+            return self._read_nothing()
+        try:
+            return self._fill(landing)
+        except MemoryError as error:
+            rest = [
+                size
+                for index, size in enumerate(landing.sizes)
+                if index >= self._index and not (self._places and self._places[index])
+            ]
+            self._miss(f"has no room at the receiver: {error}", sum(rest))
+            return self._read_nothing()
+
+    def _fill(self, landing: Landing) -> bool:
         sizes = landing.sizes
         while self._index < len(sizes):
             if self._places and self._places[self._index]:
@@ -299,6 +354,8 @@ class Decoder:
                 continue
             size = sizes[self._index]
             available = self._end - self._start
+            if size >= _LARGE and self._check_room is not None:
+                self._check_room(size)
             if available >= size:
                 landing.copy(self._index, self._address + self._start)
                 self._start += size
@@ -322,7 +379,10 @@ class Decoder:
         if live + _MIN_ROOM <= len(self._buffer) // 2:
             self._view[:live] = bytes(self._view[self._start : self._end])
         else:
-            grown = bytearray(len(self._buffer) * 2)
+            try:
+                grown = bytearray(len(self._buffer) * 2)
+            except MemoryError:
+                raise ProtocolError(f"no memory for values of more than {live} bytes in a message") from None
             grown[:live] = self._view[self._start : self._end]
             self._replace(grown)
         self._start, self._end = 0, live
