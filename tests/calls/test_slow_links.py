@@ -221,7 +221,7 @@ def test_a_peer_that_takes_nothing_is_lost_in_the_end(caplog: pytest.LogCaptureF
 
 def test_a_call_counts_in_the_quota_until_its_reply_has_left() -> None:
     quotas = Quotas(calls=2)
-    with slow_cluster(2, 2 * MEGABIT, trust="federation", quotas=quotas, max_unsent_bytes=1 << 20) as workers:
+    with slow_cluster(2, 2 * MEGABIT, trust="federation", quotas=quotas) as workers:
         caller = workers[0]
         caller.rpc_sync("worker1", exposed_ones, (1,))
         futures = [caller.rpc_async("worker1", exposed_slowly, (1 << 18,), timeout=PATIENCE) for _ in range(2)]

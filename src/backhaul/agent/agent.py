@@ -59,6 +59,7 @@ from backhaul.security.handshake import Hello, Welcome
 from backhaul.security.permissions import Permissions
 from backhaul.transport.awake import most_awake
 from backhaul.transport.base import Channel, ChannelClosed, Listener, Transport
+from backhaul.transport.sockets import lacks_descriptors, no_descriptors
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Call, Failure, Goodbye, Inspect, Mark, Ping, Refs, Result
@@ -484,6 +485,10 @@ class Agent:
             ) from error
         except (AuthenticationError, ProtocolError) as error:
             raise type(error)(f"no connection to worker {member.name!r}: {error}") from error
+        except OSError as error:
+            if not lacks_descriptors(error):
+                raise
+            raise OSError(error.errno, f"no connection to worker {member.name!r}: {no_descriptors()}") from error
         except ChannelClosed as error:
             self.membership.forget(member.id)
             raise WorkerLostError(f"worker {member.name!r} cannot be reached: {error}", member.name) from error

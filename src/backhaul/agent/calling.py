@@ -384,7 +384,14 @@ class Calling(Line):
 
     def _wait_for_all(self, slot: Slot, others: list[Calling], timeout: float) -> None:
         """Wait for the slot, and read meanwhile whatever other futures there are."""
-        vigil = self._vigils.take()
+        try:
+            vigil = self._vigils.take()
+        except OSError:  # there is no descriptor for it; the watch thread reads the others
+            if token := self.begin_reading():
+                self.finish_reading(token, None if timeout == math.inf else timeout)
+            else:
+                self._sleep(slot, timeout)
+            return
         with self._lock:
             self._state.watch(slot, vigil)
         try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import resource
 import select
 import socket
 import struct
@@ -93,6 +95,8 @@ def connect_tcp(host: str, port: int, deadline: float) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         family, _, _, _, address = found[0]
     except (OSError, UnicodeError, OverflowError) as error:
+        if lacks_descriptors(error):
+            raise
         raise ChannelClosed(f"{host!r}, port {port}, is no address: {error}") from None
     return _connect(family, address, deadline)
 
@@ -117,6 +121,17 @@ def remaining(deadline: float) -> float:
 
 def closed(error: OSError) -> ChannelClosed:
     return ChannelClosed(str(error))
+
+
+def lacks_descriptors(error: BaseException) -> bool:
+    """Whether the error says that this process, or the machine, has no descriptor left."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def no_descriptors() -> str:
+    """What to tell people about that."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"this process has used up its {soft} descriptors: close files and sockets, or raise the limit (ulimit -n)"
 
 
 def _connect(family: int, address: Any, deadline: float) -> socket.socket:

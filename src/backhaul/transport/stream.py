@@ -36,6 +36,7 @@ from backhaul.transport.sockets import (
     closed,
     connect_tcp,
     connect_unix,
+    no_descriptors,
     tune,
     unread_of,
 )
@@ -223,7 +224,7 @@ class StreamChannel(Channel):
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
                 borrowing.add(descriptors)
         if flags & _TRUNCATED:
-            raise ProtocolError("more descriptors than a message may have, or than this process can open")
+            raise ProtocolError(f"more descriptors than a message may have, or else {no_descriptors()}")
 
     def next(self) -> Envelope | None:  # replaced in __init__, to save a call
         return self._decoder.next()
