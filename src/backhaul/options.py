@@ -216,6 +216,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "lost_after": _seconds_or_none,
     "probe_timeout": _positive,
     "max_message_bytes": _count,
+    "max_unsent_bytes": _count,
     "busy_poll": _moment,
     "segment_pool_bytes": _bytes,
     "forbid_leaks": _flag,
@@ -253,6 +254,8 @@ class RpcOptions:
       means never.
     - ``probe_timeout``: seconds that a peer whose connection has broken has to answer before it is suspected.
     - ``max_message_bytes``: larger messages are refused on receipt.
+    - ``max_unsent_bytes``: how much may wait to be sent to one peer, besides the message under way. Beyond that,
+      threads that send to the peer wait, and its next requests wait to begin; in a federation replies are refused.
     - ``busy_poll``: seconds that a thread in the middle of an exchange of short messages stays awake for the next one
       at the most; how long it really does follows from the last waits. 0 means never, None that it depends
       on the number of processors: 1 ms for each but one, up to 3 ms.
@@ -290,6 +293,7 @@ class RpcOptions:
     lost_after: float | None = 600.0
     probe_timeout: float = 2.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    max_unsent_bytes: int = 64 << 20
     busy_poll: float | None = None
     segment_pool_bytes: int = 512 << 20
     forbid_leaks: bool = False

@@ -64,6 +64,7 @@ from backhaul.security.handshake import LEAVING, Hello, LeavingError, Welcome
 from backhaul.security.permissions import Permissions
 from backhaul.transport.awake import most_awake
 from backhaul.transport.base import Channel, ChannelClosed, Listener, Transport
+from backhaul.transport.sockets import lacks_descriptors, no_descriptors
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Call, Failure, Goodbye, Inspect, Mark, Ping, Refs, Result
@@ -162,7 +163,14 @@ class Agent:
         self.execution.activity = self.activity
         self.execution.accounts = self.accounts
         self.serving = Serving(
-            self.pool, self.watch, self._handle, options.num_worker_threads, self.observers, self.activity
+            self.pool,
+            self.watch,
+            self._handle,
+            options.num_worker_threads,
+            self.observers,
+            self.activity,
+            options.max_unsent_bytes,
+            options.unresponsive_after,
         )
         if limits is not None:
             self.serving.guard = Guard(self.execution, self.permissions, limits)
@@ -533,6 +541,10 @@ class Agent:
             raise WorkerLostError(f"worker {member.name!r} is leaving the group", member.name) from error
         except (AuthenticationError, ProtocolError) as error:
             raise type(error)(f"no connection to worker {member.name!r}: {error}") from error
+        except OSError as error:
+            if not lacks_descriptors(error):
+                raise
+            raise OSError(error.errno, f"no connection to worker {member.name!r}: {no_descriptors()}") from error
         except ChannelClosed as error:
             pid = self._process_of(member)
             ending = None if pid is None else self.endings.wait(pid)
@@ -672,7 +684,7 @@ class Agent:
         line.calls_started += 1
         frame = self.execution.run(envelope, line, line.reply_late)
         if frame is not None:
-            line.count_finished()
+            line.count_finished(releases=False)
         return frame
 
     def _on_inspect(self, line: Line, envelope: Envelope) -> Frame:

@@ -30,9 +30,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from backhaul.agent.activity import Description, Wait
 from backhaul.agent.future import Future
-from backhaul.agent.line import Line, push
+from backhaul.agent.line import Line
 from backhaul.agent.link_state import MOST_HELD, SMALL, LinkState
 from backhaul.agent.observing import Came, HandedOut, Issued, LinkLost, Losing, Read, Resumes, Sent, Settled, Waits
+from backhaul.agent.outbox import Departure
 from backhaul.agent.pending import Slot
 from backhaul.agent.waiting import Vigil, Vigils, Waiter
 from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError, WorkerUnresponsiveError
@@ -229,25 +230,19 @@ class Calling(Line):
         return True
 
     def send_held(self) -> bool:
-        """Send what is held back, as far as that can be done without waiting. False if some of it is left."""
-        if not self._state.holds and not self._unflushed:
-            return True
-        if not self._sending.acquire(blocking=False):
-            return False
+        """Send what is held back, without waiting. False if something has not left and no thread sees to it."""
+        if not self._state.holds:
+            return self.send_rest()
         try:
-            if self._unflushed:
-                self._unflushed = not self.channel.flush()
-            if not self._unflushed and (held := self._take_held()):
-                self._unflushed = not self.channel.write(join(held))
-                if self._serving.observers.active:
-                    self._tell_sent(sum(frame.size for frame in held), len(held))
-            return not self._unflushed
+            with self._sending:
+                if held := self._take_held():
+                    self._put(join(held), waits=False)
         except ChannelClosed as error:
-            problem = error
-        finally:
-            self._sending.release()
-        self.lose(problem)
-        return True
+            self.lose(error)
+            return True
+        if held and self._serving.observers.active:
+            self._tell_sent(sum(frame.size for frame in held), len(held))
+        return self.send_rest()
 
     def _take_held(self) -> list[Frame]:
         if not self._state.holds:
@@ -256,52 +251,59 @@ class Calling(Line):
             return list(self._state.take_held())
 
     def _send(self, frame: Frame | None, deadline: float, *, is_call: bool) -> None:
-        """Send a frame, if given, after what is held back. Waits for room if need be."""
-        with self._sending:
+        """Send a frame, if given, after what is held back.
+
+        Waits if the frame refers to memory that may change before it has left, or if too much waits already.
+        """
+        departure = None
+        if self._unflushed:
+            with self._turn:
+                self._sending.acquire()
+        else:
+            self._sending.acquire()
+        try:
             if is_call:
                 self._state.calls_sent += 1
-            if self._unflushed:
-                # Before anything is taken: calls that are held back are not to be lost with this one at its deadline.
-                self._send_rest([], deadline)
-            frames = [] if frame is None else [frame]
-            if held := self._take_held():
-                frames = [join([*held, *frames])] if frame is None or not frame.keep else [join(held), frame]
-            while frames and not self._unflushed:
-                self._unflushed = not self.channel.write(frames.pop(0))
-            if self._unflushed:
-                self._send_rest(frames, deadline)
+            held = self._take_held()
+            if held and (frame is None or frame.keep or self._unflushed):
+                departure = self._put(join(held), waits=False)
+            elif held and frame is not None:
+                frame = join([*held, frame])
+            if frame is not None:
+                departure = self._put(frame, waits=True)
+            duty = departure is not None and self._outbox.take_duty()
+        finally:
+            self._sending.release()
+        if departure is not None:
+            self._see_off_call(departure, duty, deadline, is_call=is_call)
         if self._serving.observers.active:
             if frame is not None:
                 self._tell_sent(frame.size, 1 + len(held))
             elif held:
                 self._tell_sent(sum(each.size for each in held), len(held))
 
+    def _see_off_call(self, departure: Departure, duty: bool, deadline: float, *, is_call: bool) -> None:
+        try:
+            self._see_off(departure, duty, deadline)
+        except RpcTimeoutError:
+            if is_call and not departure.begun:
+                with self._lock:  # it was counted as sent, and is about to be counted as settled
+                    self._state.calls_sent -= 1
+                    self._state.calls_settled -= 1
+            raise
+
     def _tell_sent(self, size: int, frames: int) -> None:
         sent = Sent(peer=self.peer.name, line=self.descriptor, size=size, replies=False, frames=frames)
         self._serving.observers.emit(sent)
 
-    def _send_rest(self, frames: list[Frame], deadline: float) -> None:
-        """Finish the frame that did not fit, and then send these. Holds ``_sending``."""
-        handling = self._serving.about_to_wait()
+    def _pump(self, departure: Departure | None, deadline: float) -> bool:
         try:
-            self._push_out(deadline)
-            for later in frames:
-                self._unflushed = not self.channel.write(later)
-                self._push_out(deadline)
-        finally:
-            if handling:
-                self._serving.resumed()
-
-    def _push_out(self, deadline: float) -> None:
-        """Finish the frame that did not fit, reading replies meanwhile. Holds ``_sending``."""
-        try:
-            push(self.channel, self._patience, deadline, self._read_meanwhile, self.peer)
-        except RpcTimeoutError:
-            self._watch.remind(self)  # there may be other calls in it
-            raise
+            return super()._pump(departure, deadline)
         finally:
             self._watch.take_over()
-        self._unflushed = False
+
+    def _broke(self, error: Exception) -> None:
+        self.lose(error)
 
     def _send_held_first(self, slot: Slot) -> None:
         """A thread is about to wait for this slot: send what is held back."""
@@ -384,7 +386,14 @@ class Calling(Line):
 
     def _wait_for_all(self, slot: Slot, others: list[Calling], timeout: float) -> None:
         """Wait for the slot, and read meanwhile whatever other futures there are."""
-        vigil = self._vigils.take()
+        try:
+            vigil = self._vigils.take()
+        except OSError:  # there is no descriptor for it; the watch thread reads the others
+            if token := self.begin_reading():
+                self.finish_reading(token, None if timeout == math.inf else timeout)
+            else:
+                self._sleep(slot, timeout)
+            return
         with self._lock:
             self._state.watch(slot, vigil)
         try:
@@ -511,7 +520,7 @@ class Calling(Line):
         return self.lost is not None
 
     def _read_meanwhile(self) -> bool:
-        """The same, for a thread that has ``_sending``: the caller loses the line if this raises."""
+        """The same, for a thread that pumps: the caller loses the line if this raises."""
         token = self.begin_reading()
         if not token:
             return False
@@ -521,7 +530,7 @@ class Calling(Line):
             self._receive(0, slots, others)
         finally:
             if self.stop_reading(token):
-                self.channel.close()
+                self.close()
             self._hand_out(slots, others, inline=False)
         return True
 
@@ -650,8 +659,9 @@ class Calling(Line):
         """Ping a silent peer; lose it if a ping has gone unanswered for too long."""
         if self._patience == math.inf:
             return
+        way = self.channel.way()
         with self._lock:
-            action = self._state.look(time.monotonic())
+            action = self._state.look(time.monotonic(), way)
         if action == "ping":
             self.try_send(encode(Ping(0)))
         elif action == "lose":

@@ -30,6 +30,7 @@ from typing import NamedTuple
 from backhaul.errors import AuthenticationError, ProtocolError
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import Channel, ChannelClosed, Listener, Visitor, Want
+from backhaul.transport.sockets import no_descriptors
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class Door:
         self._guests: dict[int, _Guest] = {}
         self._refusals = Refusals()
         self._summary_at = 0.0
+        self._crowded_said = 0.0  # when to say that again; of the thread that calls `visit`
         self._epoll: select.epoll | None = None
 
     def visit(self, listener: Listener) -> None:
@@ -140,7 +142,7 @@ class Door:
             crowded = True
         with self._lock:
             turned_away = arrived if self._closed else []
-            if not self._closed and (arrived or crowded):
+            if not self._closed and (arrived or (crowded and self._thread is not None)):
                 self._arrived.extend(arrived)
                 self._crowded = self._crowded or crowded
                 turned_away = [self._arrived.popleft() for _ in range(len(self._arrived) - self._most)]
@@ -148,8 +150,15 @@ class Door:
         for visitor in turned_away:
             visitor.turn_away()
         if crowded:
+            self._say_crowded()
             # Who watches the listener will be told again at once, and can do nothing about it before others have gone.
             time.sleep(_NO_DESCRIPTORS_PAUSE)
+
+    def _say_crowded(self) -> None:
+        now = time.monotonic()
+        if now >= self._crowded_said:
+            self._crowded_said = now + _SUMMARY_SECONDS
+            _log.error("somebody connects and cannot be let in: %s", no_descriptors())
 
     def close(self) -> None:
         """Turn away who is there, and everybody from now on."""

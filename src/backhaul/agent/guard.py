@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from typing import Any
 
 from backhaul.agent.execution import Execution
 from backhaul.agent.line import Line
@@ -20,9 +21,11 @@ from backhaul.options import Quotas
 from backhaul.security.permissions import Permissions
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
+from backhaul.wire.lanes import messages
 from backhaul.wire.messages import AwaitEnd, AwaitReady, Call, Create, Failed, Fetch
 
 _REQUESTS = (Call, Create, Fetch)
+_ANSWERED = (Call, Fetch)  # a creation is answered before it runs, and is over when it has run
 _WAITS = (AwaitReady, AwaitEnd)
 # Each stage of a shutdown is awaited once, and again after a broken connection.
 _MAX_WAITS = 64
@@ -74,7 +77,23 @@ class Guard:
         if full:
             raise self._permissions.over_quota(peer.name, "a call", f"{limit} calls of this peer are under way")
 
-    def finished(self, peer: WorkerInfo) -> None:
-        """A call of that peer is over."""
+    def charges(self, message: Any) -> bool:
+        """Whether a message counts in the quota until its reply has left."""
+        return isinstance(message, _ANSWERED)
+
+    def finished(self, peer: WorkerInfo, count: int = 1) -> None:
+        """So many calls of that peer are over."""
         with self._lock:
-            self._calls[peer.id] -= 1
+            self._calls[peer.id] -= count
+
+    def refuse_reply(self, line: Line, frame: Frame, waiting: int) -> Frame:
+        """What to answer instead of a reply, because that many bytes for this peer wait to be sent."""
+        (message, size), *_ = messages(frame)
+        error = self._permissions.over_quota(
+            line.peer.name,
+            f"a reply of {size} bytes",
+            f"{waiting} bytes of replies wait for this peer to read them (option max_unsent_bytes)",
+        )
+        if refs := getattr(message, "refs", ()):
+            self._execution.traffic.stayed(refs)
+        return self._execution.failure(message.id, error, line)

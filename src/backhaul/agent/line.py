@@ -3,34 +3,48 @@
 Between two workers there are up to two lines, one that each of them has opened. A line that this worker has opened is a
 `calling.Calling`: its requests leave there, and the replies to them come there. A line that the peer has opened is
 a `serving.Served`. Apart from that any message may come on either: whoever reads it sees that it is handled.
+
+A frame that the channel takes at once is written by the thread that sends it. What does not fit waits in the `outbox`,
+and a thread *pumps*: it writes whenever there is room. Sending never holds a lock while it waits, so a small message is
+not kept by a large one, and a deadline is kept whatever else is being sent.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from backhaul.agent.logs import link_logger
 from backhaul.agent.observing import Sent
-from backhaul.errors import RpcTimeoutError
+from backhaul.agent.outbox import Departure, Outbox
+from backhaul.agent.waiting import Waiter
+from backhaul.errors import ProtocolError, RpcTimeoutError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
+from backhaul.wire.lanes import SMALL, may_pass
 from backhaul.wire.messages import Goodbye
 
 if TYPE_CHECKING:
     from backhaul.agent.serving import Serving
 
 _SEND_POLL = 0.1
+_SLICES_AT_ONCE = 8  # then threads that wait to send get their turn
 
 
 def named(line: Line, envelope: Envelope) -> dict[str, Any]:
     """What observers are told about a message."""
     message = envelope.message
     return {"peer": line.peer.name, "kind": type(message).__name__, "call": getattr(message, "id", 0)}
+
+
+class Stalled(ChannelClosed):
+    """The peer takes nothing of what is sent."""
 
 
 class Line:
@@ -47,7 +61,12 @@ class Line:
         self._serving = serving
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self._unflushed = False  # guarded by _sending: part of a frame has not left, and goes first
+        # Taken before _sending by pumping threads, and by others while there are some: they get _sending in turn.
+        self._turn = threading.Lock()
+        # Guarded by _sending:
+        self._unflushed = False  # part of a frame has not left, and goes first
+        self._outbox: Outbox[Waiter] = Outbox(serving.max_unsent_bytes)
+        self._dead: str | None = None  # why nothing leaves any more
 
     # What a line that the peer has opened has none of.
 
@@ -83,65 +102,301 @@ class Line:
     def fileno(self) -> int:
         return self.channel.fileno()
 
-    def reply(self, frame: Frame, count: int = 1) -> None:
-        """Send one frame, or ``count`` joined ones, now, waiting for room if need be. A peer that is gone loses it."""
+    # Sending. No thread waits while it has ``_sending``.
+
+    def reply(self, frame: Frame, count: int = 1, releases: int = 0) -> None:
+        """Send one frame, or ``count`` joined ones. A peer that is gone loses it.
+
+        Waits until the frame has left if it refers to memory that may change, or if too much waits already.
+        ``releases``: how many calls of a peer's quota end when it has left.
+        """
+        if releases and self._unflushed:
+            frame = self._bounded(frame)
+        self._reply(frame, count, releases, late=False)
+
+    def reply_late(self, frame: Frame) -> None:
+        """Send the reply to a call after its request has been handled. Never waits."""
+        self.send_late(frame, releases=1)
+        self.count_finished(releases=False)
+
+    def send_late(self, frame: Frame, releases: int = 0) -> None:
+        """`reply`, for a thread that others wait for: what does not fit is copied, and leaves when there is room."""
+        if releases and self._unflushed:
+            frame = self._bounded(frame)
+        self._reply(frame, 1, releases, late=True)
+
+    def count_finished(self, *, releases: bool = True) -> None:
+        """A call that came here is over. Without ``releases`` it counts in the quota until its reply has left."""
+        with self._lock:
+            self.calls_finished += 1
+        if releases and self._serving.guard is not None:
+            self._serving.guard.finished(self.peer)
+
+    def try_send(self, frame: Frame) -> bool:
+        """Send a small frame without waiting, before what is large. False if the channel has ended."""
         try:
-            with self._sending:
-                if self._unflushed:
-                    self._finish([frame])
-                elif not self.channel.write(frame):
-                    self._finish([])
+            with self._turn, self._sending:
+                departure = self._put(frame, waits=False)
+                duty = departure is not None and self._outbox.take_duty()
         except ChannelClosed:
+            return False  # the next read says so, too
+        if duty:
+            self._pump_elsewhere()
+        return True
+
+    def send_held(self) -> bool:
+        """Send what is held back, without waiting. False if something has not left and no thread sees to it."""
+        return self.send_rest()
+
+    def send_rest(self) -> bool:
+        """See to it that what has not left will do so, without waiting. False if that is not possible now."""
+        if not self._unflushed:
+            return True
+        with self._sending:
+            duty = self._unflushed and self._dead is None and self._outbox.take_duty()
+        return not duty or self._pump_elsewhere()
+
+    def await_room(self) -> None:
+        """Wait until there is less to send than the bound for a peer. The peer's next request begins then."""
+        while self._outbox.full:
+            waiter = Waiter()
+            with self._sending:
+                waits = self._outbox.await_room(waiter)
+            if waits:
+                waiter.sleep(math.inf)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that wait to be sent, besides the frame that is under way."""
+        return self._outbox.waiting
+
+    def _reply(self, frame: Frame, count: int, releases: int, *, late: bool) -> None:
+        guard = self._serving.guard
+        afterwards = partial(guard.finished, self.peer, releases) if releases and guard is not None else None
+        departure = None
+        try:
+            if self._unflushed:
+                with self._turn:
+                    self._sending.acquire()
+            else:
+                self._sending.acquire()
+            try:
+                if late and self._unflushed:
+                    frame = _copy(frame)
+                departure = self._put(frame, waits=not late, afterwards=afterwards)
+                duty = departure is not None and self._outbox.take_duty()
+                if late and departure is not None and departure.begun:
+                    self.channel.copy_unsent()
+            finally:
+                self._sending.release()
+            if departure is not None:
+                self._see_off(departure, duty, math.inf)
+            elif afterwards is not None:
+                afterwards()
+        except (ChannelClosed, ProtocolError) as error:
             link_logger(self.peer.name).debug("= a reply finds nobody")
+            if departure is not None:
+                self._broke(error)
+            elif afterwards is not None:
+                afterwards()
         observers = self._serving.observers
         if observers.active:
             sent = Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=True, frames=count)
             observers.emit(sent)
 
-    def reply_late(self, frame: Frame) -> None:
-        """Send the reply to a call after its request has been handled."""
-        self.reply(frame)
-        self.count_finished()
+    def _bounded(self, frame: Frame) -> Frame:
+        """The reply to a call, or that it is refused: too many replies to this peer have not left."""
+        guard = self._serving.guard
+        waiting = self._outbox.waiting
+        if guard is None or not frame.keep or not waiting or waiting + frame.size <= self._serving.max_unsent_bytes:
+            return frame
+        return guard.refuse_reply(self, frame, waiting)
 
-    def count_finished(self) -> None:
-        """A call that came here is over."""
-        with self._lock:
-            self.calls_finished += 1
-        if self._serving.guard is not None:
-            self._serving.guard.finished(self.peer)
+    def _put(self, frame: Frame, *, waits: bool, afterwards: Callable[[], None] | None = None) -> Departure | None:
+        """Write a frame, or have it wait behind others. Holds ``_sending``. None if it has left."""
+        if self._unflushed:
+            if self._dead is not None:
+                raise ChannelClosed(self._dead)
+            departure = Departure(frame, may_pass(frame), afterwards=afterwards)
+            if self._outbox.add(departure) and waits:
+                departure.waiter = Waiter()
+            return departure
+        if self.channel.write(frame):
+            return None
+        self._unflushed = True
+        departure = Departure(frame, passes=False, afterwards=afterwards)
+        if frame.keep and waits:
+            departure.waiter = Waiter()
+        self._outbox.begin(departure)
+        return departure
 
-    def _finish(self, later: Sequence[Frame]) -> None:
-        """Finish the frame that did not fit, and then send these. Holds ``_sending``."""
-        handling = self._serving.about_to_wait()
+    def _see_off(self, departure: Departure, duty: bool, deadline: float) -> None:
+        """Wait for a frame if that is necessary. ``duty``: the calling thread has to see to it that somebody pumps.
+
+        Raises `RpcTimeoutError` at the deadline, and `ChannelClosed`.
+        """
+        if departure.waiter is None:
+            if duty:
+                self._pump_elsewhere()
+            return
         try:
-            self._push()
-            for frame in later:
-                if not self.channel.write(frame):
-                    self._push()
+            handling = self._serving.about_to_wait()
+        except RuntimeError:  # the machine gives no more threads: nobody takes over what this one does
+            handling = False
+        try:
+            departure.pumps = departure.pumps or duty
+            while not departure.left:
+                if departure.lost:
+                    raise ChannelClosed(self._dead or "the connection ended")
+                if departure.pumps:
+                    in_time = self._pump(departure, deadline)
+                else:
+                    in_time = departure.waiter.sleep(max(0.0, deadline - time.monotonic()))
+                if not in_time:
+                    self._give_up(departure)
         finally:
             if handling:
                 self._serving.resumed()
 
-    def _push(self) -> None:
-        """Holds ``_sending``."""
-        self._unflushed = True
-        while not self.channel.flush():
-            self.channel.wait(read=False, write=True, timeout=None)
-        self._unflushed = False
+    def _give_up(self, departure: Departure) -> None:
+        """The deadline has passed. A frame that has begun leaves all the same: the peer needs all of it."""
+        with self._sending:
+            if departure.left or departure.lost:
+                return
+            self._outbox.give_up(departure)
+            pumps, departure.pumps = departure.pumps, False
+        if pumps:
+            self._stop_pumping(departure)
+        raise RpcTimeoutError(
+            f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than set timeout"
+        )
 
-    def try_send(self, frame: Frame) -> bool:
-        """Send a frame if that can be done without waiting. False if not, or if the channel has ended."""
-        if not self._sending.acquire(blocking=False):
-            return False
+    # Pumping: writing whenever there is room.
+
+    def _pump(self, departure: Departure | None, deadline: float) -> bool:
+        """Write until a frame, or everything, has left. Has the duty. False at the deadline: the duty is still there.
+
+        What `_read_meanwhile` finds is read on the way; so two workers that send to each other do not both wait for
+        room. Raises `ChannelClosed` if the peer takes nothing for too long.
+        """
+        moved = time.monotonic()
+        arrived = -1
         try:
-            if self._unflushed:
-                return False
-            self._unflushed = not self.channel.write(frame)
-            return True
-        except ChannelClosed:
-            return False  # the next read says so, too
-        finally:
-            self._sending.release()
+            while True:
+                with self._turn:
+                    self._sending.acquire()
+                left: list[Departure] = []
+                try:
+                    if self._dead is not None:
+                        raise ChannelClosed(self._dead)
+                    progress = self._advance(left)
+                    room = self._outbox.take_room()
+                finally:
+                    self._sending.release()
+                    _tell(left)
+                for waiter in room:
+                    waiter.wake()
+                if progress == "done":
+                    return True
+                if departure is not None and departure.left:
+                    self._stop_pumping(departure)
+                    return True
+                now = time.monotonic()
+                if now >= deadline:
+                    return False
+                if progress == "room":
+                    moved = now
+                    continue
+                if now - moved > self._serving.patience:
+                    way = self.channel.way()
+                    if way.arrived <= arrived:
+                        raise Stalled(f"it has taken nothing of a message for {self._serving.patience:g} s")
+                    arrived, moved = way.arrived, now
+                reads = self._read_meanwhile()
+                if self.channel.wait(read=reads, write=True, timeout=min(_SEND_POLL, deadline - now)):
+                    moved = now
+        except BaseException as error:
+            self._end_sending(str(error))
+            raise
+
+    def _advance(self, left: list[Departure]) -> Literal["done", "room", "full"]:
+        """Write what can be written without waiting. Holds ``_sending``; ``left`` gets what has left."""
+        channel, outbox = self.channel, self._outbox
+        slices = interjected = 0
+        out = not channel.between and channel.flush()
+        while True:
+            if out:
+                if (done := outbox.left()) is not None:
+                    left.append(done)
+                following = outbox.next()
+                if following is None:
+                    self._unflushed = outbox.pumped = False
+                    return "done"
+                out = channel.write(following.frame)
+            elif channel.between:
+                if (done := outbox.passed()) is not None:
+                    left.append(done)
+                if interjected < SMALL and (small := outbox.next_small()) is not None:
+                    interjected += small.frame.size
+                    channel.interject(small.frame)
+                elif slices == _SLICES_AT_ONCE:
+                    return "room"
+                else:
+                    slices += 1
+                    interjected = 0
+                    out = channel.flush()
+            else:
+                return "full"
+
+    def _stop_pumping(self, departure: Departure) -> None:
+        """The thread of a departure pumps no longer: another one does, if there is something left."""
+        with self._sending:
+            if not self._unflushed or self._dead is not None:
+                return
+            successor = self._outbox.hand_over(departure)
+            waiter = None if successor is None else successor.waiter
+        if waiter is None:
+            self._pump_elsewhere()
+        else:
+            waiter.wake()
+
+    def _pump_elsewhere(self) -> bool:
+        """Have the pool pump. The calling thread has the duty. False if there is no thread: the watch tries again."""
+        try:
+            self._serving.pool.run(self._pump_alone)
+        except RuntimeError:  # the machine gives no more threads
+            with self._sending:
+                self._outbox.pumped = False
+            self._serving.watch.remind(self)
+            return False
+        return True
+
+    def _pump_alone(self) -> None:
+        try:
+            self._pump(None, math.inf)
+        except (ChannelClosed, ProtocolError) as error:
+            self._broke(error)
+
+    def _read_meanwhile(self) -> bool:
+        """Read what is there while this thread waits for room. False if that is not this thread's."""
+        return False
+
+    def _broke(self, error: Exception) -> None:
+        """Sending has failed, and no thread waits for what was sent."""
+        raise NotImplementedError
+
+    def _end_sending(self, reason: str) -> None:
+        """Nothing leaves any more: the channel has ended, perhaps in the middle of a frame."""
+        with self._sending:
+            self._dead = self._dead or reason
+            self._unflushed = True
+            lost = self._outbox.lose()
+            room = self._outbox.take_room()
+        _tell(lost)
+        for waiter in room:
+            waiter.wake()
+
+    # The end.
 
     def say_goodbye(self) -> None:
         """Tell the peer that this worker leaves, if that can be done without waiting."""
@@ -153,6 +408,7 @@ class Line:
 
     def close(self) -> None:
         """Free the channel. Nobody reads it any more, and it has been shut down."""
+        self._end_sending("the connection ended")
         with self._sending:
             self.channel.close()
 
@@ -161,21 +417,17 @@ class Line:
         self.channel.close()
 
 
-def push(channel: Channel, patience: float, deadline: float, meanwhile: Callable[[], bool], peer: WorkerInfo) -> None:
-    """Finish a frame that did not fit.
+def _tell(departures: list[Departure]) -> None:
+    """Departures have left, or never will: tell the threads that wait for them."""
+    for departure in departures:
+        if departure.waiter is not None:
+            departure.waiter.wake()
+        if departure.afterwards is not None:
+            departure.afterwards()
 
-    ``meanwhile`` reads what is there and says whether it could; so two workers that send to each other do not both
-    wait for room. Raises `RpcTimeoutError` at the deadline, `ChannelClosed` if the peer takes nothing for too long.
-    """
-    heard = time.monotonic()
-    while not channel.flush():
-        now = time.monotonic()
-        if now - heard > patience:
-            raise ChannelClosed(f"it has taken nothing of a message for {patience:g} s")
-        if now >= deadline:
-            raise RpcTimeoutError(
-                f"worker {peer.name!r} did not take all of a message in time: RPC ran for more than set timeout"
-            )
-        reads = meanwhile()
-        if channel.wait(read=reads, write=True, timeout=min(_SEND_POLL, deadline - now)):
-            heard = now
+
+def _copy(frame: Frame) -> Frame:
+    """The frame with memory of its own."""
+    if not frame.keep:
+        return frame
+    return Frame([bytes(piece) for piece in frame.pieces], frame.size, frame.keep, frame.places)

@@ -19,7 +19,9 @@ one write. Whatever is sent takes along what is held, in order.
 
 **Silence.** A peer that owes an answer and says nothing is pinged, and lost if nothing comes of that for long. A look
 that comes late means that this process was stopped itself: then the silence counts for nothing, however many threads
-look at once, and the peer is pinged anew.
+look at once, and the peer is pinged anew. Nor is a peer silent whose side takes bytes that were sent long ago: over a
+slow connection an answer takes as long as what is before it. What was sent a moment ago does not count, since the
+system of a stopped process takes that as well.
 
 **Loss** takes out all slots at once. The channel is closed by the thread that loses the link or, if a thread is
 reading, by the reader when it gives up the role: nobody polls a descriptor that is closed.
@@ -32,6 +34,7 @@ from typing import Generic, Literal, TypeVar
 
 from backhaul.agent.pending import Pending, Slot
 from backhaul.agent.role import NOBODY, Role
+from backhaul.transport.base import Way
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 
@@ -43,6 +46,8 @@ MOST_HELD = 16
 SMALL = 4096
 
 _LOST_AFTER = 0.75  # of the patience, since the ping: the rest of it passed before the ping
+_MUCH = 16 * 1024
+_NOWHERE = Way()
 _LATE = 0.5  # of the patience, since the look before: threads look more often than that, unless they were stopped
 
 
@@ -66,6 +71,8 @@ class LinkState(Generic[W]):
         self._pinged: float | None = None  # when a ping left that nothing has answered
         self._looked = 0.0  # when a thread last looked
         self._unclosed = False  # lost, and a reader is to close the channel
+        self._much = False  # much of what was sent had not arrived at that look
+        self._arrived = 0  # what had
 
     # Requests.
 
@@ -204,13 +211,15 @@ class LinkState(Generic[W]):
         self._pinged = None
         self.reads += 1
 
-    def look(self, now: float) -> Literal["ping", "lose"] | None:
+    def look(self, now: float, way: Way = _NOWHERE) -> Literal["ping", "lose"] | None:
         """The peer owes an answer and has been silent for a while: what to do about it."""
         if self.lost:
             return None
         late = now - self._looked > self.patience * _LATE
         self._looked = now
-        if self._pinged is None or late:
+        moves = self._much and way.arrived > self._arrived
+        self._much, self._arrived = way.outstanding > _MUCH, way.arrived
+        if self._pinged is None or late or moves:
             self._pinged = now
             return "ping"
         return "lose" if now - self._pinged >= self.patience * _LOST_AFTER else None

@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
-
-import msgspec
 
 from backhaul.agent.naming import name_of_request
 from backhaul.devices.segments import DeviceLending
@@ -30,15 +27,15 @@ from backhaul.errors import OptionError
 from backhaul.ids import WorkerInfo
 from backhaul.options import LOG_LEVEL_VARIABLE, LOG_LEVELS
 from backhaul.security.permissions import printable
-from backhaul.transport.base import Channel
+from backhaul.transport.base import Channel, Way
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import HEADER, TRACED, Frame, kind_of
-from backhaul.wire.messages import KINDS, Call, Create, Failure, Inspect, Result
+from backhaul.wire.frames import Frame
+from backhaul.wire.lanes import messages
+from backhaul.wire.messages import Call, Create, Failure, Inspect, Result
 
 _LONGEST_NAME = 200
 _REPLIES = (Result, Failure)
 _CALLS = (Call, Create)
-_decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
 
 def link_logger(peer: str) -> logging.Logger:
@@ -88,10 +85,27 @@ class LoggedChannel(Channel):
     def fileno(self) -> int:
         return self._inside.fileno()
 
+    @property
+    def between(self) -> bool:  # type: ignore[override]
+        return self._inside.between
+
     def write(self, frame: Frame) -> bool:
-        for message, size in _messages(frame):
-            self._log.debug("> %s %d B", _describe(message, self._me, self._peer), size)
+        self._show(frame)
         return self._inside.write(frame)
+
+    def interject(self, frame: Frame) -> bool:
+        self._show(frame)
+        return self._inside.interject(frame)
+
+    def _show(self, frame: Frame) -> None:
+        for message, size in messages(frame):
+            self._log.debug("> %s %d B", _describe(message, self._me, self._peer), size)
+
+    def copy_unsent(self) -> None:
+        self._inside.copy_unsent()
+
+    def way(self) -> Way:
+        return self._inside.way()
 
     def flush(self) -> bool:
         return self._inside.flush()
@@ -136,20 +150,6 @@ def _describe(message: Any, sender: str, receiver: str) -> str:
     if (context := getattr(message, "context", None)) is not None:
         words.append(f"context {context}")
     return " ".join(words)
-
-
-def _messages(frame: Frame) -> Iterator[tuple[Any, int]]:
-    """The messages of a frame, or of several that were joined, and their sizes."""
-    head = memoryview(frame.pieces[0])
-    start = 0
-    while start < len(head):
-        _, _, bits, metadata, table, payload = HEADER.unpack_from(head, start)
-        body = head[start + HEADER.size : start + HEADER.size + metadata]
-        if bits & TRACED:
-            body = body[1 + body[0] :]
-        size = HEADER.size + metadata + table + payload
-        yield _decoders[kind_of(head[start:])].decode(body), size
-        start += size
 
 
 class _Fallback(logging.StreamHandler[Any]):

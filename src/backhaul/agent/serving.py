@@ -23,6 +23,7 @@ slow requests makes thousands of threads at once.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from backhaul.agent.activity import Activity, Description
-from backhaul.agent.line import Line, named
+from backhaul.agent.line import Line, Stalled, named
 from backhaul.agent.observing import Began, Ended, LinkLost, Observers, Queued, Read, Resumes, Starts, Stops, Waits
 from backhaul.agent.pool import Pool
 from backhaul.agent.role import Role
@@ -39,7 +40,7 @@ from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, is_failure, join
-from backhaul.wire.messages import Refs
+from backhaul.wire.messages import Call, Create, Fetch, Refs
 
 if TYPE_CHECKING:
     from backhaul.agent.watch import Watch
@@ -50,6 +51,7 @@ _MAX_HELD = 64
 _MAX_HELD_BYTES = 256 * 1024
 _STALLED_TICKS = 5
 _MAX_CONNECTIONS = 8
+_REQUESTS = (Call, Create, Fetch)
 
 Handler = Callable[[Line, Envelope], Frame | None]
 """Handles a message; returns the reply to send, or None if there is none, or not yet."""
@@ -61,8 +63,14 @@ class Guard(Protocol):
     def __call__(self, line: Line, envelope: Envelope) -> Frame | None:
         """What to answer instead of handling a message, if it is refused. Raises if the connection is to end."""
 
-    def finished(self, peer: WorkerInfo) -> None:
-        """A call of that peer is over."""
+    def charges(self, message: Any) -> bool:
+        """Whether a message counts in the quota until its reply has left."""
+
+    def finished(self, peer: WorkerInfo, count: int = 1) -> None:
+        """So many calls of that peer are over."""
+
+    def refuse_reply(self, line: Line, frame: Frame, waiting: int) -> Frame:
+        """What to answer instead of a reply, because that many bytes for this peer wait to be sent."""
 
 
 class _ThreadState(threading.local):
@@ -82,6 +90,7 @@ class Served(Line):
         self._role: Role[Any] = Role()
         self._out: list[Frame] = []
         self._out_bytes = 0
+        self._out_charged = 0  # how many of them count in the quota
         self._runner = 0  # the leader's thread
 
     def lead(self) -> None:
@@ -100,6 +109,8 @@ class Served(Line):
         handle = serving.handle
         observers = serving.observers
         guard = serving.guard
+        outbox = self._outbox
+        charged = 0
         self._runner = threading.get_ident()
         lead = (self, token)
         try:
@@ -107,16 +118,20 @@ class Served(Line):
                 envelope = channel.next()
                 if envelope is None:
                     if self._out:
-                        self._send_held()
+                        self._send_held(token)
                     channel.read(None)
                     if observers.active:
                         observers.emit(Read(peer=self.peer.name, line=self.descriptor))
                     continue
+                if outbox.full and isinstance(envelope.message, _REQUESTS):
+                    self._send_held(token)
+                    self.await_room()
                 if guard is not None:
                     refused = guard(self, envelope)
                     if refused is not None:
                         self.reply(refused)
                         continue
+                    charged = guard.charges(envelope.message)
                 elif getattr(envelope.message, "refs", ()):
                     # Now, while this thread cannot lose the lead: the next message must not overtake it.
                     serving.arriving(envelope.message.refs, self.peer)
@@ -131,28 +146,28 @@ class Served(Line):
                 if observers.active:
                     failed = frame is not None and is_failure(frame)
                     observers.emit(Ended(**named(self, envelope), replies=frame is not None, failed=failed))
+                if frame is not None and frame.keep:
+                    # It refers to the user's own tensors: the next request of this thread may change them. If it has to
+                    # wait for room, this thread gives away the lead.
+                    self._send_held(token)
+                    self.reply(frame, releases=charged)
+                    frame = None
                 state.handling = False
                 state.lead = None
                 with self._lock:
                     leading = role.finish(token)
-                    if leading and frame is not None and not frame.keep:
+                    if leading and frame is not None:
                         self._out.append(frame)
                         self._out_bytes += frame.size
+                        self._out_charged += charged
                 if not leading:
                     serving.detached.discard(threading.get_ident())
                     serving.finished += 1
                     if frame is not None:
-                        self.reply(frame)
+                        self.reply(frame, releases=charged)
                     return
-                if frame is None:
-                    continue
-                if frame.keep:
-                    # It refers to the user's own tensors: the next request may change them.
-                    if self._out:
-                        self._send_held()
-                    self.reply(frame)
-                elif len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES:
-                    self._send_held()
+                if frame is not None and (len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES):
+                    self._send_held(token)
         except Exception as error:
             state.handling = False
             state.lead = None
@@ -171,16 +186,18 @@ class Served(Line):
             if not successor:
                 return False
             held, self._out, self._out_bytes = self._out, [], 0
+            charged, self._out_charged = self._out_charged, 0
             runner = self._runner
             self._serving.detached.add(runner)
         try:
-            self._serving.pool.run(lambda: self._take_over(successor, held))
+            self._serving.pool.run(lambda: self._take_over(successor, held, charged))
         except BaseException:
             # No thread is available. The old leader keeps the lead, and the next tick tries again.
             with self._lock:
                 self._role.undo(successor, before)
                 self._out = held + self._out
                 self._out_bytes = sum(frame.size for frame in self._out)
+                self._out_charged += charged
                 self._serving.detached.discard(runner)
             raise
         return True
@@ -199,20 +216,32 @@ class Served(Line):
         """The leader runs a request."""
         return self._role.busy
 
-    def _take_over(self, token: int, held: list[Frame]) -> None:
+    def _take_over(self, token: int, held: list[Frame], charged: int) -> None:
         if held:
-            self.reply(join(held), len(held))
+            self.reply(join(held), len(held), charged)
         self._lead(token)
 
-    def _send_held(self) -> None:
-        """Send the held replies. Only the leader calls it, and not while it runs a request."""
-        held, self._out, self._out_bytes = self._out, [], 0
-        self.reply(join(held), len(held))
+    def _send_held(self, token: int) -> None:
+        """Send the held replies, unless the lead has been passed on: then its new holder does."""
+        with self._lock:
+            if not self._out or not self._role.holds(token):
+                return
+            held, self._out, self._out_bytes = self._out, [], 0
+            charged, self._out_charged = self._out_charged, 0
+        self.reply(join(held), len(held), charged)
+
+    def _broke(self, error: Exception) -> None:
+        if isinstance(error, Stalled):
+            _log.warning("closing the connection from %s: %s", self.peer.name, error)
+        self.shutdown()  # the leader notices
 
     def _end(self, error: Exception) -> None:
         with self._lock:
             self._role.end()
             self._out = []
+            charged, self._out_charged = self._out_charged, 0
+        if charged and self._serving.guard is not None:
+            self._serving.guard.finished(self.peer, charged)
         if not isinstance(error, ChannelClosed):
             own = not isinstance(error, ProtocolError)
             _log.error("closing the connection from %s: %s", self.peer.name, error, exc_info=error if own else None)
@@ -235,12 +264,18 @@ class Serving:
         num_worker_threads: int,
         observers: Observers,
         activity: Activity,
+        max_unsent_bytes: int,
+        patience: float | None,
     ) -> None:
         self.pool = pool
         self.watch = watch
         self.handle = handle
         self.observers = observers
         self.activity = activity
+        self.max_unsent_bytes = max_unsent_bytes
+        """Of what may wait to be sent to one peer."""
+        self.patience = math.inf if patience is None else patience
+        """For how many seconds a peer may take nothing of what is sent."""
         self.on_end: Callable[[Served, Exception], None] = lambda line, error: None
         self.guard: Guard | None = None
         """Judges each message before it is handled, in the order of reading, if peers are not trusted with all."""
@@ -300,7 +335,7 @@ class Serving:
             self.detached.discard(threading.get_ident())
             self.finished += 1
         if frame is not None:
-            line.reply(frame)
+            line.reply(frame, releases=self.guard is not None and self.guard.charges(envelope.message))
         if self.observers.active:
             self.observers.emit(Stops(replies=frame is not None, failed=frame is not None and is_failure(frame)))
 

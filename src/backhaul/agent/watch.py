@@ -32,6 +32,7 @@ from backhaul.agent.interpreter import switch_interval
 
 if TYPE_CHECKING:
     from backhaul.agent.calling import Calling
+    from backhaul.agent.line import Line
 
 
 class _Readable(Protocol):
@@ -66,7 +67,7 @@ class Watch:
         self._strays: set[Calling] = set()  # have no futures, and something may come all the same
         self._kept: Counter[Calling] = Counter()  # are read whenever something comes; by how many want that
         self._watched: set[Calling] = set()
-        self._holding: set[Calling] = set()
+        self._holding: set[Line] = set()
         self._lock = threading.Lock()
         self._deadline = math.inf  # when to look at deadlines next
         self._check_at = math.inf
@@ -189,7 +190,7 @@ class Watch:
             if not self._kept[line]:
                 del self._kept[line]
 
-    def remind(self, line: Calling) -> None:
+    def remind(self, line: Line) -> None:
         """This line has something to send: have it do so at the next tick, without waiting."""
         self._holding.add(line)
         if self.asleep:

@@ -265,7 +265,7 @@ class References:
         try:
             cell = self._holdings.cell(ref)
         except BackhaulError as error:
-            line.count_finished()
+            line.count_finished(releases=False)
             return self.execution.failure(id, error, line)
 
         def answer() -> Frame:
@@ -276,9 +276,9 @@ class References:
             except BaseException as unsendable:
                 return self.execution.failure(id, unsendable, line)
             finally:
-                line.count_finished()
+                line.count_finished(releases=False)
 
-        if cell.when_ready(lambda: line.reply(answer())):
+        if cell.when_ready(lambda: line.send_late(answer(), releases=1)):
             return answer()
         return None
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from backhaul.security.handshake import Hello, Welcome
-from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
+from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want, Way
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import HEADER, Frame, kind_of
 from backhaul.wire.messages import KINDS, Call, Failure, Result
@@ -146,7 +146,33 @@ class FaultyChannel(Channel):
     def fileno(self) -> int:
         return self._inside.fileno()
 
+    @property
+    def between(self) -> bool:  # type: ignore[override]
+        return self._inside.between
+
     def write(self, frame: Frame) -> bool:
+        passed = self._suffer(frame)
+        if not passed:
+            return True
+        with self._turn:
+            self._unfinished = not self._inside.write(_join(passed))
+            return not self._unfinished
+
+    def interject(self, frame: Frame) -> bool:
+        passed = self._suffer(frame)
+        if not passed:
+            return True
+        with self._turn:
+            return self._inside.interject(_join(passed))
+
+    def copy_unsent(self) -> None:
+        self._inside.copy_unsent()
+
+    def way(self) -> Way:
+        return self._inside.way()
+
+    def _suffer(self, frame: Frame) -> list[Frame]:
+        """What is left of a frame after the faults."""
         passed: list[Frame] = []
         for each in _split(frame):
             action = self._faults.decide(KINDS[kind_of(each.pieces[0])])
@@ -158,11 +184,7 @@ class FaultyChannel(Channel):
                 self._faults.hold(lambda copy=copy: self._write_late(copy))  # type: ignore[misc]
             elif action != "drop":
                 passed += [each] * (2 if action == "duplicate" else 1)
-        if not passed:
-            return True
-        with self._turn:
-            self._unfinished = not self._inside.write(_join(passed))
-            return not self._unfinished
+        return passed
 
     def flush(self) -> bool:
         with self._turn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from backhaul.devices.segments import DeviceLending
 from backhaul.ids import Addresses
@@ -21,10 +21,21 @@ class ChannelClosed(Exception):
     """The channel is gone: its peer closed it or died, or it was closed here."""
 
 
+class Way(NamedTuple):
+    """How what was written gets on, as far as the system knows."""
+
+    arrived: int = 0
+    """Bytes that the peer's side has taken; only whether the number grows matters."""
+    outstanding: int = 0
+    """About how many bytes it has not."""
+
+
 class Channel(ABC):
     """An ordered, two-way stream of frames to one peer.
 
     One thread at a time may write, and one at a time may read; the agent sees to that.
+
+    A large frame leaves in slices (`wire.lanes`). Between two slices a small one can be written.
     """
 
     device_lending: DeviceLending | None = None
@@ -37,6 +48,9 @@ class Channel(ABC):
     """Bytes that went in segments of shared memory."""
     received = 0
     """Bytes that were read, without those in segments."""
+
+    between = False
+    """An unfinished frame is between two slices: `interject` is possible."""
 
     @abstractmethod
     def fileno(self) -> int:
@@ -52,7 +66,18 @@ class Channel(ABC):
 
     @abstractmethod
     def flush(self) -> bool:
-        """Go on with an unfinished `write`."""
+        """Go on with an unfinished `write`. False if it is still unfinished: it has to wait, or is `between`."""
+
+    def interject(self, frame: Frame) -> bool:
+        """Write a small frame between two slices; True once it is out. After False, `flush` until `between` is True."""
+        raise ChannelClosed("nothing is under way")  # where every write is finished at once
+
+    def copy_unsent(self) -> None:  # noqa: B027 nothing to copy where every write is finished at once
+        """Copy what an unfinished `write` has left, so that the memory of its tensors may change."""
+
+    def way(self) -> Way:
+        """How what was written gets on. Any thread may call it, as long as the channel is not closed."""
+        return Way()
 
     @abstractmethod
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
@@ -167,4 +192,4 @@ class Transport(ABC):
         """In a forked child: close the descriptors, and remove nothing."""
 
 
-__all__ = ["Addresses", "Channel", "ChannelClosed", "Listener", "Transport", "Visitor", "Want"]
+__all__ = ["Addresses", "Channel", "ChannelClosed", "Listener", "Transport", "Visitor", "Want", "Way"]

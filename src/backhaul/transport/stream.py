@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 
 from backhaul.devices.segments import MAX_NEW, DeviceLending, Placed
@@ -21,15 +22,27 @@ from backhaul.security.credentials import can_tell, require_same_user
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.security.tls import ClusterCredentials, Credentials, OwnCredentials
 from backhaul.transport import processes, segments, sockets
-from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
+from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want, Way
 from backhaul.transport.greeting import Line, Steps, drive, receive_visitor, visit
 from backhaul.transport.hosts import Site, choose_site
 from backhaul.transport.readable import Readable
+from backhaul.transport.room import check_room
 from backhaul.transport.segments import Borrowing, Budget, Lending
-from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, await_ready, closed, connect_tcp, connect_unix, tune
+from backhaul.transport.sockets import (
+    NO_WAIT,
+    SEND_FLAGS,
+    await_ready,
+    closed,
+    connect_tcp,
+    connect_unix,
+    no_descriptors,
+    tune,
+    unread_of,
+)
 from backhaul.transport.tls import TlsLine
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
+from backhaul.wire.lanes import Pace, Slices
 
 RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
 """A private directory that a launcher made for its workers' sockets, and removes."""
@@ -87,9 +100,16 @@ class StreamChannel(Channel):
         self._device_pool = options.device_pool_bytes if shares else 0
         self._device_lending: DeviceLending | None = None
         self._budget = budget
-        self._decoder = Decoder(options.message_limit, self._borrowing, options.head_limit)
+        drains = options.limits is None
+        self._decoder = Decoder(
+            options.message_limit, self._borrowing, options.head_limit, drains=drains, check_room=check_room
+        )
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._unsent: list[memoryview] = []
+        self._slices: Slices | None = None  # what else there is of a large frame
+        self._pace = Pace()
+        self._began = 0.0  # when its slice began
+        self._taken = 0  # how large that is
         self._keep: object = None
         self._passing: list[int] = []  # descriptors that go with the first byte that is unsent
         self._passed: list[int] = []  # those of segments of device memory among them, which are this object's
@@ -132,9 +152,21 @@ class StreamChannel(Channel):
             self.shared += size - frame.size
         self._passing = self._passed + self._passing
         self.sent += frame.size
-        self._unsent = [memoryview(piece) for piece in frame.pieces]
         self._keep = frame.keep
+        if frame.size > self._pace.size:
+            self._slices = Slices(frame.pieces)
+            self.between = True
+        else:
+            self._unsent = [memoryview(piece) for piece in frame.pieces]
         return self.flush()
+
+    def interject(self, frame: Frame) -> bool:
+        self.sent += frame.size
+        self._unsent = [memoryview(piece) for piece in frame.pieces]
+        self._taken = 0
+        self.between = False
+        self.flush()
+        return self.between
 
     def _close_passed(self) -> None:
         for descriptor in self._passed:
@@ -142,6 +174,11 @@ class StreamChannel(Channel):
         self._passed = []
 
     def flush(self) -> bool:
+        if self.between and self._slices is not None:
+            self.between = False
+            self._began = time.monotonic()
+            self._taken = min(self._pace.size, self._slices.left)
+            self._unsent = self._slices.take(self._pace.size)
         while self._unsent:
             beside: Sequence[tuple[int, int, array.array[int]]] = ()
             if self._passing:
@@ -154,8 +191,24 @@ class StreamChannel(Channel):
                 raise closed(error) from error
             self._passing = []
             self._unsent = _drop(self._unsent, sent)
+        if self._slices is not None:
+            if self._taken:
+                self._pace.took(self._taken, time.monotonic() - self._began)
+            if self._slices.left:
+                self.between = True
+                return False
+            self._slices = None
         self._keep = None
         return True
+
+    def copy_unsent(self) -> None:
+        self._unsent = [memoryview(bytes(piece)) for piece in self._unsent]
+        if self._slices is not None:
+            self._slices.copy()
+
+    def way(self) -> Way:
+        unread = unread_of(self._socket)
+        return Way(self.sent - sum(map(len, self._unsent)) - unread, unread)
 
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
         return await_ready(self._socket, read=read, write=write, timeout=timeout)
@@ -189,7 +242,7 @@ class StreamChannel(Channel):
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
                 borrowing.add(descriptors)
         if flags & _TRUNCATED:
-            raise ProtocolError("more descriptors than a message may have, or than this process can open")
+            raise ProtocolError(f"more descriptors than a message may have, or else {no_descriptors()}")
 
     def next(self) -> Envelope | None:  # replaced in __init__, to save a call
         return self._decoder.next()
@@ -200,6 +253,7 @@ class StreamChannel(Channel):
 
     def close(self) -> None:
         self._unsent = []
+        self._slices = None
         self._keep = None
         self._passing = []
         self._close_passed()

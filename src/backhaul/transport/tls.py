@@ -17,17 +17,20 @@ import contextlib
 import socket
 import ssl
 import threading
+import time
 
 from backhaul.errors import AuthenticationError, ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.security.tls import RECORD, Credentials, Tunnel, first_record
-from backhaul.transport.base import Channel, ChannelClosed
+from backhaul.transport.base import Channel, ChannelClosed, Way
 from backhaul.transport.greeting import Line, Steps
 from backhaul.transport.readable import Readable
+from backhaul.transport.room import check_room
 from backhaul.transport.segments import Budget
-from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, await_ready, closed, tune
+from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, await_ready, closed, keep_unsent, tune, way_of
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
+from backhaul.wire.lanes import Pace, Slices
 
 _CHUNK = 16 * RECORD
 _FIRST_CHUNK = RECORD
@@ -106,15 +109,21 @@ class TlsChannel(Channel):
         self._stream = tunnel.stream
         self._incoming = tunnel.incoming
         self._outgoing = tunnel.outgoing
-        self._decoder = Decoder(options.message_limit, None, options.head_limit)
+        drains = options.limits is None
+        self._decoder = Decoder(options.message_limit, None, options.head_limit, drains=drains, check_room=check_room)
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._chunk = memoryview(bytearray(_FIRST_CHUNK))
         self._plain: list[memoryview] = []  # not encrypted yet, last piece first
         self._unsent = memoryview(b"")  # encrypted
+        self._slices: Slices | None = None  # what else there is of a large frame
+        self._pace = Pace()
+        self._began = 0.0  # when its slice began
+        self._taken = 0  # how large that is
         self._keep: object = None
         self._problem: ChannelClosed | ProtocolError | None = None  # with what has come
         self._readable = Readable(sock, options.busy_poll)
         tune(sock)
+        keep_unsent(sock, self._pace.size)
         self._decrypt()  # what came together with the end of the greeting
 
     def fileno(self) -> int:
@@ -124,8 +133,12 @@ class TlsChannel(Channel):
         pieces = frame.pieces
         self.sent += frame.size
         if len(pieces) > 1 or frame.size > RECORD:
-            self._plain = _joined(pieces)
             self._keep = frame.keep
+            if frame.size > self._pace.size:
+                self._slices = Slices(pieces)
+                self.between = True
+            else:
+                self._plain = _joined(pieces)
             return self.flush()
         try:
             with self._lock:
@@ -143,7 +156,21 @@ class TlsChannel(Channel):
         self._unsent = memoryview(data)[sent:]
         return self.flush()
 
+    def interject(self, frame: Frame) -> bool:
+        self.sent += frame.size
+        self._plain = _joined(frame.pieces)
+        self._taken = 0
+        self.between = False
+        self.flush()
+        return self.between
+
     def flush(self) -> bool:
+        if self.between and self._slices is not None:
+            self.between = False
+            self._began = time.monotonic()
+            self._taken = min(self._pace.size, self._slices.left)
+            self._plain = self._slices.take(self._pace.size)
+            self._plain.reverse()
         while True:
             while self._unsent:
                 try:
@@ -154,9 +181,28 @@ class TlsChannel(Channel):
                     raise closed(error) from error
                 self._unsent = self._unsent[sent:]
             if not self._plain:
-                self._keep = None
-                return True
+                return self._finish_slice()
             self._unsent = memoryview(self._encrypt())
+
+    def _finish_slice(self) -> bool:
+        """All that was begun has left. True if that is the whole frame."""
+        if self._slices is not None:
+            if self._taken and self._pace.took(self._taken, time.monotonic() - self._began):
+                keep_unsent(self._socket, self._pace.size)
+            if self._slices.left:
+                self.between = True
+                return False
+            self._slices = None
+        self._keep = None
+        return True
+
+    def copy_unsent(self) -> None:
+        self._plain = [memoryview(bytes(piece)) for piece in self._plain]
+        if self._slices is not None:
+            self._slices.copy()
+
+    def way(self) -> Way:
+        return way_of(self._socket)
 
     def _encrypt(self) -> bytes:
         """The next chunk of what is to be sent."""
@@ -235,6 +281,7 @@ class TlsChannel(Channel):
     def close(self) -> None:
         self._plain = []
         self._unsent = memoryview(b"")
+        self._slices = None
         self._keep = None
         self._socket.close()
 

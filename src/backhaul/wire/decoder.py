@@ -9,28 +9,35 @@ The decoder is total: for any bytes it returns messages, waits for more, or rais
 `ProtocolError`, after which it must not be used again. Nothing is allocated because a
 header claims it: metadata is collected in a buffer that grows with what has arrived, and a
 large tensor's memory is reserved, not touched, until its bytes come.
+
+A message whose tensors have no room here is taken all the same, without them: whoever wants the tensors gets a
+`MemoryError`, and the connection goes on.
+
+Slices of a large frame go to a second decoder, which sees a stream of whole frames as this one does. Its memory is what
+`writable()` gives out during a slice.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from backhaul.errors import ProtocolError
-from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, MAX_TABLE, PLACED, TRACED, VERSION
+from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
 from backhaul.wire.headers import split_places
 from backhaul.wire.messages import KINDS
-from backhaul.wire.tensors import Landing, land_small
+from backhaul.wire.tensors import Landing, Missing, land_small
 
 _START = 64 * 1024
 _KEEP = 1 << 20
 # Buffers beyond this are received in place rather than collected first.
 _COLLECT_BELOW = 64 * 1024
 _MIN_ROOM = 16 * 1024
+_LARGE = 64 << 20  # so much that it is worth a look whether there is room for it
 
 _BITS = PLACED | TRACED
 
@@ -64,8 +71,17 @@ class Decoder:
         max_message_bytes: int = 64 << 30,
         segments: Segments | None = None,
         max_head_bytes: int | None = None,
+        *,
+        drains: bool = False,
+        check_room: Callable[[int], None] | None = None,
+        sliced: bool = False,
     ) -> None:
-        """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes."""
+        """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes.
+
+        ``drains``: a message whose payload is over the limit is taken without its tensors, instead of being an error.
+        ``check_room(size)`` raises MemoryError if this process cannot have that much memory. ``sliced``: its bytes come
+        in slices, which have no slices in them.
+        """
         self._limit = max_message_bytes
         self._head_limit = max_message_bytes if max_head_bytes is None else max_head_bytes
         self._segments = segments
@@ -79,15 +95,25 @@ class Decoder:
         self._trace = ""  # its mark of a tracer
         self._size = 0  # of that frame
         self._tensor: torch.Tensor | None = None  # its tensor, if that was read at once
-        self._landing: Landing | None = None
+        self._landing: Landing | Missing | None = None
+        self._drains = drains
+        self._check_room = check_room
+        self._skip = 0  # bytes of a payload that nobody gets
         self._index = 0  # buffer of the landing that comes next
         self._places: Sequence[int] = ()  # segments of its buffers, if any lie in one
         self._place: memoryview | None = None  # the rest of a buffer that is received in place
+        self._sliced = sliced
+        self._large: Decoder | None = None  # of the frames that come in slices, once there has been one
+        self._slice = 0  # bytes of a slice that have not gone there
 
     def writable(self) -> memoryview:
         """Where the next bytes belong. Valid until the next call of any method."""
         if self._place is not None:
             return self._place
+        if self._large is not None:
+            self._look_for_slice()
+            if self._slice:
+                return self._large.writable()[: self._slice]
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._buffer) > _KEEP and self._wanted <= _KEEP:
@@ -99,18 +125,31 @@ class Decoder:
     def wrote(self, count: int) -> None:
         """The first ``count`` bytes of `writable()` have been written."""
         if self._place is None:
-            self._end += count
+            if self._slice and self._large is not None:
+                self._large.wrote(count)
+                self._slice -= count
+            else:
+                self._end += count
         else:
             self._place = self._place[count:] if count < len(self._place) else None
 
     def next(self) -> Envelope | None:
         """The next complete message, or None when more bytes are needed."""
         if self._landing is None:
+            if self._large is not None and (envelope := self._next_large()) is not None:
+                return envelope
             available = self._end - self._start
-            if available < self._wanted:
+            if available < self._wanted or self._in_slice():
                 return None
-            if not self._read_head(available):
-                return None
+            while not self._read_head(available):
+                if not self._in_slice():
+                    return None
+                # That was the header of a slice.
+                if (envelope := self._next_large()) is not None:
+                    return envelope
+                available = self._end - self._start
+                if available < HEADER.size or self._in_slice():
+                    return None
             if self._landing is None:
                 message, self._message = self._message, None
                 if self._tensor is None:
@@ -151,8 +190,11 @@ class Decoder:
             if version != VERSION:
                 raise ProtocolError(f"a frame of version {version}; this worker speaks version {VERSION}")
             if kind & ~_BITS not in KINDS or (kind & PLACED and (self._segments is None or not table)):
+                if kind == SLICE and payload and not (metadata or table or self._sliced):
+                    self._begin_slice(payload)
+                    return False
                 raise ProtocolError(f"a frame of unknown kind {kind}")
-            if table > MAX_TABLE or size + payload > self._limit:
+            if table > MAX_TABLE or size > self._limit or (size + payload > self._limit and not self._drains):
                 raise ProtocolError(
                     f"a message of {size + payload} bytes (tensor table {table}) is over the limit of "
                     f"{self._limit}; option max_message_bytes sets it"
@@ -179,7 +221,9 @@ class Decoder:
             self._message = _decoders[kind].decode(self._view[body : body + metadata])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"metadata that is no {KINDS[kind].__name__}: {error}") from None
-        if table:
+        if table and size + payload > self._limit:
+            self._miss(f"is over the limit of {self._limit} at the receiver; option max_message_bytes sets it", payload)
+        elif table:
             self._index = 0
             headers = bytes(self._view[body + metadata : start + size])
             if not placed and size + payload <= available and payload <= _COLLECT_BELOW:
@@ -192,11 +236,54 @@ class Decoder:
                     return True
             if placed:
                 self._landing = self._land(headers, payload)
+                if self._size > self._limit:
+                    self._miss(f"is over the limit of {self._limit} at the receiver (max_message_bytes)", payload)
             else:
                 self._landing = Landing.parse(headers, payload)
         self._start = start + size
         self._wanted = HEADER.size
         return True
+
+    def _in_slice(self) -> bool:
+        """Bytes of a slice are to come."""
+        return self._slice > 0
+
+    def _begin_slice(self, size: int) -> None:
+        """The header at the beginning of the buffer is one of a slice."""
+        self._start += HEADER.size
+        self._slice = size
+        if self._large is None:
+            self._large = Decoder(
+                self._limit,
+                self._segments,
+                self._head_limit,
+                drains=self._drains,
+                check_room=self._check_room,
+                sliced=True,
+            )
+
+    def _look_for_slice(self) -> None:
+        """Begin a slice whose header has come, so that its bytes go where they belong at once."""
+        start = self._start
+        if self._slice or self._landing is not None or self._end - start != HEADER.size:
+            return
+        magic, version, kind, metadata, table, payload = HEADER.unpack_from(self._buffer, start)
+        if (magic, version, kind, metadata, table) == (MAGIC, VERSION, SLICE, 0, 0) and payload:
+            self._begin_slice(payload)
+
+    def _next_large(self) -> Envelope | None:
+        """The next complete message that came in slices."""
+        large = self._large
+        if large is None:
+            return None
+        while (envelope := large.next()) is None and self._slice and self._start < self._end:
+            room = large.writable()
+            count = min(len(room), self._slice, self._end - self._start)
+            room[:count] = self._view[self._start : self._start + count]
+            large.wrote(count)
+            self._start += count
+            self._slice -= count
+        return envelope
 
     def _read_trace(self, start: int, metadata: int) -> str:
         """The tracer's mark at the beginning of the metadata."""
@@ -211,7 +298,7 @@ class Decoder:
     def _land(self, table: bytes, payload: int) -> Landing:
         """The landing of tensors some of which are there already, in segments."""
         table, places, elsewhere = split_places(table)
-        if payload + elsewhere > self._limit:
+        if payload + elsewhere > self._limit and not self._drains:
             raise ProtocolError(f"tensors of {payload + elsewhere} bytes are over the limit of {self._limit}")
         self._size += elsewhere - 4 * len(places)
         landing = Landing.parse(table, payload + elsewhere)
@@ -223,10 +310,43 @@ class Decoder:
         self._places = places
         return landing
 
-    def _read_payload(self, landing: Landing) -> bool:
+    def _miss(self, why: str, payload: int) -> None:
+        """This message comes without its tensors; that many bytes of its payload are still to come."""
+        self._landing = Missing(f"a message of {self._size} bytes {why}")
+        self._skip = payload
+        self._places = ()
+
+    def _read_nothing(self) -> bool:
+        """Drop what has arrived of a payload that nobody gets; True when that was all of it."""
+        dropped = min(self._skip, self._end - self._start)
+        self._start += dropped
+        self._skip -= dropped
+        if self._skip:
+            self._start = self._end = 0
+            self._place = self._view[: self._skip]
+            self._skip -= len(self._place)
+            return False
+        self._wanted = HEADER.size
+        return True
+
+    def _read_payload(self, landing: Landing | Missing) -> bool:
         """Move what has arrived to where it belongs; True when all buffers are full."""
         if self._place is not None:
             return False
+        if isinstance(landing, Missing):
+            return self._read_nothing()
+        try:
+            return self._fill(landing)
+        except MemoryError as error:
+            rest = [
+                size
+                for index, size in enumerate(landing.sizes)
+                if index >= self._index and not (self._places and self._places[index])
+            ]
+            self._miss(f"has no room at the receiver: {error}", sum(rest))
+            return self._read_nothing()
+
+    def _fill(self, landing: Landing) -> bool:
         sizes = landing.sizes
         while self._index < len(sizes):
             if self._places and self._places[self._index]:
@@ -234,6 +354,8 @@ class Decoder:
                 continue
             size = sizes[self._index]
             available = self._end - self._start
+            if size >= _LARGE and self._check_room is not None:
+                self._check_room(size)
             if available >= size:
                 landing.copy(self._index, self._address + self._start)
                 self._start += size
@@ -257,7 +379,10 @@ class Decoder:
         if live + _MIN_ROOM <= len(self._buffer) // 2:
             self._view[:live] = bytes(self._view[self._start : self._end])
         else:
-            grown = bytearray(len(self._buffer) * 2)
+            try:
+                grown = bytearray(len(self._buffer) * 2)
+            except MemoryError:
+                raise ProtocolError(f"no memory for values of more than {live} bytes in a message") from None
             grown[:live] = self._view[self._start : self._end]
             self._replace(grown)
         self._start, self._end = 0, live

@@ -19,6 +19,11 @@ Segments of device memory (`devices.segments`) have numbers of their own, with t
 
 If the bit below it is set, the metadata begins with a mark of a tracer (`inspection.spans`): a byte with its length,
 and its characters. They count in M.
+
+**Lanes.** A large frame leaves in slices, so that small messages need not wait for all of it. A slice has the header of
+a frame, of the kind `SLICE` and without metadata and table; its payload is the next part of the large frame. Other
+frames may come between two slices. So a connection has two lanes, each a stream of whole frames; one large frame is
+under way at a time.
 """
 
 from __future__ import annotations
@@ -42,6 +47,8 @@ PLACED = 0x80
 TRACED = 0x40
 """The bit of the kind that says that the metadata begins with a tracer's mark."""
 LONGEST_TRACE = 255
+SLICE = 0
+"""The kind of a slice, which is part of a large frame and not a message."""
 
 DEVICE_PLACE = 1 << 31
 """The bit of a place that says that the segment is one of device memory."""

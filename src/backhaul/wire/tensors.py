@@ -336,18 +336,33 @@ def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
 class Later(list[torch.Tensor]):
     """The tensors of a message of which some go to GPUs. It is empty until `land` is called, by who wants them."""
 
-    def __init__(self, landing: Landing) -> None:
+    def __init__(self, landing: Landing | Missing) -> None:
         super().__init__()
-        self._landing: Landing | None = landing
+        self._landing: Landing | Missing | None = landing
 
     def land(self, expected: Sequence[torch.device] = ()) -> None:
-        """Make the tensors, ready on the current streams of the calling thread. Raises ProtocolError.
+        """Make the tensors, ready on the current streams of the calling thread. Raises ProtocolError, MemoryError.
 
         ``expected`` says where those go whose sender does not say it, one for each tensor.
         """
         landing, self._landing = self._landing, None
         if landing is not None:
             self.extend(landing.land(expected))
+
+
+class Missing:
+    """Stands for the landing of a message whose tensors have no room here. Who wants the tensors is told why."""
+
+    sizes: Sequence[int] = ()
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def tensors(self) -> list[torch.Tensor]:
+        return Later(self)
+
+    def land(self, expected: Sequence[torch.device] = ()) -> list[torch.Tensor]:
+        raise MemoryError(self._reason)
 
 
 def land(tensors: list[torch.Tensor], expected: Sequence[torch.device] = ()) -> None:
@@ -445,7 +460,7 @@ class Landing:
             else:
                 memory = _fresh(owner, size)
         except (RuntimeError, MemoryError, TypeError, OverflowError) as error:
-            raise ProtocolError(f"no memory for a buffer of {size} bytes: {error}") from error
+            raise MemoryError(f"no memory for a buffer of {size} bytes: {error}") from error
         if size >= _HUGE:
             _ask_for_huge_pages(memory.data_ptr(), size)
         self._memory[index] = memory

@@ -1,0 +1,100 @@
+"""Lanes: how a large frame is cut into slices, and which messages may pass one.
+
+`Slices` cuts; the decoder puts the slices together again. How large a slice is depends on the connection: `Pace` learns
+it. Pure: no clock, no socket.
+
+A message that passes a large one arrives before it. Most do not mind: calls have no order, and replies name their call.
+References do: a message that brings one, or asks for the value of one, must not come before the message that makes the
+value, nor a notice about one before the message that shares it. The end of a context does not pass its calls, either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from backhaul.wire.frames import HEADER, MAGIC, SLICE, TRACED, VERSION, Frame, kind_of
+from backhaul.wire.messages import KINDS, Create, Fetch, Inquire, Leave, Notices
+
+SMALL = 64 * 1024
+"""A frame up to this size may pass a large one."""
+
+LEAST_SLICE = 16 * 1024
+MOST_SLICE = 1 << 20
+_FIRST_SLICE = LEAST_SLICE
+_SHORT = 0.02
+_LONG = 0.1
+
+_ORDERED = (Create, Fetch, Notices, Leave, Inquire)
+
+_decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
+
+
+class Pace:
+    """How many bytes leave without a break: about as many as the connection takes in a twentieth of a second."""
+
+    __slots__ = ("size",)
+
+    def __init__(self) -> None:
+        self.size = _FIRST_SLICE
+
+    def took(self, size: int, seconds: float) -> bool:
+        """A slice of that size has left, in that time. True if slices have another size from now on."""
+        before = self.size
+        if seconds > _LONG:
+            self.size = max(LEAST_SLICE, self.size // 2)
+        elif seconds < _SHORT and size >= self.size:
+            self.size = min(MOST_SLICE, self.size * 2)
+        return self.size != before
+
+
+class Slices:
+    """The pieces of a large frame, slice by slice."""
+
+    __slots__ = ("_pieces", "left")
+
+    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
+        self._pieces = [memoryview(piece).cast("B") for piece in reversed(pieces) if len(piece)]
+        self.left = sum(map(len, self._pieces))
+        """Bytes that are in no slice yet."""
+
+    def take(self, most: int) -> list[memoryview]:
+        """The next slice, of up to ``most`` bytes, its header first."""
+        size = min(most, self.left)
+        taken = [memoryview(HEADER.pack(MAGIC, VERSION, SLICE, 0, 0, size))]
+        self.left -= size
+        while size:
+            piece = self._pieces.pop()
+            if len(piece) > size:
+                self._pieces.append(piece[size:])
+                piece = piece[:size]
+            taken.append(piece)
+            size -= len(piece)
+        return taken
+
+    def copy(self) -> None:
+        """Copy what is left, so that the memory it is in may change."""
+        self._pieces = [memoryview(bytes(piece)) for piece in self._pieces]
+
+
+def messages(frame: Frame) -> Iterator[tuple[Any, int]]:
+    """The messages of a frame, or of several that were joined, and their sizes."""
+    head = memoryview(frame.pieces[0])
+    start = 0
+    while start < len(head):
+        _, _, bits, metadata, table, payload = HEADER.unpack_from(head, start)
+        body = head[start + HEADER.size : start + HEADER.size + metadata]
+        if bits & TRACED:
+            body = body[1 + body[0] :]
+        size = HEADER.size + metadata + table + payload
+        yield _decoders[kind_of(head[start:])].decode(body), size
+        start += size
+
+
+def may_pass(frame: Frame) -> bool:
+    """Whether a frame, or several that were joined, may leave before a large one that was sent earlier."""
+    if frame.keep or frame.places or len(frame.pieces) > 1 or frame.size > SMALL:
+        return False
+    return not any(isinstance(message, _ORDERED) or getattr(message, "refs", ()) for message, _ in messages(frame))
