@@ -9,12 +9,12 @@ from typing import Any
 import load
 import pytest
 import torch
+from conftest import Measure
 from network import Hosts, needs_hosts
 from relay import Relay
 
 from backhaul import rpc
 from backhaul.worker import current
-from conftest import Measure
 from crew import Crew
 
 pytestmark = pytest.mark.timeout(600)

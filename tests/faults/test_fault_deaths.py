@@ -8,9 +8,9 @@ import baseline
 import load
 import pytest
 import training
+from conftest import Measure
 from load import Outcome
 
-from conftest import Measure
 from crew import Crew
 
 

@@ -14,9 +14,9 @@ import load
 import pytest
 import torch
 import training
+from conftest import Measure
 
 from backhaul import checkpoint, rpc
-from conftest import Measure
 from crew import Crew
 
 pytestmark = pytest.mark.timeout(200)
@@ -75,9 +75,7 @@ def test_a_message_larger_than_the_limit(measure: Measure, transport: str, monke
 
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="issue 18, item 7")
-@pytest.mark.fault(
-    "a tensor larger than the callee's address space", "a MemoryError that names the size; no call fails"
-)
+@pytest.mark.fault("a tensor larger than the callee's address space", "a MemoryError that names the size; no call fails")
 def test_a_tensor_larger_than_the_address_space(measure: Measure, crew: Crew) -> None:
     crew[1].run(limits.limit_memory, 300 << 20)
     too_large(crew, 256 << 20, "MemoryError", measure)
@@ -206,9 +204,7 @@ def answer(size: int) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="issue 18, item 8")
-@pytest.mark.fault(
-    "a peer that stops reading", "the sender's memory is bounded; other peers' p99 is under twice as long"
-)
+@pytest.mark.fault("a peer that stops reading", "the sender's memory is bounded; other peers' p99 is under twice as long")
 def test_a_peer_that_stops_reading(measure: Measure, crew: Crew) -> None:
     import signal
 
@@ -220,8 +216,6 @@ def test_a_peer_that_stops_reading(measure: Measure, crew: Crew) -> None:
     time.sleep(3.0)
     grown = crew[0].run(limits.resident) - before
     crew[1].signal(signal.SIGCONT)
-    measure.note(
-        f"grew by {grown >> 20} MiB for 200 replies of 4 MiB; p99 {before_p99 * 1e3:.1f} -> {p99 * 1e3:.1f} ms"
-    )
+    measure.note(f"grew by {grown >> 20} MiB for 200 replies of 4 MiB; p99 {before_p99 * 1e3:.1f} -> {p99 * 1e3:.1f} ms")
     assert grown < 128 << 20
     assert p99 < max(2 * before_p99, 0.02)

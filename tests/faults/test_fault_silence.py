@@ -10,10 +10,9 @@ import baseline
 import load
 import pytest
 import torch
+from conftest import Measure
 from network import Hosts, needs_hosts
 from switch import Pair, both
-
-from conftest import Measure
 
 pytestmark = [needs_hosts, pytest.mark.timeout(600)]
 
