@@ -189,6 +189,8 @@ class Execution:
     def request(self, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
         """The frame of a request with a packed value, made by the calling thread."""
         mark, tensors = self.recording.asking(packing.tensors, to.peer)
+        if packing.unrecorded is not None and mark is not None and mark.grad:
+            raise without_history(packing.unrecorded)
         if mark is not None and self.observers.active:
             self.observers.emit(SendRecorded())
         frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
@@ -207,6 +209,8 @@ class Execution:
         tensors: Tensors = packing.tensors
         mark = None
         if asked is not None:
+            if packing.unrecorded is not None and asked.grad:
+                raise without_history(packing.unrecorded)
             mark, tensors = self.recording.answering(asked, tensors, to.peer)
             if self.observers.active:
                 self.observers.emit(SendRecorded())
@@ -352,6 +356,15 @@ def name_for_people(function: Any) -> str:
     if isinstance(function, types.BuiltinFunctionType):
         return function.__name__  # the qualified name of torch.add has a class in it that nobody knows
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+
+
+def without_history(kind: str) -> UnsendableError:
+    """For a tensor that requires grad, in a message of an autograd context."""
+    return UnsendableError(
+        f"a {kind} requires grad, and would arrive without its history: it is neither a plain subclass of torch.Tensor "
+        "nor a wrapper that has __tensor_flatten__ and __tensor_unflatten__. Send a plain tensor, send it detached "
+        "(.detach()), or make the call under torch.no_grad()"
+    )
 
 
 def follow(future: Any, done: Callable[[Any], None]) -> None:
