@@ -60,10 +60,8 @@ class Pair(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scales = [each.scale for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Pair)]
-        one, other = (
-            func(*pytree.tree_map_only(Pair, lambda pair: getattr(pair, name), args), **(kwargs or {}))
-            for name in ("first", "second")
-        )
+        one = func(*pytree.tree_map_only(Pair, lambda pair: pair.first, args), **(kwargs or {}))
+        other = func(*pytree.tree_map_only(Pair, lambda pair: pair.second, args), **(kwargs or {}))
         return pytree.tree_map(lambda a, b: Pair(a, b, scales[0]) if isinstance(a, Tensor) else a, one, other)
 
 

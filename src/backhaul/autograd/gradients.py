@@ -165,7 +165,12 @@ def _has_base_alone(gradient: torch.Tensor) -> bool:
 
 def _laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """The gradient in the memory layout of its leaf, so that optimizers find what they are used to."""
-    if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided or leaf.layout is not torch.strided or gradient.stride() == leaf.stride():
+    if (
+        type(gradient) is not torch.Tensor
+        or gradient.layout is not torch.strided
+        or leaf.layout is not torch.strided
+        or gradient.stride() == leaf.stride()
+    ):
         return gradient
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 

@@ -7,43 +7,38 @@ A subclass arrives as it was, built from plain tensors that travel as all others
   tensors. So `Unwrap` stands between the wrapper and those of them that have gradients, and `Wrap` at the receiver
   between these and the new wrapper. The gradient of a wrapper is a wrapper of the same kind: it travels back by its
   inner tensors, too. `MaskedTensor` is treated like that although it does not say what it is made of.
-- A `DTensor` is a part of something that several processes hold. Its local tensor travels; what arrives is a part at
-  the same place of a mesh that the receiver has, or nothing.
+- A `DTensor` is a part of something that several processes hold: see `shards`.
 - An `AsyncCollectiveTensor` is a tensor that is not complete yet. It is waited for and arrives as that tensor.
 
 Any other subclass is pickled, and leaves its history behind: `Packing.unrecorded` says so.
 
-Aliases and inner tensors are always made with grad mode on, so that they require grad if the subclass does: whether they
-are recorded, are leaves, or require no grad is decided later, as for every tensor.
+Aliases and inner tensors are always made with grad mode on, so that they require grad if the subclass does. Whether
+they are recorded, arrive as leaves or are detached is decided later, as for every tensor.
 """
 
 from __future__ import annotations
 
 import copyreg
-import gc
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
 
-from backhaul.errors import MisuseError, UnsendableError
-from backhaul.errors import ProtocolError as _ProtocolError
-from backhaul.wire import trees
+from backhaul.errors import MisuseError, ProtocolError, UnsendableError
+from backhaul.wire import shards, trees
 from backhaul.wire.trees import Lift, Lower, Packing, Refusal, Unpacking, check_arity, malformed
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _PICKLED_ITS_OWN_WAY = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__deepcopy__")
 
-# How a subclass travels: the second part of its tree.
-_PLAIN, _PARTS, _SHARD = range(3)
+# How a subclass travels: the second part of its tree. 2 is that of `shards`.
+_PLAIN, _PARTS = range(2)
 
 _FOR_A_FEDERATION = (
-    "a tensor subclass does not go to a worker of a federation, which would have to run code of its class: send a plain "
-    "tensor, such as tensor.as_subclass(torch.Tensor), or the tensors it is made of"
+    "a tensor subclass does not go to a worker of a federation, which would have to run code of its class: send a "
+    "plain tensor, such as tensor.as_subclass(torch.Tensor), or the tensors it is made of"
 )
 
 
@@ -119,19 +114,11 @@ def _name(kind: type, packing: Packing) -> str:
         raise Refusal(str(error)) from error
 
 
-def _class(name: Any, unpacking: Unpacking) -> type:
+def _class(name: Any, unpacking: Unpacking) -> Any:
     found = unpacking.find(name)
     if not isinstance(found, type) or not issubclass(found, torch.Tensor):
         malformed("a class of tensors", name)
     return found
-
-
-def _first_use(value: torch.Tensor) -> Any:
-    """Have the graph node of a leaf made before a Function uses it: see `autograd.functions`."""
-    if value.is_leaf and value.requires_grad:
-        with suppress(Exception):
-            return value.view_as(value)
-    return None
 
 
 def _lower_awaited(value: Any, packing: Packing) -> Any:
@@ -176,8 +163,10 @@ def _lift_plain(tree: list[Any], unpacking: Unpacking) -> torch.Tensor:
     if not _is_plain(kind) or type(attributes) is not dict:
         malformed("a plain subclass of tensors", tree[3])
     if tensor.grad_fn is None:
-        made = torch.Tensor._make_subclass(kind, tensor.data, tensor.requires_grad)
-    elif issubclass(kind, Parameter):  # it was recorded: as a Parameter itself, it arrives as a tensor that was computed
+        made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor.data, tensor.requires_grad)
+    elif issubclass(
+        kind, Parameter
+    ):  # it was recorded: as a Parameter itself, it arrives as a tensor that was computed
         return tensor
     else:
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -190,6 +179,12 @@ def _plain_tensor(value: Any) -> torch.Tensor:
     if type(value) is not torch.Tensor:
         malformed("a tensor", type(value))
     return value
+
+
+def _lower_shard(value: Any, packing: Packing) -> Any:
+    if packing.strict:
+        raise Refusal(_FOR_A_FEDERATION)
+    return packing.known(value) or shards.lower(value, packing)
 
 
 # Wrappers.
@@ -293,7 +288,7 @@ def _lower_wrapper(value: torch.Tensor, packing: Packing) -> Any:
         others = {name: part for name, part in parts.items() if name not in with_gradient}
         form = _Form(kind, context, value.size(), value.stride(), others, with_gradient)
         with torch.enable_grad():
-            used = _first_use(value)
+            used = shards.first_use(value)
             parts.update(zip(with_gradient, _Unwrap.apply(value, form), strict=True))  # type: ignore[no-untyped-call]
             del used
     number = packing.remember(value)
@@ -342,134 +337,12 @@ def _lift_wrapper(tree: list[Any], unpacking: Unpacking) -> torch.Tensor:
     return Parameter(made, needs_grad) if is_parameter else made.requires_grad_(needs_grad)
 
 
-# DTensors.
-
-_meshes: list[weakref.ref[Any]] = []
-
-
-def _lower_shard(value: Any, packing: Packing) -> Any:
-    known = packing.known(value)
-    if known is not None:
-        return known
-    if packing.strict:
-        raise Refusal(_FOR_A_FEDERATION)
-    mesh = value.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise Refusal("this process is not part of its mesh and has none of its data: send it from a process that is")
-    with torch.enable_grad():
-        used = _first_use(value)
-        local = value.to_local()
-        del used
-    number = packing.remember(value)
-    description = (
-        mesh.device_type,
-        mesh.mesh.tolist(),
-        mesh.mesh_dim_names,
-        list(coordinate),
-        [_describe_placement(each) for each in value.placements],
-        list(value.shape),
-        list(value.stride()),
-    )
-    return [
-        trees.SUBCLASS,
-        number,
-        _SHARD,
-        isinstance(value, Parameter),
-        packing.lower_part(local, ".to_local()"),
-        packing.lower_part(description, ".device_mesh"),
-    ]
-
-
-def _describe_placement(placement: Any) -> tuple[Any, ...]:
-    if placement.is_replicate():
-        return ("replicate",)
-    if placement.is_partial():
-        return ("partial", placement.reduce_op)
-    if type(placement).__name__ == "Shard":
-        return ("shard", placement.dim)
-    raise Refusal(f"its placement {placement} has no meaning on another worker: send tensor.full_tensor()")
-
-
-def _placement(description: Any) -> Any:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    match description:
-        case ("replicate",):
-            return Replicate()
-        case ("partial", str() as operation):
-            return Partial(operation)
-        case ("shard", int() as dim):
-            return Shard(dim)
-    malformed("a placement", description)
-
-
-def _lift_shard(tree: list[Any], unpacking: Unpacking) -> Any:
-    check_arity(tree, 5)
-    local, description = unpacking.lift(tree[4]), unpacking.lift(tree[5])
-    _plain_tensor(local)
-    if type(description) is not tuple or len(description) != 7:
-        malformed("a DTensor", description)
-    device, ranks, names, coordinate, placed, shape, stride = description
-    placements = [_placement(each) for each in placed]
-    mesh = _find_mesh(device, ranks, names)
-    _check_place(mesh, ranks, coordinate, placements)
-    from torch.distributed.tensor import DTensor
-
-    options: Any = {"run_check": False, "shape": torch.Size(shape), "stride": tuple(stride)}
-    if local.grad_fn is not None:
-        with torch.enable_grad():
-            return DTensor.from_local(local, mesh, placements, **options)
-    made = DTensor.from_local(local.detach(), mesh, placements, **options)
-    return Parameter(made, local.requires_grad) if tree[3] else made.requires_grad_(local.requires_grad)
-
-
-def _check_place(mesh: Any, ranks: Any, coordinate: Sequence[int], placements: Sequence[Any]) -> None:
-    mine = None if mesh is None else mesh.get_coordinate()
-    advice = "send tensor.full_tensor(), or tensor.to_local() if its local part is meant"
-    if mine is None:
-        raise UnsendableError(
-            f"a DTensor over a mesh of the ranks {ranks} cannot be received: this worker is not part of such a mesh; "
-            + advice
-        )
-    for dim, placement in enumerate(placements):
-        if not placement.is_replicate() and mine[dim] != coordinate[dim]:
-            raise UnsendableError(
-                f"a DTensor of placement {placement} cannot be received: its part is that of coordinate {coordinate} of "
-                f"the mesh {ranks}, and this worker has coordinate {list(mine)}; " + advice
-            )
-
-
-def _find_mesh(device: Any, ranks: Any, names: Any) -> Any:
-    """A mesh of this process over these ranks; None if there is none."""
-    DeviceMesh = _loaded("torch.distributed.device_mesh", "DeviceMesh")
-
-    def fits(mesh: Any) -> bool:
-        return mesh is not None and (mesh.device_type, mesh.mesh_dim_names, mesh.mesh.tolist()) == (
-            device,
-            names,
-            ranks,
-        )
-
-    for known in _meshes:
-        if fits(mesh := known()):
-            return mesh
-    if DeviceMesh is None or not torch.distributed.is_initialized():
-        return None
-    # Torch keeps no list of meshes.
-    found = next((each for each in gc.get_objects() if type(each) is DeviceMesh and fits(each)), None)
-    if found is not None:
-        _meshes[:] = [known for known in _meshes if known() is not None]
-        _meshes.append(weakref.ref(found))
-    return found
-
-
-_HOW = {_PLAIN: _lift_plain, _PARTS: _lift_wrapper, _SHARD: _lift_shard}
+_HOW = {_PLAIN: _lift_plain, _PARTS: _lift_wrapper, shards.HOW: shards.lift}
 
 
 def _lift(tree: list[Any], unpacking: Unpacking) -> Any:
     if unpacking.strict:
-        raise _ProtocolError("a tensor subclass, from a peer that may not send any")
+        raise ProtocolError("a tensor subclass, from a peer that may not send any")
     if len(tree) < 2 or type(tree[1]) is not int:
         malformed("a tensor subclass", tree[1:2])
     if len(tree) == 2:
