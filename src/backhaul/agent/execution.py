@@ -188,12 +188,17 @@ class Execution:
 
     def request(self, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
         """The frame of a request with a packed value, made by the calling thread."""
-        mark, tensors = self.recording.asking(packing.tensors, to.peer)
-        if packing.unrecorded is not None and mark is not None and mark.grad:
-            raise without_history(packing.unrecorded)
-        if mark is not None and self.observers.active:
-            self.observers.emit(SendRecorded())
-        frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
+        try:
+            mark, tensors = self.recording.asking(packing.tensors, to.peer)
+            if packing.unrecorded is not None and mark is not None and mark.grad:
+                raise without_history(packing.unrecorded)
+            if mark is not None and self.observers.active:
+                self.observers.emit(SendRecorded())
+            frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
+        except RuntimeError as error:
+            if torch._C._are_functorch_transforms_active():
+                raise inside_a_transform() from error
+            raise
         return frame if self.tracing is None else self.tracing.attach(frame)
 
     def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
@@ -356,6 +361,15 @@ def name_for_people(function: Any) -> str:
     if isinstance(function, types.BuiltinFunctionType):
         return function.__name__  # the qualified name of torch.add has a class in it that nobody knows
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+
+
+def inside_a_transform() -> UnsendableError:
+    """For a call with tensors that torch.func has wrapped."""
+    return UnsendableError(
+        "a remote call inside of torch.func.grad, vmap, jvp or another transform of torch.func: the tensors there stand "
+        "for others and cannot travel. Make the call outside of the transform, or apply the transform there, in the "
+        "function that is called; for gradients use backhaul.autograd"
+    )
 
 
 def without_history(kind: str) -> UnsendableError:

@@ -43,7 +43,7 @@ from backhaul.agent.observing import (
     TorchBegan,
     TorchEnded,
 )
-from backhaul.autograd import functions, gradients, node_hooks
+from backhaul.autograd import functions, gradients, joint_hooks, node_hooks
 from backhaul.autograd.contexts import Contexts, Record, current, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
@@ -291,7 +291,11 @@ class Engine:
         averaged = replicas.of(leaves)
         is_joint = replicas.is_joint()
         joint = is_joint is not None and any(map(is_joint, leaves))
-        in_grad = averaged or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
+        in_grad = (
+            averaged
+            or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
+            or joint_hooks.on_any(component.leaves)
+        )
         captures = not share.backward.into_grad and not in_grad
         starts: Starts | None = None
         if captures and not component.recvs and not component.waits:

@@ -72,6 +72,11 @@ def choose(roots: Sequence[torch.Tensor], grad_tensors: Any) -> Roots:
                     f"root {number}, of shape {tuple(root.shape)}, is not a scalar, all roots need to be scalar or to "
                     "have their gradient in grad_tensors"
                 )
+            if root.is_complex():
+                raise MisuseError(
+                    "grad can be implicitly created only for real scalar outputs but got "
+                    f"{root.dtype}: give the gradient of root {number} in grad_tensors, or take root.abs() or root.real"
+                )
             gradient = torch.ones_like(root, memory_format=torch.preserve_format)
         elif gradient.shape != root.shape:
             raise MisuseError(

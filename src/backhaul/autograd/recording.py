@@ -50,7 +50,9 @@ class Recorder:
             return None, _detached(tensors)
         record = self._contexts.join(asked.context, to)
         if record is None:
-            return None, tensors
+            # The context is over. The caller gets tensors that say so in a backward pass, not leaves where it ends.
+            count = sum(tensor.requires_grad for tensor in tensors)
+            return (Mark(asked.context, self._contexts.new_id(count)) if count else None), tensors
         mark, tensors = self._record(record, tensors, to)
         return (mark if mark.message else None), tensors
 

@@ -74,6 +74,7 @@ class Run:
         hold: bool = True,
     ) -> None:
         self.share = share
+        self.backward = share.backward.id
         self.sources = component.sources
         self.thread = threading.get_ident()
         self.began = time.monotonic()

@@ -11,8 +11,11 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from backhaul.errors import ProtocolError
+
+_unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 
 # fmt: off
 # The tags are on the wire: append only. The comment gives what follows the tag.
@@ -131,6 +134,11 @@ class Packing:
         """The index of a tensor among those of the message; the same tensor gets the same index."""
         index = self._indices.get(id(tensor))
         if index is None:
+            if forward_ad._current_level >= 0 and _unpack_dual(tensor).tangent is not None:
+                raise Refusal(
+                    "it has a tangent of forward-mode differentiation (make_dual), which would stay behind: send "
+                    "forward_ad.unpack_dual(tensor).primal, or compute without remote calls"
+                )
             index = self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return index
