@@ -219,6 +219,8 @@ class Execution:
             mark, tensors = self.recording.answering(asked, tensors, to.peer)
             if self.observers.active:
                 self.observers.emit(SendRecorded())
+        elif tensors:
+            mark = self.recording.leaving(tensors)
         return self._frame(lambda refs: Result(id, tree, refs, mark), packing, tensors, to)
 
     def _frame(
@@ -366,9 +368,9 @@ def name_for_people(function: Any) -> str:
 def inside_a_transform() -> UnsendableError:
     """For a call with tensors that torch.func has wrapped."""
     return UnsendableError(
-        "a remote call inside of torch.func.grad, vmap, jvp or another transform of torch.func: the tensors there stand "
-        "for others and cannot travel. Make the call outside of the transform, or apply the transform there, in the "
-        "function that is called; for gradients use backhaul.autograd"
+        "a remote call inside of torch.func.grad, vmap, jvp or another transform of torch.func: the tensors there "
+        "stand for others and cannot travel. Make the call outside of the transform, or apply the transform there, in "
+        "the function that is called; for gradients use backhaul.autograd"
     )
 
 

@@ -24,6 +24,11 @@ class Roots(NamedTuple):
 
 def check_id(context_id: Any) -> int:
     """A context's id as a plain int."""
+    if isinstance(context_id, torch.Tensor | RRef | list | tuple):
+        raise TypeError(
+            "incompatible function arguments: the context id is missing. Write backward(context_id, [loss]), with the "
+            "id that `with context() as context_id` gives"
+        )
     if isinstance(context_id, bool) or not isinstance(context_id, int):
         raise TypeError(f"incompatible function arguments: the context id is an int, not a {type(context_id).__name__}")
     return int(context_id)

@@ -29,6 +29,8 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``reach`` has, for each recorded tensor, the ids of the tensors of earlier messages, of all workers, that it depends
     on: they take part in a pass if it does. ``()`` means that none depends on any, None that the sender does not know.
+
+    A reply of no context, with ``context`` 0, has in ``reach`` the places of its tensors that were computed.
     """
 
     context: int
