@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from backhaul.agent import autocast
 from backhaul.agent.accounts import Accounts
 from backhaul.agent.activity import Activity, Late
 from backhaul.agent.future import Future
@@ -112,6 +113,8 @@ class Execution:
         if mark is not None:
             context.run(self.recording.enter, mark, sender)
         function, args, kwargs = self.unpack(envelope, sender)
+        if envelope.message.autocast:
+            function = autocast.under(envelope.message.autocast, function)
         if self.tracing is not None:
             return self.traced(self.tracing, context, function, args, kwargs, envelope, sender)
         return self.invoke(context, function, args, kwargs)

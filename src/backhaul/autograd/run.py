@@ -47,7 +47,7 @@ class Parcel:
         if gradient is not None:
             if type(gradient) is not torch.Tensor:
                 gradient = plain(gradient)
-            if not gradient.is_contiguous() and gradient.layout is torch.strided and gradient.nbytes <= _SMALL:
+            if gradient.layout is torch.strided and not gradient.is_contiguous() and gradient.nbytes <= _SMALL:
                 gradient = gradient.contiguous()  # as that of a sum, which is one number: to describe it takes longer
             self.present.append(len(self.sources))
             self.tensors.append(gradient)

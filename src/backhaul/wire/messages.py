@@ -40,12 +40,16 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """Run ``function(*args, **kwargs)``; the tree holds ``(function, args, kwargs)``."""
+    """Run ``function(*args, **kwargs)``; the tree holds ``(function, args, kwargs)``.
+
+    ``autocast`` has the types of devices for which the caller has it on, each with the name of a dtype.
+    """
 
     id: int
     tree: Any
     refs: Refs = ()
     mark: Mark | None = None
+    autocast: tuple[tuple[str, str], ...] = ()
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -111,6 +115,7 @@ class Create(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     tree: Any
     refs: Refs = ()
     mark: Mark | None = None
+    autocast: tuple[tuple[str, str], ...] = ()
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
