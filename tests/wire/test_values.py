@@ -248,16 +248,6 @@ def test_modules_travel_with_their_parameters() -> None:
     assert torch.equal(got(x), model(x))
 
 
-class Tagged(torch.Tensor):
-    pass
-
-
-def test_tensor_subclasses_are_pickled() -> None:
-    got = trip(torch.arange(3.0).as_subclass(Tagged))
-    assert type(got) is Tagged
-    assert got.tolist() == [0, 1, 2]
-
-
 def test_results_of_torch_operators() -> None:
     sent = torch.max(torch.arange(4.0).reshape(2, 2), 0)
     got = trip(sent, SAFE)

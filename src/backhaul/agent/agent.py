@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
+from backhaul.agent import autocast
 from backhaul.agent.accounts import Accounts
 from backhaul.agent.activity import Activity, Handling
 from backhaul.agent.calling import Calling
@@ -462,7 +463,8 @@ class Agent:
         tree, packing = self._codec.pack_call(function, tuple(args), dict(kwargs))
         if self.observers.active:
             self.observers.emit(Packed())
-        return lambda id: self.execution.request(lambda refs, mark: Call(id, tree, refs, mark), packing, to)
+        modes = autocast.here()
+        return lambda id: self.execution.request(lambda refs, mark: Call(id, tree, refs, mark, modes), packing, to)
 
     def _route(self, to: To, deadline: float, *, suspected: bool = False) -> Calling:
         """The line for requests to a worker, opened if need be. ``suspected``: see `insist`."""

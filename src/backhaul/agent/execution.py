@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from backhaul.agent import autocast
 from backhaul.agent.accounts import Accounts
 from backhaul.agent.activity import Activity, Late
 from backhaul.agent.future import Future
@@ -122,6 +123,8 @@ class Execution:
         if mark is not None:
             context.run(self.recording.enter, mark, sender)
         function, args, kwargs = self.unpack(envelope, sender)
+        if envelope.message.autocast:
+            function = autocast.under(envelope.message.autocast, function)
         if self.tracing is not None:
             return self.traced(self.tracing, context, function, args, kwargs, envelope, sender)
         return self.invoke(context, function, args, kwargs)
@@ -198,10 +201,17 @@ class Execution:
 
     def request(self, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
         """The frame of a request with a packed value, made by the calling thread."""
-        mark, tensors = self.recording.asking(packing.tensors, to.peer)
-        if mark is not None and self.observers.active:
-            self.observers.emit(SendRecorded())
-        frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
+        try:
+            mark, tensors = self.recording.asking(packing.tensors, to.peer)
+            if packing.unrecorded is not None and mark is not None and mark.grad:
+                raise without_history(packing.unrecorded)
+            if mark is not None and self.observers.active:
+                self.observers.emit(SendRecorded())
+            frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
+        except RuntimeError as error:
+            if torch._C._are_functorch_transforms_active():
+                raise inside_a_transform() from error
+            raise
         return frame if self.tracing is None else self.tracing.attach(frame)
 
     def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
@@ -217,9 +227,13 @@ class Execution:
         tensors: Tensors = packing.tensors
         mark = None
         if asked is not None:
+            if packing.unrecorded is not None and asked.grad:
+                raise without_history(packing.unrecorded)
             mark, tensors = self.recording.answering(asked, tensors, to.peer)
             if self.observers.active:
                 self.observers.emit(SendRecorded())
+        elif tensors:
+            mark = self.recording.leaving(tensors)
         return self._frame(lambda refs: Result(id, tree, refs, mark), packing, tensors, to)
 
     def _frame(
@@ -364,6 +378,24 @@ def name_for_people(function: Any) -> str:
     if isinstance(function, types.BuiltinFunctionType):
         return function.__name__  # the qualified name of torch.add has a class in it that nobody knows
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+
+
+def inside_a_transform() -> UnsendableError:
+    """For a call with tensors that torch.func has wrapped."""
+    return UnsendableError(
+        "a remote call inside of torch.func.grad, vmap, jvp or another transform of torch.func: the tensors there "
+        "stand for others and cannot travel. Make the call outside of the transform, or apply the transform there, in "
+        "the function that is called; for gradients use backhaul.autograd"
+    )
+
+
+def without_history(kind: str) -> UnsendableError:
+    """For a tensor that requires grad, in a message of an autograd context."""
+    return UnsendableError(
+        f"a {kind} requires grad, and would arrive without its history: it is neither a plain subclass of torch.Tensor "
+        "nor a wrapper that has __tensor_flatten__ and __tensor_unflatten__. Send a plain tensor, send it detached "
+        "(.detach()), or make the call under torch.no_grad()"
+    )
 
 
 def follow(future: Any, done: Callable[[Any], None]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from backhaul.agent import autocast
 from backhaul.agent.execution import Execution, Peer, safe_str
 from backhaul.agent.observing import RecvRecorded
 from backhaul.agent.recording import Tensors
@@ -80,6 +81,8 @@ class FederatedExecution(Execution):
             args, kwargs = self._open(tree, envelope, sender)
             if type(args) is not tuple or type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
                 raise ProtocolError("arguments that are none")
+            if message.autocast:
+                function = autocast.under(message.autocast, function)
         except RefusedError:
             raise
         except Exception as error:

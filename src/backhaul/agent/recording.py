@@ -29,6 +29,9 @@ class Recording(Protocol):
     def received(self, mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
         """A message with recorded tensors has come: what to hand to the user in their place."""
 
+    def leaving(self, tensors: Tensors) -> Mark | None:
+        """The reply to a request without a mark leaves: a mark, if it leaves the history of tensors behind."""
+
     def enter(self, mark: Mark, sender: WorkerInfo) -> None:
         """The calling thread is about to run a request with this mark."""
 
@@ -44,5 +47,8 @@ class NoRecording:
 
     def received(self, mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
         return tensors
+
+    def leaving(self, tensors: Tensors) -> Mark | None:
+        return None
 
     def enter(self, mark: Mark, sender: WorkerInfo) -> None: ...

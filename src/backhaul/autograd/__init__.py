@@ -55,7 +55,7 @@ class context:
 @eager
 def backward(
     context_id: int,
-    roots: Root | Sequence[Root],
+    roots: Root | Sequence[Root] | None = None,
     retain_graph: bool = False,
     *,
     grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,

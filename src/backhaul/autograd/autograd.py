@@ -13,11 +13,11 @@ import torch
 from backhaul.agent.agent import Agent
 from backhaul.agent.line import Line
 from backhaul.autograd import entry
-from backhaul.autograd.contexts import Contexts, Record, gone
+from backhaul.autograd.contexts import Contexts, Record, current, gone
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.functions import rank_of
 from backhaul.autograd.recording import Recorder
-from backhaul.errors import BackhaulError, UnknownWorkerError, WorkerLostError
+from backhaul.errors import BackhaulError, MisuseError, UnknownWorkerError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.refs.rref import RRef
 from backhaul.remote_profile import backward as profiled
@@ -71,6 +71,8 @@ class Autograd:
         chosen = entry.choose(entry.fetch(roots, record.id), grad_tensors)
         with profiled.recorded(self._agent) if profiler_is_on() else nullcontext():
             self.engine.backward(record, *chosen, retain_graph=bool(retain_graph), into_grad=into_grad, timeout=seconds)
+        if not into_grad:
+            record.unread = True
 
     def backward_of(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
         """See `RRef.backward`."""
@@ -85,7 +87,18 @@ class Autograd:
 
     def require(self, id: int) -> None:
         """Raise `ContextError` unless this worker has made this context, or has taken part in it, and it goes on."""
-        self.contexts.find(entry.check_id(id))
+        self.contexts.find(entry.check_id(id)).unread = False
+
+    def require_read(self) -> None:
+        """For what uses ``.grad``. Raise if the open context has gradients of a pass, and nobody has asked for them."""
+        id = current.get()
+        record = None if id is None else self.contexts.get(id)
+        if record is not None and record.unread:
+            raise MisuseError(
+                "this would use .grad, and the gradients of the backward pass are in the open autograd context: write "
+                "step(context_id), and context_id likewise for clip_grad_norm_ and GradScaler; or call "
+                'optimizer.accumulate(context_id) first, or backward with accumulate="grad"'
+            )
 
     def gradients_here(self, id: int) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients of a context for leaves of this worker; none if it has taken no part in it."""

@@ -55,6 +55,7 @@ class ContextId(int):
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """See `backhaul.autograd.get_gradients`."""
         record = self._record()
+        record.unread = False
         with record.lock:
             return dict(record.gradients)
 

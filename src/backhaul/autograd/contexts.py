@@ -121,6 +121,8 @@ class Record:
         self.floors: dict[int, int] = {}
         """By who starts passes: those with lower ids are over."""
         self.over = False
+        self.unread = False
+        """Whether a pass that was started here has put gradients into the context, and nobody has asked for them."""
         self.introducer: int | None = None
         """Rank of who told this worker of the context."""
         self.limit: int | None = None

@@ -43,7 +43,7 @@ from backhaul.agent.observing import (
     TorchBegan,
     TorchEnded,
 )
-from backhaul.autograd import functions, gradients, node_hooks
+from backhaul.autograd import functions, gradients, joint_hooks, node_hooks
 from backhaul.autograd.contexts import Contexts, Record, current, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
@@ -290,7 +290,13 @@ class Engine:
                 return emitted, None
         leaves = [leaf.variable for leaf in component.leaves]
         averaged = replicas.of(leaves)
-        in_grad = averaged or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
+        is_joint = replicas.is_joint()
+        joint = is_joint is not None and any(map(is_joint, leaves))
+        in_grad = (
+            averaged
+            or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
+            or joint_hooks.on_any(component.leaves)
+        )
         captures = not share.backward.into_grad and not in_grad
         starts: Starts | None = None
         if captures and not component.recvs and not component.waits:
@@ -302,7 +308,7 @@ class Engine:
                 self._store(share, leaves, found)
                 return (), None
         listener = share.listener
-        if averaged and listener is not None and listener.is_mine():
+        if joint and listener is not None and listener.is_mine():
             self.agent.listeners.step_away(listener)  # the run may wait for other processes
         run = Run(
             self.agent,
@@ -313,7 +319,7 @@ class Engine:
             held=self._held,
             tell=self._tell,
             # What is held may be sent by another thread, which has other streams.
-            hold=not averaged and self.agent.devices is None,
+            hold=not joint and self.agent.devices is None,
         )
         self._runs.add(run)
         before, functions.thread.run = functions.thread.run, run
@@ -387,15 +393,22 @@ class Engine:
 
         DDP averages all that is there, also what passes before this one have added (``no_sync``), and may set it for
         parameters that this process has not used. So the context's gradients of all its parameters are put there first.
+        What is sharded leaves the gradients of this pass in parameters that are not the leaves of the graph.
         """
         record = share.record
-        parameters = list({each: None for replica in averaged for each in replica.parameters})
+        for replica in averaged:
+            replica.check()
+        parameters = list({each: None for replica in averaged if replica.sums for each in replica.parameters})
         lent = {each for replica in averaged if replica.lends_memory for each in replica.parameters}
-        theirs = set(parameters)
+        apart = [replica for replica in averaged if not replica.sums]
+        theirs = {*parameters, *(leaf for replica in apart for leaf in replica.leaves)}
         others = [leaf for leaf in leaves if leaf not in theirs]
+        others += {each: None for replica in apart for each in replica.parameters}
+        scratch = [leaf for replica in apart for leaf in replica.scratch]
         with record.lock:
             given = {each: record.gradients.get(each) for each in parameters}
-        with gradients.in_place_of_grad({**given, **dict.fromkeys(others)}, share.require_going, lent=lent):
+        given.update(dict.fromkeys((*others, *scratch)))
+        with gradients.in_place_of_grad(given, share.require_going, lent=lent):
             self._run_engine(share, share.starts(component))
             made = {each: each.grad for each in parameters}
             rest = [leaf.grad for leaf in others]

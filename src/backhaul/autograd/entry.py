@@ -24,6 +24,11 @@ class Roots(NamedTuple):
 
 def check_id(context_id: Any) -> int:
     """A context's id as a plain int."""
+    if isinstance(context_id, torch.Tensor | RRef | list | tuple):
+        raise TypeError(
+            "incompatible function arguments: the context id is missing. Write backward(context_id, [loss]), with the "
+            "id that `with context() as context_id` gives"
+        )
     if isinstance(context_id, bool) or not isinstance(context_id, int):
         raise TypeError(f"incompatible function arguments: the context id is an int, not a {type(context_id).__name__}")
     return int(context_id)
@@ -71,6 +76,11 @@ def choose(roots: Sequence[torch.Tensor], grad_tensors: Any) -> Roots:
                 raise MisuseError(
                     f"root {number}, of shape {tuple(root.shape)}, is not a scalar, all roots need to be scalar or to "
                     "have their gradient in grad_tensors"
+                )
+            if root.is_complex():
+                raise MisuseError(
+                    "grad can be implicitly created only for real scalar outputs but got "
+                    f"{root.dtype}: give the gradient of root {number} in grad_tensors, or take root.abs() or root.real"
                 )
             gradient = torch.ones_like(root, memory_format=torch.preserve_format)
         elif gradient.shape != root.shape:

@@ -62,6 +62,10 @@ class Recv(msgspec.Struct, frozen=True, gc=False):
 class Run(Protocol):
     """What Send and Recv ask of the run of torch's engine that they are in: see `engine`."""
 
+    @property
+    def backward(self) -> int:
+        """The id of the pass."""
+
     def take(self, source: int) -> Sequence[torch.Tensor | None]: ...
     def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None: ...
 

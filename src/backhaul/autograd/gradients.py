@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,10 @@ Captured = Sequence[torch.Tensor | None]
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 _LOOK_AGAIN = 0.05
+
+_dtype_of_gradient: Callable[[torch.Tensor], torch.dtype | None]
+# A user can set another one than that of the leaf, or None for any, since torch 2.10.
+_dtype_of_gradient = attrgetter("grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype")
 
 
 class _Lending:
@@ -82,7 +87,7 @@ def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict
         if type(start) is not GradientEdge or type(start.node) is not _AccumulateGrad:
             return None
         leaf: torch.Tensor = start.node.variable  # type: ignore[attr-defined]
-        if leaf._backward_hooks or leaf.dtype is not value.dtype or leaf.shape != value.shape:
+        if leaf._backward_hooks or _dtype_of_gradient(leaf) is not value.dtype or leaf.shape != value.shape:
             return None
         if getattr(leaf, "_post_accumulate_grad_hooks", None):
             return None
@@ -142,7 +147,7 @@ def _is_ours(captured: Captured, place: int) -> bool:
     """Whether nobody else has a captured gradient, or a view of its memory."""
     references = sys.getrefcount(captured[place])
     gradient = captured[place]
-    if gradient is None or references > _OURS.references:
+    if gradient is None or references > _OURS.references or type(gradient) is not torch.Tensor:
         return False
     layout = gradient.layout
     if layout is torch.strided:
@@ -165,7 +170,12 @@ def _has_base_alone(gradient: torch.Tensor) -> bool:
 
 def _laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """The gradient in the memory layout of its leaf, so that optimizers find what they are used to."""
-    if gradient.layout is not torch.strided or leaf.layout is not torch.strided or gradient.stride() == leaf.stride():
+    if (
+        type(gradient) is not torch.Tensor
+        or gradient.layout is not torch.strided
+        or leaf.layout is not torch.strided
+        or gradient.stride() == leaf.stride()
+    ):
         return gradient
     return torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 

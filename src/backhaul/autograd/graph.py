@@ -4,7 +4,8 @@ The **sources** of a pass on a worker are the Sends that take part, one for each
 pass was started the Send of its roots (`ROOT`). Two sources are in one **component** when they reach a common node.
 Each component is one run of torch's engine, so that every node of it is run once, with the sum of all its gradients,
 as in one process. A leaf does not join components, since adding to its gradient can be done in parts, unless it has
-hooks, which must see the sum. All leaves of modules under DDP join theirs (see `replicas`).
+hooks, which must see the sum. So do sources that reach tensors of one hook (see `joint_hooks`). All leaves that
+processes work on together join theirs (see `replicas`).
 
 Why gates cannot deadlock
 -------------------------
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 
-from backhaul.autograd import node_hooks
+from backhaul.autograd import joint_hooks, node_hooks
 from backhaul.autograd.functions import ID_BITS, ROOT, Recv, RecvNode, SendNode
 from backhaul.autograd.replicas import replicas
 
@@ -134,9 +135,13 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
                             continue
                     groups.join(other, source)
         sizes[source] = len(owner) - before
+    for hooked in joint_hooks.groups():
+        joined = [owner[node] for node in hooked if node in owner]
+        for other in joined[1:]:
+            groups.join(joined[0], other)
     averaged: list[int] = []
-    if by_leaf := replicas.by_leaf():
-        averaged = [source for source, mine in leaves.items() if any(id(leaf.variable) in by_leaf for leaf in mine)]
+    if (is_joint := replicas.is_joint()) is not None:
+        averaged = [source for source, mine in leaves.items() if any(is_joint(leaf.variable) for leaf in mine)]
         for source in averaged:
             groups.join(averaged[0], source)
     members = groups.members()
@@ -186,8 +191,8 @@ def as_one(sources: Mapping[int, Node]) -> Component | None:
                     stack.append(node.next_functions)
             elif node in recvs:
                 recvs[node].add(output)
-    by_leaf = replicas.by_leaf()
-    if by_leaf and any(id(leaf.variable) in by_leaf for leaf in leaves):
+    is_joint = replicas.is_joint()
+    if is_joint is not None and any(is_joint(leaf.variable) for leaf in leaves):
         return None
     return Component(list(sources), leaves, recvs, len(seen) - 1)
 

@@ -1,4 +1,5 @@
-"""Hooks on the `AccumulateGrad` node of a leaf, where libraries put them to see a gradient once it is in ``.grad``.
+"""Hooks on the `AccumulateGrad` node of a leaf, where libraries put them to see a gradient once it is in ``.grad``, or
+to change it before.
 
 Torch tells nobody whether a node has hooks. But each hook goes into a dict that Python makes, here, so it is known
 whether there are any at all; only then are nodes asked, in a roundabout way.
@@ -42,5 +43,5 @@ def are_there() -> bool:
 
 
 def on(node: Any) -> bool:
-    """Whether this node has hooks that run after it."""
-    return bool(node.register_hook(_question))
+    """Whether this node has hooks that run before or after it."""
+    return bool(node.register_hook(_question)) or bool(node.register_prehook(_question))

@@ -15,12 +15,16 @@ from collections.abc import Sequence
 import torch
 
 from backhaul.agent.recording import Tensors
+from backhaul.autograd import mistakes
 from backhaul.autograd.contexts import Contexts, Record, Send, current
 from backhaul.autograd.functions import Reach, Recv, rank_of, receive, send
 from backhaul.autograd.graph import foresee
 from backhaul.errors import ProtocolError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.messages import Mark
+
+_NO_CONTEXT = 0
+"""In a mark: the message is of no context, and its ``reach`` lists the tensors that were computed."""
 
 
 class Recorder:
@@ -30,6 +34,7 @@ class Recorder:
         self._contexts = contexts
         self._anchor = anchor
         self._tells = not contexts.secret
+        mistakes.watched.add(contexts)
 
     def asking(self, tensors: Tensors, to: WorkerInfo) -> tuple[Mark | None, Tensors]:
         id = current.get()
@@ -50,11 +55,28 @@ class Recorder:
             return None, _detached(tensors)
         record = self._contexts.join(asked.context, to)
         if record is None:
-            return None, tensors
+            # The context is over. The caller gets tensors that say so in a backward pass, not leaves where it ends.
+            count = sum(tensor.requires_grad for tensor in tensors)
+            return (Mark(asked.context, self._contexts.new_id(count)) if count else None), tensors
         mark, tensors = self._record(record, tensors, to)
         return (mark if mark.message else None), tensors
 
+    def leaving(self, tensors: Tensors) -> Mark | None:
+        for tensor in tensors:
+            if tensor.requires_grad:
+                break
+        else:
+            return None
+        computed = tuple(
+            place
+            for place, tensor in enumerate(tensors)
+            if tensor.requires_grad and tensor.grad_fn is not None and type(tensor) is torch.Tensor
+        )
+        return Mark(_NO_CONTEXT, 1, True, (computed,)) if computed else None
+
     def received(self, mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
+        if mark.context == _NO_CONTEXT:
+            return _without_history(mark, tensors, sender)
         if rank_of(mark.message) != sender.id:
             raise ProtocolError(f"a message {mark.message} that worker {sender.name!r} did not number")
         if len(tensors) == 1 and tensors[0].requires_grad:
@@ -112,6 +134,16 @@ class Recorder:
                 return None
             found.append(sources)
         return tuple(found) if any(found) else ()
+
+
+def _without_history(mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
+    """Leaves that stand for tensors that the sender has computed, outside of a context."""
+    if mark.reach is None or len(mark.reach) != 1 or any(not 0 <= place < len(tensors) for place in mark.reach[0]):
+        raise ProtocolError("a message that says which of its tensors were computed, and has no such tensors")
+    for place in mark.reach[0]:
+        if tensors[place].requires_grad:
+            mistakes.warn_of_gradients(tensors[place], sender.name)
+    return tensors
 
 
 def _detached(tensors: Tensors) -> Tensors:

@@ -25,6 +25,7 @@ from backhaul.autograd.share import Share
 from backhaul.errors import ContextError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.messages import Gradients, Pass
+from backhaul.wire.subclasses import plain
 
 _MAX_HELD_BYTES = 64 * 1024
 _SMALL = 8 * 1024
@@ -44,7 +45,9 @@ class Parcel:
 
     def add(self, source: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
-            if not gradient.is_contiguous() and gradient.layout is torch.strided and gradient.nbytes <= _SMALL:
+            if type(gradient) is not torch.Tensor:
+                gradient = plain(gradient)
+            if gradient.layout is torch.strided and not gradient.is_contiguous() and gradient.nbytes <= _SMALL:
                 gradient = gradient.contiguous()  # as that of a sum, which is one number: to describe it takes longer
             self.present.append(len(self.sources))
             self.tensors.append(gradient)
@@ -71,6 +74,7 @@ class Run:
         hold: bool = True,
     ) -> None:
         self.share = share
+        self.backward = share.backward.id
         self.sources = component.sources
         self.thread = threading.get_ident()
         self.began = time.monotonic()

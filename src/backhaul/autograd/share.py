@@ -16,6 +16,7 @@ from backhaul.agent.activity import Description
 from backhaul.agent.agent import Agent
 from backhaul.agent.listening import Listener
 from backhaul.agent.observing import GateOpens, GateWaits
+from backhaul.autograd import joint_hooks
 from backhaul.autograd.contexts import Record
 from backhaul.autograd.functions import NOTHING, ROOT, passes_on, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
@@ -131,10 +132,11 @@ class Share:
     def starts(self, component: Component) -> Starts:
         """Where the run of a component begins. Raises what the pass has failed with.
 
-        Usually it starts right behind the Sends. They are run only to wait, or to pass on that there is no gradient.
+        Usually it starts right behind the Sends. They are run only to wait, or to pass on that there is no gradient, or
+        since hooks over several tensors do not count a tensor from which a run starts.
         """
         sources = component.sources
-        if not component.waits:
+        if not component.waits and not joint_hooks.are_there():
             with self._lock:
                 if len(sources) == 1 and sources[0] in self._box:
                     found = self._box[sources[0]]

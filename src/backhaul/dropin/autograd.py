@@ -23,7 +23,7 @@ def is_available() -> bool:
     return True
 
 
-def backward(context_id: int, roots: Any, retain_graph: bool = False, **options: Any) -> None:
+def backward(context_id: int, roots: Any = None, retain_graph: bool = False, **options: Any) -> None:
     """See `backhaul.autograd.backward`. As in torch, what a backward function raises becomes a RuntimeError."""
     try:
         _backward(context_id, roots, retain_graph, **options)

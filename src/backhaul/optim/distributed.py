@@ -18,7 +18,7 @@ from backhaul.errors import MisuseError, OptionError, PartialError, UnsendableEr
 from backhaul.ids import WorkerInfo
 from backhaul.optim import gradients, local
 from backhaul.optim.entries import OF_PARAMETERS, Entries, apply, change, copied, entries_of
-from backhaul.optim.groups import Group, Part, group_from, groups_from, require_alike
+from backhaul.optim.groups import Group, Part, group_from, groups_from, require_alike, require_constants
 from backhaul.optim.local import Changes, LocalOptimizer
 from backhaul.optim.steps import hooked
 from backhaul.refs.rref import RRef
@@ -47,6 +47,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self, optimizer_class: Callable[..., Any], params_rref: Iterable[Any], *args: Any, **kwargs: Any
     ) -> None:
         _check_class(optimizer_class)
+        require_constants({**{f"argument {place}": each for place, each in enumerate(args)}, **kwargs})
         groups, as_groups = groups_from(params_rref)
         self._make = partial(_make_work, optimizer_class, args=copied(list(args)), kwargs=copied(kwargs))
         self._name = _name_of(optimizer_class)

@@ -12,8 +12,13 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 def require(context_id: int | None) -> None:
-    """Raise `ContextError` if there is no such context here; None stands for ``.grad``."""
-    if context_id is not None:
+    """Raise `ContextError` if there is no such context here; None stands for ``.grad``.
+
+    Raises `MisuseError` for None if the gradients are in the open context.
+    """
+    if context_id is None:
+        current.worker().autograd.require_read()
+    else:
         current.worker().autograd.require(context_id)
 
 

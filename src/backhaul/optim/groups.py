@@ -73,7 +73,17 @@ def group_from(given: Any) -> Group:
     if names and len(names) != len(items):
         raise OptionError("some parameters of a group have names and some have none: give all of them names, or none")
     entries = {name: value for name, value in given.items() if name not in ("params", "param_names")}
+    require_constants(entries)
     return Group([_rref(item) for item in items], names or None, entries)
+
+
+def require_constants(entries: Mapping[str, Any]) -> None:
+    """Refuse options that require grad: in one process, a differentiable step has gradients for them."""
+    for name, value in entries.items():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise OptionError(
+                f"{name} requires grad, and no gradient comes back through a remote step: give {name}.detach()"
+            )
 
 
 def require_alike(named: Sequence[bool]) -> None:

@@ -6,6 +6,7 @@ import contextvars
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from backhaul.agent import autocast
 from backhaul.agent.execution import ASYNC_MARK, follow
 from backhaul.agent.future import Future
 from backhaul.eager import eager
@@ -61,13 +62,17 @@ def invoke_found(rref: RRef[Any], find: Callable[[Any], Callable[..., Any]], arg
     references = rref._references
     future: Future[Any] = Future()
     context = contextvars.copy_context()
+    modes = autocast.here()  # of the caller; if there is no value yet, another thread will run the method
 
     def run(cell: Cell) -> None:
         if (failed := cell.error) is not None:
             future.settle(None, failed)
             return
         try:
-            value, later = references.execution.invoke(context, find(cell.get()), args, kwargs)
+            method = find(cell.get())
+            if modes:
+                method = autocast.under(modes, method)
+            value, later = references.execution.invoke(context, method, args, kwargs)
         except BaseException as error:
             future.settle(None, error)
             return

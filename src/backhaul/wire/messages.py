@@ -29,6 +29,8 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``reach`` has, for each recorded tensor, the ids of the tensors of earlier messages, of all workers, that it depends
     on: they take part in a pass if it does. ``()`` means that none depends on any, None that the sender does not know.
+
+    A reply of no context, with ``context`` 0, has in ``reach`` the places of its tensors that were computed.
     """
 
     context: int
@@ -38,12 +40,16 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """Run ``function(*args, **kwargs)``; the tree holds ``(function, args, kwargs)``."""
+    """Run ``function(*args, **kwargs)``; the tree holds ``(function, args, kwargs)``.
+
+    ``autocast`` has the types of devices for which the caller has it on, each with the name of a dtype.
+    """
 
     id: int
     tree: Any
     refs: Refs = ()
     mark: Mark | None = None
+    autocast: tuple[tuple[str, str], ...] = ()
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -109,6 +115,7 @@ class Create(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     tree: Any
     refs: Refs = ()
     mark: Mark | None = None
+    autocast: tuple[tuple[str, str], ...] = ()
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):

@@ -11,8 +11,11 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from backhaul.errors import ProtocolError
+
+_unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 
 # fmt: off
 # The tags are on the wire: append only. The comment gives what follows the tag.
@@ -48,7 +51,8 @@ from backhaul.errors import ProtocolError
     PARTIAL,        # function, arguments, keyword arguments
     EXTENSION,      # tag, payload
     PICKLE,         # bytes, objects that the pickle refers to
-) = range(31)
+    SUBCLASS,       # number, how, ... (see `subclasses`); for another mention of the same tensor, its number alone
+) = range(32)
 # fmt: on
 
 # Up to this many items, a loop is faster than looking at all their types first.
@@ -94,11 +98,13 @@ class Packing:
         "_lowerers",
         "_noted",
         "_resolve",
+        "_subclasses",
         "attached",
         "depth",
         "names",
         "strict",
         "tensors",
+        "unrecorded",
     )
 
     def __init__(
@@ -117,6 +123,9 @@ class Packing:
         self.depth = depth  # how many levels may still be entered
         self._indices: dict[int, int] = {}
         self._noted: set[Hashable] = set()
+        self._subclasses: dict[int, tuple[Any, Any]] | None = None
+        self.unrecorded: str | None = None
+        """The class of a tensor that requires grad and travels without its history, if there is one."""
         self._lowerers = lowerers
         self._resolve = resolve
         self._lower_unknown = lower_unknown
@@ -125,9 +134,28 @@ class Packing:
         """The index of a tensor among those of the message; the same tensor gets the same index."""
         index = self._indices.get(id(tensor))
         if index is None:
+            if forward_ad._current_level >= 0 and _unpack_dual(tensor).tangent is not None:
+                raise Refusal(
+                    "it has a tangent of forward-mode differentiation (make_dual), which would stay behind: send "
+                    "forward_ad.unpack_dual(tensor).primal, or compute without remote calls"
+                )
             index = self._indices[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
         return index
+
+    def known(self, value: Any) -> Any:
+        """The tree of another mention of an instance of a tensor subclass; None if this is the first."""
+        found = None if self._subclasses is None else self._subclasses.get(id(value))
+        return None if found is None else found[1]
+
+    def remember(self, value: Any, tree: Any = None) -> Any:
+        """Note an instance of a tensor subclass, with the tree of its other mentions; if there is none, its number."""
+        if self._subclasses is None:
+            self._subclasses = {}
+        number = len(self._subclasses)
+        # The value as well: it may be a part that nobody else keeps.
+        self._subclasses[id(value)] = value, [SUBCLASS, number] if tree is None else tree
+        return number if tree is None else tree
 
     def attach(self, key: Hashable, thing: Any) -> None:
         """Note something that is sent with the message, once for each key."""
@@ -190,7 +218,7 @@ class Packing:
 class Unpacking:
     """The state of one unpack: the tensors of the message, and how to lift a part of its tree."""
 
-    __slots__ = ("_lifters", "announced", "depth", "names", "strict", "tensors")
+    __slots__ = ("_lifters", "_subclasses", "announced", "depth", "names", "strict", "tensors")
 
     def __init__(
         self,
@@ -207,6 +235,20 @@ class Unpacking:
         self.strict = strict
         self.announced = announced  # what extensions may find in the tree, if that is limited
         self._lifters = lifters
+        self._subclasses: dict[int, Any] | None = None
+
+    def keep(self, number: int, value: Any) -> Any:
+        """Note an instance of a tensor subclass for its other mentions; returns it."""
+        if self._subclasses is None:
+            self._subclasses = {}
+        self._subclasses[number] = value
+        return value
+
+    def recall(self, number: int) -> Any:
+        """The instance of a tensor subclass that has this number. Raises ProtocolError."""
+        if self._subclasses is None or number not in self._subclasses:
+            raise ProtocolError(f"a tensor subclass {number}, of which nothing is known")
+        return self._subclasses[number]
 
     def tensor(self, index: Any) -> torch.Tensor:
         """The tensor of that index. Raises ProtocolError."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from backhaul.errors import BackhaulError, MisuseError, ProtocolError, UnsendableError
-from backhaul.wire import callables, objects, scalars, trees
+from backhaul.wire import callables, objects, scalars, subclasses, trees
 from backhaul.wire.trees import Lift, Lower, Names, Packing, Refusal, Unpacking, check_arity, malformed
 
 __all__ = ["Codec", "Names", "Packing", "Unpacking"]
@@ -53,7 +53,7 @@ class Codec:
         self._lifts: dict[str, Callable[[Any, Unpacking], Any]] = {}
         self._fixed: dict[type, Lower] = {**scalars.LOWER, **_LOWER}
         self._lowerers = dict(self._fixed)
-        lifters: dict[int, Lift] = {**scalars.LIFT, **objects.LIFT, **_LIFT}
+        lifters: dict[int, Lift] = {**scalars.LIFT, **objects.LIFT, **subclasses.LIFT, **_LIFT}
         lifters[trees.EXTENSION] = self._lift_extension
         lifters[trees.PICKLE] = self._lift_pickle
         if strict:
@@ -137,6 +137,8 @@ class Codec:
         """How to lower a type that was not seen before."""
         lowerer = self._extension(kind) or scalars.numpy_lowerer(kind) or objects.lowerer(kind)
         if lowerer is None:
+            lowerer = subclasses.lowerer(kind)
+        if lowerer is None:
             lowerer = self._lower_unknown
         if len(self._lowerers) >= _MAX_RESOLVED:
             self._lowerers = dict(self._fixed)
@@ -167,14 +169,14 @@ class Codec:
         from backhaul.wire import pickles  # a peer whose pickles are refused never gets it loaded
 
         try:
-            data, parts = pickles.dump(value, self._is_outside_pickles)
+            data, parts = pickles.dump(value, lambda obj: obj is not value and self._is_outside_pickles(obj))
         except Exception as error:
             raise Refusal(f"pickling it failed ({type(error).__name__}: {error}): send its parts") from error
         return packing.lower_parts([trees.PICKLE, data], parts)
 
     def _is_outside_pickles(self, obj: Any) -> bool:
         kind = type(obj)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if issubclass(kind, torch.Tensor):
             return True
         return bool(self._extensions) and not self._extensions.keys().isdisjoint(kind.__mro__)
 

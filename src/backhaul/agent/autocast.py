@@ -1,0 +1,84 @@
+"""Autocast: the mixed precision that a caller computes in, taken along to the worker that it calls."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from backhaul.errors import ProtocolError
+
+Autocast = tuple[tuple[str, str], ...]
+"""The types of devices for which it is on, each with the name of its dtype."""
+
+_KINDS = ("cpu", "cuda")
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+_is_any_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def here() -> Autocast:
+    """That of the calling thread; ``()`` if it is off."""
+    if not _is_any_enabled():
+        return ()
+    return tuple(
+        (kind, str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
+        for kind in _KINDS
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+@contextmanager
+def entered(autocast: Autocast) -> Iterator[None]:
+    """Inside, the calling thread computes so, as far as it has such devices."""
+    with ExitStack() as stack:
+        for kind, dtype in autocast:
+            if kind != "cuda" or torch.cuda.is_available():
+                stack.enter_context(torch.autocast(kind, _DTYPES[dtype]))
+        yield
+
+
+def under(autocast: Autocast, function: Any) -> Any:
+    """The function, computing so; it may be a coroutine function. Raises ProtocolError for what torch does not know."""
+    for kind, dtype in autocast:
+        if kind not in _KINDS or dtype not in _DTYPES:
+            raise ProtocolError(f"autocast for {kind!r:.50} to {dtype!r:.50}")
+
+    @functools.wraps(function, updated=())  # it may be an object, whose attributes are its own
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with entered(autocast):
+            value = function(*args, **kwargs)
+        return _finish(value, autocast) if type(value) is types.CoroutineType else value
+
+    if isinstance(function, types.FunctionType | types.MethodType):
+        vars(run).update(vars(function))
+    return run
+
+
+async def _finish(coroutine: Coroutine[Any, Any, Any], autocast: Autocast) -> Any:
+    return await _Steps(coroutine, autocast)
+
+
+class _Steps:
+    """Awaits a coroutine of which each step runs so: in between, the thread runs others."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], autocast: Autocast) -> None:
+        self._coroutine = coroutine
+        self._autocast = autocast
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        step: Callable[[], Any] = functools.partial(self._coroutine.send, None)
+        while True:
+            try:
+                with entered(self._autocast):
+                    waits_for = step()
+            except StopIteration as end:
+                return end.value
+            try:
+                step = functools.partial(self._coroutine.send, (yield waits_for))
+            except BaseException as error:
+                step = functools.partial(self._coroutine.throw, error)

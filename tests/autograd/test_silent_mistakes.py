@@ -1,0 +1,196 @@
+"""Programs that would train nothing, or in part, say so; and those that mean it are left in peace."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import W, double, layer, leaf, multiply
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+import backhaul.autograd as dist_autograd
+from backhaul import rpc
+from backhaul.errors import ContextError, MisuseError
+from backhaul.nn import RemoteModule, parameter_rrefs
+from backhaul.optim import DistributedOptimizer, GradScaler, clip_grad_norm_
+from backhaul.testing import InProcessCluster
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+ENDS = r"a gradient ends at a tensor that worker 'worker1' computed.*with backhaul\.autograd\.context\(\)"
+
+
+def test_backward_without_a_context(pair: InProcessCluster) -> None:
+    with pair[0].as_current():
+        module = RemoteModule("worker1", nn.Linear, args=(3, 2))
+        loss = module(torch.ones(1, 3)).sum()
+        with pytest.warns(UserWarning, match=ENDS):
+            loss.backward()
+        y = rpc.rpc_sync("worker1", multiply, args=("a", leaf(4, 4)))
+        assert y.is_leaf
+        with pytest.warns(UserWarning, match=ENDS):
+            torch.autograd.grad(y.sum(), y)
+
+
+def test_forward_outside_and_backward_inside(pair: InProcessCluster) -> None:
+    x = leaf(4, 4)
+    with pair[0].as_current():
+        y = rpc.rpc_sync("worker1", multiply, args=("a", x))
+        with dist_autograd.context() as context_id, pytest.warns(UserWarning, match=ENDS):
+            context_id.backward((y * x).sum())
+
+
+def parts(x: Tensor) -> dict[str, Any]:
+    return {
+        "computed": x * W["a"],
+        "leaf": W["a"],
+        "detached": (x * W["a"]).detach().requires_grad_(),
+        "parameter": nn.Parameter(torch.ones(2)),
+        "module": nn.Linear(2, 2),
+    }
+
+
+def use_up(x: Tensor) -> Tensor:
+    """What split learning by hand does: the gradient of what has come goes back as a value."""
+    x.square().sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return x.grad
+
+
+def test_leaves_that_are_meant_as_such(pair: InProcessCluster) -> None:
+    """Warnings are errors in these tests."""
+    x = leaf(4, 4)
+    with pair[0].as_current():
+        got = rpc.rpc_sync("worker1", parts, args=(x,))
+        total = got["leaf"].sum() + got["detached"].sum() + got["parameter"].sum()
+        (total + got["module"](torch.ones(2)).sum() + got["computed"].detach().sum()).backward()
+        assert torch.equal(rpc.rpc_sync("worker1", use_up, args=(x * 1,)), 2 * x)
+        file = io.BytesIO()
+        torch.save(got["computed"], file)  # torch warns of tensors that have hooks
+        copy.deepcopy(got["computed"])
+        with torch.no_grad():
+            assert not (got["computed"] * 2).requires_grad
+        with torch.inference_mode():
+            rpc.rpc_sync("worker1", multiply, args=("a", x.detach()))
+        again = rpc.rpc_sync("worker1", double, args=(got["computed"].detach(),))
+        assert not again.requires_grad
+
+
+def test_a_gradient_that_would_be_incomplete(pair: InProcessCluster) -> None:
+    says = r"do not go through other workers: the gradient of a tensor that worker 'worker1' has computed with"
+    x = leaf(4, 4)
+    with pair[0].as_current(), dist_autograd.context() as context_id:
+        h = x * 2
+        y = rpc.rpc_sync("worker1", layer, args=("a", h))
+        for loss in (y.sum(), (y * h + x).sum()):
+            for inputs in ([x], [h], [get_gradient_edge(h)], [x, h]):
+                for allow_unused in (False, True):
+                    with pytest.raises(ContextError, match=says):
+                        torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=allow_unused)
+            for inputs in (x, [h]):
+                with pytest.raises(ContextError, match=says):
+                    loss.backward(inputs=inputs, retain_graph=True)
+        # What has nothing to do with what was sent is as in one process.
+        z = leaf(4, 4, seed=5)
+        assert torch.equal(torch.autograd.grad((y * z).sum(), z, retain_graph=True)[0], y)
+        assert torch.equal(torch.autograd.grad((y * 3).sum(), y, retain_graph=True)[0], torch.full_like(y, 3))
+        assert torch.equal(torch.autograd.grad((h * 3).sum(), x, retain_graph=True)[0], torch.full_like(x, 6))
+        context_id.backward((y * h + x).sum())
+        assert x in context_id.gradients()
+
+
+def there_and_on(x: Tensor) -> Tensor:
+    return rpc.rpc_sync("worker2", double, args=(x,)) + rpc.rpc_sync("worker0", double, args=(x,))
+
+
+def test_a_gradient_through_several_workers(trio: InProcessCluster) -> None:
+    """More than a message tells of: all that was sent may be meant."""
+    x, z = leaf(2), leaf(2)
+    with trio[0].as_current(), dist_autograd.context():
+        y = rpc.rpc_sync("worker1", there_and_on, args=(x * 1,))
+        for _ in range(4):
+            y = rpc.rpc_sync("worker1", there_and_on, args=(y,))
+        with pytest.raises(ContextError, match="do not go through other workers"):
+            torch.autograd.grad(y.sum(), x)
+        assert torch.autograd.grad((y * z).sum(), z)[0].eq(y).all()
+
+
+def test_a_missing_context_id(pair: InProcessCluster) -> None:
+    with pair[0].as_current(), dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", layer, args=("a", leaf(4, 4))).sum()
+        rref = rpc.remote("worker1", double, args=(torch.ones(2),))
+        for given in ([loss], loss, (loss,), rref):
+            with pytest.raises(TypeError, match=r"the context id is missing\. Write backward\(context_id, \[loss\]\)"):
+                dist_autograd.backward(given)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="the context id is missing"):
+                dist_autograd.backward(given, True)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="roots must be a tensor"):
+            dist_autograd.backward(context_id)
+        context_id.backward(loss)
+
+
+def test_a_step_without_the_context_id(pair: InProcessCluster) -> None:
+    says = r"are in the open autograd context: write step\(context_id\)"
+    with pair[0].as_current():
+        module = RemoteModule("worker1", nn.Linear, args=(3, 2))
+        optimizer = DistributedOptimizer(torch.optim.SGD, parameter_rrefs(module), lr=0.1)
+        scaler = GradScaler()
+
+        def run(context_id: Any, **options: Any) -> None:
+            context_id.backward(module(torch.ones(1, 3)).sum(), **options)
+
+        with dist_autograd.context() as context_id:
+            optimizer.step()  # there is nothing that it would miss
+            run(context_id)
+            for mistake in (
+                optimizer.step,
+                lambda: clip_grad_norm_(None, optimizer, 1.0),
+                lambda: scaler.step(optimizer),
+            ):
+                with pytest.raises(MisuseError, match=says):
+                    mistake()
+            optimizer.step(context_id)
+            optimizer.step()  # the gradients were used
+        with dist_autograd.context() as context_id:
+            run(context_id)
+            optimizer.accumulate(context_id)
+            optimizer.step()
+            run(context_id)
+            dist_autograd.get_gradients(context_id)
+            optimizer.step()
+        optimizer.zero_grad()
+        with dist_autograd.context() as context_id:
+            run(context_id, accumulate="grad")
+            optimizer.step()
+        with dist_autograd.context() as context_id:
+            run(context_id)
+        optimizer.step()  # outside
+
+
+def test_an_optimizer_of_torch_that_finds_no_gradient(pair: InProcessCluster) -> None:
+    model = nn.Linear(4, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([leaf(2)], lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    with pair[0].as_current(), dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", layer, args=("a", model(leaf(4, 4)))).sum()
+        context_id.backward(loss, retain_graph=True)
+        with pytest.raises(MisuseError, match=r"SGD\.step\(\) would change nothing.*DistributedOptimizer"):
+            optimizer.step()
+        other.step()
+        context_id.backward(loss, accumulate="grad")
+        optimizer.step()
+    assert not torch.equal(model.weight, before["weight"])
+
+
+def test_the_warning_comes_once(pair: InProcessCluster) -> None:
+    with pair[0].as_current(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            rpc.rpc_sync("worker1", multiply, args=("a", leaf(4, 4))).sum().backward()
+    assert len([each for each in caught if "a gradient ends" in str(each.message)]) == 1
