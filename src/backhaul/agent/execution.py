@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 import time
 import traceback
@@ -12,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from backhaul.agent.accounts import Accounts
 from backhaul.agent.activity import Activity, Late
@@ -30,6 +32,8 @@ from backhaul.agent.recording import NoRecording, Recording, Tensors
 from backhaul.agent.tracing import Tracing
 from backhaul.agent.traffic import NoTraffic, Traffic
 from backhaul.devices.staging import WorkerDevices, no_map
+from backhaul.edges.compression import expanded
+from backhaul.edges.crossing import Crossing, Edges
 from backhaul.errors import MisuseError, RemoteError, RemoteTraceback, UnsendableError, user_frames
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel
@@ -39,6 +43,8 @@ from backhaul.wire.messages import Failed, Failure, Mark, Refs, Result
 from backhaul.wire.tensors import land
 from backhaul.wire.trees import ATOMS, Packing
 from backhaul.wire.values import Codec
+
+_log = logging.getLogger("backhaul.security")
 
 ASYNC_MARK = "_backhaul_async_execution"
 """The attribute that `functions.async_execution` sets on a function."""
@@ -63,6 +69,8 @@ class Execution:
         self.activity = Activity()
         self.devices: WorkerDevices | None = None
         """The GPUs that tensors of messages may be on, if any."""
+        self.edges: Edges | None = None
+        """What tensors go through before they leave for some peers, if there are such."""
         self.accounts = Accounts()
         self.recording: Recording = NoRecording()
         self.tracing: Tracing | None = None
@@ -171,6 +179,8 @@ class Execution:
         try:
             land(envelope.tensors)
             tensors: Tensors = envelope.tensors
+            if coded := getattr(message, "coded", ()):
+                tensors = expanded(coded, tensors, self._max_message_bytes)
             mark = getattr(message, "mark", None)
             if mark is not None and mark.message:
                 tensors = self.recording.received(mark, tensors, sender)
@@ -188,14 +198,40 @@ class Execution:
 
     def request(self, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
         """The frame of a request with a packed value, made by the calling thread."""
+        if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None:
+            return self._cross(crossing, make, packing, to)
         mark, tensors = self.recording.asking(packing.tensors, to.peer)
         if mark is not None and self.observers.active:
             self.observers.emit(SendRecorded())
         frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
         return frame if self.tracing is None else self.tracing.attach(frame)
 
+    def _cross(self, crossing: Crossing, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
+        """`request`, for a peer that there is an edge to."""
+        leaving = crossing.values(make((), None).tree, packing.tensors)
+        mark, recorded = self.recording.asking(leaving.tensors, to.peer)
+        if mark is not None and self.observers.active:
+            self.observers.emit(SendRecorded())
+        tensors, coded = leaving.wired(recorded)
+        frame = self._frame(lambda refs: replace(make(refs, mark), coded=coded), packing, tensors, to, reply=False)
+        return frame if self.tracing is None else self.tracing.attach(frame)
+
+    def _cross_back(self, crossing: Crossing, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
+        """`result`, for a peer that there is an edge to."""
+        tree, packing = self._codec.pack(value)
+        leaving = crossing.values(tree, packing.tensors)
+        mark, recorded = None, leaving.tensors
+        if asked is not None:
+            mark, recorded = self.recording.answering(asked, recorded, to.peer)
+            if self.observers.active:
+                self.observers.emit(SendRecorded())
+        tensors, coded = leaving.wired(recorded)
+        return self._frame(lambda refs: Result(id, tree, refs, mark, coded), packing, tensors, to)
+
     def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
         """The frame that answers request ``id`` of ``to``, which had the mark ``asked``, with a value."""
+        if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None:
+            return self._cross_back(crossing, id, value, to, asked)
         if asked is None and type(value) in ATOMS:
             frame = encode(Result(id, value))
             if self.observers.active:
@@ -254,6 +290,10 @@ class Execution:
         if self.on_failure is not None:
             error = self.on_failure(error, text)
         kind = type(error)
+        if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None and crossing.guards:
+            _log.warning("a call of worker %s failed:\n%s", to.peer.name, text)
+            name, said = f"{kind.__module__}.{kind.__qualname__}", crossing.text_of(error, safe_str(error))
+            return encode(make(self._me.name, name, said, ""))
         texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", safe_str(error), text)
         try:
             tree, packing = self._codec.pack(error)
