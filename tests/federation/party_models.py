@@ -29,6 +29,11 @@ def make_head(seed: int = 2) -> nn.Linear:
     return nn.Linear(WIDTH, 1).double()
 
 
+def make_layer(seed: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(WIDTH, WIDTH).double()
+
+
 def ids_of(step: int) -> Tensor:
     return torch.arange(8 * step, 8 * step + 8) % ROWS
 
@@ -86,8 +91,7 @@ class Middle(Party):
     instances = 2
 
     def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        layer = nn.Linear(WIDTH, WIDTH).double()
+        layer = make_layer(seed)
         super().__init__(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
         self.seen: list[float] = []
 
@@ -127,3 +131,8 @@ def party_of(kind: type[Party]) -> Party:
     """The only one of that kind, in whichever worker of this process it is."""
     (found,) = [each for each in Party._living if type(each) is kind]
     return found
+
+
+@rpc.expose
+def echo_number(number: int) -> int:
+    return number

@@ -290,11 +290,12 @@ class Execution:
         if self.on_failure is not None:
             error = self.on_failure(error, text)
         kind = type(error)
+        texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", safe_str(error), text)
         if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None and crossing.guards:
             _log.warning("a call of worker %s failed:\n%s", to.peer.name, text)
-            name, said = f"{kind.__module__}.{kind.__qualname__}", crossing.text_of(error, safe_str(error))
-            return encode(make(self._me.name, name, said, ""))
-        texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", safe_str(error), text)
+            texts = (*texts[:2], crossing.text_of(error, texts[2]), "")
+            if not crossing.may_tell(error):
+                return encode(make(*texts))
         try:
             tree, packing = self._codec.pack(error)
             return self._frame(lambda refs: make(*texts, tree, refs), packing, packing.tensors, to)

@@ -26,6 +26,7 @@ from backhaul.worker import current
 
 _KEY_BITS = 62
 _REMEMBERED = 4096
+_INSTANCES = 4
 MAX_ROWS = 1 << 16
 
 
@@ -48,7 +49,7 @@ class Party:
     """
 
     instances: ClassVar[int | None] = None
-    """How many of a class there may be at a time: 1 in a subclass that does not say otherwise."""
+    """How many of a class there may be at a time: 4 in a subclass that does not say otherwise."""
 
     _living: ClassVar[weakref.WeakSet[Party]] = weakref.WeakSet()
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -56,7 +57,7 @@ class Party:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "instances" not in vars(cls):
-            cls.instances = 1
+            cls.instances = _INSTANCES
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Party:
         # Before __init__, which makes a model: a peer may ask for ever more of them.
@@ -64,8 +65,8 @@ class Party:
         with Party._lock:
             if cls.instances is not None and sum(type(each) is cls for each in Party._living) >= cls.instances:
                 raise QuotaError(
-                    f"there are {cls.instances} {cls.__qualname__} already, and no more may be made. To give one to "
-                    "several peers, expose a function that returns it; or set instances in the class"
+                    f"there may be {cls.instances} of {cls.__qualname__} at a time, and there are: drop one. To give "
+                    "the same to several peers, the party exposes a function that returns it"
                 )
             Party._living.add(self)
         return self
