@@ -133,7 +133,7 @@ class Crossing:
     def values(self, tree: Any, tensors: Sequence[torch.Tensor]) -> Leaving:
         """What leaves instead of the tensors of a message; its tree is looked at. Raises `UnsendableError`."""
         if not self.guards:
-            self._count("on_send", len(tensors))
+            self._count("on_send", sum(map(torch.is_floating_point, tensors)))
             return Leaving(tensors, {})
         self._check(tree)
         passing = [place for place, tensor in enumerate(tensors) if tensor.dtype in self.edge.passes]

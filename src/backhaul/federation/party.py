@@ -6,6 +6,7 @@ takes code, gives away the module, or lets the caller choose more than what a st
 
 from __future__ import annotations
 
+import gc
 import secrets
 import threading
 import weakref
@@ -61,15 +62,21 @@ class Party:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Party:
         # Before __init__, which makes a model: a peer may ask for ever more of them.
+        if cls._is_full():
+            gc.collect()  # one whose loader is a method of it refers to itself
         self = super().__new__(cls)
         with Party._lock:
-            if cls.instances is not None and sum(type(each) is cls for each in Party._living) >= cls.instances:
+            if cls._is_full():
                 raise QuotaError(
                     f"there may be {cls.instances} of {cls.__qualname__} at a time, and there are: drop one. To give "
                     "the same to several peers, the party exposes a function that returns it"
                 )
             Party._living.add(self)
         return self
+
+    @classmethod
+    def _is_full(cls) -> bool:
+        return cls.instances is not None and sum(type(each) is cls for each in list(Party._living)) >= cls.instances
 
     def __init__(
         self,

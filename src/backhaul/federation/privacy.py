@@ -19,9 +19,10 @@ def epsilon(to: str, delta: float, *, releases: int | None = None, sensitivity: 
     ``sensitivity`` is how much one row can change what is sent, as a multiple of the norm of the `Clip`: 1 if it is
     there or is zeros, 2 if it is there or is another one.
 
-    Infinite if a tensor or gradient has left without noise. Counts begin anew with each worker. What may pass as it
-    is, texts, shapes and times are not in it. Raises `MisuseError` if there is no edge to that peer, no `Clip` before
-    the noise, or no library that can tell.
+    Infinite if a tensor of floating-point numbers, or a gradient, has left without noise. Counts begin anew with each
+    worker. What may pass as it is, integers, texts, shapes and times are not in it.
+
+    Raises `MisuseError` if there is no edge to that peer, no `Clip` before the noise, or no library that can tell.
     """
     if isinstance(delta, bool) or not isinstance(delta, float) or not 0 < delta < 1:
         raise OptionError(f"delta={delta!r} must be between 0 and 1: less than one by the number of rows")
