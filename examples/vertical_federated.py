@@ -70,15 +70,15 @@ def both(*chain: Any) -> tuple[Edge, Edge]:
 
 
 def make_plans() -> dict[str, Plan]:
-    releases = STEPS // 2  # of noise; one more would tell more than the parties have agreed on
+    releases = STEPS // 4  # of noise; one more would tell more than the parties have agreed on
     return {
         "as it is": Plan(OPEN, OPEN, STEPS),
         "clipped": Plan(
-            Edge(on_send=[Clip(1.0)], on_gradient=[]), Edge(on_send=[], on_gradient=[Clip(0.01)]), STEPS // 4
+            Edge(on_send=[Clip(1.0)], on_gradient=[]), Edge(on_send=[], on_gradient=[Clip(0.01)]), STEPS // 8
         ),
-        "in bfloat16": Plan(*both(BFloat16()), STEPS // 4),
-        "in int8, with feedback": Plan(*both(Int8(feedback=True)), STEPS // 4),
-        "as its largest third, with feedback": Plan(*both(TopK(0.3, feedback=True)), STEPS // 4),
+        "in bfloat16": Plan(*both(BFloat16()), STEPS // 8),
+        "in int8, with feedback": Plan(*both(Int8(feedback=True)), STEPS // 8),
+        "as its largest third, with feedback": Plan(*both(TopK(0.3, feedback=True)), STEPS // 8),
         "with noise": Plan(
             Edge(on_send=[Clip(1.0), GaussianNoise(0.5, releases=releases)], on_gradient=[]),
             Edge(on_send=[], on_gradient=[Clip(0.01), GaussianNoise(0.5)]),
@@ -256,7 +256,7 @@ def try_to_get_more(shop: RemoteModule) -> bool:
 def worth_of_noise(to: str) -> str:
     """What a person's row may have told the other party, as a library for differential privacy says."""
     try:
-        return f"epsilon {epsilon(to, 1e-5, releases=STEPS * BATCH // PEOPLE // 2):.1f} for each row, for delta 1e-5"
+        return f"epsilon {epsilon(to, 1e-5, releases=STEPS * BATCH // PEOPLE // 4):.1f} for each row, for delta 1e-5"
     except rpc.MisuseError as error:
         return str(error)
 

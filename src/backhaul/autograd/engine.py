@@ -668,7 +668,7 @@ class Engine:
             self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
         sends = share.record.sends
         on_devices = type(envelope.tensors) is Later
-        limit = self.agent.options.message_limit
+        limit = self.agent.options.message_limit if message.coded else 0
         found = _gradients(message, envelope, lambda source: sends[source].device, limit)
         if on_devices and self.agent.devices is not None:
             self.agent.devices.streams.leave_word()  # another thread may use them
