@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import party_models
@@ -13,7 +14,7 @@ from party_models import Hidden, Middle, Shop, federation, ids_of, make_encoder,
 from torch import Tensor, nn
 
 import backhaul.autograd as dist_autograd
-from backhaul import rpc
+from backhaul import checkpoint, rpc
 from backhaul.errors import MisuseError, OptionError, PartialError, RefusedError
 from backhaul.federation import BFloat16, Clip, Edge, Party
 from backhaul.nn import Pipeline, RemoteModule, parameter_rrefs
@@ -329,6 +330,23 @@ def test_a_party_that_does_not_step() -> None:
             assert list(failure.value.errors) == ["worker1"]
         finally:
             del given["one"]
+
+
+def test_each_saves_its_own(tmp_path: Path) -> None:
+    with federation():
+        shop, head = RemoteModule("worker1", Shop), make_head()
+        optimizer = DistributedOptimizer(torch.optim.SGD, parameter_rrefs(shop, head), lr=0.1)
+        with pytest.raises(MisuseError, match=r"RemoteModule\(Shop on worker1/cpu\) is the module of a party"):
+            checkpoint.save({"model": nn.Sequential(shop, head)}, tmp_path / "all")
+        checkpoint.save({"head": head, "optimizer": optimizer}, tmp_path / "mine")
+        party = party_of(Shop)
+        checkpoint.save({"module": party.module, "optimizer": party.optimizer}, tmp_path / "theirs")
+        assert_same(checkpoint_into(make_encoder(2), tmp_path / "theirs"), party.module)
+
+
+def checkpoint_into(module: nn.Module, directory: Path) -> nn.Module:
+    checkpoint.load(directory, {"module": module})
+    return module
 
 
 def test_nothing_of_a_party_is_left_when_its_references_are_gone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import threading
@@ -199,6 +200,32 @@ def test_instances_are_bounded_before_anything_is_made() -> None:
     kept.append(Costly())
 
 
+def test_a_party_that_refers_to_itself_is_gone_when_another_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that is a method of the party does that. Garbage is not collected whenever a peer likes."""
+    monkeypatch.setattr(Party, "_collected", -math.inf)
+    collected: list[int] = []
+    really = gc.collect
+    monkeypatch.setattr(gc, "collect", lambda: (collected.append(1), really()))
+
+    class Cyclic(Party):
+        instances = 1
+
+        def __init__(self) -> None:
+            super().__init__(make_encoder(), loader=self.forward)
+
+    gc.disable()
+    try:
+        Cyclic()
+        kept = Cyclic()
+        for _ in range(5):
+            with pytest.raises(QuotaError):
+                Cyclic()
+    finally:
+        gc.enable()
+    assert len(collected) == 1
+    assert kept.loader is not None
+
+
 def test_instances_are_bounded_for_peers() -> None:
     with federation():
         kept = [RemoteModule("worker1", Middle, (each,)) for each in range(2)]
@@ -225,10 +252,9 @@ def test_a_gradient_is_used_once() -> None:
         method.step(context_id)
         after = {name: value.clone() for name, value in party_of(Shop).module.state_dict().items()}
         for _ in range(3):
-            with pytest.raises(ContextError, match=r"used the gradients of this context already \(step\)"):
+            with pytest.raises(ContextError, match="used the gradients of this context already"):
                 method.step(context_id)
-        method.accumulate(context_id)
-        with pytest.raises(ContextError, match=r"already \(accumulate\)"):
+        with pytest.raises(ContextError, match="used the gradients of this context already"):
             method.accumulate(context_id)
         assert all(torch.equal(value, after[name]) for name, value in party_of(Shop).module.state_dict().items())
         assert party_of(Shop).steps == 1

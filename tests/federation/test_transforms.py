@@ -139,13 +139,21 @@ def test_bfloat16_is_the_cast(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_int8_is_near_by_half_a_step_of_each_row(dtype: torch.dtype) -> None:
-    x = some(6, 9, dtype=dtype)
+    x = some(6, 20, dtype=dtype)
     x[3] = 0
     found = Int8()(x)
     steps = x.abs().amax(dim=1, keepdim=True) / 127
     assert ((found - x).abs() <= steps * 0.5001).all()
     assert torch.equal(found[3], x[3])
     torch.testing.assert_close(found, (x / steps.where(steps > 0, 1.0)).round() * steps)
+
+
+@pytest.mark.parametrize("shape", [(40,), (40, 3), ()])
+def test_int8_has_one_scale_for_short_rows(shape: tuple[int, ...]) -> None:
+    x = some(*shape)
+    step = x.abs().max() / 127
+    torch.testing.assert_close(Int8()(x), (x / step).round() * step)
+    assert Int8().compress(x)[1].shape == (1,)
 
 
 def test_int8_refuses_what_has_no_scale() -> None:
@@ -202,7 +210,7 @@ BAD: dict[str, Callable[[], Any]] = {
     "another shape": lambda: one("bf16", torch.zeros(3, dtype=torch.bfloat16)),
     "another dtype": lambda: one("bf16", torch.zeros(2)),
     "no scales": lambda: one("int8", torch.zeros(2, dtype=torch.int8)),
-    "too few scales": lambda: one("int8", torch.zeros(2, dtype=torch.int8), torch.zeros(1)),
+    "too many scales": lambda: one("int8", torch.zeros(2, dtype=torch.int8), torch.zeros(2)),
     "scales of integers": lambda: one("int8", torch.zeros(2, dtype=torch.int8), ints),
     "a place outside": lambda: one("topk", torch.zeros(2), ints + 2),
     "a negative place": lambda: one("topk", torch.zeros(2), ints - 1),

@@ -23,6 +23,7 @@ from backhaul.wire.messages import Coded
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_DIMENSIONS = 64
+_SHORTEST = 16
 
 
 class Compression(Transform):
@@ -67,8 +68,8 @@ class BFloat16(Compression):
 class Int8(Compression):
     """Rounds each number to one of 255 steps between the largest of its row and the opposite of that.
 
-    A row is what belongs to one index of the first dimension. An eighth, or a quarter, of the bytes of float64 or
-    float32.
+    A row is what belongs to one index of the first dimension; rows of fewer than 16 numbers have their steps in common.
+    An eighth, or a quarter, of the bytes of float64 or float32.
     """
 
     code = "int8"
@@ -103,7 +104,11 @@ class TopK(Compression):
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(len(tensor) if tensor.dim() else 1, -1) if tensor.numel() else tensor.reshape(0, 1)
+    """The tensor as rows that have a scale each: as many as it has, or one if a scale would take as much as a row."""
+    if not tensor.numel():
+        return tensor.reshape(0, 1)
+    count = len(tensor) if tensor.dim() else 1
+    return tensor.reshape(count if tensor.numel() >= _SHORTEST * count else 1, -1)
 
 
 def _expand_bf16(parts: Sequence[torch.Tensor], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

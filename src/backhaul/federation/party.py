@@ -7,8 +7,10 @@ takes code, gives away the module, or lets the caller choose more than what a st
 from __future__ import annotations
 
 import gc
+import math
 import secrets
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +30,7 @@ from backhaul.worker import current
 _KEY_BITS = 62
 _REMEMBERED = 4096
 _INSTANCES = 4
+_COLLECT_SECONDS = 5.0
 MAX_ROWS = 1 << 16
 
 
@@ -54,6 +57,7 @@ class Party:
 
     _living: ClassVar[weakref.WeakSet[Party]] = weakref.WeakSet()
     _lock: ClassVar[threading.Lock] = threading.Lock()
+    _collected: ClassVar[float] = -math.inf  # when garbage was; a peer can ask for that all the time
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -62,7 +66,8 @@ class Party:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Party:
         # Before __init__, which makes a model: a peer may ask for ever more of them.
-        if cls._is_full():
+        if cls._is_full() and time.monotonic() - Party._collected > _COLLECT_SECONDS:
+            Party._collected = time.monotonic()
             gc.collect()  # one whose loader is a method of it refers to itself
         self = super().__new__(cls)
         with Party._lock:
@@ -106,7 +111,7 @@ class Party:
         self._turn = threading.Lock()
         # Guarded by _turn:
         self._batches: Iterator[Any] | None = None
-        self._used: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._used: OrderedDict[int, None] = OrderedDict()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module makes of the party's data, or of the arguments."""
@@ -192,12 +197,12 @@ class Party:
             raise MisuseError(f"{what}() takes the id of an autograd context, or nothing")
         gradients.require(context_id)
         with self._turn:
-            if (what, context_id) in self._used:
+            if context_id in self._used:
                 raise ContextError(
-                    f"{type(self).__qualname__} has used the gradients of this context already ({what}): open a "
-                    "context for each step"
+                    f"{type(self).__qualname__} has used the gradients of this context already: open a context for "
+                    "each step"
                 )
-            self._used[what, context_id] = None
+            self._used[context_id] = None
             if len(self._used) > _REMEMBERED:
                 self._used.popitem(last=False)
 
