@@ -9,14 +9,15 @@
     └───────────────────┘            └──────────────────────────────────────┘
 
 Neither trusts the other with code. They are two processes, in a *federation*: each has a certificate with its name, and
-may call only what the other has marked with ``@rpc.expose``; nothing that they send is pickled. The bank asks the shop
-for the activations of a batch, the shop asks the bank who is in it, and one backward pass goes over both. The rows of a
-party never leave its process, nor do the bank's labels. Then the bank tries to get more than that.
+may call only what the other has marked with ``@rpc.expose``; nothing that they send is pickled. The shop fills a
+`Party` with its encoder, its optimizer and its rows. The bank writes what it would write in a cluster: a `RemoteModule`
+for the shop's encoder, and a `DistributedOptimizer`. The rows of a party never leave its process, nor do its parameters
+or the bank's labels. Then the bank tries to get more than that.
 
-Activations are not secret: they are made of the rows, and gradients of the labels. Parties that fear that have to add
-noise or encryption.
+Activations are not secret: they are made of the rows, and gradients of the labels. So they train again, with something
+done to all that leaves a party: it is clipped, rounded, thinned out, or hidden under noise. See docs/federation.md.
 
-At the end the trained parameters are compared with those of one process that has all the columns.
+At the end each compares its trained parameters with those of one process that has all the columns.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cryptography import x509
@@ -41,10 +43,50 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
+from backhaul.federation import BFloat16, Clip, Edge, GaussianNoise, Int8, Party, TopK, epsilon
+from backhaul.nn import RemoteModule, parameter_rrefs
+from backhaul.optim import DistributedOptimizer
 
 PEOPLE, BATCH, STEPS, WIDTH = 640, 32, 120, 4
 Book = Counter[tuple[str, tuple[int, ...]]]  # how often what was given or got, and of which shape
 MAY_CROSS = {(f"gave {what}", (BATCH, WIDTH)) for what in ("activations", "gradients")} | {("gave ids", (BATCH,))}
+
+
+class Plan(NamedTuple):
+    """What the parties do to all that leaves them."""
+
+    shop: Edge
+    bank: Edge
+    steps: int
+    exact: bool = True  # whether one process can do the same
+
+
+OPEN = Edge(on_send=[], on_gradient=[])
+
+
+def both(*chain: Any) -> tuple[Edge, Edge]:
+    """Activations leave the shop through these transforms, and gradients leave the bank through them."""
+    return Edge(on_send=chain, on_gradient=[]), Edge(on_send=[], on_gradient=chain)
+
+
+def make_plans() -> dict[str, Plan]:
+    releases = STEPS // 4  # of noise; one more would tell more than the parties have agreed on
+    return {
+        "as it is": Plan(OPEN, OPEN, STEPS),
+        "clipped": Plan(
+            Edge(on_send=[Clip(1.0)], on_gradient=[]), Edge(on_send=[], on_gradient=[Clip(0.01)]), STEPS // 8
+        ),
+        "in bfloat16": Plan(*both(BFloat16()), STEPS // 8),
+        "in int8, with feedback": Plan(*both(Int8(feedback=True)), STEPS // 8),
+        "as its largest third, with feedback": Plan(*both(TopK(0.3, feedback=True)), STEPS // 8),
+        "with noise": Plan(
+            Edge(on_send=[Clip(1.0), GaussianNoise(0.5, releases=releases)], on_gradient=[]),
+            Edge(on_send=[], on_gradient=[Clip(0.01), GaussianNoise(0.5)]),
+            releases,
+            exact=False,
+        ),
+    }
+
 
 torch.set_default_dtype(torch.float64)
 torch.set_num_threads(1)  # the processes share the cores, and sums are made in the same order in each
@@ -62,16 +104,9 @@ def make_rows() -> tuple[Tensor, Tensor, Tensor]:
     return accounts, purchases, (traits.sum(dim=1) > 0).double()
 
 
-def make_models() -> tuple[nn.ModuleDict, nn.ModuleDict]:
-    """The bank's, whose head takes what both encoders give, and the shop's."""
-    torch.manual_seed(1)
-    bank, shop = (nn.Sequential(nn.Linear(columns, 32), nn.Tanh(), nn.Linear(32, WIDTH)) for columns in (6, 9))
-    head = nn.Sequential(nn.Tanh(), nn.Linear(2 * WIDTH, 1), nn.Flatten(0))
-    return nn.ModuleDict({"encoder": bank, "head": head}), nn.ModuleDict({"encoder": shop})
-
-
-def make_optimizer(*models: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam([parameter for model in models for parameter in model.parameters()], lr=0.01)
+def make_encoder(columns: int) -> nn.Sequential:
+    torch.manual_seed(columns)
+    return nn.Sequential(nn.Linear(columns, 32), nn.Tanh(), nn.Linear(32, WIDTH))
 
 
 given: Book = Counter()  # by this process
@@ -93,58 +128,105 @@ def batch(step: int) -> Tensor:
 
 
 @rpc.expose(to="bank")
-class Shop:
-    """The bank may call the methods that are written here, but for those with an underscore in front."""
+class Shop(Party):
+    """The bank may call the methods of a Party, and those that are written here, but for those with an underscore."""
 
     def __init__(self) -> None:
-        self.rows, self.model = make_rows()[1], make_models()[1]
-        self.optimizer = make_optimizer(self.model)  # its own: nobody else needs to have the parameters
+        self._rows = make_rows()[1]
+        encoder = make_encoder(9)
+        super().__init__(encoder, torch.optim.Adam(encoder.parameters(), lr=0.01), loader=self._batch_of)
+        latest.append(encoder)
 
-    def embed(self, step: int) -> Tensor:
-        ids = rpc.rpc_sync("bank", batch, (step,))
-        activations: Tensor = self._encode(ids)
+    def _batch_of(self, step: int) -> Tensor:
+        return self._rows[rpc.rpc_sync("bank", batch, (step,))]
+
+    def forward(self, step: int) -> Tensor:
+        activations: Tensor = super().forward(step)
         note("gave activations", activations)
         return activations
 
-    def _encode(self, ids: Tensor) -> Tensor:
-        encoded: Tensor = self.model["encoder"](self.rows[ids])
-        return encoded
 
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def report(self) -> tuple[dict[str, Tensor], dict[tuple[str, tuple[int, ...]], int]]:
-        """The parameters, and what was given away: for the check at the end, which is the bank's."""
-        return dict(self.model.state_dict()), dict(given)
+latest: list[nn.Module] = []  # the shop's encoder
 
 
-class Bank:
-    def __init__(self) -> None:
+class Model(nn.Module):
+    """The bank's. ``shop`` gives the shop's activations of a step: a `RemoteModule`, or a module of one process."""
+
+    def __init__(self, shop: nn.Module) -> None:
+        super().__init__()
         self.accounts, _, self.labels = make_rows()
-        self.model = make_models()[0]
-        self.optimizer = make_optimizer(self.model)
+        self.encoder = make_encoder(6)
+        self.shop = shop
+        self.head = nn.Sequential(nn.Tanh(), nn.Linear(2 * WIDTH, 1), nn.Flatten(0))
 
-    def loss(self, ids: Tensor, activations: Tensor) -> Tensor:
-        activations.register_hook(lambda gradients: note("gave gradients", gradients))  # type: ignore[no-untyped-call]
-        hidden = torch.cat([self.model["encoder"](self.accounts[ids]), activations], dim=1)
-        return binary_cross_entropy_with_logits(self.model["head"](hidden), self.labels[ids])
+    def forward(self, step: int) -> Tensor:
+        """The loss."""
+        ids = ids_of(step)
+        activations = self.shop(step)
+        activations.register_hook(lambda gradients: note("gave gradients", gradients))
+        hidden = torch.cat([self.encoder(self.accounts[ids]), activations], dim=1)
+        return binary_cross_entropy_with_logits(self.head(hidden), self.labels[ids])
 
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
-
-def train(bank: Bank, shop: rpc.RRef[Shop]) -> None:
-    for step in range(STEPS):
+def train(model: Model, steps: int) -> None:
+    optimizer = DistributedOptimizer(torch.optim.Adam, parameter_rrefs(model), lr=0.01)  # the shop's steps by itself
+    for step in range(steps):
         with dist_autograd.context() as context_id:
-            activations = shop.rpc_sync().embed(step)
-            loss = bank.loss(ids_of(step), activations)
-            dist_autograd.backward(context_id, [loss], accumulate="grad")
-        bank.step()
-        shop.rpc_sync().step()
-        if step % 20 == 0 or step == STEPS - 1:
+            loss = model(step)
+            dist_autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+        if step % 20 == 0 or step == steps - 1:
             print(f"step {step:3}   loss {loss.item():.4f}", flush=True)
+
+
+class Through:
+    """What an edge does, in one process: what a compression with feedback takes away comes with the next tensor."""
+
+    def __init__(self, chain: Sequence[Callable[[Tensor], Tensor]]) -> None:
+        self.chain, self.rest = chain, torch.zeros(())
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        for transform in self.chain:
+            wanted = tensor + self.rest if getattr(transform, "feedback", False) else tensor
+            tensor = transform(wanted)
+            if getattr(transform, "feedback", False):
+                self.rest = (wanted - tensor).detach()
+        return tensor
+
+
+class ShopHere(nn.Module):
+    """The shop's part, for one process that has everything."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.rows, self.encoder = make_rows()[1], make_encoder(9)
+        self.on_send, self.on_gradient = Through(plan.shop.on_send), Through(plan.bank.on_gradient)
+
+    def forward(self, step: int) -> Tensor:
+        activations = self.on_send(self.encoder(self.rows[ids_of(step)]))
+        activations.register_hook(self.on_gradient)  # type: ignore[no-untyped-call]
+        return activations
+
+
+def train_alone(plan: Plan) -> Model:
+    model = Model(ShopHere(plan))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(plan.steps):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+    return model
+
+
+def is_as_alone(name: str, plan: Plan, mine: dict[str, Tensor]) -> bool:
+    """Whether these parameters are those of one process that has done the same; noise is another one each time."""
+    if not plan.exact:
+        return True
+    alone = train_alone(plan).state_dict()
+    if all(torch.equal(value, alone[key]) for key, value in mine.items()):
+        return True
+    print(f"✗ {name}: the parameters are not those of one process", flush=True)
+    return False
 
 
 def is_refused(what: str, attempt: Callable[[], Any]) -> bool:
@@ -157,12 +239,13 @@ def is_refused(what: str, attempt: Callable[[], Any]) -> bool:
     return False
 
 
-def try_to_get_more(shop: rpc.RRef[Shop]) -> bool:
+def try_to_get_more(shop: RemoteModule) -> bool:
     """Whether the bank gets nothing of the shop that it is not meant to have."""
-    people = torch.arange(PEOPLE)
+    party = shop.get_module_rref()
     attempts: dict[str, Callable[[], Any]] = {
-        "the shop itself, and its rows with it": shop.to_here,
-        "a method that is not for others": lambda: shop.rpc_sync()._encode(people),
+        "the shop itself, and its rows with it": party.to_here,
+        "its parameters": shop.state_dict,
+        "a method that is not for others": lambda: party.rpc_sync()._batch_of(0),
         "a function that is not exposed": lambda: rpc.rpc_sync("shop", make_rows),
         "a command": lambda: rpc.rpc_sync("shop", os.system, ("true",)),
         "a file": lambda: rpc.rpc_sync("shop", torch.load, ("/etc/passwd",)),
@@ -170,18 +253,12 @@ def try_to_get_more(shop: rpc.RRef[Shop]) -> bool:
     return False not in [is_refused(what, attempt) for what, attempt in attempts.items()]
 
 
-def train_alone() -> dict[str, dict[str, Tensor]]:
-    """The same in one process that has everything."""
-    accounts, purchases, labels = make_rows()
-    bank, shop = make_models()
-    optimizer = make_optimizer(bank, shop)
-    for step in range(STEPS):
-        ids = ids_of(step)
-        hidden = torch.cat([bank["encoder"](accounts[ids]), shop["encoder"](purchases[ids])], dim=1)
-        optimizer.zero_grad()
-        binary_cross_entropy_with_logits(bank["head"](hidden), labels[ids]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return {"bank": bank.state_dict(), "shop": shop.state_dict()}
+def worth_of_noise(to: str) -> str:
+    """What a person's row may have told the other party, as a library for differential privacy says."""
+    try:
+        return f"epsilon {epsilon(to, 1e-5, releases=STEPS * BATCH // PEOPLE // 4):.1f} for each row, for delta 1e-5"
+    except rpc.MisuseError as error:
+        return str(error)
 
 
 def certify(directory: Path, *names: str) -> None:
@@ -212,41 +289,61 @@ def certify(directory: Path, *names: str) -> None:
         (directory / f"{name}.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
 
 
-def join(name: str, directory: Path) -> None:
-    """Make this process the party of that name."""
+def join(name: str, directory: Path, number: int, peer: str, edge: Edge) -> None:
+    """Make this process the party of that name. All that it sends to its peer goes over that edge."""
     tls = rpc.TLS(ca=f"{directory}/ca.pem", cert=f"{directory}/{name}.pem", key=f"{directory}/{name}.key")
-    options = rpc.RpcOptions(trust="federation", tls=tls, init_method=f"file://{directory}/meeting")
+    meeting = f"file://{directory}/meeting{number}"
+    options = rpc.RpcOptions(trust="federation", tls=tls, init_method=meeting, edges={peer: edge})
     rpc.init_rpc(name, rank=["bank", "shop"].index(name), world_size=2, rpc_backend_options=options)
+
+
+SAME, OTHER_PARAMETERS, LEAK = range(3)  # how a party's process ends
 
 
 def be_the_shop(directory: Path) -> int:
     logging.basicConfig(stream=sys.stdout, format="shop's log: %(message).120s")  # it says what is refused, and why
-    join("shop", directory)
-    rpc.shutdown()  # when the bank is done
-    return 0
+    same = True
+    for number, (name, plan) in enumerate(make_plans().items()):
+        join("shop", directory, number, "bank", plan.shop)
+        rpc.shutdown()  # when the bank is done
+        if number == 0:
+            show("shop")
+        mine = {f"shop.encoder.{key}": value for key, value in latest[-1].state_dict().items()}
+        same = is_as_alone(f"shop, {name}", plan, mine) and same
+    return outcome(same, refused=True)
 
 
 def be_the_bank(directory: Path) -> int:
-    join("bank", directory)
-    bank, shop = Bank(), rpc.remote("shop", Shop)
-    train(bank, shop)
-    refused = try_to_get_more(shop)
-    state, theirs = shop.rpc_sync().report()
-    rpc.shutdown()
+    same = refused = True
+    for number, (name, plan) in enumerate(make_plans().items()):
+        print(f"What leaves a party leaves it {name}.", flush=True)
+        join("bank", directory, number, "shop", plan.bank)
+        shop = RemoteModule("shop", Shop)
+        model = Model(shop)
+        train(model, plan.steps)
+        if number == 0:
+            refused = try_to_get_more(shop)
+        if not plan.exact:
+            print(f"the noise of the bank's gradients: {worth_of_noise('shop')}", flush=True)
+            refused = is_refused("activations once more, to average out their noise", partial(shop, 0)) and refused
+        rpc.shutdown()
+        if number == 0:
+            show("bank")
+        mine = {f"encoder.{key}": value for key, value in model.encoder.state_dict().items()}
+        mine |= {f"head.{key}": value for key, value in model.head.state_dict().items()}
+        same = is_as_alone(f"bank, {name}", plan, mine) and same
+    return outcome(same, refused)
 
-    for name, book in (("bank", given), ("shop", theirs)):
-        for (what, shape), times in book.items():
-            print(f"{name} {what:16}   {times} times, of shape {shape}")
-    alone = train_alone()
-    trained = {"bank": bank.model.state_dict(), "shop": state}
-    if not all(torch.equal(trained[name][key], value) for name in alone for key, value in alone[name].items()):
-        print("✗ the parameters are not those of one process")
-        return 1
-    if {*given, *theirs} != MAY_CROSS or not refused:
-        print("✗ something left a party that should not have")
-        return 1
-    print("✓ the parameters are, bit by bit, those of one process; rows and labels stayed where they were")
-    return 0
+
+def show(name: str) -> None:
+    for (what, shape), times in given.items():
+        print(f"{name} {what:16}   {times} times, of shape {shape}", flush=True)
+
+
+def outcome(same: bool, refused: bool) -> int:
+    if not same:
+        return OTHER_PARAMETERS
+    return SAME if refused and set(given) <= MAY_CROSS else LEAK
 
 
 def main() -> int:
@@ -257,10 +354,18 @@ def main() -> int:
         certify(directory, "bank", "shop")
         with subprocess.Popen([sys.executable, __file__, "shop", name]) as shop:
             try:
-                return be_the_bank(directory)
+                outcomes = {be_the_bank(directory), shop.wait()}
             except BaseException:
                 shop.terminate()
                 raise
+    if OTHER_PARAMETERS in outcomes:
+        print("✗ the parameters are not those of one process")
+        return 1
+    if outcomes != {SAME}:
+        print("✗ something left a party that should not have")
+        return 1
+    print("✓ the parameters are, bit by bit, those of one process; rows and labels stayed where they were")
+    return 0
 
 
 if __name__ == "__main__":

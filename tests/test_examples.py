@@ -71,7 +71,7 @@ KNOWN = {
         r"shop gave activations   120 times, of shape \(32, 4\)",
         r"✓ the parameters are, bit by bit, those of one process; rows and labels stayed where they were",
         Spoiled(
-            {"return activations": "return activations * (1 + 1e-9)"},
+            {"= super().forward(step)": "= super().forward(step) * (1 + 1e-9)"},
             r"✗ the parameters are not those of one process",
             "STEPS = 2",
         ),

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from backhaul.edges.edge import Edge
 from backhaul.errors import OptionError
 from backhaul.options import DEFAULT_RPC_TIMEOUT, SECRET_VARIABLE, BackendType, Quotas, RpcOptions
 
 SECRET = bytes(range(32))
+OPEN = Edge(on_send=[], on_gradient=[])
 
 GOOD: dict[str, list[Any]] = {
     "rpc_timeout": [0, 0.0, 1, 0.5, 1e9, math.inf],
@@ -41,6 +43,7 @@ GOOD: dict[str, list[Any]] = {
     "devices": [(), (0, 1)],
     "metrics_port": [None, 0, 9400, 65535],
     "tracing": [True, False],
+    "edges": [None, {}, {"bank": OPEN, "shop-*": OPEN}],
 }
 
 BAD: list[tuple[str, Any, str]] = [
@@ -110,6 +113,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("metrics_port", -1, "must be a port below 65536; 0 means any that is free"),
     ("metrics_port", "9400", "must be a port"),
     ("tracing", 1, "1 must be True or False"),
+    ("edges", OPEN, "must be a dict of edges by the names of peers"),
+    ("edges", {"bank": []}, "must be a dict of edges by the names of peers"),
+    ("edges", {"": OPEN}, "as in {'bank': Edge(...), '*': Edge(...)}"),
 ]
 
 

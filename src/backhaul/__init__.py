@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Any
 from backhaul.cluster import cluster
 
 if TYPE_CHECKING:
-    from backhaul import autograd, checkpoint, errors, functions, nn, optim, options, profiler, rpc, seeing, worker
+    from backhaul import (
+        autograd,
+        checkpoint,
+        errors,
+        federation,
+        functions,
+        nn,
+        optim,
+        options,
+        profiler,
+        rpc,
+        seeing,
+        worker,
+    )
     from backhaul.options import RpcOptions
     from backhaul.security.tls import TLS
     from backhaul.worker import Worker
@@ -24,6 +37,7 @@ __all__ = [
     "checkpoint",
     "cluster",
     "errors",
+    "federation",
     "functions",
     "nn",
     "optim",

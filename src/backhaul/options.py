@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from backhaul.devices.names import DeviceMaps, index_of, name_of, parse_map
+from backhaul.edges.edge import Edge, check_edges
 from backhaul.errors import OptionError
 from backhaul.security.keys import KEY_BYTES, KEY_FILE_VARIABLE, read_key_file
 from backhaul.security.tls import TLS
@@ -231,6 +232,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "devices": _devices,
     "metrics_port": _port_or_none,
     "tracing": _flag,
+    "edges": check_edges,
 }
 
 
@@ -281,6 +283,8 @@ class RpcOptions:
     - ``metrics_port``: serve metrics for Prometheus on loopback, on this port plus the worker's rank on its host; 0
       means any port, which is logged. None means what ``BACKHAUL_METRICS_PORT`` says, or else not at all.
     - ``tracing``: make OpenTelemetry spans for calls and passes; see `backhaul.seeing.spans`.
+    - ``edges``: what happens to tensors and gradients before they leave for a peer, by the name of the peer, in which
+      ``*`` stands for anything: see `backhaul.federation.Edge`.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -308,6 +312,7 @@ class RpcOptions:
     devices: Sequence[int] = ()
     metrics_port: int | None = None
     tracing: bool = False
+    edges: Mapping[str, Edge] | None = None
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Add entries to the device map for calls to worker ``to``; see ``device_maps``."""

@@ -19,6 +19,7 @@ from backhaul.wire.messages import (
     AwaitReady,
     Call,
     Check,
+    Coded,
     Create,
     Failed,
     Failure,
@@ -55,10 +56,14 @@ REF, SHARE = RefId(1, 2, 3), ShareId(4, 5)
 PASS, PASS_BYTES = Pass(1, 2, 3, True, False), "95 01 02 03 c3 c2"
 
 LITERAL = [
-    (Call(1, None), f"{HEAD} 01 05000000 {NO_TENSORS} 94 01 c0 90 c0"),
-    (Call(1, None, (), Mark(2, 3, False)), f"{HEAD} 01 09000000 {NO_TENSORS} 94 01 c0 90 94 02 03 c2 c0"),
-    (Call(1, None, ((REF, SHARE),)), f"{HEAD} 01 0d000000 {NO_TENSORS} 94 01 c0 91 92 93010203 920405 c0"),
-    (Result(2, [0, True, 1.5]), f"{HEAD} 02 10000000 {NO_TENSORS} 94 02 93 00 c3 cb3ff8000000000000 90 c0"),
+    (Call(1, None), f"{HEAD} 01 06000000 {NO_TENSORS} 95 01 c0 90 c0 90"),
+    (Call(1, None, (), Mark(2, 3, False)), f"{HEAD} 01 0a000000 {NO_TENSORS} 95 01 c0 90 94 02 03 c2 c0 90"),
+    (Call(1, None, ((REF, SHARE),)), f"{HEAD} 01 0e000000 {NO_TENSORS} 95 01 c0 91 92 93010203 920405 c0 90"),
+    (Result(2, [0, True, 1.5]), f"{HEAD} 02 11000000 {NO_TENSORS} 95 02 93 00 c3 cb3ff8000000000000 90 c0 90"),
+    (
+        Result(2, None, (), None, (Coded(0, "topk", "float32", (4,), True),)),
+        f"{HEAD} 02 18000000 {NO_TENSORS} 95 02 c0 90 c0 91 95 00 a4746f706b a7666c6f61743332 91 04 c3",
+    ),
     (
         Failure(3, "w", "T", "x", "t"),
         f"{HEAD} 03 0c000000 {NO_TENSORS} 97 03 a177 a154 a178 a174 c0 90",
@@ -68,7 +73,7 @@ LITERAL = [
     (AwaitEnd(6, 1), f"{HEAD} 06 03000000 {NO_TENSORS} 92 06 01"),
     (Tally(300), f"{HEAD} 07 04000000 {NO_TENSORS} 91 cd012c"),
     (Goodbye(), f"{HEAD} 08 01000000 {NO_TENSORS} 90"),
-    (Create(7, REF, None), f"{HEAD} 09 09000000 {NO_TENSORS} 95 07 93010203 c0 90 c0"),
+    (Create(7, REF, None), f"{HEAD} 09 0a000000 {NO_TENSORS} 96 07 93010203 c0 90 c0 90"),
     (Fetch(8, REF), f"{HEAD} 0a 07000000 {NO_TENSORS} 93 08 93010203 c0"),
     (
         Notices(9, 12, 10, (Register(REF), Registered(REF, False), Unpin(SHARE), Release(REF))),
@@ -78,7 +83,7 @@ LITERAL = [
         Notices(9, 12, 11, (Sweep((1, 2)), Swept(()), Recall((SHARE,)))),
         f"{HEAD} 0b 13000000 {NO_TENSORS} 94 09 0c 0b 93 9205 920102 9206 90 9207 91 920405",
     ),
-    (Gradients(PASS, (6, 7), (1,)), f"{HEAD} 0c 0e000000 {NO_TENSORS} 95 {PASS_BYTES} 92 06 07 91 01 90 90"),
+    (Gradients(PASS, (6, 7), (1,)), f"{HEAD} 0c 0f000000 {NO_TENSORS} 96 {PASS_BYTES} 92 06 07 91 01 90 90 90"),
     (TakePart(PASS, (6, 7)), f"{HEAD} 0d 0a000000 {NO_TENSORS} 92 {PASS_BYTES} 92 06 07"),
     (Resolve(PASS), f"{HEAD} 0e 07000000 {NO_TENSORS} 91 {PASS_BYTES}"),
     (Resolved(PASS), f"{HEAD} 0f 07000000 {NO_TENSORS} 91 {PASS_BYTES}"),
@@ -109,7 +114,7 @@ def test_the_literals_show_every_kind() -> None:
 
 def test_the_mark_of_a_tracer_comes_before_the_message() -> None:
     frame = with_trace(encode(Call(1, None)), "ab")
-    expected = f"{HEAD} 41 08000000 {NO_TENSORS} 02 6162 94 01 c0 90 c0"
+    expected = f"{HEAD} 41 09000000 {NO_TENSORS} 02 6162 95 01 c0 90 c0 90"
     assert bytes(frame) == bytes.fromhex(expected)
     assert frame.size == len(bytes(frame))
 
@@ -117,8 +122,8 @@ def test_the_mark_of_a_tracer_comes_before_the_message() -> None:
 def test_a_tensor_adds_its_table_and_its_bytes() -> None:
     frame = encode(Result(9, [3, 0]), [torch.tensor([1.0, -2.0])])
     expected = bytes.fromhex(
-        f"{HEAD} 02 07000000 29000000 0800000000000000"
-        "94 09 92 03 00 90 c0"  # the message: [9, [TENSOR, 0], no references, no mark]
+        f"{HEAD} 02 08000000 29000000 0800000000000000"
+        "95 09 92 03 00 90 c0 90"  # the message: [9, [TENSOR, 0], no references, no mark, no codes]
         "01000000 01000000 0800000000000000"  # one tensor, one buffer, of 8 bytes
         "00 0b 00 00 01 00000000 0000000000000000"  # strided, float32, no flags, cpu, 1 dimension, buffer 0 at 0
         "0200000000000000"

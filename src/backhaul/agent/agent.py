@@ -47,6 +47,7 @@ from backhaul.agent.waiting import Vigils
 from backhaul.agent.watch import Watch
 from backhaul.devices.maps import check as check_maps
 from backhaul.devices.staging import Gradients, WorkerDevices, needs_devices, own_devices
+from backhaul.edges.crossing import Edges
 from backhaul.errors import (
     AuthenticationError,
     BackhaulError,
@@ -160,6 +161,9 @@ class Agent:
         else:
             self.execution = Execution(self.me, codec, enter, options.message_limit)
         self.execution.devices = self.devices
+        if options.edges:
+            self.execution.edges = Edges(self.me, options.edges)
+            self.on_connection_ended.append(self.execution.edges.lost)
         self.execution.observers = self.observers
         self.execution.activity = self.activity
         self.execution.accounts = self.accounts

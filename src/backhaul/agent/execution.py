@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 import time
 import traceback
@@ -12,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import torch
+from msgspec.structs import replace
 
 from backhaul.agent import autocast
 from backhaul.agent.accounts import Accounts
@@ -31,6 +33,8 @@ from backhaul.agent.recording import NoRecording, Recording, Tensors
 from backhaul.agent.tracing import Tracing
 from backhaul.agent.traffic import NoTraffic, Traffic
 from backhaul.devices.staging import WorkerDevices, no_map
+from backhaul.edges.compression import expanded
+from backhaul.edges.crossing import Crossing, Edges
 from backhaul.errors import (
     MisuseError,
     NotInitializedError,
@@ -48,6 +52,8 @@ from backhaul.wire.messages import Failed, Failure, Mark, Refs, Result
 from backhaul.wire.tensors import land
 from backhaul.wire.trees import ATOMS, Packing
 from backhaul.wire.values import Codec
+
+_log = logging.getLogger("backhaul.security")
 
 ASYNC_MARK = "_backhaul_async_execution"
 """The attribute that `functions.async_execution` sets on a function."""
@@ -72,6 +78,8 @@ class Execution:
         self.activity = Activity()
         self.devices: WorkerDevices | None = None
         """The GPUs that tensors of messages may be on, if any."""
+        self.edges: Edges | None = None
+        """What tensors go through before they leave for some peers, if there are such."""
         self.accounts = Accounts()
         self.closing = threading.Event()
         """This worker is about to be closed: what peers ask for may not be there any more."""
@@ -184,6 +192,8 @@ class Execution:
         try:
             land(envelope.tensors)
             tensors: Tensors = envelope.tensors
+            if coded := getattr(message, "coded", ()):
+                tensors = expanded(coded, tensors, self._max_message_bytes)
             mark = getattr(message, "mark", None)
             if mark is not None and mark.message:
                 tensors = self.recording.received(mark, tensors, sender)
@@ -202,20 +212,52 @@ class Execution:
     def request(self, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
         """The frame of a request with a packed value, made by the calling thread."""
         try:
-            mark, tensors = self.recording.asking(packing.tensors, to.peer)
-            if packing.unrecorded is not None and mark is not None and mark.grad:
-                raise without_history(packing.unrecorded)
-            if mark is not None and self.observers.active:
-                self.observers.emit(SendRecorded())
-            frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
+            if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None:
+                frame = self._cross(crossing, make, packing, to)
+            else:
+                mark, tensors = self.recording.asking(packing.tensors, to.peer)
+                self._require_history(packing, mark)
+                if mark is not None and self.observers.active:
+                    self.observers.emit(SendRecorded())
+                frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
         except RuntimeError as error:
             if torch._C._are_functorch_transforms_active():
                 raise inside_a_transform() from error
             raise
         return frame if self.tracing is None else self.tracing.attach(frame)
 
+    def _cross(self, crossing: Crossing, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
+        """`request`, for a peer that there is an edge to."""
+        leaving = crossing.values(make((), None).tree, packing.tensors)
+        mark, recorded = self.recording.asking(leaving.tensors, to.peer)
+        self._require_history(packing, mark)
+        if mark is not None and self.observers.active:
+            self.observers.emit(SendRecorded())
+        tensors, coded = leaving.wired(recorded)
+        return self._frame(lambda refs: replace(make(refs, mark), coded=coded), packing, tensors, to, reply=False)
+
+    @staticmethod
+    def _require_history(packing: Packing, mark: Mark | None) -> None:
+        """Raise if a recorded request has a tensor that would arrive without its history."""
+        if packing.unrecorded is not None and mark is not None and mark.grad:
+            raise without_history(packing.unrecorded)
+
+    def _cross_back(self, crossing: Crossing, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
+        """`result`, for a peer that there is an edge to."""
+        tree, packing = self._codec.pack(value)
+        leaving = crossing.values(tree, packing.tensors)
+        mark, recorded = None, leaving.tensors
+        if asked is not None:
+            mark, recorded = self.recording.answering(asked, recorded, to.peer)
+            if self.observers.active:
+                self.observers.emit(SendRecorded())
+        tensors, coded = leaving.wired(recorded)
+        return self._frame(lambda refs: Result(id, tree, refs, mark, coded), packing, tensors, to)
+
     def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
         """The frame that answers request ``id`` of ``to``, which had the mark ``asked``, with a value."""
+        if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None:
+            return self._cross_back(crossing, id, value, to, asked)
         if asked is None and type(value) in ATOMS:
             frame = encode(Result(id, value))
             if self.observers.active:
@@ -281,6 +323,11 @@ class Execution:
             error = self.on_failure(error, text)
         kind = type(error)
         texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", safe_str(error), text)
+        if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None and crossing.guards:
+            _log.warning("a call of worker %s failed:\n%s", to.peer.name, text)
+            texts = (*texts[:2], crossing.text_of(error, texts[2]), "")
+            if not crossing.may_tell(error):
+                return encode(make(*texts))
         try:
             tree, packing = self._codec.pack(error)
             return self._frame(lambda refs: make(*texts, tree, refs), packing, packing.tensors, to)

@@ -18,6 +18,7 @@ from backhaul.agent import autocast
 from backhaul.agent.execution import Execution, Peer, safe_str
 from backhaul.agent.observing import RecvRecorded
 from backhaul.agent.recording import Tensors
+from backhaul.edges.compression import expanded
 from backhaul.errors import (
     BackhaulError,
     MisuseError,
@@ -107,6 +108,8 @@ class FederatedExecution(Execution):
         try:
             land(envelope.tensors)
             tensors: Tensors = envelope.tensors
+            if coded := getattr(message, "coded", ()):
+                tensors = expanded(coded, tensors, self._max_message_bytes)
             self._check_sizes(tensors)
             mark = getattr(message, "mark", None)
             if mark is not None and mark.message:
@@ -145,6 +148,8 @@ class FederatedExecution(Execution):
             )
         args = error.args
         text = args[0] if len(args) == 1 and type(args[0]) is str else safe_str(error)
+        if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None:
+            text = crossing.text_of(error, text)
         return encode(make(self._me.name, type_name(type(error)), text[:_MAX_TEXT], ""))
 
     def rebuild(self, envelope: Envelope, sender: WorkerInfo) -> BaseException:

@@ -52,6 +52,7 @@ from backhaul.autograd.replicas import Replica, replicas
 from backhaul.autograd.run import Parcel, Run
 from backhaul.autograd.share import Share, Starts
 from backhaul.eager import without_compiled_autograd
+from backhaul.edges.compression import devices_of, expanded
 from backhaul.errors import (
     BackhaulError,
     ContextError,
@@ -85,12 +86,15 @@ _run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.V
 
 
 def _gradients(
-    message: Gradients, envelope: Envelope, expected: Callable[[int], torch.device]
+    message: Gradients, envelope: Envelope, expected: Callable[[int], torch.device], limit: int
 ) -> dict[int, tuple[torch.Tensor | None]]:
     """What a message brings, by source. Taken out of the envelope: who stores it will be the only one to have it."""
     found: dict[int, tuple[torch.Tensor | None]] = dict.fromkeys(message.sources, (None,))
     if type(envelope.tensors) is Later:
-        envelope.tensors.land([expected(message.sources[place]) for place in message.present])
+        devices = [expected(message.sources[place]) for place in message.present]
+        envelope.tensors.land(devices_of(message.coded, devices) if message.coded else devices)
+    if message.coded:
+        envelope.tensors[:] = expanded(message.coded, envelope.tensors, limit)
     for place, gradient in zip(message.present, envelope.tensors, strict=True):
         found[message.sources[place]] = (gradient,)
     envelope.tensors.clear()
@@ -477,6 +481,11 @@ class Engine:
 
     def _tell(self, share: Share, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a message of a pass. The starter waits for what the workers that it exchanges tensors with say."""
+        edges = self.agent.execution.edges
+        if edges is not None and tensors and (crossing := edges.to(self._info(rank).name)) is not None:
+            leaving = crossing.gradients(tensors)
+            tensors, coded = leaving.wired(leaving.tensors)
+            message = msgspec.structs.replace(message, coded=coded)
         if rank == share.starter and rank in share.record.workers():
             self.agent.post_awaited(rank, message, tensors)
         else:
@@ -673,7 +682,8 @@ class Engine:
             self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
         sends = share.record.sends
         on_devices = type(envelope.tensors) is Later
-        found = _gradients(message, envelope, lambda source: sends[source].device)
+        limit = self.agent.options.message_limit if message.coded else 0
+        found = _gradients(message, envelope, lambda source: sends[source].device, limit)
         if on_devices and self.agent.devices is not None:
             self.agent.devices.streams.leave_word()  # another thread may use them
         components, ask = share.arrive(found)

@@ -113,6 +113,10 @@ def survey(remotes: Sequence[_Remote]) -> list[list[Part | _Remote]]:
 def _walk(name: str, prefix: str, holder: Any, module: nn.Module, path: str) -> Iterator[Part | _Remote]:
     remote_inside = any(isinstance(each, RemoteModule) for each in module.modules())
     whole = not remote_inside or _minds_those_below(module)
+    if isinstance(module, RemoteModule) and module._is_party:
+        raise MisuseError(
+            f"{module} is the module of a party, which saves and loads it itself: leave it out of the checkpoint"
+        )
     if isinstance(module, RemoteModule) and not whole:
         yield _Remote(name, prefix, module.module_rref)
         return

@@ -20,7 +20,8 @@ class Member(NamedTuple):
 
     name: str
     key: tuple[int, int]
-    rref: RRef[Any]
+    rref: Any
+    """An `RRef`; or what stands for all parameters of a party of a federation, `parties.PartyParameters`."""
 
 
 @runtime_checkable

@@ -38,8 +38,10 @@ class _NamedTuple(Protocol):
 class Pipeline(Spread):
     """The stages one after the other, as ``nn.Sequential``, with the batch in ``chunks`` micro-batches.
 
-    The stages are its children ``"0"``, ``"1"``, …, so the keys of its state dict are those of ``nn.Sequential``.
-    What a stage makes goes straight to the worker of the next one; a tuple makes several arguments.
+    The stages are its children ``"0"``, ``"1"``, …, so the keys of its state dict are those of ``nn.Sequential``. What
+    a stage makes goes straight to the worker of the next one; a tuple makes several arguments. In a federation the
+    stages are parties, and what they make goes by way of the caller, since parties have no references to each other's
+    values.
     """
 
     def __init__(self, stages: Iterable[RemoteModule], chunks: int = 1) -> None:
@@ -78,6 +80,8 @@ class Pipeline(Spread):
         micro-batch as they are. Raises what a stage raises, when no stage works on this batch any more.
         """
         stages = list(self)
+        if any(stage._is_party for stage in stages):
+            return join(in_turn(stages, split(args, self.chunks)))
         outputs: deque[RRef[Any]] = deque()  # of each micro-batch, by the last stage that was started
         before: list[RRef[Any] | None] = [None] * len(stages)
         modes = Modes.here()
@@ -121,6 +125,35 @@ class Pipeline(Spread):
     def zero_grad(self, set_to_none: bool = True) -> None:
         for stage in self:
             stage.zero_grad(set_to_none)
+
+
+def in_turn(stages: Sequence[RemoteModule], batches: list[tuple[Any, ...]]) -> list[Any]:
+    """What parties make of each micro-batch, one after the other, on different micro-batches at the same time.
+
+    In round r, stage s works on micro-batch r - s. So no stage has two at a time, and each has them in their order.
+    Raises what a stage raises, when the others are done with the round.
+    """
+    values: list[Any] = list(batches)
+    for turn in range(len(batches) + len(stages) - 1):
+        started: list[tuple[int, Any]] = []
+        failure: BaseException | None = None
+        for index, stage in enumerate(stages):
+            number = turn - index
+            if 0 <= number < len(batches) and failure is None:
+                value = values[number]
+                try:
+                    future = stage.forward_async(*(value if isinstance(value, tuple) else (value,)))
+                    started.append((number, future))
+                except Exception as error:
+                    failure = error
+        for number, future in started:
+            try:
+                values[number] = future.wait()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+    return values
 
 
 def split(args: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:

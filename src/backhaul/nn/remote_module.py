@@ -12,7 +12,7 @@ from torch import nn
 from backhaul import rpc
 from backhaul.eager import eager
 from backhaul.errors import MisuseError, OptionError, UnsendableError
-from backhaul.nn import served
+from backhaul.nn import parties, served
 from backhaul.nn.conversion import conversion_of
 from backhaul.nn.device import devices_mapped, place
 from backhaul.nn.hooks import RemoteHandle
@@ -40,6 +40,10 @@ class RemoteModule(Spread):
     As part of a local module it takes part in the parent's ``state_dict``, ``load_state_dict``, ``train``, ``eval``,
     ``apply`` and in conversions such as ``half``; not in its ``parameters``, ``requires_grad_`` and ``zero_grad``,
     which know tensors of this process only. For these there is `parameter_rrefs`, and the methods here.
+
+    In a federation ``module_cls`` is a `backhaul.federation.Party` that the worker exposes, or an exposed function that
+    returns one: the worker has filled it with a module of its own, and does with the module what the party lets others
+    ask.
     """
 
     on: str
@@ -59,6 +63,9 @@ class RemoteModule(Spread):
         super().__init__()
         worker, device = place(remote_device)
         _check_recipe(module_cls, args, kwargs)
+        if parties.in_federation():
+            self._adopt(*parties.create(worker, module_cls, args or (), kwargs or {}, device), is_party=True)
+            return
         recipe = (module_cls, tuple(args or ()), dict(kwargs or {}), device)
         self._adopt(*rpc.rpc_sync(worker, served.create, args=recipe))
 
@@ -73,11 +80,15 @@ class RemoteModule(Spread):
                 f"remote_device {remote_device!r} is not where the module is: it is on {module_rref.owner_name()!r}"
             )
         self = _blank(cls)
+        if parties.in_federation():
+            self._adopt(module_rref, parties.describe(module_rref), is_party=True)
+            return self
         self._adopt(module_rref, rpc.rpc_sync(worker, served.describe, args=(module_rref, device)))
         return self
 
-    def _adopt(self, rref: RRef[nn.Module], portrait: served.Portrait) -> None:
+    def _adopt(self, rref: RRef[nn.Module], portrait: served.Portrait, *, is_party: bool = False) -> None:
         self.module_rref = rref
+        self._is_party = is_party
         self.on = rref.owner_name()
         self.is_scriptable = False
         self._kind, self.training, self.device, self._key = portrait
@@ -162,6 +173,10 @@ class RemoteModule(Spread):
         return ((member.name, member.rref) for member in found)
 
     def _ask_for_members(self, kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> Future[list[Member]]:
+        if self._is_party:
+            found: Future[list[Member]] = Future()
+            found.settle(parties.members_of(self.module_rref, self._key, kind, prefix))
+            return found
         return self._there_async(served.list_members, kind, prefix, recurse, remove_duplicate)
 
     # What nn.Module.state_dict and load_state_dict call, of this module and of its parents.
@@ -318,16 +333,20 @@ class RemoteModule(Spread):
 
     def _change(self: Self, method: str, *args: Any, **kwargs: Any) -> Self:
         portrait = self._there(served.change, self.device, method, args, kwargs)
-        self._adopt(self.module_rref, portrait)
+        self._adopt(self.module_rref, portrait, is_party=self._is_party)
         return self
 
     def _there(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of `served` on the owner, with the module."""
         rref = self.module_rref
+        if self._is_party:
+            return parties.ask(rref, function, args)
         return rpc.rpc_sync(rref.owner(), function, args=(rref, *args))
 
     def _there_async(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         rref = self.module_rref
+        if self._is_party:
+            return parties.ask_async(rref, function, args)
         return rpc.rpc_async(rref.owner(), function, args=(rref, *args))
 
 

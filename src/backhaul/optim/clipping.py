@@ -15,6 +15,7 @@ from backhaul.optim.claims import claims
 from backhaul.optim.distributed import DistributedOptimizer
 from backhaul.optim.groups import rrefs_from
 from backhaul.optim.local import LocalOptimizer
+from backhaul.optim.parties import parted, refuse
 from backhaul.refs.rref import RRef
 from backhaul.spread import Work, spread
 
@@ -70,9 +71,12 @@ def _placed(params_rref: Any) -> tuple[dict[WorkerInfo, Holder], dict[WorkerInfo
     """For each worker what names its parameters to it, and their places among all."""
     places: dict[WorkerInfo, list[int]] = {}
     if isinstance(params_rref, DistributedOptimizer):
+        refuse(params_rref._parties, "clip_grad_norm_")
         for place, (worker, _) in enumerate(params_rref._places):
             places.setdefault(worker, []).append(place)
         return {worker: params_rref._locals[worker] for worker in places}, places
+    params_rref, parties = parted(params_rref)
+    refuse(parties, "clip_grad_norm_")
     params = rrefs_from(params_rref)
     for place, param in enumerate(params):
         places.setdefault(param.owner(), []).append(place)

@@ -20,6 +20,7 @@ from backhaul.optim import gradients, local
 from backhaul.optim.entries import OF_PARAMETERS, Entries, apply, change, copied, entries_of
 from backhaul.optim.groups import Group, Part, group_from, groups_from, require_alike, require_constants
 from backhaul.optim.local import Changes, LocalOptimizer
+from backhaul.optim.parties import Parties, parted, require_own, spread_with
 from backhaul.optim.steps import hooked
 from backhaul.refs.rref import RRef
 from backhaul.spread import Work, spread
@@ -40,6 +41,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     references. What is changed in them takes effect with the next step. ``state`` stays empty: the state is on the
     workers, and `state_dict` gathers it. Steps of several optimizers that share parameters take turns.
 
+    A party of a federation steps its own parameters with its own optimizer: ``optimizer_class`` and its options are for
+    the parameters of this worker, and so are ``param_groups`` and `state_dict`.
+
     Raises `PartialError` if a local optimizer cannot be made; then there is none anywhere.
     """
 
@@ -48,7 +52,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         _check_class(optimizer_class)
         require_constants({**{f"argument {place}": each for place, each in enumerate(args)}, **kwargs})
+        params_rref, parties = parted(params_rref)
         groups, as_groups = groups_from(params_rref)
+        require_own(groups)
+        self._parties: Parties = parties
         self._make = partial(_make_work, optimizer_class, args=copied(list(args)), kwargs=copied(kwargs))
         self._name = _name_of(optimizer_class)
         self._locals: dict[WorkerInfo, RRef[LocalOptimizer]] = {}
@@ -89,7 +96,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         places = ", ".join(repr(worker.name) for worker in self._locals)
-        return f"{super().__repr__()} of {self._name} on {places}"
+        parties = ", ".join(sorted({repr(party.owner_name()) for party in self._parties}))
+        return f"{super().__repr__()} of {self._name} on {places}" + (f", and of parties {parties}" if parties else "")
 
     def __reduce__(self) -> NoReturn:
         raise UnsendableError(
@@ -125,7 +133,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             worker: (local.step, (id, context_id, _of_worker(changes, worker, self._homes), with_grad))
             for worker, id in self._ids.items()
         }
-        news = spread("the optimizer step", work)
+        news = spread_with("the optimizer step", work, self._parties, "step", context_id)
         for number, each in changes.items():
             apply(each, self._known[number])
         for worker, found in news.items():
@@ -148,7 +156,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear ``.grad`` of the parameters on all workers, or fill it with zeros."""
-        self._everywhere("zero_grad()", local.zero_grad, set_to_none)
+        work: dict[WorkerInfo, Work] = {
+            worker: (local.zero_grad, (rref, set_to_none)) for worker, rref in self._locals.items()
+        }
+        spread_with("zero_grad()", work, self._parties, "zero_grad")
 
     def accumulate(self, context_id: int) -> None:
         """Add the gradients of a context to ``.grad`` on all workers: for a `step` without a context.
@@ -156,7 +167,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         So gradients of several contexts can be summed up. Adds them once more when called once more.
         """
         gradients.require(context_id)
-        self._everywhere("accumulating gradients", local.accumulate, context_id)
+        work: dict[WorkerInfo, Work] = {
+            worker: (local.accumulate, (rref, context_id)) for worker, rref in self._locals.items()
+        }
+        spread_with("accumulating gradients", work, self._parties, "accumulate", context_id)
 
     def _everywhere(self, what: str, function: Callable[..., Any], *args: Any) -> dict[WorkerInfo, Any]:
         return spread(what, {worker: (function, (rref, *args)) for worker, rref in self._locals.items()})
@@ -167,6 +181,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.param_groups.append(dict(param_group))
             return
         group = group_from(param_group)
+        require_own([group])
         require_alike([group.names is not None, *("param_names" in each for each in self.param_groups)])
         number = len(self.param_groups)
         parts = group.parts(number, next(iter(self._locals)))

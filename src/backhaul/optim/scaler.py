@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import OptState
 from backhaul.errors import MisuseError, OptionError, PartialError
 from backhaul.optim import gradients, local
 from backhaul.optim.distributed import DistributedOptimizer
+from backhaul.optim.parties import refuse
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -75,6 +76,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         if not isinstance(optimizer, DistributedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        refuse(optimizer._parties, "a GradScaler")
         state = self._per_optimizer_states[id(optimizer)]
         try:
             found = optimizer._everywhere("unscaling gradients", local.unscale, state.get("context_id"), inv_scale)

@@ -39,6 +39,19 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reach: tuple[tuple[int, ...], ...] | None = None
 
 
+class Coded(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A tensor of a message that travels in parts, which are smaller than it: see `edges.compression`.
+
+    The first part is at the ``place`` of the tensor, further ones follow all tensors of the message.
+    """
+
+    place: int
+    code: str
+    dtype: str
+    shape: tuple[int, ...]
+    grad: bool = False
+
+
 class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """Run ``function(*args, **kwargs)``; the tree holds ``(function, args, kwargs)``.
 
@@ -50,6 +63,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=
     refs: Refs = ()
     mark: Mark | None = None
     autocast: tuple[tuple[str, str], ...] = ()
+    coded: tuple[Coded, ...] = ()
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -59,6 +73,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, g
     tree: Any
     refs: Refs = ()
     mark: Mark | None = None
+    coded: tuple[Coded, ...] = ()
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -116,6 +131,7 @@ class Create(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     refs: Refs = ()
     mark: Mark | None = None
     autocast: tuple[tuple[str, str], ...] = ()
+    coded: tuple[Coded, ...] = ()
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
@@ -219,6 +235,7 @@ class Gradients(msgspec.Struct, frozen=True, array_like=True):
     present: tuple[int, ...]
     consumed: tuple[int, ...] = ()
     emitted: tuple[int, ...] = ()
+    coded: tuple[Coded, ...] = ()
 
 
 class TakePart(msgspec.Struct, frozen=True, array_like=True):

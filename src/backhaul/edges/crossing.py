@@ -1,0 +1,323 @@
+"""Crossing: everything that leaves this worker for a peer goes through here, if there is an `Edge` to that peer.
+
+There are three places at which numbers leave a worker, and each asks here: `agent.execution` for values and for the
+texts of exceptions, `autograd.engine` for gradients. What runs above them (functions, modules, references) has no other
+way out.
+
+What is not finite, not floating-point, or not a tensor at all cannot be transformed. On an edge with ``on_send`` it is
+refused, unless the edge says that it may pass.
+
+**Feedback.** A compression with ``feedback`` keeps what it took away from a tensor, and adds it to the next one that
+goes the same way: to the same peer, in the same direction, of the same shape and dtype, at the same place among those
+of its message. It is kept as long as the connection with the peer, up to `MOST_KEPT` bytes for each peer; what was used
+longest ago goes first. Checkpoints do not have it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from backhaul.edges.compression import DTYPES, Compression, coded, straight_through
+from backhaul.edges.edge import Edge, edge_to
+from backhaul.edges.transforms import GaussianNoise
+from backhaul.errors import (
+    BackhaulError,
+    ContextError,
+    MisuseError,
+    QuotaError,
+    RefusedError,
+    RpcTimeoutError,
+    UnsendableError,
+    WorkerLostError,
+)
+from backhaul.ids import WorkerInfo
+from backhaul.wire import trees
+from backhaul.wire.messages import Coded
+
+_log = logging.getLogger("backhaul.security")
+
+MOST_KEPT = 256 << 20
+
+_FLOATS = frozenset(DTYPES.values())
+_NARROW = (torch.float16, torch.bfloat16)
+_OURS = (MisuseError, RefusedError, QuotaError, ContextError, UnsendableError, RpcTimeoutError, WorkerLostError)
+
+Direction = Literal["on_send", "on_gradient"]
+
+
+class Parts(NamedTuple):
+    """A tensor as it travels, if its last transform is a compression."""
+
+    compression: Compression
+    tensors: list[torch.Tensor]
+
+
+class Leaving(NamedTuple):
+    """Tensors that were transformed, and the parts of those that travel in parts, by their places."""
+
+    tensors: Sequence[torch.Tensor]
+    parts: Mapping[int, Parts]
+
+    def wired(self, recorded: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Coded, ...]]:
+        """What to send for the tensors, and what to say about it. ``recorded`` are these as autograd sends them."""
+        sent = list(recorded)
+        codes: list[Coded] = []
+        for place, (compression, parts) in self.parts.items():
+            codes.append(coded(place, compression, recorded[place]))
+            sent[place] = parts[0]
+            sent += parts[1:]
+        return sent, tuple(codes)
+
+
+class Feedback:
+    """What compressions have taken away, and add to the next tensor. Thread-safe."""
+
+    def __init__(self, limit: int = MOST_KEPT) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Any, torch.Tensor] = OrderedDict()
+        self._size = 0
+
+    def take(self, key: Any) -> torch.Tensor | None:
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is not None:
+                self._size -= found.nbytes
+            return found
+
+    def put(self, key: Any, rest: torch.Tensor) -> None:
+        with self._lock:
+            before = self._kept.pop(key, None)
+            self._size += rest.nbytes - (0 if before is None else before.nbytes)
+            self._kept[key] = rest
+            while self._size > self._limit:
+                self._size -= self._kept.popitem(last=False)[1].nbytes
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept.clear()
+            self._size = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._size
+
+
+class Released(NamedTuple):
+    """How many tensors have left in one direction, and with how much noise."""
+
+    tensors: int
+    bare: int
+    """Those that left without noise."""
+    multiplier: float | None
+    """Of the noise; None if there is none, or none that a Clip bounds."""
+
+
+class Crossing:
+    """What leaves for one peer. Thread-safe."""
+
+    def __init__(self, peer: str, edge: Edge) -> None:
+        self.peer = peer
+        self.edge = edge
+        self.guards = bool(edge.on_send)
+        self.feedback = Feedback()
+        self._lock = threading.Lock()
+        self._released: Counter[Direction] = Counter()  # guarded by _lock
+
+    def values(self, tree: Any, tensors: Sequence[torch.Tensor]) -> Leaving:
+        """What leaves instead of the tensors of a message; its tree is looked at. Raises `UnsendableError`."""
+        if not self.guards:
+            self._count("on_send", sum(map(torch.is_floating_point, tensors)))
+            return Leaving(tensors, {})
+        self._check(tree)
+        passing = [place for place, tensor in enumerate(tensors) if tensor.dtype in self.edge.passes]
+        return self._apply("on_send", tensors, passing)
+
+    def gradients(self, tensors: Sequence[torch.Tensor]) -> Leaving:
+        """The same for gradients."""
+        if not self.edge.on_gradient:
+            self._count("on_gradient", len(tensors))
+            return Leaving(tensors, {})
+        with torch.no_grad():
+            return self._apply("on_gradient", tensors, ())
+
+    def may_tell(self, error: BaseException) -> bool:
+        """Whether the peer may read what an exception says. Texts of other code may have numbers in them."""
+        return not self.guards or type(error) in _OURS
+
+    def text_of(self, error: BaseException, text: str) -> str:
+        """What the peer gets to read about an exception."""
+        if self.may_tell(error):
+            return text
+        return "what it says stays in the log of its worker, since on_send is set for what leaves there"
+
+    def released(self, direction: Direction) -> Released:
+        """What has left so far."""
+        chain = self.edge.on_send if direction == "on_send" else self.edge.on_gradient
+        noise = next((each for each in chain if isinstance(each, GaussianNoise)), None)
+        count = self._released[direction]
+        return Released(count, 0 if noise is not None else count, None if noise is None else noise.multiplier)
+
+    def _count(self, direction: Direction, count: int) -> None:
+        with self._lock:
+            self._released[direction] += count
+
+    def _release(self, direction: Direction, limit: int | None) -> None:
+        """One more tensor leaves. Raises `QuotaError` if there have been enough."""
+        with self._lock:
+            if limit is not None and self._released[direction] >= limit:
+                raise QuotaError(
+                    f"{limit} tensors have left for {self.peer!r} with noise ({direction}), and no more may: what is "
+                    "known about their rows would no longer be bounded as its party wants it"
+                )
+            self._released[direction] += 1
+
+    def _apply(self, direction: Direction, tensors: Sequence[torch.Tensor], passing: Sequence[int]) -> Leaving:
+        found = list(tensors)
+        parts: dict[int, Parts] = {}
+        slots: Counter[Any] = Counter()
+        for place, tensor in enumerate(tensors):
+            if place in passing:
+                continue
+            self._require_dense(direction, tensor)
+            kind = (direction, tuple(tensor.shape), tensor.dtype)
+            slots[kind] += 1
+            try:
+                found[place], last = self._transform(direction, tensor, (*kind, slots[kind]))
+            except BackhaulError:
+                raise
+            except Exception as error:
+                _log.exception("%s for %s failed", direction, self.peer)
+                raise MisuseError(
+                    f"{direction} for what leaves to {self.peer!r} has failed with {type(error).__name__}, and nothing "
+                    "was sent; the log of the sending worker says more"
+                ) from None
+            if last is not None:
+                parts[place] = last
+        return Leaving(found, parts)
+
+    def _transform(self, direction: Direction, tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, Parts | None]:
+        chain = self.edge.on_send if direction == "on_send" else self.edge.on_gradient
+        noise = next((each for each in chain if isinstance(each, GaussianNoise)), None)
+        self._release(direction, None if noise is None else noise.releases)
+        dtype = tensor.dtype
+        # Clipped to a norm in half precision, a row may have a larger one.
+        found = tensor.float() if dtype in _NARROW else tensor
+        bound: float | None = None
+        last: Parts | None = None
+        for place, transform in enumerate(chain):
+            before = found
+            last = None
+            if isinstance(transform, Compression):
+                found, last = self._compress(transform, before, (*key, place))
+            elif isinstance(transform, GaussianNoise) and transform.multiplier is not None and bound is not None:
+                found = transform.add(before, transform.multiplier * bound)
+            else:
+                found = transform(before)
+            bound = getattr(transform, "norm", None)
+            if not isinstance(found, torch.Tensor) or (found.shape, found.dtype, found.device) != (
+                before.shape,
+                before.dtype,
+                before.device,
+            ):
+                raise MisuseError(
+                    f"{direction}: {transform!r:.100} must return a tensor of the same shape, dtype and device"
+                )
+        return found.to(dtype), last
+
+    def _compress(self, transform: Compression, tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, Parts]:
+        with torch.no_grad():
+            wanted = tensor.detach()
+            if transform.feedback and (rest := self.feedback.take(key)) is not None:
+                wanted = wanted + rest.to(wanted.device)
+            parts = transform.compress(wanted)
+            made = transform.expand(parts, wanted)
+            if transform.feedback:
+                self.feedback.put(key, wanted - made)
+        return straight_through(tensor, made), Parts(transform, parts)
+
+    def _require_dense(self, direction: Direction, tensor: torch.Tensor) -> None:
+        if tensor.dtype in _FLOATS and tensor.layout is torch.strided and not tensor.is_nested:
+            return
+        what = f"a tensor of {tensor.dtype}" if tensor.layout is torch.strided else f"a tensor of {tensor.layout}"
+        if tensor.dtype is torch.uint8:
+            what += ", or a NumPy array,"
+        hint = "send dense tensors of floating-point numbers"
+        if direction == "on_send" and tensor.layout is torch.strided:
+            hint += f", or let it pass as it is with Edge(passes=[{tensor.dtype}])"
+        raise UnsendableError(f"{direction} is set for what leaves to {self.peer!r}, and cannot change {what}: {hint}")
+
+    def _check(self, tree: Any) -> None:
+        """Refuse numbers that are no tensors."""
+        kind = type(tree)
+        if kind is list:
+            tag = tree[0]
+            if tag in _NO_NUMBERS:
+                return
+            if tag in _NUMBERS:
+                self._require_passing(*_NUMBERS[tag])
+                return
+            for part in tree[1:]:
+                if type(part) not in _HARMLESS:
+                    self._check(part)
+        elif kind is dict:
+            for part in tree.values():
+                if type(part) not in _HARMLESS:
+                    self._check(part)
+        elif kind is float or kind is bytes:
+            self._require_passing(kind, f"a {kind.__name__}")
+
+    def _require_passing(self, kind: type | None, what: str) -> None:
+        if kind is None or kind not in self.edge.passes:
+            hint = "" if kind is None else f", or let these pass as they are with Edge(passes=[{kind.__name__}])"
+            raise UnsendableError(
+                f"on_send is set for what leaves to {self.peer!r}, and cannot change {what}: send a tensor{hint}"
+            )
+
+
+_HARMLESS = frozenset({int, str, bool, type(None)})
+_NO_NUMBERS = frozenset({trees.TENSOR, trees.BIG_INT, trees.TEXT, trees.ARRAY, trees.NAMED})
+"""What has no numbers in the tree: those of tensors and arrays are tensors of the message."""
+_NUMBERS: dict[int, tuple[type | None, str]] = {
+    trees.COMPLEX: (complex, "a complex number"),
+    trees.BYTE_ARRAY: (bytes, "a bytearray"),
+    trees.NUMPY_SCALAR: (float, "a number of NumPy"),
+    trees.PICKLE: (None, "an object that is pickled"),
+}
+
+
+class Edges:
+    """The edges of one worker. Thread-safe."""
+
+    def __init__(self, me: WorkerInfo, edges: Mapping[str, Edge]) -> None:
+        self._me = me.name
+        self._edges = edges
+        self._lock = threading.Lock()
+        self._crossings: dict[str, Crossing | None] = {me.name: None}  # what a worker sends itself does not leave it
+
+    def to(self, peer: str) -> Crossing | None:
+        """What everything for that peer goes through, if there is an edge to it. It lives as long as this worker."""
+        try:
+            return self._crossings[peer]
+        except KeyError:
+            pass
+        edge = edge_to(peer, self._edges)
+        with self._lock:
+            return self._crossings.setdefault(peer, None if edge is None else Crossing(peer, edge))
+
+    def lost(self, connection: object, peer: WorkerInfo, error: object) -> None:
+        """The connection with a peer has ended: what is kept for the next tensors goes, and the counts stay."""
+        crossing = self.to(peer.name)
+        if crossing is not None:
+            crossing.feedback.clear()
+
+    @property
+    def guards(self) -> bool:
+        """Whether anything that leaves for some peer is transformed on its way."""
+        return any(edge.on_send for edge in self._edges.values())

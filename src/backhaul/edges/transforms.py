@@ -1,0 +1,122 @@
+"""Clip and GaussianNoise: what bounds how much a tensor tells about a row of it, and hides the rest.
+
+Noise is made of the operating system's randomness, and not by a generator of torch's: that has 32 bits of seed on the
+CPU, and who knows some of its numbers can work out all others.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import Literal
+
+import torch
+
+from backhaul.edges.edge import Transform
+from backhaul.errors import OptionError
+
+_log = logging.getLogger(__name__)
+
+_SMALLEST = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_PIECE = 1 << 20
+_BITS = 53
+
+
+class Clip(Transform):
+    """Scales each row whose 2-norm is larger than ``norm`` down to it.
+
+    A row is all that belongs to one index of the first dimension: an example of a batch. ``per="tensor"`` takes the
+    whole tensor as one row, as ``torch.nn.utils.clip_grad_norm_`` does with one gradient. The gradient of a clipped
+    value is that of this computation, as if it stood in the model.
+
+    A row that is not finite leaves as zeros, and the log says so: it would be neither bounded nor hidden by noise.
+    """
+
+    def __init__(self, norm: float, *, per: Literal["row", "tensor"] = "row") -> None:
+        self.norm: float = positive("Clip", "norm", norm)
+        if per not in ("row", "tensor"):
+            raise OptionError(f"Clip: per={per!r} must be 'row' or 'tensor'")
+        self.per = per
+
+    def __repr__(self) -> str:
+        return f"Clip({self.norm:g}, per={self.per!r})"
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.numel():
+            return tensor
+        rows = tensor.reshape(len(tensor) if self.per == "row" and tensor.dim() else 1, -1)
+        finite = rows.detach().isfinite().all(dim=1, keepdim=True)
+        if not finite.all():
+            _log.warning("%s rows that leave over an edge are not finite, and are sent as zeros", int((~finite).sum()))
+            rows = torch.where(finite, rows, 0.0)
+        norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return (rows * torch.clamp(self.norm / (norms + _SMALLEST), max=1.0)).reshape(tensor.shape)
+
+
+class GaussianNoise(Transform):
+    """Adds independent noise of the normal distribution to each number.
+
+    - ``multiplier``: the standard deviation, as a multiple of the norm of the `Clip` right before it. Then
+      `backhaul.federation.epsilon` tells what the noise is worth.
+    - ``std``: the standard deviation itself, for noise without a `Clip`.
+    - ``releases``: how many tensors may leave with it, for each peer; then `QuotaError`. Who gets the same rows again
+      and again can take the mean, and the noise out.
+    - ``generator``: a generator of torch's, for experiments that are to be repeated. It is not safe: see the module.
+
+    The gradient of a value with noise is exactly that of the value.
+    """
+
+    def __init__(
+        self,
+        multiplier: float | None = None,
+        *,
+        std: float | None = None,
+        releases: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if (multiplier is None) == (std is None):
+            raise OptionError("GaussianNoise: give a multiplier, for noise after a Clip, or std")
+        self.multiplier = None if multiplier is None else positive("GaussianNoise", "multiplier", multiplier)
+        self.std = None if std is None else positive("GaussianNoise", "std", std)
+        if releases is not None and (isinstance(releases, bool) or not isinstance(releases, int) or releases < 1):
+            raise OptionError(f"GaussianNoise: releases={releases!r} must be a whole number of at least 1, or None")
+        self.releases = releases
+        self.generator = generator
+
+    def __repr__(self) -> str:
+        how = f"{self.multiplier:g}" if self.multiplier is not None else f"std={self.std:g}"
+        return f"GaussianNoise({how})"
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.std is None:
+            raise OptionError("GaussianNoise(multiplier) is part of a chain, after a Clip: alone it needs std")
+        return self.add(tensor, self.std)
+
+    def add(self, tensor: torch.Tensor, std: float) -> torch.Tensor:
+        """The tensor with noise of that standard deviation."""
+        if self.generator is not None:
+            noise = torch.randn(tensor.shape, generator=self.generator, dtype=torch.float64)
+        else:
+            noise = gaussian(tensor.numel()).reshape(tensor.shape)
+        return tensor + (noise * std).to(tensor.dtype).to(tensor.device)
+
+
+def gaussian(count: int) -> torch.Tensor:
+    """Numbers of the standard normal distribution, in float64, from the operating system's randomness."""
+    pieces = [_box_muller(min(_PIECE, count - start)) for start in range(0, count, _PIECE)]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.float64)
+
+
+def _box_muller(count: int) -> torch.Tensor:
+    pairs = (count + 1) // 2
+    words = torch.frombuffer(bytearray(os.urandom(16 * pairs)), dtype=torch.int64)
+    uniform = ((words >> (64 - _BITS)) & ((1 << _BITS) - 1)).double().add_(0.5).mul_(2.0**-_BITS)  # above 0
+    radius, angle = uniform[:pairs].log_().mul_(-2).sqrt_(), uniform[pairs:].mul_(2 * math.pi)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
+
+
+def positive(what: str, name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise OptionError(f"{what}: {name}={value!r} must be a positive number")
+    return float(value)
