@@ -282,7 +282,7 @@ def test_functions_that_are_no_names(mallory: Mallory) -> None:
         [NAMED, b"exposed:echo"],
         [NAMED, "exposed:echo", "x"],
         [TUPLE, exposed_function],
-        {"__call__": exposed_function},
+        [trees.DICT, "__call__", exposed_function],
         [],
         None,
         7,
@@ -321,7 +321,7 @@ def test_values_that_name_what_is_not_exposed(mallory: Mallory) -> None:
         [trees.DATACLASS, "exposed:Point", "__class__", 1, "y", 1],
     ):
         assert_refused(mallory.call("exposed:echo", value, tensors=[torch.ones(2)]))
-        assert_refused(mallory.call("exposed:echo", [trees.LIST, {"a": value}], tensors=[torch.ones(2)]))
+        assert_refused(mallory.call("exposed:echo", [trees.LIST, [trees.DICT, "a", value]], tensors=[torch.ones(2)]))
 
 
 def test_pickles(mallory: Mallory) -> None:

@@ -106,7 +106,7 @@ class TlsChannel(Channel):
         self._stream = tunnel.stream
         self._incoming = tunnel.incoming
         self._outgoing = tunnel.outgoing
-        self._decoder = Decoder(options.message_limit, None, options.head_limit)
+        self._decoder = Decoder(options.message_limit, None, options.head_limit, strict=options.trust == "federation")
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._chunk = memoryview(bytearray(_FIRST_CHUNK))
         self._plain: list[memoryview] = []  # not encrypted yet, last piece first

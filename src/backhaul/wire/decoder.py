@@ -23,7 +23,8 @@ import torch
 from backhaul.errors import ProtocolError
 from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, MAX_TABLE, PLACED, TRACED, VERSION
 from backhaul.wire.headers import split_places
-from backhaul.wire.messages import KINDS
+from backhaul.wire.messages import KIND_OF, KINDS, Call, Create, Failed, Failure, Inspect, Result
+from backhaul.wire.plain import refuse_maps
 from backhaul.wire.tensors import Landing, land_small
 
 _START = 64 * 1024
@@ -33,6 +34,10 @@ _COLLECT_BELOW = 64 * 1024
 _MIN_ROOM = 16 * 1024
 
 _BITS = PLACED | TRACED
+
+# The kinds with values that msgpack decodes as they come, and those that no peer of a federation has to send.
+_UNTYPED = frozenset(KIND_OF[message] for message in (Call, Result, Failure, Create, Failed))
+_FOR_CLUSTERS = frozenset({KIND_OF[Inspect]})
 
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
@@ -64,8 +69,15 @@ class Decoder:
         max_message_bytes: int = 64 << 30,
         segments: Segments | None = None,
         max_head_bytes: int | None = None,
+        *,
+        strict: bool = False,
     ) -> None:
-        """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes."""
+        """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes.
+
+        A ``strict`` decoder is for peers that may lie: no map is decoded, and tensors do not claim to be larger than a
+        message may be.
+        """
+        self._strict = strict
         self._limit = max_message_bytes
         self._head_limit = max_message_bytes if max_head_bytes is None else max_head_bytes
         self._segments = segments
@@ -152,6 +164,8 @@ class Decoder:
                 raise ProtocolError(f"a frame of version {version}; this worker speaks version {VERSION}")
             if kind & ~_BITS not in KINDS or (kind & PLACED and (self._segments is None or not table)):
                 raise ProtocolError(f"a frame of unknown kind {kind}")
+            if self._strict and kind in _FOR_CLUSTERS:
+                raise ProtocolError(f"a {KINDS[kind].__name__}, in a federation")
             if table > MAX_TABLE or size + payload > self._limit:
                 raise ProtocolError(
                     f"a message of {size + payload} bytes (tensor table {table}) is over the limit of "
@@ -175,8 +189,11 @@ class Decoder:
             body += 1 + len(self._trace)
             metadata -= 1 + len(self._trace)
         kind &= ~_BITS
+        data = self._view[body : body + metadata]
+        if self._strict and kind in _UNTYPED:
+            refuse_maps(data)
         try:
-            self._message = _decoders[kind].decode(self._view[body : body + metadata])
+            self._message = _decoders[kind].decode(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"metadata that is no {KINDS[kind].__name__}: {error}") from None
         if table:
@@ -194,6 +211,10 @@ class Decoder:
                 self._landing = self._land(headers, payload)
             else:
                 self._landing = Landing.parse(headers, payload)
+            if self._strict and self._landing.claimed > self._limit:
+                raise ProtocolError(
+                    f"tensors that claim {self._landing.claimed} bytes beyond those that follow; {self._limit} may be"
+                )
         self._start = start + size
         self._wanted = HEADER.size
         return True
