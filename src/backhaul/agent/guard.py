@@ -10,6 +10,7 @@ still run.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 
 from backhaul.agent.execution import Execution
@@ -26,6 +27,7 @@ _REQUESTS = (Call, Create, Fetch)
 _WAITS = (AwaitReady, AwaitEnd)
 # Each stage of a shutdown is awaited once, and again after a broken connection.
 _MAX_WAITS = 64
+_LONGEST_PAUSE = 0.2
 
 
 class Guard:
@@ -73,6 +75,10 @@ class Guard:
                 self._calls[peer.id] += 1
         if full:
             raise self._permissions.over_quota(peer.name, "a call", f"{limit} calls of this peer are under way")
+
+    def pause(self, peer: WorkerInfo) -> float:
+        """How many seconds not to read from a peer, since it is refused all the time."""
+        return min(_LONGEST_PAUSE, self._permissions.refusals.wait(peer.name, time.monotonic()))
 
     def finished(self, peer: WorkerInfo) -> None:
         """A call of that peer is over."""
