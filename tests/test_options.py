@@ -197,7 +197,9 @@ def test_which_limits_apply() -> None:
     assert RpcOptions(trust="federation").message_limit == 256 << 20
     assert RpcOptions(trust="federation", max_message_bytes=1000).message_limit == 1000
     assert RpcOptions().head_limit == RpcOptions().message_limit
-    assert RpcOptions(trust="federation").head_limit == 16 << 20
+    assert RpcOptions(trust="federation").head_limit == 1 << 20
+    assert RpcOptions(quotas=Quotas(value_bytes=5)).head_limit == 5
+    assert RpcOptions(quotas=Quotas(message_bytes=7)).head_limit == 7
     assert RpcOptions(trust="federation", quotas=Quotas(message_bytes=1 << 40)).message_limit == 64 << 30
 
 

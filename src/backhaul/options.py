@@ -34,8 +34,6 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_BUSY_POLL = 0.1
 """Longer than that, nobody should keep a processor for what may not come."""
 
-_LEAST_HEAD = 1 << 20
-
 Transport = Literal["auto", "unix", "tcp"]
 Trust = Literal["cluster", "federation"]
 
@@ -52,6 +50,7 @@ class Quotas:
     """How much one peer may have of a worker at a time. What goes beyond it is refused.
 
     - ``message_bytes``: the size of a message, and of the tensors in it. A larger one ends the connection.
+    - ``value_bytes``: what a message has besides the elements of its tensors. A larger one ends the connection.
     - ``calls``: calls of that peer that this worker is at.
     - ``contexts``: distributed autograd contexts that this worker knows from that peer.
     - ``references``: values here that this peer has references to, and values there that it has given references to;
@@ -59,6 +58,7 @@ class Quotas:
     """
 
     message_bytes: int = 256 << 20
+    value_bytes: int = 1 << 20
     calls: int = 64
     contexts: int = 64
     references: int = 10_000
@@ -355,7 +355,8 @@ class RpcOptions:
     @property
     def head_limit(self) -> int:
         """The same for what a message has besides the elements of its tensors: a byte of that may take 64 of memory."""
-        return self.message_limit if self.limits is None else max(_LEAST_HEAD, self.message_limit // 16)
+        limits = self.limits
+        return self.message_limit if limits is None else min(self.message_limit, limits.value_bytes)
 
     def secret_or_inherited(self) -> bytes | None:
         """The secret, or the one in the key file, or the one that the environment tells, or None."""

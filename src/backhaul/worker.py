@@ -78,7 +78,7 @@ class Worker:
             raise OptionError(
                 'trust="federation" needs a group whose members are known: give world_size, and each its rank'
             )
-        self.codec = Codec(strict=federation)
+        self.codec = Codec(strict=federation, max_bytes=self.options.message_limit)
         self.before_call: list[Callable[[WorkerInfo, Any, Sequence[Any], Mapping[str, Any]], None]] = []
         """Called with the target, the function, args and kwargs before each call leaves."""
         if transport is None:

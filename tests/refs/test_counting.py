@@ -14,6 +14,7 @@ import pytest
 
 from backhaul.ids import RefId, ShareId
 from backhaul.refs.counting import Action, Confirm, Counting, Free, Send, Void, _Numbers
+from backhaul.refs.rights import Rights
 from backhaul.wire.messages import Recall, Register, Registered, Release, Sweep, Swept, Unpin
 
 O, U, V, W = range(4)  # noqa: E741
@@ -591,3 +592,51 @@ def test_a_worker_that_lives_is_not_taken_for_dead() -> None:
     assert counting.is_dead(2) is False
     counting.died(2)
     assert counting.is_dead(2)
+
+
+# Shares of what its owner has not confirmed.
+
+
+def test_a_share_that_comes_twice_is_unpinned_once() -> None:
+    user = Counting(1, strict=True)
+    ref, share = RefId(0, 0, 1), ShareId(0, 5)
+    assert user.receive(ref, share) == [Send(0, Register(ref))]
+    assert user.receive(ref, share) == []
+    assert user.unconfirmed_of(0) == 1
+    assert user.handle(0, Recall((share, ShareId(0, 6)))) == [Send(0, Unpin(ShareId(0, 6)))]
+    assert [each.notice for each in user.handle(0, Registered(ref)) if isinstance(each, Send)] == [Unpin(share)]
+    assert user.unconfirmed_of(0) == 0
+    assert user.handle(0, Recall((share,))) == [Send(0, Unpin(share))]
+
+
+def test_a_peer_may_have_so_many_unconfirmed_shares() -> None:
+    user = Counting(1, strict=True)
+    rights = Rights(user, 10, strict=True, ranks=(0, 1))
+    ref = RefId(0, 0, 1)
+    for number in range(10):
+        assert rights.objection(((ref, ShareId(0, number)),), 0) is None
+        user.receive(ref, ShareId(0, number))
+    assert rights.objection(((ref, ShareId(0, 10)),), 0) == "more than 10 shares of values that it has not confirmed"
+    user.handle(0, Registered(ref))
+    assert rights.objection(((ref, ShareId(0, 10)),), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("ref", "number"),
+    [(RefId(0, 7, 1), 1), (RefId(0, -1, 1), 1), (RefId(0, 0, -1), 1), (RefId(0, 0, 1 << 63), 1), (RefId(0, 0, 1), -1)],
+)
+def test_references_as_no_worker_makes_them(ref: RefId, number: int) -> None:
+    rights = Rights(Counting(1, strict=True), None, strict=True, ranks=(0, 1))
+    assert rights.objection(((ref, ShareId(0, number)),), 0) == f"{ref}, which no worker has made"
+
+
+def test_who_was_given_a_value_is_known_as_long_as_it_is_pinned() -> None:
+    owner = Counting(0, strict=True)
+    ref = owner.new_ref(0)
+    owner.own(ref)
+    first, second = owner.share(ref, 1), owner.share(ref, 1)
+    owner.unpin(first)
+    assert owner.may_use(1, ref)
+    assert not owner.may_use(2, ref)
+    owner.unpin(second)
+    assert not owner.may_use(1, ref)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import secrets
+import ssl
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from intruder import Besieged
+from mallory import ask_federation, give, hold, set_up_federation
 
 from backhaul.options import RpcOptions
 from backhaul.transport.stream import StreamTransport
+from mint import Mint
 
 SECRET = secrets.token_bytes(32)
 
@@ -32,3 +38,29 @@ def besieged() -> Iterator[Besieged]:
 @pytest.fixture(scope="session")
 def secret() -> bytes:
     return SECRET
+
+
+@pytest.fixture(scope="session")
+def certificates() -> Iterator[Mint]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield Mint(Path(directory))
+
+
+@pytest.fixture(scope="session")
+def federation(certificates: Mint) -> Iterator[Besieged]:
+    def options(rank: int) -> dict[str, Any]:
+        return {"tls": certificates.tls(f"worker{rank}"), "trust": "federation"}
+
+    made = Besieged(options, setup=set_up_federation, ask=ask_federation)
+    try:
+        # What the first call back to a peer has the attacked worker load, a good one is the reason for.
+        made.peer.run(hold)
+        made.peer.run(give)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="session")
+def mine(certificates: Mint) -> ssl.SSLContext:
+    return certificates.tls("worker2").contexts()[1]

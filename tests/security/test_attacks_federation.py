@@ -7,22 +7,18 @@ peer are processes with what `exposed` has.
 from __future__ import annotations
 
 import functools
-import importlib
-import itertools
 import random
 import ssl
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import exposed
 import pytest
 import torch
-from intruder import INTRUDER, Besieged, Line, MiB, is_cut, set_up
+from intruder import INTRUDER, Besieged, MiB, is_cut
+from mallory import NAMED, TENSOR, TUPLE, Mallory, ask_federation, deposit, held_ref, hold, keep
 from pickle_payloads import payloads
 from test_attacks_pickles import CONTAINERS
 
@@ -45,7 +41,6 @@ from backhaul.wire.messages import (
     Notices,
     Pass,
     Recall,
-    Refs,
     Register,
     Registered,
     Release,
@@ -57,24 +52,11 @@ from backhaul.wire.messages import (
     TakePart,
     Unpin,
 )
-from mint import Mint
 
 REFUSED = str(refusal("worker0"))
-NAMED, TUPLE, TENSOR = trees.NAMED, trees.TUPLE, trees.TENSOR
 
 
 # In the workers.
-
-
-def set_up_federation() -> None:
-    importlib.import_module("exposed")
-    set_up()
-
-
-def ask_federation() -> float:
-    began = time.monotonic()
-    assert rpc.rpc_sync("worker0", exposed.double, (21,), timeout=30) == 42
-    return time.monotonic() - began
 
 
 def what_ran() -> list[str]:
@@ -89,71 +71,6 @@ def loaded(*modules: str) -> list[str]:
 
 
 # In the test.
-
-
-class Mallory:
-    """The intruder's connection."""
-
-    def __init__(self, besieged: Besieged, context: ssl.SSLContext) -> None:
-        self.tls = context.wrap_socket(besieged.tcp())
-        self.line = Line(self.tls, besieged.hello())
-        self._ids = itertools.count(1)
-
-    def send(self, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        self.line.send(bytes(encode(message, tensors)))
-
-    def ask(self, message: type[Any], *fields: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
-        number = next(self._ids)
-        self.send(message(number, *fields), tensors)
-        answer = self.line.answer()
-        assert answer is not None, "it was cut off"
-        assert answer.id == number
-        return answer
-
-    def call(self, function: Any, *args: Any, refs: Refs = (), tensors: Sequence[torch.Tensor] = ()) -> Any:
-        """The answer to a call; the function is a name or a tree, and the arguments are trees."""
-        function = [NAMED, function] if isinstance(function, str) else function
-        return self.ask(Call, [TUPLE, function, [TUPLE, *args], {}], refs, tensors=tensors)
-
-    def create(self, number: int, function: str, *args: Any) -> RefId:
-        ref = RefId(0, INTRUDER, number)
-        assert isinstance(self.ask(Create, ref, [TUPLE, [NAMED, function], [TUPLE, *args], {}]), Result)
-        return ref
-
-    def invoke(self, ref: RefId, name: Any, *args: Any) -> Any:
-        """The answer to a call of a method, as a proxy makes it."""
-        rref = [trees.EXTENSION, "rref", [TUPLE, ref.owner, ref.creator, ref.number]]
-        share = ShareId(INTRUDER, next(self._ids))
-        return self.call("backhaul.refs.proxy:invoke", rref, name, [TUPLE, *args], {}, refs=((ref, share),))
-
-    def close(self) -> None:
-        self.tls.close()
-
-
-@pytest.fixture(scope="module")
-def certificates() -> Iterator[Mint]:
-    with tempfile.TemporaryDirectory() as directory:
-        yield Mint(Path(directory))
-
-
-@pytest.fixture(scope="module")
-def federation(certificates: Mint) -> Iterator[Besieged]:
-    def options(rank: int) -> dict[str, Any]:
-        return {"tls": certificates.tls(f"worker{rank}"), "trust": "federation"}
-
-    made = Besieged(options, setup=set_up_federation, ask=ask_federation)
-    try:
-        # What the first call back to a peer has the attacked worker load, a good one is the reason for.
-        made.peer.run(_hold)
-        made.peer.run(_give)
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture(scope="module")
-def mine(certificates: Mint) -> ssl.SSLContext:
-    return certificates.tls("worker2").contexts()[1]
 
 
 @pytest.fixture
@@ -282,7 +199,7 @@ def test_functions_that_are_no_names(mallory: Mallory) -> None:
         [NAMED, b"exposed:echo"],
         [NAMED, "exposed:echo", "x"],
         [TUPLE, exposed_function],
-        {"__call__": exposed_function},
+        [trees.DICT, "__call__", exposed_function],
         [],
         None,
         7,
@@ -296,7 +213,7 @@ def test_functions_that_are_no_names(mallory: Mallory) -> None:
         [TUPLE, exposed_function],
         [TUPLE, exposed_function, {}, {}],
         [TUPLE, exposed_function, [TUPLE], [TUPLE]],
-        [TUPLE, exposed_function, [TUPLE], {1: 2}],
+        [TUPLE, exposed_function, [TUPLE], [trees.DICT, 1, 2]],
         [TUPLE, exposed_function, [trees.LIST, 1], {}],
         [trees.LIST, exposed_function, [TUPLE, 1], {}],
     ):
@@ -321,7 +238,7 @@ def test_values_that_name_what_is_not_exposed(mallory: Mallory) -> None:
         [trees.DATACLASS, "exposed:Point", "__class__", 1, "y", 1],
     ):
         assert_refused(mallory.call("exposed:echo", value, tensors=[torch.ones(2)]))
-        assert_refused(mallory.call("exposed:echo", [trees.LIST, {"a": value}], tensors=[torch.ones(2)]))
+        assert_refused(mallory.call("exposed:echo", [trees.LIST, [trees.DICT, "a", value]], tensors=[torch.ones(2)]))
 
 
 def test_pickles(mallory: Mallory) -> None:
@@ -373,10 +290,10 @@ def test_methods_that_are_not_exposed(mallory: Mallory) -> None:
 
 
 def test_references_that_were_made_up(mallory: Mallory, federation: Besieged) -> None:
-    federation.victim.run(_keep)
-    federation.peer.run(_hold)
-    real = RefId(*federation.victim.run(_held))
-    held = RefId(*federation.peer.run(_held))
+    federation.victim.run(keep)
+    federation.peer.run(hold)
+    real = RefId(*federation.victim.run(held_ref))
+    held = RefId(*federation.peer.run(held_ref))
     share = functools.partial(ShareId, INTRUDER)
     for ref in (
         real,
@@ -397,35 +314,12 @@ def test_references_that_were_made_up(mallory: Mallory, federation: Besieged) ->
     for tree in ([TUPLE, 0, 0], [TUPLE, 0, 0, "x"], [TUPLE, 0, 0, 1.5], None, "rref", [trees.LIST, 0, 0, 1]):
         assert_refused(mallory.call("exposed:value_of", [trees.EXTENSION, "rref", tree]))
     # The good peer's reference is as good as before.
-    assert federation.peer.run(_deposit) == 8
-
-
-def _keep() -> None:
-    _state["account"] = rpc.RRef(exposed.Account(7))
-
-
-def _hold() -> None:
-    _state["account"] = account = rpc.remote("worker0", exposed.Account, (7,))
-    assert account.rpc_sync().deposit(0) == 7
-
-
-def _give() -> None:
-    """A reference to a value of the good peer's goes to the attacked worker, which has to tell that it has come."""
-    assert rpc.rpc_sync("worker0", exposed.value_of, (rpc.RRef(5),)) == 5
-
-
-def _held() -> tuple[int, int, int]:
-    ref = _state["account"]._ref
-    return ref.owner, ref.creator, ref.number
-
-
-def _deposit() -> int:
-    return int(_state["account"].rpc_sync().deposit(1))
+    assert federation.peer.run(deposit) == 8
 
 
 def test_lies_about_references_of_others(mallory: Mallory, federation: Besieged) -> None:
-    federation.peer.run(_hold)
-    held = RefId(*federation.peer.run(_held))
+    federation.peer.run(hold)
+    held = RefId(*federation.peer.run(held_ref))
     shares = tuple(ShareId(0, number) for number in range(1, 50))
     lies: list[Any] = [
         Release(held),
@@ -441,7 +335,7 @@ def test_lies_about_references_of_others(mallory: Mallory, federation: Besieged)
     for number, lie in enumerate(lies, 1):
         answer = mallory.ask(Notices, 1, number, (lie,))
         assert isinstance(answer, Result | Failure)
-    assert federation.peer.run(_deposit) == 8
+    assert federation.peer.run(deposit) == 8
 
 
 def guess(mallory: Mallory, count: int) -> None:
@@ -521,24 +415,24 @@ def test_messages_that_are_too_large(mallory: Mallory, federation: Besieged) -> 
         line.close()
 
 
-def test_tensors_that_are_larger_than_their_message(mallory: Mallory) -> None:
-    """One element that says it is many."""
+def test_tensors_that_are_larger_than_their_message(mallory: Mallory, federation: Besieged) -> None:
+    """One element that says it is many, or none that would be many."""
+    corner = torch.zeros(2, 1, dtype=torch.int64)
     for tensor in (
         torch.ones(1).expand(1 << 40),
         torch.ones(1).expand(1 << 20, 1 << 20),
         torch.empty(1 << 50, device="meta"),
+        torch.empty(0, 1 << 29),
+        torch.sparse_coo_tensor(corner, torch.ones(1), (1 << 30, 1 << 30), check_invariants=True),
     ):
-        for name in ("exposed:double", "torch:add", "torch:clone", "torch:mm"):
-            answer = mallory.call(name, [TENSOR, 0], [TENSOR, 0], tensors=[tensor])
-            assert isinstance(answer, Failure)
-    rows, columns = torch.ones(1).expand(1 << 24, 1), torch.ones(1).expand(1, 1 << 24)
-    for name in ("torch:add", "torch:mm", "torch:matmul", "torch:maximum", "torch:atan2"):
+        line = Mallory(federation, mallory.tls.context)
+        line.send(Call(1, [TUPLE, [NAMED, "exposed:double"], [TUPLE, [TENSOR, 0]], {}]), [tensor])
+        assert is_cut(line.tls)
+        line.close()
+    rows, columns = torch.ones(1 << 19, 1), torch.ones(1, 1 << 19)
+    for name in ("torch:add", "torch:mm", "torch:matmul"):
         answer = mallory.call(name, [TENSOR, 0], [TENSOR, 1], tensors=[rows, columns])
         assert answer.type_name == "backhaul.errors.QuotaError"
-    corner = torch.zeros(2, 1, dtype=torch.int64)
-    wide = torch.sparse_coo_tensor(corner, torch.ones(1), (1 << 30, 1 << 30), check_invariants=True)
-    for name in ("torch:add", "torch:exp", "torch:mm", "torch:sum"):
-        assert isinstance(mallory.call(name, [TENSOR, 0], [TENSOR, 0], tensors=[wide]), Failure)
 
 
 def test_more_calls_than_it_may_have(mallory: Mallory, federation: Besieged) -> None:

@@ -31,7 +31,7 @@ CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "function of a call": lambda tree: [trees.TUPLE, tree, [trees.TUPLE], {}],
     "key of a dict": lambda tree: [trees.DICT, tree, 1],
     "value of a dict": lambda tree: [trees.DICT, 1, tree],
-    "map": lambda tree: {"a": tree},
+    "map": lambda tree: [trees.DICT, "a", tree],
     "ordered dict": lambda tree: [trees.ORDERED_DICT, "a", tree],
     "set": lambda tree: [trees.SET, tree],
     "frozen set": lambda tree: [trees.FROZEN_SET, tree],
@@ -46,7 +46,7 @@ CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "arguments of a partial": lambda tree: [trees.PARTIAL, [trees.NAMED, "builtins:len"], [trees.TUPLE, tree], {}],
     "extension": lambda tree: [trees.EXTENSION, "box", tree],
     "part of a pickle": lambda tree: [trees.PICKLE, b"N.", tree],
-    "deep": lambda tree: [trees.LIST, {"a": [trees.TUPLE, [trees.SET, [trees.FROZEN_SET, tree]]]}],
+    "deep": lambda tree: [trees.LIST, [trees.DICT, "a", [trees.TUPLE, [trees.SET, [trees.FROZEN_SET, tree]]]]],
 }
 
 

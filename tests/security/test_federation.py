@@ -139,7 +139,7 @@ def test_what_would_be_pickled_does_not_leave(asker: Worker, value: Any, text: s
 
 
 def test_values_that_are_long_without_tensors(asker: Worker) -> None:
-    with pytest.raises(UnsendableError, match="a federation takes 16777216: send large data as tensors"):
+    with pytest.raises(UnsendableError, match="a federation takes 1048576: send large data as tensors"):
         rpc.rpc_sync("worker0", exposed.echo, ([0.5] * 2_000_000,))
     assert rpc.rpc_sync("worker0", exposed.double, (torch.zeros(2_000_000),)).shape == (2_000_000,)
 

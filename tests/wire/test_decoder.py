@@ -17,7 +17,7 @@ from backhaul.errors import ProtocolError
 from backhaul.ids import RefId, ShareId
 from backhaul.wire import decoder as decoder_module
 from backhaul.wire.decoder import Decoder, Envelope
-from backhaul.wire.frames import LONGEST_TRACE, encode, with_trace
+from backhaul.wire.frames import HEADER, LONGEST_TRACE, MAGIC, SLICE, VERSION, encode, with_trace
 from backhaul.wire.messages import (
     KINDS,
     AwaitEnd,
@@ -238,3 +238,13 @@ def test_the_buffer_does_not_grow_with_the_stream() -> None:
     decoder = Decoder()
     check_all(take_in_place(decoder, chunks(STREAM * 300, [60_001] * 100)), EXCHANGE * 300)
     assert len(decoder._buffer) <= 4 * SMALL
+
+
+@pytest.mark.parametrize("sliced", [False, True], ids=["whole", "in slices"])
+def test_a_strict_decoder_takes_no_maps_however_they_come(sliced: bool) -> None:
+    frame = bytes(encode(Call(1, {(1, 2): 3})))
+    if sliced:
+        frame = HEADER.pack(MAGIC, VERSION, SLICE, 0, 0, len(frame)) + frame
+    assert [type(each.message) for each in Decoder().receive_data(frame)] == [Call]
+    with pytest.raises(ProtocolError, match="map"):
+        Decoder(strict=True).receive_data(frame)

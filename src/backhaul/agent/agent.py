@@ -63,7 +63,8 @@ from backhaul.errors import (
 from backhaul.ids import GUEST, WorkerInfo
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import LEAVING, Hello, LeavingError, Welcome
-from backhaul.security.permissions import Permissions
+from backhaul.security.penalties import Penalties
+from backhaul.security.permissions import Permissions, Stamps
 from backhaul.transport.awake import most_awake
 from backhaul.transport.base import Channel, ChannelClosed, Listener, Transport
 from backhaul.transport.sockets import lacks_descriptors, no_descriptors
@@ -80,6 +81,8 @@ _REPLACEMENT_SECONDS = 300.0
 """For how long a shutdown waits for a worker that the launcher restarts; the launcher ends all if it fails for good."""
 
 _MAX_GUESTS = 16
+_BREACHES = 32
+_BREACH_SECONDS = 1.0
 _FOR_GUESTS = (Inspect, Ping)
 
 To = str | int | WorkerInfo
@@ -195,6 +198,8 @@ class Agent:
         self.fates.on_over.append(lambda peer, reason: self._told_lost(peer, _lost(peer, reason)))
         self.fates.on_back.append(self.presence.came)
         self.farewell = Farewell(self, self.closed)
+        self._stamps = Stamps() if options.trust == "federation" else None
+        self.penalties = Penalties(_BREACHES, _BREACH_SECONDS)
         self._door = Door(label + "-door", self._judge, self._let_in, patience=min(PATIENCE, options.connect_timeout))
         self._handlers |= {
             Call: self._on_call,
@@ -718,6 +723,8 @@ class Agent:
     def _served_ended(self, served: Served, error: Exception) -> None:
         if served.peer.id == GUEST:
             return
+        if self._stamps is not None and isinstance(error, ProtocolError):
+            self.penalties.wrong(served.peer.name, time.monotonic())
         peer, name = served.peer, served.peer.name
         how = "has left the group" if served.said_goodbye else f"is lost: {error}"
         lost = WorkerLostError(f"worker {name!r} {how}", name)
@@ -783,6 +790,8 @@ class Agent:
             refused = f"no worker {hello.name!r} of rank {hello.id} is in this group"
         elif self.closed.is_set():
             refused = LEAVING
+        elif (seconds := self.penalties.wait(hello.name, time.monotonic())) > 0:
+            refused = f"it has broken the protocol too often, and may come back in {math.ceil(seconds)} s"
         else:
             refused = ""
         return Welcome(me.id, me.name, refused, self.membership.incarnation)
@@ -819,7 +828,19 @@ class Agent:
         return encode(Result(id, tree))
 
     def counts(self) -> Counts:
-        """Whether all calls of this worker are settled; calls sent to, and finished for, each peer."""
+        """Whether all calls of this worker are settled; calls sent to, and finished for, each peer.
+
+        In a federation no peer is told how often others call: whether all is settled, also of what is served here, and
+        a number that changes with the counts and says nothing else.
+        """
+        idle, sent, finished = self._counts()
+        if self._stamps is None:
+            return idle, sent, finished
+        lines: list[Line] = [*self.serving.lines, *self.calling()]
+        idle = idle and all(line.calls_started == line.calls_finished for line in lines)
+        return idle, {}, {self.me.id: self._stamps.of((sorted(sent.items()), sorted(finished.items())))}
+
+    def _counts(self) -> Counts:
         sent: dict[int, int] = {}
         finished: dict[int, int] = {}
         settled = 0

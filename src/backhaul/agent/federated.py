@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextvars
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from backhaul.agent import autocast
 from backhaul.agent.execution import Execution, Peer, safe_str
@@ -35,8 +33,9 @@ from backhaul.security.permissions import Permissions, printable
 from backhaul.wire import callables, trees
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Failed, Failure
-from backhaul.wire.tensors import land
+from backhaul.wire.messages import Failed, Failure, Refs
+from backhaul.wire.tensors import claimed, land
+from backhaul.wire.trees import Packing
 from backhaul.wire.values import Codec
 
 _MAX_NAME = 200
@@ -110,7 +109,6 @@ class FederatedExecution(Execution):
             tensors: Tensors = envelope.tensors
             if coded := getattr(message, "coded", ()):
                 tensors = expanded(coded, tensors, self._max_message_bytes)
-            self._check_sizes(tensors)
             mark = getattr(message, "mark", None)
             if mark is not None and mark.message:
                 tensors = self.recording.received(mark, tensors, sender)
@@ -122,6 +120,16 @@ class FederatedExecution(Execution):
             if message.refs:
                 self.traffic.arrived(message.refs)
 
+    def _frame(
+        self, make: Callable[[Refs], Any], packing: Packing, tensors: Tensors, to: Peer, *, reply: bool = True
+    ) -> Frame:
+        if claimed(tensors) > self._max_message_bytes:
+            raise UnsendableError(
+                f"tensors whose shapes stand for more than {self._max_message_bytes} bytes beyond their memory, since "
+                "they are expanded, empty, sparse or on the meta device: no worker of a federation takes them"
+            )
+        return super()._frame(make, packing, tensors, to, reply=reply)
+
     def _checked(self, frame: Frame) -> Frame:
         if len(frame.pieces[0]) > self._max_head_bytes:
             raise UnsendableError(
@@ -129,14 +137,6 @@ class FederatedExecution(Execution):
                 f"federation takes {self._max_head_bytes}: send large data as tensors, or in several calls"
             )
         return super()._checked(frame)
-
-    def _check_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """A tensor may say that all its elements are one: a function that works on it would make them all."""
-        for tensor in tensors:
-            if tensor.layout is torch.strided and tensor.numel() * tensor.element_size() > self._max_message_bytes:
-                raise ProtocolError(
-                    f"a tensor of shape {tuple(tensor.shape)} is over the limit of {self._max_message_bytes} bytes"
-                )
 
     def tell_failure(self, make: Callable[..., Any], error: BaseException, to: Peer) -> Frame:
         if self.on_failure is not None:

@@ -10,6 +10,7 @@ still run.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -29,6 +30,7 @@ _ANSWERED = (Call, Fetch)  # a creation is answered before it runs, and is over 
 _WAITS = (AwaitReady, AwaitEnd)
 # Each stage of a shutdown is awaited once, and again after a broken connection.
 _MAX_WAITS = 64
+_LONGEST_PAUSE = 0.2
 
 
 class Guard:
@@ -76,6 +78,10 @@ class Guard:
                 self._calls[peer.id] += 1
         if full:
             raise self._permissions.over_quota(peer.name, "a call", f"{limit} calls of this peer are under way")
+
+    def pause(self, peer: WorkerInfo) -> float:
+        """How many seconds not to read from a peer, since it is refused all the time."""
+        return min(_LONGEST_PAUSE, self._permissions.refusals.wait(peer.name, time.monotonic()))
 
     def charges(self, message: Any) -> bool:
         """Whether a message counts in the quota until its reply has left."""

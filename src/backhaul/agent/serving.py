@@ -63,6 +63,9 @@ class Guard(Protocol):
     def __call__(self, line: Line, envelope: Envelope) -> Frame | None:
         """What to answer instead of handling a message, if it is refused. Raises if the connection is to end."""
 
+    def pause(self, peer: WorkerInfo) -> float:
+        """How many seconds not to read from a peer, since it is refused all the time."""
+
     def charges(self, message: Any) -> bool:
         """Whether a message counts in the quota until its reply has left."""
 
@@ -119,6 +122,8 @@ class Served(Line):
                 if envelope is None:
                     if self._out:
                         self._send_held(token)
+                    if guard is not None and (pause := guard.pause(self.peer)):
+                        time.sleep(pause)
                     channel.read(None)
                     if observers.active:
                         observers.emit(Read(peer=self.peer.name, line=self.descriptor))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
+from backhaul.autograd.checking import Like
 from backhaul.autograd.functions import ID_BITS, rank_of
 from backhaul.errors import BackhaulError, ContextError, QuotaError
 from backhaul.ids import WorkerInfo
@@ -45,6 +46,8 @@ class Send(msgspec.Struct, frozen=True, eq=False):
     """The dummy output: its ``grad_fn`` is the graph node."""
     device: torch.device
     """Where the tensor is, and its gradient is expected."""
+    like: Like | None = None
+    """What its gradient must be like, if it comes from a peer that may lie."""
 
     @property
     def node(self) -> Node:

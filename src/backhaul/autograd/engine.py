@@ -20,9 +20,10 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -44,7 +45,8 @@ from backhaul.agent.observing import (
     TorchEnded,
 )
 from backhaul.autograd import functions, gradients, joint_hooks, node_hooks
-from backhaul.autograd.contexts import Contexts, Record, current, gone
+from backhaul.autograd.checking import Charges, checked
+from backhaul.autograd.contexts import Contexts, Record, Send, current, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
 from backhaul.autograd.passes import Running
@@ -101,6 +103,22 @@ def _gradients(
     return found
 
 
+def _is_sorted(places: Sequence[int], end: int) -> bool:
+    """Whether these are different places below ``end``, in order."""
+    return all(before < place for before, place in pairwise((-1, *places, end)))
+
+
+def _checked(
+    gradients: dict[int, tuple[torch.Tensor | None]], sends: Mapping[int, Send]
+) -> dict[int, tuple[torch.Tensor | None]]:
+    """What a peer that may lie has sent, if it can be the gradients of what was sent to it. Raises ProtocolError."""
+    found: dict[int, tuple[torch.Tensor | None]] = {}
+    for source, (gradient,) in gradients.items():
+        sent = sends[source].like
+        found[source] = (gradient if gradient is None or sent is None else checked(gradient, sent),)
+    return found
+
+
 @contextmanager
 def on_one_thread() -> Iterator[None]:
     """Inside, torch's engine runs all nodes on the calling thread, those of GPUs, too.
@@ -139,6 +157,7 @@ class Engine:
         self._me = agent.me
         self._contexts = contexts
         self._strict = agent.options.trust == "federation"
+        self._charges = Charges(agent.options.message_limit) if self._strict else None
         self._anchor = anchor
         self._lock = threading.Lock()
         # Guarded by _lock:
@@ -225,7 +244,7 @@ class Engine:
         with self._lock:
             id = self._contexts.new_id()
             floor = min([id, *(other for other, r in self._running.items() if r.share.record is record)])
-            share = Share(Pass(id, record.id, floor, retain_graph, into_grad), record, root)
+            share = Share(Pass(id, record.id, floor, retain_graph, into_grad), record, root, self._charges)
             share.deadline, share.check_every = deadline, self._check_every
             running = self._running[id] = Running(share, strict=self._strict)
         with record.lock:
@@ -644,7 +663,9 @@ class Engine:
             if self._strict and isinstance(error, ProtocolError | QuotaError):
                 self.agent.permissions.note(line.peer.name, f"a {type(envelope.message).__name__}", error)
             if share is None:
-                self._tell_failed(rank_of(backward.id), backward, error)
+                # In a federation the peer that asks is told, and no other worker on its behalf.
+                if not self._strict or rank_of(backward.id) == line.peer.id:
+                    self._tell_failed(rank_of(backward.id), backward, error)
             else:
                 self.fail(share, error)
 
@@ -661,7 +682,7 @@ class Engine:
             ended = record.raise_floor(starter, 0 if self._strict and sender != starter else backward.floor)
             full = self._strict and len(record.shares) >= _MAX_PASSES
             if not full:
-                share = record.shares[backward.id] = Share(backward, record)
+                share = record.shares[backward.id] = Share(backward, record, None, self._charges)
         for old in ended:  # it has failed, if somebody still waits in it, and the news of that comes late
             old.fail(ContextError("this backward pass is over: it failed on another worker"), self._me.name)
         if full:
@@ -670,6 +691,8 @@ class Engine:
 
     def _on_gradients(self, line: Line, envelope: Envelope, share: Share) -> None:
         message: Gradients = envelope.message
+        if self._strict and not _is_sorted(message.present, len(message.sources)):
+            raise ProtocolError("gradients of places that are not in order")
         for source in message.sources:
             send = share.record.sends.get(source)
             if send is None or send.to.id != line.peer.id:
@@ -686,7 +709,9 @@ class Engine:
         found = _gradients(message, envelope, lambda source: sends[source].device, limit)
         if on_devices and self.agent.devices is not None:
             self.agent.devices.streams.leave_word()  # another thread may use them
-        components, ask = share.arrive(found)
+        if self._strict:
+            found = _checked(found, sends)
+        components, ask = share.arrive(found, line.peer.id)
         if self.agent.observers.active:
             self.agent.observers.emit(Planned(backward=share.backward.id))
         if ask:

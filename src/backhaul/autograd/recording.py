@@ -16,6 +16,7 @@ import torch
 
 from backhaul.agent.recording import Tensors
 from backhaul.autograd import mistakes
+from backhaul.autograd.checking import like
 from backhaul.autograd.contexts import Contexts, Record, Send, current
 from backhaul.autograd.functions import Reach, Recv, rank_of, receive, send
 from backhaul.autograd.graph import foresee
@@ -114,8 +115,10 @@ class Recorder:
             record.require_room(len(record.sends) + len(recorded))
         record.told.add(to.id)
         message = self._contexts.new_id(len(recorded))
+        strict = self._contexts.secret
         sends = [
-            Send(message, to, send(source, [tensor]), tensor.device) for source, tensor in enumerate(recorded, message)
+            Send(message, to, send(source, [tensor]), tensor.device, like(tensor) if strict else None)
+            for source, tensor in enumerate(recorded, message)
         ]
         for source, made in enumerate(sends, message):
             record.add(source, made)

@@ -17,6 +17,7 @@ from backhaul.agent.agent import Agent
 from backhaul.agent.listening import Listener
 from backhaul.agent.observing import GateOpens, GateWaits
 from backhaul.autograd import joint_hooks
+from backhaul.autograd.checking import Box, Charges
 from backhaul.autograd.contexts import Record
 from backhaul.autograd.functions import NOTHING, ROOT, passes_on, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
@@ -46,8 +47,13 @@ def _here(gradients: Gradients, agent: Agent) -> Gradients:
 class Share:
     """Thread-safe."""
 
-    def __init__(self, backward: Pass, record: Record, root: torch.Tensor | None = None) -> None:
-        """``root`` is the output of the Send of the roots, where the pass is started."""
+    def __init__(
+        self, backward: Pass, record: Record, root: torch.Tensor | None = None, charges: Charges | None = None
+    ) -> None:
+        """``root`` is the output of the Send of the roots, where the pass is started.
+
+        Gradients that wait are charged to the peers that sent them, if there are ``charges``.
+        """
         self.backward = backward
         self.starter = rank_of(backward.id)
         self.record = record
@@ -58,7 +64,9 @@ class Share:
         self._changed: threading.Condition | None = None  # of who waits, if somebody does
         # Guarded by _lock:
         self._part: Part | None = None
-        self._box: dict[int, Gradients] = {}  # have arrived, and are to be consumed
+        self._charged = None if charges is None else Box(charges)
+        # Have arrived, and are to be consumed:
+        self._box: dict[int, Gradients] = {} if self._charged is None else self._charged
         self._waiting: dict[int, int] = {}  # sources that gates wait for -> rank of who is to send their gradients
         self._gave_to: set[int] = set()  # ranks that have got work of this pass from here
         self._got_from: set[int] = set()  # ranks that work of it has come from
@@ -68,11 +76,16 @@ class Share:
         self.listener: Listener | None = None
         """The thread of `backward`, at the worker that started the pass, once it listens."""
 
-    def arrive(self, gradients: Mapping[int, Gradients]) -> tuple[list[Component], bool]:
-        """Gradients are here: what can be run now, and whether the pass is to be resolved first."""
+    def arrive(self, gradients: Mapping[int, Gradients], peer: int | None = None) -> tuple[list[Component], bool]:
+        """Gradients of a peer, or the roots, are here: what can be run now, and whether the pass is to be resolved.
+
+        Raises `QuotaError` if too many of that peer's wait.
+        """
         with self._lock:
             if self._error is not None:
                 return [], False
+            if self._charged is not None and peer is not None:
+                self._charged.charge(gradients, peer)
             self._box.update(gradients)
             part = self._planned()
             self._revive(part, gradients)

@@ -127,7 +127,7 @@ class _Used:
         self.copies = 0
         self.pins: set[ShareId] = set()
         self.confirmed = False
-        self.to_unpin: list[ShareId] = []  # shares by which it came while registering
+        self.to_unpin: dict[ShareId, None] = {}  # shares by which it came while registering, in order
 
     def idle(self) -> bool:
         return self.confirmed and not (self.copies or self.pins)
@@ -197,6 +197,9 @@ class Counting:
         self._shares = first_number
         self._listed: Counter[int] = Counter()  # worker -> how many entries of ours list it
         self._pinned: Counter[int] = Counter()  # worker -> how many pins there are towards it
+        self._given: Counter[tuple[RefId, int]] = Counter()  # value, worker -> how many pins there are towards it
+        self._to_unpin: dict[ShareId, RefId] = {}  # all shares by which references came that are registering
+        self._unconfirmed: Counter[int] = Counter()  # worker -> how many of these came from it
         self._used_of: Counter[int] = Counter()  # owner -> how many of its values are used here
         self._settled: dict[int, _Numbers] = {}  # creator -> its creations here that have come, or never will
         # Deaths:
@@ -234,7 +237,7 @@ class Counting:
         entry = self._owned.get(ref)
         if entry is None or ref.owner != self.me:
             return False
-        return peer == self.me or peer in entry.users or any(self._pins[share].to == peer for share in entry.pins)
+        return peer == self.me or peer in entry.users or (ref, peer) in self._given
 
     def held_by(self, peer: int) -> int:
         """How many references to values of ours that worker has, those under way to it included."""
@@ -243,6 +246,10 @@ class Counting:
     def used_of(self, owner: int) -> int:
         """How many values of that worker are used here."""
         return self._used_of[owner]
+
+    def unconfirmed_of(self, peer: int) -> int:
+        """How many shares that came from that worker are to be unpinned once its owner has listed us."""
+        return self._unconfirmed[peer]
 
     def fragments(self, creator: int) -> int:
         """How many gaps there are in the numbers of that worker's creations here; an honest one leaves few."""
@@ -319,7 +326,7 @@ class Counting:
             return []
         entry.copies = 0
         for share in entry.pins:
-            self._pinned[self._pins.pop(share).to] -= 1
+            self._take_pin(share)
         entry.pins.clear()
         return self._leave_if_idle(ref)
 
@@ -335,18 +342,28 @@ class Counting:
             entry.pins.add(share)
             self._pins[share] = _Pin(ref, to, over)
             self._pinned[to] += 1
+            self._given[ref, to] += 1
         return share
 
     def unpin(self, share: ShareId) -> list[Action]:
         """The receiver has it; or the message could not be sent at all."""
-        pin = self._pins.pop(share, None)
+        pin = self._take_pin(share)
         if pin is None:
             return []
-        self._pinned[pin.to] -= 1
         entry = self._entry(pin.ref)
         if entry is not None:
             entry.pins.discard(share)
         return self._leave_if_idle(pin.ref)
+
+    def _take_pin(self, share: ShareId) -> _Pin | None:
+        """Forget a pin, apart from the entry that has it."""
+        pin = self._pins.pop(share, None)
+        if pin is not None:
+            self._pinned[pin.to] -= 1
+            self._given[pin.ref, pin.to] -= 1
+            if not self._given[pin.ref, pin.to]:
+                del self._given[pin.ref, pin.to]
+        return pin
 
     def connection_ended(self, over: Hashable) -> list[Action]:
         """Nothing more is written to this connection. What was may have arrived, or not, or may arrive yet."""
@@ -372,7 +389,10 @@ class Counting:
         used.copies += 1
         if used.confirmed:
             return self._tell(share.sharer, Unpin(share))
-        used.to_unpin.append(share)
+        if share not in self._to_unpin:
+            used.to_unpin[share] = None
+            self._to_unpin[share] = ref
+            self._unconfirmed[share.sharer] += 1
         if ref.owner in self._dead:
             return self._confirm(ref, exists=False)
         return self._tell(ref.owner, Register(ref)) if is_new else []
@@ -436,17 +456,18 @@ class Counting:
         return [Void(ref)]
 
     def _on_recall(self, peer: int, shares: tuple[ShareId, ...]) -> list[Action]:
-        arrived = {share for entry in self._used.values() for share in entry.to_unpin}
-        return [action for share in shares if share not in arrived for action in self._tell(peer, Unpin(share))]
+        return [action for share in shares if share not in self._to_unpin for action in self._tell(peer, Unpin(share))]
 
     def _confirm(self, ref: RefId, exists: bool) -> list[Action]:
         entry = self._used.get(ref)
         if entry is None or entry.confirmed:
             return []
         entry.confirmed = True
-        shares, entry.to_unpin = entry.to_unpin, []
+        shares, entry.to_unpin = entry.to_unpin, {}
         actions: list[Action] = [Confirm(ref, exists)]
         for share in shares:
+            del self._to_unpin[share]
+            self._unconfirmed[share.sharer] -= 1
             actions += self._tell(share.sharer, Unpin(share))
         actions += self._leave_if_idle(ref)
         for question in self._questions.values():

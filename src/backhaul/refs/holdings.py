@@ -51,6 +51,7 @@ from backhaul.wire.messages import Create, Notice, Notices, Obituary, Refs, Regi
 _log = logging.getLogger(__name__)
 
 _SUCCESSOR_WAITS = 3.0
+_IMMODEST = "more about references than a worker has reason to send"
 _PROCESS_BITS = 30
 _NUMBER_BITS = 32
 
@@ -78,7 +79,12 @@ class Holdings:
         self._process = secrets.randbits(_PROCESS_BITS) + 1  # tells this process from others that have had its rank
         strict, limits = agent.options.trust == "federation", agent.options.limits
         self._counting = Counting(agent.me.id, first_number=self._process << _NUMBER_BITS, strict=strict)
-        self._rights = Rights(self._counting, None if limits is None else limits.references, strict=strict)
+        self._rights = Rights(
+            self._counting,
+            None if limits is None else limits.references,
+            strict=strict,
+            ranks={member.id for member in agent.members()} if strict else (),
+        )
         self._cells: dict[RefId, Cell] = {}  # values of ours
         self._gone: dict[RefId, BaseException] = {}  # why a value of others cannot be had
         self._creations: dict[RefId, Future[Any]] = {}  # under way
@@ -267,9 +273,12 @@ class Holdings:
         with self._lock:
             wrong = self._rights.objection(refs, sender.id)
             after = self._receive(refs if wrong is None else ())
+            modest = self._is_modest(sender.id)
         self._act(after)
         if wrong is not None:
             raise ProtocolError(wrong)
+        if not modest:
+            raise ProtocolError(_IMMODEST)
 
     def admit(self, request: Any, sender: WorkerInfo) -> None:
         makes = type(request) is Create
@@ -280,6 +289,9 @@ class Holdings:
                 if makes and self._rights.strict:
                     self._counting.expects(request.ref)  # later requests may name it
                 after = self._receive(getattr(request, "refs", ()))
+            modest = self._is_modest(sender.id)
+        if not modest:
+            raise ProtocolError(_IMMODEST)
         if wrong is not None:
             raise self._agent.permissions.refuse(sender.name, f"a {type(request).__name__}", wrong)
         if full:
@@ -290,6 +302,11 @@ class Holdings:
         with self._lock:
             after = self._apply([Send(sender.id, Unpin(share)) for _, share in refs if share.sharer == sender.id])
         self._act(after)
+
+    def _is_modest(self, rank: int) -> bool:
+        """Whether a peer does not make this worker remember ever more. Holds the lock."""
+        box = self._outboxes.get(rank)
+        return self._rights.is_modest(rank, 0 if box is None else len(box))
 
     def _receive(self, refs: Refs) -> _Aftermath:
         """Holds the lock."""
@@ -370,6 +387,8 @@ class Holdings:
         with self._lock:
             if self._inboxes.setdefault(line.peer.id, Inbox()).accept(message.number, message.process):
                 for notice in message.notices:
+                    if not self._rights.is_modest(line.peer.id, len(actions)):
+                        break
                     if self._rights.strict and not self._counting.allows(line.peer.id, notice):
                         disallowed.append(notice)
                         if isinstance(notice, Register):  # to whom asks for a value, it is as if there were none
@@ -379,13 +398,13 @@ class Holdings:
             after = self._apply(actions)
             if not self._counting.sweeping:
                 self._sweep_ended.notify_all()
-            modest = self._rights.is_modest(line.peer.id, len(self._outboxes.get(line.peer.id, ())))
+            modest = self._is_modest(line.peer.id)
         self._act(after)
         for notice in disallowed:
             self._agent.permissions.note(line.peer.name, f"a {type(notice).__name__}", getattr(notice, "ref", ""))
         if self._rights.strict:
             if not modest:
-                raise ProtocolError("more notices about references than a worker has reason to send")
+                raise ProtocolError(_IMMODEST)
             return self._agent.answer(message.id, None)
         for notice in message.notices:
             if isinstance(notice, Obituary):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from backhaul.wire.messages import Notice
 
+_MOST = 10_000  # notices of a batch: it must fit into a message
+
 
 class Outbox:
     """Notices to one peer."""
@@ -28,7 +30,7 @@ class Outbox:
         """What to send now; None if a batch is under way, or there is nothing."""
         if self._under_way or not self._waiting:
             return None
-        self._under_way, self._waiting = tuple(self._waiting), []
+        self._under_way, self._waiting = tuple(self._waiting[:_MOST]), self._waiting[_MOST:]
         self._number += 1
         return self._number, self._under_way
 

@@ -1,4 +1,4 @@
-"""What a federation's peers may name: functions and classes that were marked with `expose`, and some torch operators.
+"""What a federation's peers may name: functions and classes that were marked with `expose`.
 
 In federation a name that a peer sends is looked up in the table here, and nowhere else: nothing is imported, and no
 attribute is followed. So there is no difference between what does not exist and what is not exposed.
@@ -9,7 +9,8 @@ The mark is an entry of the table and no attribute of the object: a subclass doe
 from __future__ import annotations
 
 import builtins
-import fnmatch
+import dataclasses
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar, overload
 from backhaul import errors
 from backhaul.errors import MisuseError, OptionError, UnsendableError
 from backhaul.security import operators
-from backhaul.wire import callables
+from backhaul.wire import built, callables
+from backhaul.wire.objects import is_named_tuple
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -29,10 +31,15 @@ class Exposed(NamedTuple):
 
     target: Any
     to: tuple[str, ...]
-    """Patterns of names, of the workers that may use it."""
+    """Patterns of names, of the workers that may use it: ``*`` stands for anything, and nothing else is special."""
 
     def is_for(self, peer: str) -> bool:
-        return self.to == EVERYBODY or any(fnmatch.fnmatchcase(peer, pattern) for pattern in self.to)
+        return self.to == EVERYBODY or any(_matches(pattern, peer) for pattern in self.to)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    parts = map(re.escape, pattern.split("*"))
+    return re.fullmatch(".*".join(parts), name, re.DOTALL) is not None
 
 
 _table: dict[str, Exposed] = {}  # "module:qualname" ->
@@ -46,9 +53,10 @@ def expose(obj: None = None, *, to: str | Sequence[str] = "*") -> Callable[[T], 
 def expose(obj: Any = None, *, to: str | Sequence[str] = "*") -> Any:
     """Let the other workers of a federation call a function, or use a class. Returns it as it is.
 
-    As a decorator, ``@rpc.expose`` or ``@rpc.expose(to="bank-*")``, or as a call, ``rpc.expose(torch.linalg.norm)``.
+    As a decorator, ``@rpc.expose`` or ``@rpc.expose(to="bank-*")``, or as a call, ``rpc.expose(torch.matmul)``. Of
+    torch's own operators, those in `security.operators` can be exposed; peers may give them what is listed there.
     ``to`` are the names of the workers that may, as in their certificates: one or several, in which ``*`` stands for
-    anything. To expose the same name again replaces the entry.
+    anything, and all other characters for themselves. To expose the same name again replaces the entry.
 
     Of a class that is exposed, peers may make instances, send instances if it is a dataclass, an enum or a named tuple,
     and call the public methods that are written in it, on instances that they have references to. Its subclasses are
@@ -64,7 +72,9 @@ def expose(obj: Any = None, *, to: str | Sequence[str] = "*") -> Any:
 
 def _expose(obj: T, to: tuple[str, ...]) -> T:
     name = _name_for(obj)
-    _table[name] = Exposed(obj, to)
+    _table[name] = Exposed(operators.find(obj) or obj, to)
+    if isinstance(obj, type) and (dataclasses.is_dataclass(obj) or is_named_tuple(obj)):
+        built.prepare(obj)
     if isinstance(obj, type) and issubclass(obj, Exception):
         _exceptions[type_name(obj)] = name
     return obj
@@ -116,9 +126,11 @@ class PeerNames:
     def get(self, name: str) -> Any:
         """What the peer means; None if it may not name it, whether there is such a thing or not."""
         entry = _table.get(name)
-        if entry is not None and entry.is_for(self.peer):
-            return entry.target
-        return operators.find(name, self._limit)
+        if entry is None or not entry.is_for(self.peer):
+            return None
+        if type(entry.target) is operators.Operator:
+            return operators.Bounded(entry.target, self._limit)
+        return entry.target
 
     def find(self, name: str) -> Any:
         """The same, and raises `MisuseError` for what it may not name."""

@@ -1,111 +1,185 @@
-"""The operators of torch that every peer of a federation may call.
+"""Operators of torch that a worker of a federation may expose: ``rpc.expose(torch.matmul)``.
 
-They are pure, have no state and touch no file. None of them is run if its result may be larger than a message: with
-two tensors of a thousand bytes a peer could ask for one of a million, and with two of a million for all the memory.
+They are native code, which a stranger then feeds. So there are few of them, none is exposed unless it is named, and
+each takes what its line in the table says and nothing else: these parameters, tensors of these dtypes. What ends a
+process is not among it: dividing the smallest integer by -1 raises a signal, not an exception.
+``fuzz/operator_cases.py`` tries them out in processes of their own.
+
+None runs if its result may be larger than a message, or if it takes far longer than its operands take to send.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from backhaul.errors import MisuseError, QuotaError
-from backhaul.wire import callables
 
-ELEMENTWISE = """
-abs acos add addcdiv addcmul asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clone cos cosh
-detach div eq erf erfc exp expm1 floor floor_divide fmod ge gt isfinite isinf isnan le lerp log log10 log1p log2
-logical_and logical_not logical_or logical_xor lt maximum minimum mul ne neg pow reciprocal relu remainder round rsqrt
-sigmoid sign sin sinh sqrt square sub tan tanh true_divide trunc
-"""
-REDUCTIONS = "all allclose any argmax argmin equal logsumexp mean numel prod std sum var"
-PRODUCTS = "addmm bmm matmul mm"
+_MAX_DIM = 64
+_MAX_PRODUCTS = 1 << 33  # multiplications of a product of matrices: about a second
 
-_Size = Callable[[Sequence[torch.Tensor]], int]
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+NUMBERS = FLOATS | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+ALL = NUMBERS | {torch.bool}
+
+_Check = Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (bool, float) or (type(value) is int and -(1 << 63) <= value < 1 << 63)
+
+
+def _is_tensor(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_dim(value: Any) -> bool:
+    return type(value) is int and -_MAX_DIM <= value < _MAX_DIM
+
+
+_CHECKS: dict[str, _Check] = {
+    "tensor": _is_tensor,
+    "operand": lambda value: _is_tensor(value) or _is_number(value),
+    "number": _is_number,
+    "bound": lambda value: value is None or _is_number(value),
+    "dim": lambda value: value is None or _is_dim(value),
+    "dims": lambda value: (
+        value is None
+        or _is_dim(value)
+        or (type(value) in (list, tuple) and len(value) <= _MAX_DIM and all(map(_is_dim, value)))
+    ),
+    "flag": lambda value: type(value) is bool,
+}
+
+
+_REQUIRED = ("tensor", "operand")
+
+
+class Operator(NamedTuple):
+    """A line of the table."""
+
+    function: Callable[..., Any]
+    dtypes: frozenset[torch.dtype]
+    parameters: dict[str, str]
+    """Name -> what it may be, in order."""
+    is_product: bool = False
+
+
+def _operators(names: str, dtypes: frozenset[torch.dtype], product: bool = False, **parameters: str) -> list[Operator]:
+    return [Operator(getattr(torch, name), dtypes, parameters, product) for name in names.split()]
+
+
+TABLE: dict[str, Operator] = {
+    operator.function.__name__: operator
+    for operator in (
+        *_operators("abs exp log neg relu sigmoid sqrt tanh", FLOATS, input="tensor"),
+        *_operators("add sub", NUMBERS, input="tensor", other="operand", alpha="number"),
+        *_operators("mul", NUMBERS, input="tensor", other="operand"),
+        *_operators("div", FLOATS, input="tensor", other="operand"),
+        *_operators("maximum minimum", NUMBERS, input="tensor", other="tensor"),
+        *_operators("eq ge gt le lt ne", ALL, input="tensor", other="operand"),
+        *_operators("clamp", FLOATS, input="tensor", min="bound", max="bound"),
+        *_operators("mean sum", FLOATS, input="tensor", dim="dims", keepdim="flag"),
+        *_operators("argmax", FLOATS, input="tensor", dim="dim", keepdim="flag"),
+        *_operators("mm bmm", FLOATS, True, input="tensor", mat2="tensor"),
+        *_operators("matmul", FLOATS, True, input="tensor", other="tensor"),
+    )
+}
+
+
+def find(function: Any) -> Operator | None:
+    """The line of an operator; None for what is not torch's own code. Raises MisuseError for the rest of that."""
+    operator = TABLE.get(getattr(function, "__name__", ""))
+    if operator is not None and operator.function is function:
+        return operator
+    if is_native(function):
+        raise MisuseError(
+            f"expose: torch.{getattr(function, '__name__', function)} is native code that takes too much on trust to "
+            f"be called by strangers: expose a function of your own that checks what it is given, or one of "
+            f"{', '.join(sorted(TABLE))}"
+        )
+    return None
+
+
+def is_native(function: Any) -> bool:
+    """Whether it is one of torch's functions that are not written in Python."""
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return True
+    kinds = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+    if not isinstance(function, kinds):
+        return False
+    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
+    home = getattr(function, "__module__", None) or getattr(owner, "__module__", None) or ""
+    return home.partition(".")[0] == "torch" or (isinstance(owner, type) and issubclass(torch.Tensor, owner))
 
 
 def _elements(shapes: Iterable[Sequence[int]]) -> int:
     """How many elements there are when tensors of these shapes are broadcast against each other, if they can be.
 
-    Not with `torch.broadcast_shapes`, which imports half of torch when it is first called.
+    Not with `torch.broadcast_shapes`, which imports half of torch when it is first called. Sizes of 0 count as 1: a
+    reduction over that dimension has elements.
     """
     turned = (reversed(shape) for shape in shapes)
-    return math.prod(max(sizes) if min(sizes) else 0 for sizes in itertools.zip_longest(*turned, fillvalue=1))
+    return math.prod(max(*sizes, 1) for sizes in itertools.zip_longest(*turned, fillvalue=1))
 
 
-def _broadcast(tensors: Sequence[torch.Tensor]) -> int:
-    return _elements(tensor.shape for tensor in tensors)
-
-
-def _product(tensors: Sequence[torch.Tensor]) -> int:
-    """How many elements at most a product of matrices has, and what is added to it."""
-    if len(tensors) < 2:
-        return 0
-    *added, left, right = [tensor.shape for tensor in tensors]
+def _product(left: Sequence[int], right: Sequence[int]) -> tuple[int, int]:
+    """How many elements a product of matrices has at most, and how many multiplications it takes."""
     rows = left[-2] if len(left) > 1 else 1
     columns = right[-1] if len(right) > 1 else 1
-    return _elements([(*left[:-2], rows, columns), (*right[:-2], 1, 1), *added])
+    elements = _elements([(*left[:-2], rows, columns), (*right[:-2], 1, 1)])
+    return elements, elements * max([1, *left[-1:]])
 
 
 class Bounded:
-    """An operator that runs only if its result has no more than ``limit`` bytes."""
+    """An operator that takes what its line in the table says, and whose results have no more than ``limit`` bytes."""
 
-    __slots__ = ("__name__", "_limit", "_operator", "_size")
+    __slots__ = ("__name__", "_limit", "_operator")
 
-    def __init__(self, operator: Callable[..., Any], size: _Size, limit: int) -> None:
-        self.__name__ = operator.__name__
+    def __init__(self, operator: Operator, limit: int) -> None:
+        self.__name__ = operator.function.__name__
         self._operator = operator
-        self._size = size
         self._limit = limit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        values = [*args, *kwargs.values()]
-        if "out" in kwargs or not all(isinstance(value, _PLAIN) for value in values):
-            raise MisuseError(f"torch.{self.__name__}: other workers may give it tensors, numbers and the like")
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        if self._size is _product and any(isinstance(value, torch.Tensor) for value in kwargs.values()):
-            raise MisuseError(f"torch.{self.__name__}: give the tensors in their order, not by name")
-        if tensors and self._size(tensors) * _element_size(tensors, values) > self._limit:
-            raise QuotaError(f"the result of torch.{self.__name__} may be larger than {self._limit} bytes")
-        if not all(map(_is_all_there, tensors)):
+        parameters = self._operator.parameters
+        names = list(parameters)
+        if len(args) > len(names) or any(name not in names[len(args) :] for name in kwargs):
+            raise MisuseError(f"torch.{self.__name__}: other workers may give it {', '.join(names)}")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        for name, value in given.items():
+            if not _CHECKS[parameters[name]](value):
+                raise MisuseError(f"torch.{self.__name__}: its {name} is not a {parameters[name]}")
+        missing = [name for name, kind in parameters.items() if kind in _REQUIRED and name not in given]
+        if missing:
+            raise MisuseError(f"torch.{self.__name__}: its {missing[0]} is missing")
+        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            self._check(tensor)
+        self._check_work(tensors)
+        return self._operator.function(**given)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype not in self._operator.dtypes:
+            raise MisuseError(f"torch.{self.__name__}: other workers may not give it tensors of {tensor.dtype}")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise MisuseError(f"torch.{self.__name__}: other workers may give it strided tensors that have data")
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             # To send one takes no bytes, and to multiply two of them minutes.
             raise MisuseError(f"torch.{self.__name__}: some elements of a tensor are one: send tensor.contiguous()")
-        return self._operator(*args, **kwargs)
 
-
-_PLAIN = (torch.Tensor, bool, int, float, complex, type(None), torch.dtype, str, list, tuple)
-
-
-def _element_size(tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> int:
-    """At most so many bytes has an element of the result."""
-    if any(isinstance(value, complex | torch.dtype) for value in values):
-        return 16
-    return max(8, *(tensor.element_size() for tensor in tensors))
-
-
-def _is_all_there(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory for each of its elements."""
-    if tensor.layout is not torch.strided:
-        return True
-    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
-
-
-_known: dict[str, tuple[Callable[..., Any], _Size]] = {}
-
-
-def find(name: str, limit: int) -> Bounded | None:
-    """The operator of that name, "module:qualname", with results of at most ``limit`` bytes; None if it is none."""
-    if not _known:
-        _known.update(
-            {
-                callables.name_of(operator): (operator, size)
-                for size, names in ((_broadcast, ELEMENTWISE), (_broadcast, REDUCTIONS), (_product, PRODUCTS))
-                for operator in (getattr(torch, each) for each in names.split())
-            }
-        )
-    known = _known.get(name)
-    return None if known is None else Bounded(*known, limit)
+    def _check_work(self, tensors: Sequence[torch.Tensor]) -> None:
+        shapes = [tensor.shape for tensor in tensors]
+        if self._operator.is_product and len(shapes) == 2:
+            elements, work = _product(*shapes)
+        else:
+            elements = work = _elements(shapes)
+        if elements * 8 > self._limit:
+            raise QuotaError(f"the result of torch.{self.__name__} may be larger than {self._limit} bytes")
+        if work > _MAX_PRODUCTS:
+            raise QuotaError(f"torch.{self.__name__} would take {work} multiplications; {_MAX_PRODUCTS} may be")

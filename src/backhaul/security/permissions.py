@@ -7,19 +7,24 @@ characters, and a peer that is refused all the time does not fill the log.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
 
 from backhaul.errors import QuotaError, RefusedError
 from backhaul.security.exposure import PeerNames
+from backhaul.security.penalties import Penalties
 
 _log = logging.getLogger("backhaul.security")
 
 _MAX_TEXT = 300
 _LINES = 10
 _SECONDS = 1.0
+_REFUSALS = 1000
+_REFUSAL_SECONDS = 0.001
 
 
 def printable(text: str, limit: int = _MAX_TEXT, *, lines: bool = False) -> str:
@@ -39,6 +44,18 @@ def refusal(me: str) -> RefusedError:
         f"worker {me!r} refused this: it names something that is not exposed to this peer, or is not given to it, or "
         f"does not exist. The log of {me!r} says more"
     )
+
+
+class Stamps:
+    """Numbers that stand for values, and tell nobody else than this worker which."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def of(self, value: object) -> int:
+        """The number of a value; the same for values that look the same."""
+        digest = hashlib.blake2b(repr(value).encode(), key=self._key, digest_size=7).digest()
+        return int.from_bytes(digest, "big")
 
 
 class _Lines:
@@ -61,6 +78,8 @@ class Permissions:
         self._names: dict[str, PeerNames] = {}
         self._lock = threading.Lock()
         self._lines: dict[str, _Lines] = {}
+        self.refusals = Penalties(_REFUSALS, _REFUSAL_SECONDS)
+        """A peer that is refused all the time has to wait."""
 
     def names(self, peer: str) -> PeerNames:
         """What that peer may name."""
@@ -81,6 +100,7 @@ class Permissions:
 
     def note(self, peer: str, what: str, why: object) -> None:
         """Log that something was refused."""
+        self.refusals.wrong(peer, time.monotonic())
         if self._may_log(peer):
             _log.warning("refused worker %s %s: %s", printable(peer), printable(what), printable(str(why)))
 

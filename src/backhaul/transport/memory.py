@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from backhaul.errors import AuthenticationError
-from backhaul.options import DEFAULT_MAX_MESSAGE_BYTES, RpcOptions
+from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, Welcome, require_welcome
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
 from backhaul.wire.decoder import Decoder, Envelope
@@ -69,16 +69,20 @@ class _Bell:
             self._rope.close()
 
 
+def _decoder(options: RpcOptions) -> Decoder:
+    return Decoder(options.message_limit, None, options.head_limit, strict=options.trust == "federation")
+
+
 class MemoryChannel(Channel):
     """One end of a pair."""
 
-    def __init__(self, network: Network, name: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+    def __init__(self, network: Network, name: str, options: RpcOptions | None = None) -> None:
         self.name = name
         self.peer: MemoryChannel | None = None
         self._network = network
         self._bell = _Bell()
         self._inbox: deque[bytes] = deque()
-        self._decoder = Decoder(max_message_bytes)
+        self._decoder = _decoder(RpcOptions() if options is None else options)
         self._ready: deque[Envelope] = deque()
         self._ended = False
 
@@ -155,9 +159,9 @@ class Network:
         self._listeners: dict[str, MemoryListener] = {}
         self._numbers = itertools.count()
 
-    def listen(self, max_message_bytes: int) -> MemoryListener:
+    def listen(self, options: RpcOptions) -> MemoryListener:
         address = f"memory-{next(self._numbers)}"
-        listener = self._listeners[address] = MemoryListener(self, address, max_message_bytes)
+        listener = self._listeners[address] = MemoryListener(self, address, options)
         return listener
 
     def unlisten(self, listener: MemoryListener) -> None:
@@ -187,10 +191,10 @@ class Network:
 
 
 class MemoryVisitor(Visitor):
-    def __init__(self, network: Network, hello: Hello, near_limit: int, far_limit: int) -> None:
+    def __init__(self, network: Network, hello: Hello, near: RpcOptions, far: RpcOptions) -> None:
         self.hello = hello
-        self.near = MemoryChannel(network, f"{hello.name}->{hello.to_id}", near_limit)
-        self.far = MemoryChannel(network, f"{hello.to_id}<-{hello.name}", far_limit)
+        self.near = MemoryChannel(network, f"{hello.name}->{hello.to_id}", near)
+        self.far = MemoryChannel(network, f"{hello.to_id}<-{hello.name}", far)
         self.near.peer, self.far.peer = self.far, self.near
         self.welcome: Welcome | None = None
         self.answered = threading.Event()
@@ -212,9 +216,9 @@ class MemoryVisitor(Visitor):
 
 
 class MemoryListener(Listener):
-    def __init__(self, network: Network, address: str, max_message_bytes: int) -> None:
+    def __init__(self, network: Network, address: str, options: RpcOptions) -> None:
         self.address = address
-        self.max_message_bytes = max_message_bytes
+        self.options = options
         self._network = network
         self._bell = _Bell()
         self._visitors: deque[MemoryVisitor] = deque()
@@ -256,11 +260,11 @@ class MemoryTransport(Transport):
 
     def __init__(self, network: Network, options: RpcOptions | None = None) -> None:
         self._network = network
-        self._max_message_bytes = (RpcOptions() if options is None else options).message_limit
+        self._options = RpcOptions() if options is None else options
         self._listener: MemoryListener | None = None
 
     def listen(self) -> Sequence[Listener]:
-        self._listener = self._network.listen(self._max_message_bytes)
+        self._listener = self._network.listen(self._options)
         return [self._listener]
 
     @property
@@ -269,7 +273,7 @@ class MemoryTransport(Transport):
 
     def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
         listener = self._network.listener(addresses.memory)
-        visitor = MemoryVisitor(self._network, hello, self._max_message_bytes, listener.max_message_bytes)
+        visitor = MemoryVisitor(self._network, hello, self._options, listener.options)
         try:
             listener.visit(visitor)  # its far end is the listener's from here on
             if not visitor.answered.wait(max(0.0, deadline - time.monotonic())):

@@ -36,6 +36,10 @@ _CHUNK = 16 * RECORD
 _FIRST_CHUNK = RECORD
 _SMALL = 4096
 _GREETING_CHUNK = 4096
+_OVERHEAD = 22  # bytes of a record besides its data: header, type, authentication tag
+# Bytes of records that bring no data. A peer may ask for new keys as often as it likes, and each time takes a while; no
+# worker does. It includes a record that is not complete.
+_MAX_SILENT = 64 * 1024
 
 
 class TlsLine(Line):
@@ -109,8 +113,10 @@ class TlsChannel(Channel):
         self._stream = tunnel.stream
         self._incoming = tunnel.incoming
         self._outgoing = tunnel.outgoing
-        drains = options.limits is None
-        self._decoder = Decoder(options.message_limit, None, options.head_limit, drains=drains, check_room=check_room)
+        strict, drains = options.trust == "federation", options.limits is None
+        self._decoder = Decoder(
+            options.message_limit, None, options.head_limit, strict=strict, drains=drains, check_room=check_room
+        )
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._chunk = memoryview(bytearray(_FIRST_CHUNK))
         self._plain: list[memoryview] = []  # not encrypted yet, last piece first
@@ -122,9 +128,10 @@ class TlsChannel(Channel):
         self._keep: object = None
         self._problem: ChannelClosed | ProtocolError | None = None  # with what has come
         self._readable = Readable(sock, options.busy_poll)
+        self._silent = 0  # bytes that came and brought no data
         tune(sock)
         keep_unsent(sock, self._pace.size)
-        self._decrypt()  # what came together with the end of the greeting
+        self._decrypt(0)  # what came together with the end of the greeting
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -245,11 +252,14 @@ class TlsChannel(Channel):
             self._incoming.write(chunk[:count])
         if count == len(chunk) < _CHUNK:
             self._chunk = memoryview(bytearray(_CHUNK))
-        self._decrypt()
+        self._decrypt(count)
         return True
 
-    def _decrypt(self) -> None:
-        """Take all records that are complete. What came before a bad one is good: the next read raises."""
+    def _decrypt(self, fed: int) -> None:
+        """Take all records that are complete, now that so many more bytes are here.
+
+        What came before a bad one is good: the next read raises.
+        """
         decoder = self._decoder
         stream = self._stream
         incoming = self._incoming
@@ -260,9 +270,12 @@ class TlsChannel(Channel):
                     if not count:  # the peer has said that it closes
                         break
                     decoder.wrote(count)
+                    fed -= count + _OVERHEAD
                 else:
+                    self._count_silent(fed)
                     return
         except ssl.SSLWantReadError:
+            self._count_silent(fed)
             return  # the rest of a record is still to come
         except ssl.SSLError as error:
             if "ALERT" in (error.reason or ""):
@@ -270,6 +283,14 @@ class TlsChannel(Channel):
             else:
                 self._problem = ProtocolError(f"bytes that are not what the peer encrypted: {_text(error)}")
         self.shutdown()  # which whoever reads next notices
+
+    def _count_silent(self, count: int) -> None:
+        self._silent = max(0, self._silent + count)
+        if self._silent > _MAX_SILENT:
+            self._problem = ProtocolError(
+                f"{self._silent} bytes of TLS that bring no data, such as requests for new keys"
+            )
+            self.shutdown()
 
     def next(self) -> Envelope | None:  # replaced in __init__, to save a call
         return self._decoder.next()

@@ -29,7 +29,8 @@ import torch
 from backhaul.errors import ProtocolError
 from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
 from backhaul.wire.headers import split_places
-from backhaul.wire.messages import KINDS
+from backhaul.wire.messages import KIND_OF, KINDS, Call, Create, Failed, Failure, Inspect, Result
+from backhaul.wire.plain import refuse_maps
 from backhaul.wire.tensors import Landing, Missing, land_small
 
 _START = 64 * 1024
@@ -40,6 +41,10 @@ _MIN_ROOM = 16 * 1024
 _LARGE = 64 << 20  # so much that it is worth a look whether there is room for it
 
 _BITS = PLACED | TRACED
+
+# The kinds with values that msgpack decodes as they come, and those that no peer of a federation has to send.
+_UNTYPED = frozenset(KIND_OF[message] for message in (Call, Result, Failure, Create, Failed))
+_FOR_CLUSTERS = frozenset({KIND_OF[Inspect]})
 
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
@@ -72,16 +77,19 @@ class Decoder:
         segments: Segments | None = None,
         max_head_bytes: int | None = None,
         *,
+        strict: bool = False,
         drains: bool = False,
         check_room: Callable[[int], None] | None = None,
         sliced: bool = False,
     ) -> None:
         """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes.
 
-        ``drains``: a message whose payload is over the limit is taken without its tensors, instead of being an error.
-        ``check_room(size)`` raises MemoryError if this process cannot have that much memory. ``sliced``: its bytes come
-        in slices, which have no slices in them.
+        A ``strict`` decoder is for peers that may lie: no map is decoded, and tensors do not claim to be larger than a
+        message may be. ``drains``: a message whose payload is over the limit is taken without its tensors, instead of
+        being an error. ``check_room(size)`` raises MemoryError if this process cannot have that much memory.
+        ``sliced``: its bytes come in slices, which have no slices in them.
         """
+        self._strict = strict
         self._limit = max_message_bytes
         self._head_limit = max_message_bytes if max_head_bytes is None else max_head_bytes
         self._segments = segments
@@ -194,6 +202,8 @@ class Decoder:
                     self._begin_slice(payload)
                     return False
                 raise ProtocolError(f"a frame of unknown kind {kind}")
+            if self._strict and kind in _FOR_CLUSTERS:
+                raise ProtocolError(f"a {KINDS[kind].__name__}, in a federation")
             if table > MAX_TABLE or size > self._limit or (size + payload > self._limit and not self._drains):
                 raise ProtocolError(
                     f"a message of {size + payload} bytes (tensor table {table}) is over the limit of "
@@ -217,8 +227,11 @@ class Decoder:
             body += 1 + len(self._trace)
             metadata -= 1 + len(self._trace)
         kind &= ~_BITS
+        data = self._view[body : body + metadata]
+        if self._strict and kind in _UNTYPED:
+            refuse_maps(data)
         try:
-            self._message = _decoders[kind].decode(self._view[body : body + metadata])
+            self._message = _decoders[kind].decode(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"metadata that is no {KINDS[kind].__name__}: {error}") from None
         if table and size + payload > self._limit:
@@ -240,6 +253,10 @@ class Decoder:
                     self._miss(f"is over the limit of {self._limit} at the receiver (max_message_bytes)", payload)
             else:
                 self._landing = Landing.parse(headers, payload)
+            if self._strict and self._landing.claimed > self._limit:
+                raise ProtocolError(
+                    f"tensors that claim {self._landing.claimed} bytes beyond those that follow; {self._limit} may be"
+                )
         self._start = start + size
         self._wanted = HEADER.size
         return True
@@ -257,6 +274,7 @@ class Decoder:
                 self._limit,
                 self._segments,
                 self._head_limit,
+                strict=self._strict,
                 drains=self._drains,
                 check_room=self._check_room,
                 sliced=True,

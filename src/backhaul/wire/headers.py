@@ -86,6 +86,8 @@ _MAX_REMEMBERED_SIZE = 4096
 _made: dict[tuple[int, int, tuple[int, ...], int] | tuple[Plain, ...], bytes] = {}
 _seen: dict[bytes, tuple[int, tuple[torch.dtype, Sequence[int], bool]]] = {}
 _parsed: dict[bytes, tuple[int, Table]] = {}
+_MAX_PARSED_BYTES = 1 << 18  # of tables: once parsed they take up to 40 times as much
+_parsed_bytes = 0
 
 
 class Header(NamedTuple):
@@ -108,6 +110,7 @@ class Table(NamedTuple):
     headers: Sequence[Header]
     sizes: Sequence[int]  # of the buffers
     owners: Sequence[Header | None]  # of each buffer: the tensor that is exactly it, or None if several share it
+    claimed: int = 0  # bytes of elements that the tensors say they have beyond their memory
 
 
 class Plain(NamedTuple):
@@ -189,10 +192,17 @@ def parse(table: bytes | memoryview, payload: int) -> Table:
     except struct.error as error:
         raise ProtocolError(f"the tensor table ends early: {error}") from error
     if key:
-        if len(_parsed) >= _REMEMBERED:
-            _parsed.clear()
-        _parsed[key] = payload, found
+        _remember(key, payload, found)
     return found
+
+
+def _remember(key: bytes, payload: int, found: Table) -> None:
+    global _parsed_bytes
+    _parsed_bytes += len(key)
+    if len(_parsed) >= _REMEMBERED or _parsed_bytes > _MAX_PARSED_BYTES:
+        _parsed.clear()
+        _parsed_bytes = len(key)
+    _parsed[key] = payload, found
 
 
 def split_places(table: bytes) -> tuple[bytes, Sequence[int], int]:
@@ -260,7 +270,7 @@ def _parse(table: bytes | memoryview, payload: int) -> Table:
         raise ProtocolError(f"a tensor table of {len(table)} bytes claims {count} tensors, {buffers} buffers")
     sizes = list(struct.unpack_from(f"<{buffers}Q", table, _COUNTS.size))
     if sum(sizes) != payload or (sizes and min(sizes) == 0):
-        raise ProtocolError(f"tensor buffers of {sizes} bytes, but {payload} bytes follow")
+        raise ProtocolError(f"tensor buffers of {sizes!r:.200} bytes, but {payload} bytes follow")
     headers: list[Header] = []
     position = _COUNTS.size + 8 * buffers
     for _ in range(count):
@@ -271,8 +281,27 @@ def _parse(table: bytes | memoryview, payload: int) -> Table:
         raise ProtocolError(f"the tensor table has {len(table) - position} bytes too many")
     unused = set(range(buffers)).difference(header.buffer for header in headers)
     if unused:
-        raise ProtocolError(f"no tensor uses the buffers {sorted(unused)}")
-    return Table(headers, sizes, _owners(headers, sizes))
+        raise ProtocolError(f"no tensor uses the buffers {sorted(unused)!r:.200}")
+    return Table(headers, sizes, _owners(headers, sizes), sum(map(_claim, headers)))
+
+
+def _claim(header: Header) -> int:
+    if header.layout == STRIDED and header.buffer != NO_BUFFER:
+        return 0 if header.strides is None else claim(header.sizes, header.dtype.itemsize, header.nbytes)
+    return claim(header.sizes, header.dtype.itemsize)
+
+
+def claim(sizes: Sequence[int], itemsize: int, nbytes: int | None = None) -> int:
+    """How many bytes a function may need for what the sizes of a tensor say and its ``nbytes`` of memory do not have.
+
+    A tensor may repeat its elements, have none in spite of large sizes (their sum over the empty dimension has as many
+    elements as the others say), have none on the meta device, or be sparse: then ``nbytes`` is None. What is made of
+    it may have elements of eight bytes.
+    """
+    elements = math.prod(size for size in sizes if size)
+    if nbytes is not None:
+        return max(0, elements * itemsize - nbytes)
+    return elements * max(8, itemsize) if sizes else 0
 
 
 def _owners(headers: Sequence[Header], sizes: Sequence[int]) -> list[Header | None]:

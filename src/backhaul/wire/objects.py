@@ -2,7 +2,8 @@
 
 Enums, NamedTuples, dataclasses, functions and classes, bound methods, partials. An
 object is built without its ``__init__``, as pickle does, and only from what its class
-declares: a name that leads to another kind of class is refused.
+declares: a name that leads to another kind of class is refused. In a federation it is built
+by calling its class, of parts that were checked (`wire.built`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 import torch
 
-from backhaul.errors import ProtocolError, UnsendableError
-from backhaul.wire import trees
+from backhaul.errors import MisuseError, ProtocolError, UnsendableError
+from backhaul.wire import built, trees
 from backhaul.wire.trees import Lift, Lower, Packing, Refusal, Unpacking, check_arity, malformed
 
 _FUNCTIONS = (
@@ -220,6 +221,8 @@ def _lower_dataclass(value: Any, packing: Packing) -> Any:
     if not getattr(value, "__dict__", {}).keys() <= {field.name for field in fields}:
         return packing.lower_unknown(value, "it has attributes that its dataclass does not declare as fields")
     tree = [trees.DATACLASS, _name(type(value), packing)]
+    if packing.strict is not None:
+        fields = _init_fields(value)
     for field in fields:
         try:
             part = object.__getattribute__(value, field.name)
@@ -228,6 +231,51 @@ def _lower_dataclass(value: Any, packing: Packing) -> Any:
         tree.append(field.name)
         tree.append(packing.lower_part(part, f".{field.name}"))
     return tree
+
+
+def _init_fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
+    """What a worker of a federation needs to call the class."""
+    try:
+        names = built.init_fields(type(value))
+    except MisuseError as error:
+        raise Refusal(str(error)) from error
+    return tuple(field for field in dataclasses.fields(value) if field.name in names)
+
+
+def _lift_checked_dataclass(tree: list[Any], unpacking: Unpacking) -> Any:
+    if len(tree) < 2:
+        malformed("a dataclass", tree)
+    cls = _class(tree[1], unpacking)
+    if not dataclasses.is_dataclass(cls) or not _is_plain(cls):
+        malformed("a dataclass", tree[1])
+    fields = built.init_fields(cls)
+    if tree[2::2] != fields or len(tree) != 2 + 2 * len(fields):
+        raise ProtocolError(f"a {cls.__qualname__} is made of the fields {fields}, not {tree[2::2]!r:.200}")
+    return built.dataclass(cls, dict(zip(fields, map(unpacking.lift, tree[3::2]), strict=True)))
+
+
+def _lift_checked_named_tuple(tree: list[Any], unpacking: Unpacking) -> Any:
+    if len(tree) < 2:
+        malformed("a named tuple", tree)
+    cls = _class(tree[1], unpacking)
+    if not is_named_tuple(cls) or len(tree) - 2 != len(cls._fields):  # type: ignore[attr-defined]
+        malformed(f"a {cls.__qualname__}", tree[1:])
+    return built.named_tuple(cls, unpacking.lift_parts(tree, 2))
+
+
+def _lift_checked_flag(tree: list[Any], unpacking: Unpacking) -> Any:
+    check_arity(tree, 2)
+    cls = _class(tree[1], unpacking)
+    if not issubclass(cls, enum.Flag) or type(tree[2]) is not int:
+        malformed("a flag", tree[1:])
+    return built.flag(cls, tree[2])
+
+
+def _lift_checked_return_type(tree: list[Any], unpacking: Unpacking) -> Any:
+    made = _lift_return_type(tree, unpacking)
+    if not all(isinstance(part, torch.Tensor) for part in made):
+        malformed("a result of torch", tree[1])
+    return made
 
 
 def _lift_dataclass(tree: list[Any], unpacking: Unpacking) -> Any:
@@ -256,3 +304,11 @@ LIFT: dict[int, Lift] = {
     trees.RETURN_TYPE: _lift_return_type,
     trees.DATACLASS: _lift_dataclass,
 }
+
+STRICT_LIFT: dict[int, Lift] = {
+    trees.DATACLASS: _lift_checked_dataclass,
+    trees.NAMED_TUPLE: _lift_checked_named_tuple,
+    trees.FLAG: _lift_checked_flag,
+    trees.RETURN_TYPE: _lift_checked_return_type,
+}
+"""The same for what comes from a peer that may lie."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from typing import Any
 
 import torch
 
-from backhaul.errors import MisuseError
+from backhaul.errors import MisuseError, ProtocolError
 from backhaul.wire import trees
 from backhaul.wire.trees import Lift, Lower, Packing, Refusal, Unpacking, check_arity, malformed
 
@@ -108,7 +109,15 @@ def _lift_range(tree: list[Any], unpacking: Unpacking) -> range:
     bounds = unpacking.lift_parts(tree, 1)
     if any(type(bound) is not int for bound in bounds) or bounds[2] == 0:
         malformed("a range", tree[1:])
-    return range(*bounds)
+    found = range(*bounds)
+    _bound(8 * max(0, (found.stop - found.start) // found.step), unpacking)
+    return found
+
+
+def _bound(nbytes: int, unpacking: Unpacking) -> None:
+    """Refuse a value of a few bytes that stands for so many, from a peer that may lie."""
+    if unpacking.strict is not None and nbytes > unpacking.strict.max_bytes:
+        raise ProtocolError(f"a value that stands for more than {unpacking.strict.max_bytes} bytes")
 
 
 def _lower_tensor(value: torch.Tensor, packing: Packing) -> Any:
@@ -196,6 +205,8 @@ def _lift_array(tree: list[Any], unpacking: Unpacking) -> Any:
     if tree[2] is None:
         if count * dtype.itemsize:
             malformed("an empty array", tree[1:])
+        # Of no elements: what is made of it, such as a sum, may have as many as the other sizes say.
+        _bound(math.prod(size for size in shape if size) * max(8, dtype.itemsize), unpacking)
         return numpy.empty(shape, dtype)
     tensor = unpacking.tensor(tree[2])
     if (

@@ -311,6 +311,18 @@ def _add_shared(packed: Packed, entries: list[Header], group: list[_Item], stagi
             entries[place] = entries[place]._replace(buffer=buffer, offset=offset)
 
 
+def claimed(tensors: Sequence[torch.Tensor]) -> int:
+    """How many bytes the shapes of these stand for beyond what is sent: see `headers.claim`."""
+    total = 0
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+            total += headers.claim(tensor.shape, tensor.itemsize)
+        elif not tensor.is_contiguous():
+            nbytes = spans.span(tensor.shape, tensor.stride()) * tensor.itemsize
+            total += headers.claim(tensor.shape, tensor.itemsize, nbytes)
+    return total
+
+
 def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
     """The one tensor of a message, from its table and the ``size`` bytes at an address; None if it is not plain.
 
@@ -377,12 +389,14 @@ class Landing:
     Memory is allocated by `put` and `place`, buffer by buffer. Not thread-safe.
     """
 
-    __slots__ = ("_alone", "_headers", "_leases", "_memory", "_owners", "_target", "sizes")
+    __slots__ = ("_alone", "_headers", "_leases", "_memory", "_owners", "_target", "claimed", "sizes")
 
     sizes: Sequence[int]  # of each buffer, in bytes
+    claimed: int  # see `headers.Table`
 
     def __init__(self, table: headers.Table) -> None:
         self.sizes = table.sizes
+        self.claimed = table.claimed
         self._headers = table.headers
         self._memory: list[torch.Tensor | None] = [None] * len(table.sizes)
         # A buffer that is exactly one tensor is allocated as that tensor.

@@ -69,6 +69,16 @@ class Names(Protocol):
     def find(self, name: str) -> Any: ...
 
 
+class Bounds:
+    """What one value may have, to or from a peer that may lie: ``max_bytes`` of memory that it stands for."""
+
+    __slots__ = ("max_bytes", "odd_keys")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.odd_keys = 0  # of its sets and dicts, that are not text, so far
+
+
 class Refusal(Exception):
     """A value cannot travel. Collects the path to it on its way up; never leaves the codec."""
 
@@ -114,7 +124,7 @@ class Packing:
         lower_unknown: Callable[[Any, Packing, str], Any],
         names: Names,
         depth: int,
-        strict: bool,
+        strict: Bounds | None,
     ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.attached: list[Any] = []  # extensions may note here what they sent
@@ -226,7 +236,7 @@ class Unpacking:
         tensors: Sequence[torch.Tensor],
         names: Names,
         depth: int,
-        strict: bool,
+        strict: Bounds | None,
         announced: Container[Any] | None,
     ) -> None:
         self.tensors = tensors

@@ -13,14 +13,14 @@ occur twice arrive as two.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from backhaul.errors import BackhaulError, MisuseError, ProtocolError, UnsendableError
 from backhaul.wire import callables, objects, scalars, subclasses, trees
-from backhaul.wire.trees import Lift, Lower, Names, Packing, Refusal, Unpacking, check_arity, malformed
+from backhaul.wire.trees import Bounds, Lift, Lower, Names, Packing, Refusal, Unpacking, check_arity, malformed
 
 __all__ = ["Codec", "Names", "Packing", "Unpacking"]
 
@@ -29,9 +29,11 @@ _STR = frozenset({str})
 _MAX_RESOLVED = 4096
 _MAX_PATH = 12
 _PARTS_OF_A_CALL = ("func", "args", "kwargs")
-_MAX_ODD_KEYS = 1000
-# Types of which hardly any two values that differ have the same hash, or nobody can tell which.
-_SPREAD = frozenset({type(None), bool, int, float, str, bytes})
+# Keys of a message that have no random hash, and those of one set or dict that have the same one.
+_MAX_ODD_KEYS = 4096
+_MAX_COLLISIONS = 8
+# Types of whose values nobody can tell which have the same hash, or of which there are few.
+_SPREAD = frozenset({type(None), bool, str, bytes})
 
 
 class Codec:
@@ -39,16 +41,24 @@ class Codec:
 
     ``names`` decides which functions and classes may be named, by default any that can
     be imported. A ``strict`` codec is for peers that may run no code here: no pickles, nothing that is
-    bound to an object, and nothing that takes much longer to build than to send.
+    bound to an object, no maps, and nothing that takes much longer to build than to send. ``max_bytes`` is how much
+    memory a value of it may stand for, whatever it takes to send it.
     """
 
     def __init__(
-        self, names: Names | None = None, *, allow_pickle: bool = True, strict: bool = False, max_depth: int = 100
+        self,
+        names: Names | None = None,
+        *,
+        allow_pickle: bool = True,
+        strict: bool = False,
+        max_depth: int = 100,
+        max_bytes: int = 64 << 30,
     ) -> None:
         self._names: Names = callables if names is None else names
         self._allow_pickle = allow_pickle and not strict
         self._strict = strict
         self._max_depth = max_depth
+        self._max_bytes = max_bytes
         self._extensions: dict[type, tuple[str, Lower]] = {}
         self._lifts: dict[str, Callable[[Any, Unpacking], Any]] = {}
         self._fixed: dict[type, Lower] = {**scalars.LOWER, **_LOWER}
@@ -57,6 +67,7 @@ class Codec:
         lifters[trees.EXTENSION] = self._lift_extension
         lifters[trees.PICKLE] = self._lift_pickle
         if strict:
+            lifters |= objects.STRICT_LIFT
             lifters[trees.METHOD] = lifters[trees.PARTIAL] = _lift_bound
         self._lifters = [lifters[tag] for tag in range(len(lifters))]
 
@@ -120,9 +131,8 @@ class Codec:
         class or function that does not exist here.
         """
         # What has no parts for the packer may still be an array or two of the tree.
-        unpacking = Unpacking(
-            self._lifters, tensors, names or self._names, self._max_depth + 2, self._strict, announced
-        )
+        strict = Bounds(self._max_bytes) if self._strict else None
+        unpacking = Unpacking(self._lifters, tensors, names or self._names, self._max_depth + 2, strict, announced)
         try:
             return unpacking.lift(tree)
         except BackhaulError:
@@ -131,7 +141,8 @@ class Codec:
             raise ProtocolError(f"a malformed value: {type(error).__name__}: {error}") from error
 
     def _packing(self) -> Packing:
-        return Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth, self._strict)
+        strict = Bounds(self._max_bytes) if self._strict else None
+        return Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth, strict)
 
     def _resolve(self, kind: type) -> Lower:
         """How to lower a type that was not seen before."""
@@ -246,18 +257,32 @@ def _lower_tuple(value: tuple[Any, ...], packing: Packing) -> Any:
     return _lower_items(trees.TUPLE, value, packing)
 
 
+def _count_keys(keys: Iterable[Any], bounds: Bounds) -> None:
+    """Refuse what `_check_keys` of the receiver would refuse."""
+    bounds.odd_keys += sum(type(key) not in _SPREAD for key in keys)
+    if bounds.odd_keys > _MAX_ODD_KEYS:
+        raise Refusal(
+            f"it goes to a worker of a federation, which takes {_MAX_ODD_KEYS} keys of sets and dicts in one message "
+            "that are not text: send lists or tensors"
+        )
+
+
 def _lower_set(value: set[Any], packing: Packing) -> Any:
+    if packing.strict is not None:
+        _count_keys(value, packing.strict)
     return _lower_items(trees.SET, value, packing)
 
 
 def _lower_frozenset(value: frozenset[Any], packing: Packing) -> Any:
+    if packing.strict is not None:
+        _count_keys(value, packing.strict)
     return _lower_items(trees.FROZEN_SET, value, packing)
 
 
 def _lower_dict(value: dict[Any, Any], packing: Packing) -> Any:
     if not value:
         return {}
-    if not _STR.issuperset(map(type, value)) or not _is_utf8("".join(value)):
+    if packing.strict is not None or not _STR.issuperset(map(type, value)) or not _is_utf8("".join(value)):
         return _lower_pairs(trees.DICT, value, packing)
     if trees.ATOMS.issuperset(map(type, value.values())):
         return value.copy()
@@ -278,6 +303,8 @@ def _lower_ordered_dict(value: OrderedDict[Any, Any], packing: Packing) -> Any:
 
 
 def _lower_pairs(tag: int, value: dict[Any, Any], packing: Packing) -> Any:
+    if packing.strict is not None:
+        _count_keys(value, packing.strict)
     tree = [tag]
     for key, item in value.items():
         tree.append(packing.lower_part(key, f"[key {key!r:.50}]"))
@@ -310,12 +337,24 @@ def _lift_bound(tree: list[Any], unpacking: Unpacking) -> Any:
 
 
 def _check_keys(keys: Sequence[Any], unpacking: Unpacking) -> None:
-    """Refuse keys of which a peer can have so many of one hash that it takes minutes to compare them."""
-    if not unpacking.strict or len(keys) <= _MAX_ODD_KEYS:
+    """Refuse keys that a peer has chosen so that they collide, before they are compared with each other.
+
+    The hash of text is a secret of this process; that of numbers, and of what is made of them, is not. Keys of one hash
+    are compared one by one. Keys of different hashes can be chosen so that they look in the same places of a table,
+    so their number is limited, too.
+    """
+    bounds = unpacking.strict
+    if bounds is None:
         return
-    odd = sum(type(key) not in _SPREAD or (type(key) is int and key.bit_length() > 64) for key in keys)
-    if odd > _MAX_ODD_KEYS:
-        raise ProtocolError(f"a set or dict with {odd} keys that are no plain numbers or text; {_MAX_ODD_KEYS} may be")
+    odd = [key for key in keys if type(key) not in _SPREAD]
+    bounds.odd_keys += len(odd)
+    if bounds.odd_keys > _MAX_ODD_KEYS:
+        raise ProtocolError(f"more than {_MAX_ODD_KEYS} keys of sets and dicts that are not text")
+    if len(odd) <= _MAX_COLLISIONS:
+        return
+    hashes = sorted(map(hash, odd))
+    if any(one == other for one, other in zip(hashes, hashes[_MAX_COLLISIONS:], strict=False)):
+        raise ProtocolError(f"a set or dict with more than {_MAX_COLLISIONS} keys of one hash")
 
 
 def _distinct(items: list[Any], unpacking: Unpacking) -> Any:

@@ -1,0 +1,133 @@
+"""Gradients from a peer that may lie: compared with what was sent, and charged to it as long as they wait.
+
+A gradient of another shape, dtype, device or layout is refused before torch sees it: an expanded one of a few bytes
+can keep all processors busy for ever, and one of another size is kept for whoever waits for the right one. Its strides
+are not believed either: one whose elements share memory is copied, which takes as much as what was sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from backhaul.errors import ProtocolError, QuotaError
+from backhaul.wire import spans
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Like(NamedTuple):
+    """What a gradient has to be like: the tensor that was sent."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    layout: torch.layout
+    device: torch.device
+
+
+def like(tensor: torch.Tensor) -> Like:
+    return Like(tensor.shape, tensor.dtype, tensor.layout, tensor.device)
+
+
+def checked(gradient: torch.Tensor, sent: Like) -> torch.Tensor:
+    """A gradient that torch can be given. Raises ProtocolError for one that cannot be of what was sent."""
+    if (
+        gradient.shape != sent.shape
+        or gradient.dtype is not sent.dtype
+        or gradient.device != sent.device
+        or gradient.layout not in (torch.strided, torch.sparse_coo, sent.layout)
+        or gradient.requires_grad
+        or type(gradient) is not torch.Tensor
+    ):
+        found = Like(gradient.shape, gradient.dtype, gradient.layout, gradient.device)
+        raise ProtocolError(f"a gradient that is {_text(found)}, of a tensor that is {_text(sent)}")
+    if gradient.layout is torch.strided and not spans.is_dense(gradient.shape, gradient.stride()):
+        return gradient.contiguous()
+    return gradient
+
+
+def _text(what: Like) -> str:
+    return f"{what.dtype}{list(what.shape)}, {what.layout} on {what.device}"
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """How much memory a tensor takes."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    parts: tuple[torch.Tensor, ...]
+    if tensor.layout is torch.sparse_coo:
+        parts = (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    else:
+        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return sum(part.nbytes for part in parts)
+
+
+class Charges:
+    """How many bytes of gradients wait here, by the peer that sent them. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._held: Counter[int] = Counter()
+
+    def add(self, peer: int, size: int) -> None:
+        """Raises `QuotaError`."""
+        with self._lock:
+            if self._held[peer] + size > self._limit:
+                raise QuotaError(f"more than {self._limit} bytes of gradients of this peer wait to be used")
+            self._held[peer] += size
+
+    def take(self, peer: int, size: int) -> None:
+        with self._lock:
+            self._held[peer] -= size
+
+    def of(self, peer: int) -> int:
+        return self._held[peer]
+
+
+class Box(dict[int, Gradients]):
+    """Gradients that wait in one pass, by source, charged to their peers until they are taken out.
+
+    Not thread-safe. Whoever puts something in calls `charge` first.
+    """
+
+    def __init__(self, charges: Charges) -> None:
+        super().__init__()
+        self._charges = charges
+        self._charged: dict[int, tuple[int, int]] = {}
+
+    def charge(self, gradients: Mapping[int, Gradients], peer: int) -> None:
+        """Raises `QuotaError`."""
+        for source, found in gradients.items():
+            size = sum(nbytes(gradient) for gradient in found if gradient is not None)
+            self._charges.add(peer, size)
+            self._discharge(source)  # what it replaces
+            self._charged[source] = peer, size
+
+    def _discharge(self, source: int) -> None:
+        charged = self._charged.pop(source, None)
+        if charged is not None:
+            self._charges.take(*charged)
+
+    def __delitem__(self, source: int) -> None:
+        super().__delitem__(source)
+        self._discharge(source)
+
+    def pop(self, source: int, *default: Any) -> Any:
+        found = super().pop(source, *default)
+        self._discharge(source)
+        return found
+
+    def clear(self) -> None:
+        super().clear()
+        for source in list(self._charged):
+            self._discharge(source)
+
+    def __del__(self) -> None:
+        self.clear()

@@ -1,0 +1,56 @@
+"""Who does wrong again and again has to wait."""
+
+from __future__ import annotations
+
+import exposed
+import pytest
+from liars import federation, is_refused, liar
+
+from backhaul.errors import AuthenticationError
+from backhaul.security.penalties import Penalties
+from backhaul.wire.frames import HEADER
+
+
+def test_some_are_free_and_the_rest_take_their_time() -> None:
+    penalties = Penalties(3, 2.0)
+    assert penalties.wait("shop", 10.0) == 0
+    for _ in range(3):
+        penalties.wrong("shop", 10.0)
+    assert penalties.wait("shop", 10.0) == 0
+    penalties.wrong("shop", 10.0)
+    penalties.wrong("shop", 10.0)
+    assert penalties.wait("shop", 10.0) == 4.0
+    assert penalties.wait("shop", 13.0) == 1.0
+    assert penalties.wait("shop", 20.0) == 0
+    assert penalties.wait("bank", 10.0) == 0
+    penalties.wrong("shop", 100.0)  # what was long ago is forgiven
+    assert penalties.wait("shop", 100.0) == 0
+    penalties.forgive()
+    assert penalties.wait("shop", 10.0) == 0
+
+
+def test_a_peer_that_breaks_the_protocol_again_and_again_is_not_let_in() -> None:
+    with federation() as workers:
+        for _ in range(33):
+            with liar(workers) as peer:
+                assert peer.channel.peer is not None
+                peer.channel._network.post(peer.channel.peer, HEADER.pack(b"BX", 1, 1, 0, 0, 0))
+                assert peer.is_cut_off()
+        with pytest.raises(AuthenticationError, match=r"too often, and may come back in \d s"), liar(workers):
+            pass
+        assert workers[1].rpc_sync("worker0", exposed.double, (21,)) == 42
+        workers[0].agent.penalties.forgive()
+        with liar(workers) as peer:
+            assert is_refused(peer.call("exposed:hidden"))
+
+
+def test_a_peer_that_is_refused_all_the_time_is_read_slowly() -> None:
+    with federation() as workers, liar(workers) as peer:
+        refusals = workers[0].agent.permissions.refusals
+        guard = workers[0].agent.serving.guard
+        assert guard is not None
+        for _ in range(1200):
+            assert is_refused(peer.call("exposed:hidden"))
+        assert refusals.wait("worker2", 0.0) > 0
+        assert guard.pause(workers[1].agent.me) == 0
+        assert workers[1].rpc_sync("worker0", exposed.double, (21,)) == 42
