@@ -94,6 +94,13 @@ def _positive(value: Any) -> float:
     return seconds
 
 
+def _keepalive(value: Any) -> float:
+    seconds = _positive(value)
+    if not 3 <= seconds <= 120:
+        raise OptionError("must be between 3 and 120 s: the network may lose some packets and send them again")
+    return seconds
+
+
 def _moment(value: Any) -> float | None:
     if value is None:
         return None
@@ -216,6 +223,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "unresponsive_after": _seconds_or_none,
     "lost_after": _seconds_or_none,
     "probe_timeout": _positive,
+    "keepalive": _keepalive,
     "max_message_bytes": _count,
     "max_unsent_bytes": _count,
     "busy_poll": _moment,
@@ -255,6 +263,8 @@ class RpcOptions:
       it holds is freed, and what it owns counts as gone. Until then calls to it fail, and references stay. None
       means never.
     - ``probe_timeout``: seconds that a peer whose connection has broken has to answer before it is suspected.
+    - ``keepalive``: seconds, 3 to 120, after which an idle TCP connection breaks if the network brings nothing from the
+      peer's machine. A connection with data under way breaks after 15 s.
     - ``max_message_bytes``: larger messages are refused on receipt.
     - ``max_unsent_bytes``: how much may wait to be sent to one peer, besides the message under way. Beyond that,
       threads that send to the peer wait, and its next requests wait to begin; in a federation replies are refused.
@@ -296,6 +306,7 @@ class RpcOptions:
     unresponsive_after: float | None = 30.0
     lost_after: float | None = 600.0
     probe_timeout: float = 2.0
+    keepalive: float = 10.0
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
     max_unsent_bytes: int = 64 << 20
     busy_poll: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import resource
 import select
 import socket
@@ -24,11 +25,10 @@ UNIX: Any = getattr(socket, "AF_UNIX", None)
 _SOCKET_BUFFER = 4 << 20
 _QUEUE_PAUSE = 0.005
 
-# A silent loss of the network is noticed after IDLE + COUNT * INTERVAL seconds of silence, and after 15 s if something
-# was sent meanwhile. One packet in five may get lost: nine in a row do not.
+# A silent loss of the network is noticed after as many seconds of silence as the option ``keepalive`` says, and after
+# 15 s if something was sent meanwhile. One packet in five may get lost: eight in a row do not.
 _KEEPALIVE_IDLE = 2
 _KEEPALIVE_INTERVAL = 1
-_KEEPALIVE_COUNT = 8
 # What gets lost is sent again after a second at the latest, and the system gives up after 15 times. Systems that do not
 # know this option try often at first instead, and give up after USER_TIMEOUT; that also ends connections to peers which
 # are there and have no time to read, so it is not used where it is not needed.
@@ -44,7 +44,8 @@ _SIOCOUTQ = 0x5411
 _TCP_INFO = struct.Struct("16xI4xI92xQ16xI")
 
 
-def tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket, keepalive: float) -> None:
+    """Set a connected socket up. ``keepalive``: after so many seconds of silence a TCP connection breaks."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
     if sock.family == UNIX:
@@ -53,7 +54,7 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, math.ceil(keepalive) - _KEEPALIVE_IDLE))
     try:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RETRY_MS)
     except OSError:

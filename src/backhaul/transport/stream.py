@@ -114,7 +114,7 @@ class StreamChannel(Channel):
         self._passing: list[int] = []  # descriptors that go with the first byte that is unsent
         self._passed: list[int] = []  # those of segments of device memory among them, which are this object's
         self._readable = Readable(sock, options.busy_poll)
-        tune(sock)
+        tune(sock, options.keepalive)
 
     @property
     def device_lending(self) -> DeviceLending | None:  # type: ignore[override]

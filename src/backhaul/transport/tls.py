@@ -129,7 +129,7 @@ class TlsChannel(Channel):
         self._problem: ChannelClosed | ProtocolError | None = None  # with what has come
         self._readable = Readable(sock, options.busy_poll)
         self._silent = 0  # bytes that came and brought no data
-        tune(sock)
+        tune(sock, options.keepalive)
         keep_unsent(sock, self._pace.size)
         self._decrypt(0)  # what came together with the end of the greeting
 
