@@ -604,6 +604,8 @@ class Agent:
         if lost:
             self.accounts.count_lost(link.peer)
             self.presence.lost(link.peer, error)
+            if self.membership.store_is_renewable:
+                self.pool.run(self.membership.check_store)
 
     def _connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
         if self.closed.is_set():
