@@ -99,6 +99,15 @@ KNOWN = {
             "REPEATS = 1",
         ),
     ),
+    "elastic.py": Example(
+        r" +worker 'worker\d' is lost: it was killed by SIGKILL \(signal 9\)",
+        r"✓ 2 workers were killed, and all 40 losses are, bit by bit, those of the undisturbed run",
+        Spoiled(
+            {'restore="all"': 'restore="lost"'},
+            r"✗ the losses of the disturbed run are not those of the undisturbed one",
+            "STEPS, KILLS = 8, 1",
+        ),
+    ),
     "slow_worker.py": Example(
         r"mean entropy of a mixture 3\.27\d\d",
         r"✓ the gradients and the entropy are those of one process",

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from backhaul.agent.membership import Membership
-from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
+from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import Addresses
 from backhaul.rendezvous import INIT_METHOD_VARIABLE, NAME_VARIABLE, Place, meet, place_from
 
@@ -354,3 +354,60 @@ def test_nobody_hosts_the_store(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RpcTimeoutError, match=f"no store at 127.0.0.1:{port}; is rank 0 up?"):
         meet(f"tcp://127.0.0.1:{port}", SECOND, 0.5)
     capfd.readouterr()  # torch says so at length
+
+
+# A store that dies with its host.
+
+
+def enter(method: str, rank: int, world_size: int | None = None) -> Membership:
+    """A member of a group, which the test keeps alive; with it goes the store, if it hosts that."""
+    member = Membership(meet(method, Place(f"w{rank}", rank, world_size), 5), world_size, lambda addresses: False)
+    member.join(f"w{rank}", rank, NOWHERE, time.monotonic() + 5)
+    return member
+
+
+def test_a_living_member_takes_the_store_over_and_newcomers_find_the_group() -> None:
+    method = f"tcp://127.0.0.1:{free_port()}"
+    host, second = enter(method, 0), enter(method, 1)
+    third = enter(method, 2)
+    second.refresh()
+    assert [info.name for info in second.members()] == ["w0", "w1", "w2"]
+    group = host.group
+    del host  # and its store
+    second.check_store()
+    third.check_store()
+    newcomer = enter(method, 5)
+    assert newcomer.group == group == second.group
+    assert [info.name for info in newcomer.members()] == ["w0", "w1", "w2", "w5"]
+    assert second.find("w5").id == third.find("w5").id == 5
+    assert enter(method, 0).group == group  # the first one again
+
+
+def test_the_first_of_a_fixed_group_comes_again_to_a_store_that_was_taken_over() -> None:
+    method = f"tcp://127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = Addresses(tcp=server.getsockname())
+        first, second = join_both(method, there)
+        first.leave(ended=True)
+        second.leave(ended=True)
+        first, second = join_both(method, there)  # not the first part of that store
+        group = first.group
+        del first
+        second.check_store()
+        again = Membership(meet(method, FIRST, 5), 2, lambda addresses: False)
+        again.join("a", 0, NOWHERE, time.monotonic() + 5)
+    assert again.group == group
+    assert again.replaces
+
+
+@pytest.mark.slow
+def test_a_store_whose_port_somebody_else_has_taken() -> None:
+    """Those who have met go on without it. The program that has the port says nothing, for as long as it is asked."""
+    port = free_port()
+    host, second = enter(f"tcp://127.0.0.1:{port}", 0), enter(f"tcp://127.0.0.1:{port}", 1)
+    del host
+    with socket.create_server(("127.0.0.1", port)):
+        second.check_store()
+        assert second.find("w0").id == 0
+        with pytest.raises(UnknownWorkerError):
+            second.find("w7")

@@ -1,14 +1,20 @@
 """Where workers meet: an init method -> a store and this worker's place in the group.
 
 Launchers (torchrun, ours) say the place in environment variables; `place_from` reads them.
+
+A store that rank 0 hosts dies with it. What a group keeps in the store its members know, so one of them that is on the
+same machine hosts it anew at the same address (`Part.renew`), and all write their part of it again
+(`agent.membership`). Then newcomers find the group as before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import os
 import socket
+import threading
 import time
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -25,6 +31,8 @@ INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
 NAME_VARIABLE = "BACKHAUL_NAME"
 
 _LOOK_SECONDS = 1.0
+_RENEW_SECONDS = 5.0
+_LOOK_PAUSE = 0.02
 
 
 class Place(NamedTuple):
@@ -80,15 +88,58 @@ def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False)
                 "RPC group mixes statically and dynamically initialized members which is not supported. Give all "
                 "workers the same world_size, or none of them"
             )
-        return dist.PrefixStore("backhaul/dynamic", store)
+        return Part("backhaul/dynamic", store, init_method, place)
     rank = 0 if place.rank is None else place.rank
     key = f"backhaul/times/{rank}"
     times = int(store.compare_set(key, "", "1"))
-    part = dist.PrefixStore(f"backhaul/{times}", store)
+    part = Part(f"backhaul/{times}", store, init_method, place)
     while not goes_on(part, rank, place.world_size, _is_there):
         times = int(store.compare_set(key, str(times), str(times + 1)))
-        part = dist.PrefixStore(f"backhaul/{times}", store)
+        part = Part(f"backhaul/{times}", store, init_method, place)
+    part.times = times
     return part
+
+
+class Part(dist.PrefixStore):
+    """The part of a store that one group has."""
+
+    times = 0
+    """Which one it is among those of the fixed groups that have met there; 0 of a dynamic group."""
+
+    def __init__(self, prefix: str, store: dist.Store, init_method: str, place: Place) -> None:
+        super().__init__(prefix, store)
+        self._prefix = prefix
+        self._init_method = init_method
+        self._place = place
+
+    @property
+    def renewable(self) -> bool:
+        """Whether the store is with a member of the group, and another one can take it over."""
+        return _address_of(self._init_method) is not None
+
+    def renew(self) -> Part | None:
+        """The same part of a store at the same address, hosted here if nobody else hosts it; None if there is none."""
+        address = _address_of(self._init_method)
+        if address is None:
+            return None
+        host, port = address
+        try:
+            listening = _listen(host, port)
+        except MisuseError:
+            listening = None  # an address of another machine: a member that is there hosts the store
+        within = datetime.timedelta(seconds=_RENEW_SECONDS)
+        store: dist.Store | None
+        if listening is None:
+            store = _taken_over(host, port, within)
+        else:
+            store = _store(host, port, within, listening, hosts=True)
+        if store is None:
+            return None
+        for rank in range(self._place.world_size or 0):
+            store.compare_set(f"backhaul/times/{rank}", "", str(self.times))
+        found = Part(self._prefix, store, self._init_method, self._place)
+        found.times = self.times
+        return found
 
 
 def _is_there(addresses: Addresses) -> bool:
@@ -137,19 +188,64 @@ def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hos
     if listening is not None:
         port = listening.getsockname()[1]
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=hosts,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=None if listening is None else listening.detach(),  # it is the store's from now on
-        )
+        return _store(host, port, timeout, listening, hosts=hosts)
     except dist.DistError as error:
-        if hosts:
+        if not hosts:
+            raise RpcTimeoutError(f"no store at {host}:{port}; is rank 0 up? {error}") from error
+        found = _taken_over(host, port, timeout)
+        if found is None:
             raise MisuseError(f"cannot host the store at {host}:{port}: {error}") from error
-        raise RpcTimeoutError(f"no store at {host}:{port}; is rank 0 up? {error}") from error
+        return found
+
+
+def _store(
+    host: str, port: int, timeout: datetime.timedelta, listening: socket.socket | None, *, hosts: bool
+) -> dist.TCPStore:
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=hosts,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=None if listening is None else listening.detach(),  # it is the store's from now on
+    )
+
+
+def _taken_over(host: str, port: int, timeout: datetime.timedelta) -> dist.Store | None:
+    """The store of this group that another member has taken over, when rank 0 comes again."""
+    timeout = min(timeout, datetime.timedelta(seconds=_RENEW_SECONDS))
+    found: list[dist.Store] = []
+
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def look() -> None:
+        with contextlib.suppress(dist.DistError):
+            store = _store(host, port, timeout, None, hosts=False)
+            while time.monotonic() < deadline:
+                if store.check(["backhaul/times/0"]) or store.check(["backhaul/dynamic/group"]):
+                    found.append(store)
+                    return
+                time.sleep(_LOOK_PAUSE)  # that member is about to write what it knows
+
+    # torch waits without an end for a server that is not a store and says nothing.
+    thread = threading.Thread(target=look, name="look-for-store", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds())
+    return found[0] if found else None
+
+
+def _address_of(init_method: str) -> tuple[str, int] | None:
+    """Where rank 0 hosts the store; None if no member hosts it."""
+    inherited = os.environ.get(INIT_METHOD_VARIABLE)
+    if init_method.startswith("env://") and inherited and inherited != init_method:
+        return _address_of(inherited)
+    if init_method.startswith("env://"):
+        host, port = os.environ.get("MASTER_ADDR"), _integer("MASTER_PORT")
+        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return None if hosted or not host or port is None else (host, port)
+    url = urlsplit(init_method)
+    return (url.hostname, url.port) if url.scheme == "tcp" and url.hostname and url.port else None
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

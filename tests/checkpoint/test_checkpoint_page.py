@@ -18,11 +18,11 @@ PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
 
 @pytest.mark.parametrize("name", checkpoint.__all__)
 def test_it_has_every_function_with_its_arguments(name: str) -> None:
-    arguments = [
-        ("*, " if each.kind is each.KEYWORD_ONLY else "")
-        + (each.name if each.default is each.empty else f"{each.name}={each.default}")
-        for each in inspect.signature(getattr(checkpoint, name)).parameters.values()
-    ]
+    arguments: list[str] = []
+    for each in inspect.signature(getattr(checkpoint, name)).parameters.values():
+        if each.kind is each.KEYWORD_ONLY and "*" not in arguments:
+            arguments.append("*")
+        arguments.append(each.name if each.default is each.empty else f"{each.name}={each.default!r}")
     assert f"`checkpoint.{name}({', '.join(arguments)})`" in PAGE
 
 

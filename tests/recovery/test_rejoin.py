@@ -175,6 +175,7 @@ def init(place: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_replaced_by_another() -> None:
     with Crew(3) as crew:
         hold_before = crew[0].run(call, "worker2"), crew[0].run(hold, "worker2")

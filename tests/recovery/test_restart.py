@@ -91,6 +91,7 @@ def test_a_worker_of_a_cluster_is_killed_and_restarted() -> None:
         workers.restart("worker2")
 
 
+@pytest.mark.slow
 def test_a_living_worker_is_restarted_and_knows_what_was_typed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -156,6 +157,7 @@ def run(tmp_path: Path, *options: str, source: str = TRAINING) -> subprocess.Com
     return subprocess.run(command, capture_output=True, text=True, timeout=3 * SLOW)
 
 
+@pytest.mark.slow
 def test_run_restarts_workers_that_fail_the_first_of_all_too(tmp_path: Path) -> None:
     """worker1 is ended twice, and worker0, for which all others wait in their shutdown, once."""
     done = run(tmp_path, "--max-restarts", "3")

@@ -663,6 +663,8 @@ class Agent:
             lost = link.goes_down() and not self.closed.is_set()
         if lost:
             self.accounts.count_lost(link.peer)
+            if self.membership.store_is_renewable:
+                self.pool.run(self.membership.check_store)
 
     def _connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
         if self.closed.is_set():

@@ -127,6 +127,7 @@ class Door:
         # The thread's own; in the order of their deadlines:
         self._guests: dict[int, _Guest] = {}
         self._refusals = Refusals()
+        self._looks = Refusals()  # those who went again without a word
         self._summary_at = 0.0
         self._crowded_said = 0.0  # when to say that again; of the thread that calls `visit`
         self._epoll: select.epoll | None = None
@@ -278,16 +279,19 @@ class Door:
         reason = str(error)
         if not isinstance(error, AuthenticationError | ProtocolError | ChannelClosed | TimeoutError):
             _log.error("a greeting failed here: %s", reason, exc_info=error)
-        elif self._refusals.is_news(reason):
-            # Who connects and goes again looked whether somebody listens, as this worker's peers do too.
-            level = logging.INFO if isinstance(error, ChannelClosed) else logging.WARNING
+            return
+        # Who connects and goes again looked whether somebody listens, as this worker's peers do too.
+        looked = isinstance(error, ChannelClosed)
+        if (self._looks if looked else self._refusals).is_news(reason):
+            level = logging.INFO if looked else logging.WARNING
             _log.log(level, "a connection%s was not let in: %s", whence and f" from {whence}", reason)
 
     def _summarise(self) -> None:
         self._summary_at = time.monotonic() + _SUMMARY_SECONDS
-        summary = self._refusals.summary()
-        if summary is not None:
-            _log.warning("%s", summary)
+        for level, refusals in ((logging.WARNING, self._refusals), (logging.INFO, self._looks)):
+            summary = refusals.summary()
+            if summary is not None:
+                _log.log(level, "%s", summary)
 
 
 def _room() -> int:

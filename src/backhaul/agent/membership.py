@@ -45,6 +45,7 @@ _PATIENCE = 0.05
 """Between two looks for members, this share of the time waited so far: nobody is noticed much later than needed."""
 _NAME_BYTES = 16
 _INCARNATION_BYTES = 6
+_RENEW_PAUSE = 5.0
 _ENDED = "ended"
 
 
@@ -86,6 +87,10 @@ class Membership:
         self._by_name: dict[str, Member] = {}
         self._me: Member | None = None
         self._store_is_gone = False
+        self.store_is_renewable = bool(getattr(store, "renewable", False))
+        """Whether a member hosts the store, so that it may be lost with that one and can be taken over."""
+        self._renewing = threading.Lock()
+        self._renew_at = 0.0  # not before
 
     @property
     def dynamic(self) -> bool:
@@ -126,11 +131,11 @@ class Membership:
     def leave(self, *, ended: bool = False) -> None:
         """Take this worker off the list. ``ended``: its fixed group is over, and is not to be joined again."""
         if self._me is not None and not self._store_is_gone:
-            try:
+            try:  # without a store, there is no list either
                 left = _ENDED if ended and not self.dynamic else ""
                 self._store.compare_set(f"member/{self._me.id}", _encode(self._me), left)
             except RuntimeError:
-                self._store_is_gone = True  # and with it the list
+                self._store_is_gone = True
 
     def met(self, member: Member) -> Member | None:
         """A member has introduced itself. If it has taken the place of another process, what was known of that one."""
@@ -186,7 +191,7 @@ class Membership:
 
     def _look_again(self, member: Member) -> Member | None:
         """The store's record of a member of a fixed group, which `met` is told of when that process greets."""
-        if self._store_is_gone:
+        if self._store_is_gone and not self.renew_store():
             return None
         try:
             found = self._decode(self._store.get(f"member/{member.id}"))
@@ -206,18 +211,63 @@ class Membership:
     def refresh(self) -> None:
         """Read a dynamic group's list from the store, if that is still there.
 
-        A store that a worker hosts goes with it. Those who have met go on without; others cannot join any more.
+        A store that a worker hosts goes with it. If no other can take it over, those who have met go on without; others
+        cannot join any more.
         """
-        if self._store_is_gone:
+        if self._store_is_gone and not self.renew_store():
             return
         try:
             self._read_list()
         except RuntimeError as error:
             self._lose_store(error)
 
+    def check_store(self) -> None:
+        """A worker is lost: if the store is with it, take it over. May wait for seconds."""
+        if self._store_is_gone:
+            self.renew_store()
+            return
+        try:
+            self._store.check(["group"])
+        except RuntimeError as error:
+            self._lose_store(error)
+
     def _lose_store(self, error: RuntimeError) -> None:
         self._store_is_gone = True
-        _log.warning("the store of this group is gone, so nobody can join it any more: %s", error)
+        if not self.renew_store():
+            _log.warning("the store of this group is gone, so nobody can join it any more: %s", error)
+
+    def renew_store(self) -> bool:
+        """Write what is known of the group to a store in the place of one that is gone. False if there is none."""
+        with self._renewing:
+            if not self._store_is_gone:
+                return True
+            if not self.store_is_renewable or time.monotonic() < self._renew_at:
+                return False
+            try:
+                store = self._store.renew()  # type: ignore[attr-defined]
+                renewed = store is not None and self._publish(store)
+            except RuntimeError:
+                renewed = False
+            if not renewed:
+                self._renew_at = time.monotonic() + _RENEW_PAUSE
+                return False
+            self._store, self._store_is_gone = store, False
+        _log.info("the store of this group was lost, and has been made anew")
+        return True
+
+    def _publish(self, store: Store) -> bool:
+        """Write the group to a store that is new. False if another group is there."""
+        if store.compare_set("group", "", self.group) != self.group.encode():
+            return False
+        with self._lock:
+            members = list(self._by_id.values())
+        for member in members:
+            store.compare_set(f"member/{member.id}", "", _encode(member))
+        if self.dynamic:
+            following = 1 + max((member.id for member in members), default=-1)
+            while (count := store.add("count", 0)) < following:
+                store.add("count", following - count)
+        return True
 
     def _read_list(self) -> None:
         count = self._store.add("count", 0)

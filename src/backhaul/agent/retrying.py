@@ -91,7 +91,7 @@ class Retrying:
             try:
                 return call()
             except WorkerLostError as error:
-                if not attempts.repeats(error) or not self._await(to, attempts.deadline):
+                if not attempts.repeats(error) or not await_worker(self._agent, to, attempts.deadline):
                     raise
             attempts.require_unchanged()
 
@@ -124,7 +124,7 @@ class Retrying:
                 settle(None, error)
 
         def again(error: WorkerLostError) -> None:
-            if not self._await(to, attempts.deadline):
+            if not await_worker(self._agent, to, attempts.deadline):
                 settle(None, error)
                 return
             try:
@@ -149,18 +149,18 @@ class Retrying:
             made.when_done(ended)
         return outer
 
-    def _await(self, to: To, deadline: float) -> bool:
-        """Wait until a worker answers. False at the deadline, or if this worker is shut down."""
-        agent = self._agent
-        describe = {"kind": "worker", "peer": str(to)}
-        with agent.serving.pause(lambda: describe):
-            while not agent.closed.is_set():
-                left = deadline - time.monotonic()
-                if left <= 0:
+
+def await_worker(agent: Agent, to: To, deadline: float) -> bool:
+    """Wait until a worker answers, and ask at least once. False at the deadline, or if ``agent`` is shut down."""
+    describe = {"kind": "worker", "peer": str(to)}
+    with agent.serving.pause(lambda: describe):
+        while not agent.closed.is_set():
+            try:
+                left = max(0.0, deadline - time.monotonic())
+                return agent.is_reachable(agent.membership.find(to).info, min(left, _PROBE_SECONDS) or _PROBE_SECONDS)
+            except BackhaulError:
+                if time.monotonic() >= deadline:
                     return False
-                try:
-                    return agent.is_reachable(agent.membership.find(to).info, min(left, _PROBE_SECONDS))
-                except BackhaulError:
-                    with agent.presence.changed:
-                        agent.presence.changed.wait(min(_PAUSE, max(0.0, deadline - time.monotonic())))
-        return False
+                with agent.presence.changed:
+                    agent.presence.changed.wait(_PAUSE)
+    return False

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from backhaul import current
 from backhaul.checkpoint import files
 from backhaul.checkpoint.index import Entry
-from backhaul.checkpoint.parts import Metadata, Part, described, here, load_state, state_of
+from backhaul.checkpoint.parts import Metadata, Part, described, here, load_state, metadata_below, state_of
 from backhaul.errors import BackhaulError, MisuseError
 from backhaul.rpc import RRef
 
@@ -26,6 +26,8 @@ Content = dict[str, dict[Any, Any]]
 """What is in a file: of each object, values by key, or the states of parameters by index."""
 
 GroupOptions = list[dict[str, Any]]
+
+_HERE = "here"  # in the place of a file, for what is not saved
 
 
 class Common(NamedTuple):
@@ -183,6 +185,15 @@ class Reading:
             optimizer.name: optimizer.load(states, common)
             for optimizer, states, common in zip(self._share.optimizers, self._optimizers, self._common, strict=True)
         }
+
+
+def carry(old: Share, new: Share) -> None:
+    """Give a share what another one of the same objects has, in this process."""
+    content, account = _content(_HERE, old)
+    metadata = [metadata_below(part, each) for part, each in zip(old.parts, account.metadata, strict=True)]
+    reading = Reading(new, account.looks, metadata, account.common)
+    reading.take(_HERE, content)
+    reading.apply()
 
 
 def picked(file: str, content: Mapping[str, Any], share: Share, wanted: Looks) -> list[dict[Any, Any]]:

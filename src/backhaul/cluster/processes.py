@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection
 from types import FunctionType, ModuleType, TracebackType
 from typing import IO, TYPE_CHECKING, Any, overload
 
-from backhaul.cluster import START_SECONDS
 from backhaul.errors import MisuseError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from backhaul.launch import interactive
 from backhaul.launch.main_module import describe, load
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
 _SERVE = "backhaul.cluster.processes:serve"
 _LOOK_SECONDS = 0.2
+_RESTART_SECONDS = 60.0
 
 
 class LocalWorker:
@@ -161,7 +161,7 @@ class Cluster(Sequence[LocalWorker]):
     ) -> None:
         self.close(graceful=kind is None)
 
-    def restart(self, name: str, timeout: float = START_SECONDS) -> LocalWorker:
+    def restart(self, name: str, timeout: float = _RESTART_SECONDS) -> LocalWorker:
         """Start another process in the place of worker ``name``, under its name and rank; returns that worker.
 
         If the old process still runs, it is ended first. What it had is gone: references to its values raise
