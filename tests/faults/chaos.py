@@ -22,6 +22,8 @@ What has to hold:
 from __future__ import annotations
 
 import gc
+import itertools
+import logging
 import sys
 import threading
 import time
@@ -48,7 +50,6 @@ from backhaul.rpc import RRef
 WIDTH = 3
 RATE = 0.1
 PATIENCE = 10.0
-_MOST_ATTEMPTS = 40
 _LOST = (rpc.WorkerLostError, PartialError)
 
 
@@ -82,6 +83,9 @@ stages: dict[int, Stage] = {}
 asked: set[str] = set()
 """Attempts that have come as far as the optimizer."""
 
+active: set[str] = set()
+"""Attempts that some worker is at. The caller of a lost driver hears of it before the driver stops."""
+
 Part = tuple["RRef[Stage]", "RRef[torch.nn.Parameter]"]
 
 
@@ -95,14 +99,18 @@ def data(step: int) -> Tensor:
 
 def drive(id: str, step: int, parts: list[Part]) -> str:
     """One attempt at a training step, by the worker that this runs on."""
-    with dist_autograd.context() as context:
-        x = data(step)
-        for stage, _ in parts:
-            x = stage.rpc_sync().forward(id, x)
-        dist_autograd.backward(context, [(x**2).sum()])
-        optimizer = DistributedOptimizer(torch.optim.SGD, [parameter for _, parameter in parts], lr=RATE)
-        asked.add(id)
-        optimizer.step(context)
+    active.add(id)
+    try:
+        with dist_autograd.context() as context:
+            x = data(step)
+            for stage, _ in parts:
+                x = stage.rpc_sync().forward(id, x)
+            dist_autograd.backward(context, [(x**2).sum()])
+            optimizer = DistributedOptimizer(torch.optim.SGD, [parameter for _, parameter in parts], lr=RATE)
+            asked.add(id)
+            optimizer.step(context)
+    finally:
+        active.discard(id)
     return id
 
 
@@ -116,12 +124,14 @@ class Program:
         self.tally: Counter[str] = Counter()
         stages.clear()
         asked.clear()
+        active.clear()
         options = RpcOptions(rpc_timeout=PATIENCE, unresponsive_after=None, probe_timeout=0.5, connect_timeout=2.0)
         self._size = self._chance.choice([3, 3, 4])
         self._group = Group(self._size, seed, options)
         self._keys = 0
         self._clock = 0
-        self._plan: list[tuple[int, Callable[[], None]]] = []
+        self._planning = threading.Lock()
+        self._plan: list[tuple[int, Callable[[], None]]] = []  # when, by the clock, and what; guarded by _planning
         self._parts: dict[int, tuple[int, Part]] = {}  # by rank: the key of the stage, and references to it
         self._twins: dict[int, Tensor] = {}  # by rank: the weight in one process
         self._to_replace: set[int] = set()
@@ -137,7 +147,8 @@ class Program:
                 for step in range(self._chance.choice([2, 3])):
                     self._plan_faults()
                     self._step(step)
-                self._plan.clear()
+                with self._planning:
+                    self._plan.clear()
                 self._end()
         finally:
             self._parts.clear()
@@ -150,8 +161,9 @@ class Program:
         acts = [self._cut, self._cut, self._part, self._delay, self._kill]
         for _ in range(self._chance.choice([0, 1, 1, 2, 3])):
             act = self._chance.choice(acts)
-            self._plan.append((self._clock + self._chance.randrange(1, 40), act(self._chance.random())))
-        self._plan.sort(key=lambda each: each[0])
+            due = self._clock + self._chance.randrange(1, 40), act(self._chance.random())
+            with self._planning:
+                self._plan.append(due)
 
     def _pair(self) -> tuple[int, int]:
         a, b = self._chance.sample(range(self._size), 2)
@@ -172,7 +184,8 @@ class Program:
         def act() -> None:
             self._note("parts", f"part {a} - {b}")
             self._group.part(a, b)
-            self._plan.append((self._clock + int(draw * 12), heal))
+            with self._planning:
+                self._plan.append((self._clock + int(draw * 12), heal))
 
         def heal() -> None:
             self._note("heals", f"heal {a} - {b}")
@@ -208,10 +221,12 @@ class Program:
         self._act()
 
     def _act(self) -> None:
-        for due in [each for each in self._plan if each[0] <= self._clock]:
-            self._plan.remove(due)
+        with self._planning:
+            due = [act for at, act in self._plan if at <= self._clock]
+            self._plan = [each for each in self._plan if each[0] > self._clock]
+        for act in due:
             try:
-                due[1]()
+                act()
             except BaseException as error:  # raised where the program waits for its step
                 self._errors.append(error)
 
@@ -237,7 +252,8 @@ class Program:
 
     def _step(self, step: int) -> None:
         """Repeat a step until it is right."""
-        for attempt in range(_MOST_ATTEMPTS):
+        deadline = time.monotonic() + 2 * PATIENCE
+        for attempt in itertools.count():
             self._replace_dead()
             parts = {rank: self._parts[rank] for rank in sorted(self._parts) if rank in self._group.workers}
             after = self._expected(step, list(parts))
@@ -258,9 +274,9 @@ class Program:
                 return
             if self._errors:
                 raise self._errors[0]
-            self._clock += 5  # nothing may be delivered while all are parted
-            self._act()
-        raise ChaosError(f"step {step} failed {_MOST_ATTEMPTS} times")
+            if time.monotonic() > deadline:
+                raise ChaosError(f"step {step} has failed for {2 * PATIENCE} s, {attempt + 1} times")
+            self._pass_time()
 
     def _attempt(self, driver: int, id: str, step: int, parts: list[Part]) -> None:
         if driver == 0:
@@ -272,6 +288,7 @@ class Program:
         self._note("failures", f"step {id} failed: {type(error).__name__}: {error}")
         if "is gone" in str(error) and not self._deaths:
             raise ChaosError(f"step {id}: a reference was lost, and nobody had died: {error}") from error
+        self._settle(id)
         for rank, (key, _) in parts.items():
             if rank not in self._group.workers or key in self._deaths:
                 continue
@@ -281,16 +298,18 @@ class Program:
                     raise ChaosError(f"step {id} failed before its optimizer was asked, and stage {rank} has changed")
                 if not same(weight, after[rank]):
                     raise ChaosError(f"step {id} left stage {rank} between two values")
-                self._settle(id)
                 with torch.no_grad():
                     stages[key].weight.copy_(self._twins[rank])
 
     def _settle(self, id: str) -> None:
-        """The optimizer was asked: wait until no part of the failed step can run any more."""
+        """Wait until no part of a failed step runs any more, or is on its way."""
         deadline = time.monotonic() + PATIENCE
-        while any(worker.agent.serving.detached for worker in list(self._group.workers.values())):
+        while id in active or not self._group.scheduler.idle():
             if time.monotonic() > deadline:
-                raise ChaosError(f"step {id}: something of it still runs")
+                raise ChaosError(
+                    f"step {id} has failed, and parts of it still run after {PATIENCE} s: {sorted(active)}, "
+                    f"{self._group.scheduler.describe()}"
+                )
             time.sleep(0.001)
 
     def _check(self, parts: dict[int, Any], after: dict[int, Tensor], what: str) -> None:
@@ -320,18 +339,26 @@ class Program:
                 self._parts.pop(rank, None)
                 self._note("rejoins", f"replace {rank}")
                 self._group.join(rank)
-                self._insist(lambda rank=rank: self._make(rank, self._twins[rank]))  # type: ignore[misc]
+                self._insist(rank, lambda rank=rank: self._make(rank, self._twins[rank]))  # type: ignore[misc]
 
-    def _insist(self, function: Callable[[], Any]) -> Any:
-        """Repeat what may fail because of what happens meanwhile."""
-        for _ in range(_MOST_ATTEMPTS):
+    def _insist(self, rank: int, function: Callable[[], Any]) -> None:
+        """Repeat what may fail because of what happens meanwhile, unless that worker dies."""
+        deadline = time.monotonic() + PATIENCE
+        while rank in self._group.workers:
             try:
-                return function()
+                function()
+                return
             except rpc.WorkerLostError as error:
                 self._log(f"{self._clock:5} again: {error}")
-                self._clock += 5
-                self._act()
-        raise ChaosError(f"{_MOST_ATTEMPTS} attempts failed")
+                if time.monotonic() > deadline:
+                    raise ChaosError(f"a worker that was replaced cannot be used after {PATIENCE} s: {error}") from error
+            self._pass_time()
+
+    def _pass_time(self) -> None:
+        """Nothing may be delivered while all are parted; and whoever is suspected is looked at again soon."""
+        self._clock += 5
+        self._act()
+        time.sleep(0.002)
 
     # The end.
 
@@ -382,8 +409,16 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
+def warm_up() -> None:
+    """Torch imports much when an optimizer is first used, which would take longer than a step may."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.SGD([parameter], lr=RATE).step()
+
+
 def run(seeds: Iterable[int]) -> Counter[str]:
     """Run the programs of these seeds; what happened in them. A `ChaosError` names the seed."""
+    warm_up()
     tally: Counter[str] = Counter()
     for seed in seeds:
         program = Program(seed)
@@ -398,6 +433,8 @@ def run(seeds: Iterable[int]) -> Counter[str]:
 
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
+    logging.getLogger("backhaul").setLevel(logging.ERROR)  # it warns of every worker that is suspected
+    warm_up()
     numbers = [int(text) for text in arguments]
     start = time.monotonic()
     if len(numbers) == 1:

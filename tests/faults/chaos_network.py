@@ -65,7 +65,7 @@ class Group:
         self._store = dist.HashStore()
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._channels: list[tuple[frozenset[int], MemoryChannel]] = []
+        self._channels: list[tuple[int, int, MemoryChannel]] = []  # from, to, the end at the first
         self._parted: set[frozenset[int]] = set()
         self._transports: dict[int, _Transport] = {}
         self._dead: list[Worker] = []
@@ -88,22 +88,27 @@ class Group:
         worker = self.workers.pop(rank)
         with self._lock:
             transport = self._transports.pop(rank)
-            channels = self._take(lambda pair: rank in pair)
+            taken = self._take(lambda pair: rank in pair)
         transport.inside.close()
-        for channel in channels:
+        for _, _, channel in taken:
             _end(channel)
         self._dead.append(worker)
+        self.scheduler.detach(worker.agent)
         worker.agent.close(0.0)
         worker.references.close()
         worker.autograd.close()
         worker.inspection.close()
+        for source, _, channel in taken:
+            own = channel if source == rank else channel.peer
+            if own is not None:
+                self.scheduler.closed(own)
 
     def cut(self, a: int, b: int, *, lose: bool) -> None:
         """End all connections between two workers; ``lose``: with what is on its way."""
         pair = frozenset((a, b))
         with self._lock:
-            channels = self._take(lambda other: other == pair)
-        for channel in channels:
+            taken = self._take(lambda other: other == pair)
+        for _, _, channel in taken:
             if lose:
                 self.scheduler.drop(channel)
                 if channel.peer is not None:
@@ -131,7 +136,7 @@ class Group:
 
     def delay(self, a: int, b: int, deliveries: int) -> None:
         with self._lock:
-            found = [channel for pair, channel in self._channels if pair == frozenset((a, b))]
+            found = [channel for *pair, channel in self._channels if set(pair) == {a, b}]
         for channel in found:
             self.scheduler.delay(channel, deliveries)
 
@@ -154,16 +159,16 @@ class Group:
 
     def connected(self, a: int, b: int, channel: MemoryChannel) -> None:
         with self._lock:
-            self._channels.append((frozenset((a, b)), channel))
+            self._channels.append((a, b, channel))
             gone = frozenset((a, b)) in self._parted or a not in self._transports
         if gone:
             channel.close()
             raise ChannelClosed("there is no way")
 
-    def _take(self, which: Callable[[frozenset[int]], bool]) -> list[MemoryChannel]:
+    def _take(self, which: Callable[[frozenset[int]], bool]) -> list[tuple[int, int, MemoryChannel]]:
         """Holds the lock."""
-        taken = [channel for pair, channel in self._channels if which(pair)]
-        self._channels = [(pair, channel) for pair, channel in self._channels if not which(pair)]
+        taken = [entry for entry in self._channels if which(frozenset(entry[:2]))]
+        self._channels = [entry for entry in self._channels if entry not in taken]
         return taken
 
 

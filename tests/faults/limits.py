@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,11 +89,35 @@ def limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def limit_descriptors(more: int) -> None:
-    """Let this process open that many descriptors more; -1 is as many as the system allows."""
+_hoard: list[int] = []
+
+
+def take_descriptors() -> int:
+    """Leave this process no descriptor; how many it has taken for that."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    used = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if more < 0 else used + 1 + more, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
+    try:
+        while True:
+            _hoard.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        return len(_hoard)
+
+
+def give_descriptors_back() -> None:
+    while _hoard:
+        os.close(_hoard.pop())
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def can_start_a_thread() -> bool:
+    thread = threading.Thread(target=lambda: None)
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    thread.join()
+    return True
 
 
 def count_threads() -> int:

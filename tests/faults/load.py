@@ -341,14 +341,6 @@ def try_large(to: str, elements: int) -> str:
     return "sent"
 
 
-def call_fresh(to: str) -> Outcome:
-    """A call over a new connection."""
-    for line in current().agent.calling():
-        if line.peer.name == to:
-            line.lose(rpc.WorkerLostError("the test closes it", to))
-    return call(to, who, timeout=8.0)
-
-
 def call_many(to: str, function: Any, count: int, seconds: float) -> list[str]:
     """Calls at the same time, with a number each; what is wrong with each."""
     futures: list[Any] = []

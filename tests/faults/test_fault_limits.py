@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import training
 from conftest import Measure
 
 from backhaul import checkpoint, rpc
+from backhaul.worker import current
 from crew import Crew
 
 pytestmark = pytest.mark.timeout(200)
@@ -39,14 +41,15 @@ def join(place: dict[str, Any], changes: dict[str, Any]) -> None:
     rpc.init_rpc(**place)
 
 
-def too_large(crew: Crew, elements: int, error: str, measure: Measure) -> None:
-    """Send worker1 what it cannot take: that call fails with this error, and nothing else does."""
+def too_large(crew: Crew, elements: int, measure: Measure, *, error: str = "") -> None:
+    """Send worker1 what it cannot take: that call fails and says why, and nothing else does."""
     crew[0].run(load.start_calls, ["worker1", "worker2"])
     running = crew[2].start(load.call, "worker1", load.block, "unrelated")
     crew[1].run(load.await_entered, "unrelated")
     begun = time.time()
     found = crew[0].run(load.try_large, "worker1", elements)
-    assert found.startswith(error), found
+    assert found.startswith(error) and "LostError" not in found, found
+    assert "worker1" in found
     measure.note(found.splitlines()[0][:150])
     measure.seconds("after", time.time() - begun, within=RECOVERED_WITHIN)
     books = crew[0].run(load.stop_calls)
@@ -70,7 +73,7 @@ def test_a_message_larger_than_the_limit(measure: Measure, transport: str, monke
         ]
         for each in joining:
             each.result(60)
-        too_large(crew, 8 << 20, "BackhaulError", measure)
+        too_large(crew, 8 << 20, measure)
 
 
 @pytest.mark.slow
@@ -78,7 +81,7 @@ def test_a_message_larger_than_the_limit(measure: Measure, transport: str, monke
 @pytest.mark.fault("a tensor larger than the callee's address space", "a MemoryError that names the size; no call fails")
 def test_a_tensor_larger_than_the_address_space(measure: Measure, crew: Crew) -> None:
     crew[1].run(limits.limit_memory, 300 << 20)
-    too_large(crew, 256 << 20, "MemoryError", measure)
+    too_large(crew, 256 << 20, measure, error="MemoryError")
     crew[1].run(limits.limit_memory, -1)
     assert crew[0].run(load.try_large, "worker1", 256 << 20) == "sent"
 
@@ -91,7 +94,7 @@ def test_a_tensor_larger_than_the_memory_cgroup(measure: Measure, crew: Crew) ->
     assert crew[1].process.pid is not None
     room = crew[1].run(limits.resident) + (200 << 20)
     with limits.cgroup("memory", crew[1].process.pid, {"memory.limit_in_bytes": room}):
-        too_large(crew, 256 << 20, "MemoryError", measure)
+        too_large(crew, 256 << 20, measure, error="MemoryError")
 
 
 @pytest.mark.slow
@@ -100,8 +103,9 @@ def test_a_tensor_larger_than_the_memory_cgroup(measure: Measure, crew: Crew) ->
 def test_no_room_in_dev_shm(measure: Measure) -> None:
     with Crew(2, setup=tiny_shm) as crew:
         baseline.note_all(crew)
-        assert crew[0].run(load.try_large, "worker1", 16 << 20) == "sent"
-        assert crew[1].run(load.try_large, "worker0", 16 << 20) == "sent"
+        for _ in range(2):  # the first one of its size goes through the socket
+            assert crew[0].run(load.try_large, "worker1", 16 << 20) == "sent"
+            assert crew[1].run(load.try_large, "worker0", 16 << 20) == "sent"
         measure.note("64 MiB went through a segment")
         assert crew[0].run(shared_bytes) >= 64 << 20
 
@@ -112,29 +116,32 @@ def tiny_shm() -> None:
 
 
 def shared_bytes() -> int:
-    from backhaul.worker import current
-
     return sum(line.channel.shared for line in current().agent.calling())
 
 
 @pytest.mark.slow
-@pytest.mark.fault("no descriptor is left", "connections go on; a new one fails in 5 s; all works when there are some")
-def test_no_descriptors(measure: Measure, crew: Crew) -> None:
-    fresh = crew[2]
-    fresh.run(load.shut_down, False)
-    crew[1].run(limits.limit_descriptors, 0)
-    assert not crew[0].run(load.call, "worker1", load.who).error, "the connection that there is"
-    # Large tensors between processes of one host need a descriptor, or another way.
-    assert crew[0].run(load.try_large, "worker1", 4 << 20, timeout=30) in ("sent", "WorkerLostError"), "it says so"
-    begun = time.monotonic()
-    found = crew[1].run(load.call_fresh, "worker0")
-    measure.seconds("a new connection failed after", time.monotonic() - begun, within=RECOVERED_WITHIN + 5)
-    measure.note(found.error[:120])
-    crew[1].run(limits.limit_descriptors, -1)
-    begun = time.monotonic()
-    crew[0].run(load.call_until_good, "worker1", RECOVERED_WITHIN)
-    crew[1].run(load.call_until_good, "worker0", RECOVERED_WITHIN)
-    measure.seconds("recovered after", time.monotonic() - begun, within=RECOVERED_WITHIN)
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.fault("no descriptor is left", "connections go on; a new one fails and says so; all works when there are some")
+def test_no_descriptors(measure: Measure, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKHAUL_SECRET", "5a" * 32)
+    with Crew(3, transport=transport, connect_timeout=4.0) as crew:
+        crew[0].run(load.call_until_good, "worker1", RECOVERED_WITHIN)
+        crew[1].run(limits.take_descriptors)
+        assert not crew[0].run(load.call, "worker1", load.who).error, "the connection that there is"
+        found = crew[0].run(load.try_large, "worker1", 4 << 20)
+        measure.note(f"16 MiB over the old connection: {found[:90]}")
+        for rank, to in ((1, "worker2"), (2, "worker1")):
+            begun = time.monotonic()
+            found = crew[rank].run(load.call_within, 8.0, to, load.who).error
+            measure.seconds(f"worker{rank} to {to} failed after", time.monotonic() - begun, within=RECOVERED_WITHIN)
+            measure.note(found[:120])
+            assert found
+            assert rank == 2 or "Too many open files" in found, found
+        crew[1].run(limits.give_descriptors_back)
+        begun = time.monotonic()
+        for rank, to in ((0, "worker1"), (1, "worker2"), (2, "worker1")):
+            crew[rank].run(load.call_until_good, to, RECOVERED_WITHIN)
+        measure.seconds("recovered after", time.monotonic() - begun, within=RECOVERED_WITHIN)
 
 
 @pytest.mark.slow
@@ -144,6 +151,7 @@ def test_no_threads(measure: Measure, crew: Crew) -> None:
     """Nested calls need a thread each, and there is none: afterwards all works again, and the worker can leave."""
     assert crew[1].process.pid is not None
     with limits.cgroup("pids", crew[1].process.pid, {"pids.max": crew[1].run(limits.count_threads)}):
+        assert not crew[1].run(limits.can_start_a_thread)
         blocked = [crew[0].start(load.call_many, "worker1", load.block, 8, 20.0)]
         found = crew[2].run(load.call_within, 10.0, "worker1", load.who)
         measure.note(f"a call meanwhile: {found.error[:100] or 'good'}")
@@ -203,11 +211,10 @@ def answer(size: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, item 8")
 @pytest.mark.fault("a peer that stops reading", "the sender's memory is bounded; other peers' p99 is under twice as long")
-def test_a_peer_that_stops_reading(measure: Measure, crew: Crew) -> None:
-    import signal
-
+def test_a_peer_that_stops_reading(measure: Measure, crew: Crew, request: pytest.FixtureRequest) -> None:
+    if "unix" in request.node.name:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="issue 18, item 8"))
     before_p99 = crew[2].run(load.p99, "worker0", 500)
     before = crew[0].run(limits.resident)
     crew[1].run(load.ask_without_reading, "worker0", answer, 1 << 20, 200)

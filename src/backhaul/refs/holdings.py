@@ -17,6 +17,7 @@ import logging
 import math
 import secrets
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -93,6 +94,7 @@ class Holdings:
         self._names: dict[int, WorkerInfo] = {}
         self._replaced: dict[int, str] = {}  # rank -> which process has taken the place of which
         self._flushing = False
+        self._ended: weakref.WeakSet[Any] = weakref.WeakSet()  # connections; requests may still be at work for them
         self._closed = False
         self._dropped: deque[RefId] = deque()  # filled by finalizers, without the lock
         self._sweep_timer: threading.Timer | None = None
@@ -247,9 +249,16 @@ class Holdings:
         if self._rights.strict:
             self._require_direct(attached, to)
         with self._lock:
-            if not self._rights.is_full(to.id, len(attached)):
-                return tuple((rref._ref, self._counting.share(rref._ref, to.id, over)) for rref in attached)
-        raise self._over_quota(to, "references to more values")
+            if self._rights.is_full(to.id, len(attached)):
+                refs = None
+            else:
+                refs = tuple((rref._ref, self._counting.share(rref._ref, to.id, over)) for rref in attached)
+            late = over in self._ended
+        if refs is None:
+            raise self._over_quota(to, "references to more values")
+        if late:  # the message will not leave, and nobody recalls what it would have brought
+            self.stayed(refs)
+        return refs
 
     def _require_direct(self, attached: list[Any], to: WorkerInfo) -> None:
         for rref in attached:
@@ -469,6 +478,7 @@ class Holdings:
 
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, _: WorkerLostError) -> None:
         with self._lock:
+            self._ended.add(connection)
             after = self._apply(self._counting.connection_ended(connection))
         self._act(after)
 

@@ -47,8 +47,20 @@ from backhaul.transport.memory import END, MemoryChannel, Network
 PATIENCE = 0.1
 
 
+class _Account:
+    """What of one worker's is under way."""
+
+    def __init__(self) -> None:
+        self.running = 0  # requests and completions that run and do not wait
+        self.awaited: list[Slot] = []  # what requests wait for
+
+    def is_quiet(self) -> bool:
+        return not self.running and not any(slot.done for slot in self.awaited)
+
+
 class _ThreadState(threading.local):
     def __init__(self) -> None:
+        self.account = _Account()  # of the worker that this thread works for
         self.running = 0  # requests and completions that this thread is in, since it began to wait
         self.waiting: list[int] = []  # the same for each of its waits: a thread that waits may run what comes
         self.owed = 0  # requests that it has run and that count until their replies are sent
@@ -74,8 +86,7 @@ class Scheduler(Network):
         self._just_taken: Counter[int] = Counter()  # of those, by the read that is going on
         self._delayed: dict[MemoryChannel, int] = {}  # for how many deliveries of others
         self._closed: weakref.WeakSet[MemoryChannel] = weakref.WeakSet()
-        self._awaited: list[Slot] = []  # what requests wait for
-        self._running = 0  # requests and completions that run and do not wait
+        self._accounts: dict[Agent, _Account] = {}
         self._holds = 0
         self._free = False
         self._state = _ThreadState()
@@ -84,13 +95,21 @@ class Scheduler(Network):
 
     def attach(self, agent: Agent) -> None:
         """Count what this agent does. Before anybody connects to it."""
-        agent.observers.add(self._observe)
+        account = self._accounts[agent] = _Account()
 
-    def _observe(self, event: Event) -> None:
-        """What it means for what is under way; see the module's docstring."""
-        act = _ACTS.get(type(event))
-        if act is not None:
-            act(self, event)
+        def observe(event: Event) -> None:
+            act = _ACTS.get(type(event))
+            if act is not None:
+                self._state.account = account
+                act(self, event)
+
+        agent.observers.add(observe)
+
+    def detach(self, agent: Agent) -> None:
+        """Do not wait for what this agent does any more: it is dead, and what it was at ends without notice."""
+        with self._changed:
+            self._accounts.pop(agent, None)
+            self._changed.notify_all()
 
     def _began(self, _: Event) -> None:
         self._state.running += 1
@@ -124,8 +143,8 @@ class Scheduler(Network):
             self._pay()  # the thread that takes the lead sends those replies, and reads only then
             with self._changed:
                 if event.slot is not None:
-                    self._awaited.append(event.slot)
-                self._running -= running
+                    self._state.account.awaited.append(event.slot)
+                self._state.account.running -= running
                 self._changed.notify_all()
 
     def _resumes(self, event: Resumes) -> None:
@@ -133,8 +152,8 @@ class Scheduler(Network):
         if running:
             with self._changed:
                 if event.slot is not None:
-                    self._awaited.remove(event.slot)
-                self._running += running
+                    self._state.account.awaited.remove(event.slot)
+                self._state.account.running += running
 
     def _came(self, event: Came) -> None:
         with self._changed:
@@ -165,6 +184,25 @@ class Scheduler(Network):
             with self._changed:
                 self._holds -= 1
                 self._changed.notify_all()
+
+    def idle(self) -> bool:
+        """Nothing is on its way, and the effects of what has arrived have died down.
+
+        What has arrived among replies, and nobody waits for any more, may be left unread.
+        """
+        with self._changed:
+            unread = any(not _has_replies(channel) for channel in self._unsettled)
+            return not (self._queues or unread) and all(account.is_quiet() for account in self._accounts.values())
+
+    def describe(self) -> str:
+        """What keeps it from being idle, for people."""
+        with self._changed:
+            waiting = {channel.name: len(queue) for channel, queue in self._queues.items()}
+            unread = [channel.name for channel in self._unsettled]
+            busy = {
+                agent.me.name: account.running for agent, account in self._accounts.items() if not account.is_quiet()
+            }
+        return f"on the way: {waiting}; not read: {unread}; running: {busy}"
 
     def release(self) -> None:
         """From now on deliver at once: the test is over, and all that counts is to end it."""
@@ -219,7 +257,7 @@ class Scheduler(Network):
 
     def _count(self, change: int) -> None:
         with self._changed:
-            self._running += change
+            self._state.account.running += change
             self._changed.notify_all()
 
     def _pay(self) -> None:
@@ -229,10 +267,9 @@ class Scheduler(Network):
 
     def _quiet(self) -> bool:
         return (
-            not self._running
-            and not self._unsettled
+            not self._unsettled
             and not any(self._in_hand.values())
-            and not any(slot.done for slot in self._awaited)
+            and all(account.is_quiet() for account in self._accounts.values())
         )
 
     def _deliver_all(self) -> None:
