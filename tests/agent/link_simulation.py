@@ -11,11 +11,13 @@ scheduler may switch to another thread after every step.
 What is checked
 ---------------
 At each step: a line has one reader at a time; nothing reads or polls a closed channel; a channel is closed once, and
-not under a reader; a slot is finished once; a frame leaves once and in its order; a peer is pinged before it is lost,
-and lost only after it was silent for long at looks that were not late.
+not under a reader; a slot is finished once; a frame leaves once and in the order of its lane, and nothing is written in
+the middle of another frame; a peer is pinged before it is lost, and lost only after it was silent for long at looks
+that were not late.
 
 Whenever no thread of the worker can run (`check_quiet`): no thread sleeps over a slot that is done, or beside a role
-that is free; what has come is being read, or watched; what is held back will be sent.
+that is free; what has come is being read, or watched; what is held back will be sent; what did not fit has a thread
+that pumps.
 
 At the end: every call is over, the counters agree, and nothing is left in the state.
 """
@@ -43,6 +45,7 @@ from simulated_watch import Watch
 
 from backhaul.agent import link_state
 from backhaul.agent.link_state import LinkState
+from backhaul.agent.outbox import Outbox
 from backhaul.agent.pending import Slot
 from backhaul.agent.role import Role
 from backhaul.transport.base import ChannelClosed
@@ -86,8 +89,10 @@ class Simulation(Threads):
         state: type[LinkState[Any]] = LinkState,
         role: type[Role[Any]] = Role,
         calling: type[Calling] = Calling,
+        outbox: type[Outbox[Any]] = Outbox,
     ) -> None:
         super().__init__(seed)
+        self.outbox = outbox
         self.style = Style(self.random)
         self.watch = Watch(lambda: self.now)
         self.tally: Counter[str] = Counter(schedules=1)
@@ -102,7 +107,7 @@ class Simulation(Threads):
 
     def run(self) -> None:
         style, random = self.style, self.random
-        with mock.patch.multiple(link_state, BACKLOG=BACKLOG, MOST_HELD=MOST_HELD):
+        with mock.patch.multiple(link_state, BACKLOG=BACKLOG, MOST_HELD=MOST_HELD, _MUCH=0):
             self.start("watch", self.watch.steps(), daemon=True)
             for line in self.lines:
                 peer = Peer(self, line)
@@ -276,10 +281,13 @@ class Simulation(Threads):
         line.ended[slot.id] = how
         self.tally[how] += 1
 
-    def judge_unsent(self, line: Calling, id: int) -> None:
+    def judge_unsent(self, line: Calling, frame: Any) -> None:
         """A request was too late to be sent, and its caller is told so."""
-        if id in line.ordered[len(line.written) :]:
-            line.ordered.remove(id)
+        self.tally["unsent"] += 1
+        line.calls_opened -= line.slots[frame.id].is_call
+        if frame in line.written:
+            raise self.failure(f"{line} {frame.id} is said not to have been sent, and was")
+        line.ordered.remove(frame)
 
     def judge_reply(self, line: Calling, slot: Slot) -> None:
         """A thread has stopped waiting."""
@@ -314,8 +322,12 @@ class Simulation(Threads):
             raise self.failure(f"{line} holds {line.state.holds} calls back")
 
     def judge_order(self, line: Calling) -> None:
-        if not line.lost and line.written != line.ordered[: len(line.written)]:
-            raise self.failure(f"{line} has sent {line.written}, in place of {line.ordered}")
+        """Small frames may pass large ones, and nothing else changes places."""
+        for large in (False, True):
+            written = [frame.id for frame in line.written if frame.keep is large]
+            ordered = [frame.id for frame in line.ordered if frame.keep is large]
+            if not line.lost and written != ordered[: len(written)]:
+                raise self.failure(f"{line} has sent {written}, in place of {ordered}")
 
     def judge_look(self, line: Calling, action: str | None) -> None:
         """A look is late if this process seems to have been stopped before it."""
@@ -351,8 +363,11 @@ class Simulation(Threads):
                 raise self.failure(f"a thread waits for the role of reading {line}, which is free")
             if line.readable and line.readers:
                 raise self.failure(f"{line} has a reader that does not read")
-            if line.futures and not line.readers and not line.sending.taken and line not in watch.soon | watch.watched:
+            attended = line.readers or line.unflushed or line.sending.taken  # a thread that pumps reads as well
+            if line.futures and not attended and line not in watch.soon | watch.watched:
                 raise self.failure(f"{line} has futures, and nobody reads or watches it")
+            if line.unflushed and not line.dead and not line.departures.pumped:
+                raise self.failure(f"{line} has something to send, and nobody pumps")
             if line.state.holds and line not in watch.holding and not line.sending.taken:
                 raise self.failure(f"{line} holds calls back that nobody sends")
             owed = [line.opened_at[id] for id in line.slots if id in line.state]

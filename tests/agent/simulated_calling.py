@@ -10,11 +10,12 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
-from simulated_channel import Channel, Frame, Future, News
+from simulated_channel import SMALL, Channel, Frame, Future, Joined, News
 from simulated_threads import Mutex, Steps, Until
 from simulated_waiting import Sleeper, keep_vigil
 
 from backhaul.agent.link_state import LinkState
+from backhaul.agent.outbox import Departure, Outbox
 from backhaul.agent.pending import Slot
 from backhaul.errors import RpcTimeoutError
 from backhaul.transport.base import ChannelClosed
@@ -37,6 +38,8 @@ class Calling(Channel):
         self.lost = False
         self.sending = Mutex()
         self.unflushed = False
+        self.dead = False
+        self.departures: Outbox[Sleeper] = world.outbox(3 * SMALL)
         self.urgent: set[int] = set()
         self.ids = itertools.count(1)
         self.looks: list[float] | None = None  # since the ping
@@ -96,7 +99,6 @@ class Calling(Channel):
             if not opened:
                 yield from self.fail(slot, inline=True)
         except RpcTimeoutError:
-            self.world.judge_unsent(self, slot.id)
             if self.state.give_up(slot):
                 self.world.judge_end(self, slot, "not sent")
                 yield
@@ -115,7 +117,7 @@ class Calling(Channel):
             return False
         self.state.calls_sent += 1
         first = self.state.hold(frame)  # type: ignore[arg-type]
-        self.ordered.append(frame.id)
+        self.ordered.append(frame)
         self.world.judge_held(self)
         self.sending.release()
         yield
@@ -124,74 +126,219 @@ class Calling(Channel):
         return True
 
     def send_held(self) -> Steps:
-        if not self.state.holds and not self.unflushed:
+        if not self.state.holds:
             return True
         yield
-        if not self.sending.try_acquire():
-            return False
+        yield from self.sending.acquire()
+        duty = False
         try:
-            if self.unflushed:
-                self.unflushed = not self.flush()
-            if not self.unflushed and self.state.holds:
-                yield
-                held = self.state.take_held()
-                yield
-                self.unflushed = not self.write(held)
-            return not self.unflushed
+            held = self.take_held()
+            yield
+            if held is not None:
+                self.put(held, waits=False)
+            duty = self.unflushed and not self.dead and self.departures.take_duty()
         except ChannelClosed:
-            return True
+            pass
         finally:
             self.sending.release()
+        if duty:
+            self.pump_elsewhere()
+        return True
+
+    def take_held(self) -> Joined | None:
+        return Joined(tuple(self.state.take_held())) if self.state.holds else None  # type: ignore[arg-type]
 
     def send(self, frame: Frame | None, deadline: float, *, is_call: bool) -> Steps:
         yield from self.sending.acquire()
+        departure: Departure | None = None
         try:
             if is_call:
                 self.state.calls_sent += 1
             if frame is not None:
-                self.ordered.append(frame.id)
+                self.ordered.append(frame)
             yield
-            if self.unflushed:
-                yield from self.push_out(deadline)
-            frames: list[Any] = list(self.state.take_held()) if self.state.holds else []
-            frames += [] if frame is None else [frame]
+            held = self.take_held()
             yield
-            if frames:
-                self.unflushed = not self.write(frames)
-            if self.unflushed:
-                yield from self.push_out(deadline)
+            if held is not None:
+                departure = self.put(held, waits=False)
+            if frame is not None:
+                departure = self.put(frame, waits=True)
+            duty = departure is not None and self.departures.take_duty()
         finally:
             self.sending.release()
-
-    def push_out(self, deadline: float) -> Steps:
+        yield
+        if departure is None:
+            return
         try:
-            start = self.world.now
-            while not self.flush():
+            yield from self.see_off(departure, duty, deadline)
+        except RpcTimeoutError:
+            if is_call and not departure.begun:
+                self.state.calls_sent -= 1
+                self.state.calls_settled -= 1
+            raise
+
+    def put(self, frame: Frame | Joined, *, waits: bool) -> Departure | None:
+        """Has ``sending``."""
+        if self.unflushed:
+            if self.dead:
+                raise ChannelClosed
+            departure = Departure(frame, passes=not frame.keep)  # type: ignore[arg-type]
+            if self.departures.add(departure) and waits:
+                departure.waiter = Sleeper()
+            return departure
+        if self.write(frame):
+            return None
+        self.unflushed = True
+        departure = Departure(frame, passes=False)  # type: ignore[arg-type]
+        if frame.keep and waits:
+            departure.waiter = Sleeper()
+        self.departures.begin(departure)
+        return departure
+
+    def see_off(self, departure: Departure, duty: bool, deadline: float) -> Steps:
+        if departure.waiter is None:
+            if duty:
+                self.pump_elsewhere()
+            return
+        departure.pumps = departure.pumps or duty
+        while not departure.left:
+            yield
+            if departure.lost:
+                raise ChannelClosed
+            if departure.pumps:
+                in_time = yield from self.pump(departure, deadline)
+            else:
+                waiter = departure.waiter
+                yield Until(lambda: waiter.woken, deadline)  # noqa: B023
+                in_time = waiter.woken
+                waiter.woken = False
+            if not in_time:
+                yield from self.give_up_departure(departure)
+
+    def give_up_departure(self, departure: Departure) -> Steps:
+        yield from self.sending.acquire()
+        if departure.left or departure.lost:
+            self.sending.release()
+            return
+        if self.departures.give_up(departure):
+            self.world.judge_unsent(self, departure.frame)
+        pumps, departure.pumps = departure.pumps, False
+        self.sending.release()
+        yield
+        if pumps:
+            yield from self.stop_pumping(departure)
+        raise RpcTimeoutError
+
+    def pump(self, departure: Departure | None, deadline: float) -> Steps:
+        start = self.world.now
+        try:
+            while True:
+                yield from self.sending.acquire()
+                left: list[Departure] = []
+                try:
+                    if self.dead:
+                        raise ChannelClosed
+                    done = self.advance(left)
+                finally:
+                    self.sending.release()
+                    self.tell(left)
                 yield
+                if done:
+                    return True
+                if departure is not None and departure.left:
+                    yield from self.stop_pumping(departure)
+                    return True
+                if self.world.now >= deadline:
+                    return False
                 if self.world.now - start > self.patience:
                     raise ChannelClosed
-                if self.world.now >= deadline:
-                    self.watch.holding.add(self)
-                    raise RpcTimeoutError
                 reads = yield from self.read_meanwhile()
                 yield Until(
                     lambda reads=reads: self.room or self.shut or (reads and self.readable),
                     min(deadline, self.world.now + 0.1),
                 )
+        except ChannelClosed:
+            yield from self.end_sending()
+            raise
         finally:
             yield from self.watch.take_over()
-        self.unflushed = False
+
+    def advance(self, left: list[Departure]) -> bool:
+        """Has ``sending``."""
+        out = not self.between and self.flush()
+        slices = 0
+        while True:
+            if out:
+                if (done := self.departures.left()) is not None:
+                    left.append(done)
+                following = self.departures.next()
+                if following is None:
+                    self.unflushed = self.departures.pumped = False
+                    return True
+                out = self.write(following.frame)  # type: ignore[arg-type]
+            elif self.between:
+                if (done := self.departures.passed()) is not None:
+                    left.append(done)
+                if (small := self.departures.next_small()) is not None:
+                    self.interject(small.frame)  # type: ignore[arg-type]
+                elif slices == 2:
+                    return False
+                else:
+                    slices += 1
+                    out = self.flush()
+            else:
+                return False
+
+    def stop_pumping(self, departure: Departure) -> Steps:
+        yield from self.sending.acquire()
+        if not self.unflushed or self.dead:
+            self.sending.release()
+            return
+        successor = self.departures.hand_over(departure)
+        waiter = None if successor is None else successor.waiter
+        self.sending.release()
+        yield
+        if waiter is None:
+            self.pump_elsewhere()
+        else:
+            waiter.wake()
+
+    def pump_elsewhere(self) -> None:
+        self.world.start(f"pumps {self}", self.pump_alone())
+
+    def pump_alone(self) -> Steps:
+        try:
+            yield from self.pump(None, math.inf)
+        except ChannelClosed:
+            yield from self.lose()
+
+    def end_sending(self) -> Steps:
+        yield from self.sending.acquire()
+        self.dead = True
+        self.unflushed = True
+        lost = self.departures.lose()
+        self.sending.release()
+        yield
+        self.tell(lost)
+
+    def tell(self, departures: list[Departure]) -> None:
+        for departure in departures:
+            if departure.waiter is not None:
+                departure.waiter.wake()
 
     def try_send_ping(self) -> Steps:
-        if self.sending.try_acquire():
-            yield
-            try:
-                if not self.unflushed:
-                    self.unflushed = not self.write([Frame(0, 1)])
-            except ChannelClosed:
-                pass
-            finally:
-                self.sending.release()
+        yield from self.sending.acquire()
+        duty = False
+        try:
+            departure = self.put(Frame(0, 1), waits=False)
+            duty = departure is not None and self.departures.take_duty()
+        except ChannelClosed:
+            pass
+        finally:
+            self.sending.release()
+        yield
+        if duty:
+            self.pump_elsewhere()
 
     # Waiting.
 
@@ -343,7 +490,7 @@ class Calling(Channel):
             yield from self.receive(0, slots, news)
         finally:
             if (yield from self.stop_reading(token)):
-                self.world.judge_close(self)
+                yield from self.close()
             yield from self.hand_out(slots, news, inline=False)
         return True
 
@@ -416,7 +563,7 @@ class Calling(Channel):
     def check_alive(self) -> Steps:
         if self.patience == math.inf:
             return
-        action = self.state.look(self.world.now)
+        action = self.state.look(self.world.now, self.way())
         self.world.judge_look(self, action)
         yield
         if action == "ping":
@@ -447,6 +594,7 @@ class Calling(Channel):
         yield from self.world.tell_listeners(self)
 
     def close(self) -> Steps:
+        yield from self.end_sending()
         yield from self.sending.acquire()
         self.world.judge_close(self)
         self.sending.release()

@@ -19,19 +19,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from link_simulation import Simulation, SimulationError, run
 from simulated_calling import Calling
-from simulated_channel import Frame
+from simulated_channel import Joined
 from simulated_threads import Steps
 
 from backhaul.agent.link_state import LinkState
+from backhaul.agent.outbox import Departure, Outbox
 from backhaul.agent.pending import Slot
 from backhaul.agent.role import NOBODY, Role
+from backhaul.transport.base import Way
 from backhaul.wire.decoder import Envelope
+
+NOWHERE = Way()
 
 
 def test_400_schedules() -> None:
     tally = run(range(400))
     assert tally["schedules"] == 400
-    for what in ("answered", "failed", "held", "pings", "deaths", "hangs", "lost", "silences", "stops"):
+    for what in ("answered", "failed", "held", "pings", "deaths", "hangs", "lost", "silences", "stops", "unsent"):
         assert tally[what] > 10, f"few of the schedules have any {what}"
 
 
@@ -312,17 +316,17 @@ class SendsTwice(LinkState[Any]):
 
 
 class LosesWithoutAPing(LinkState[Any]):
-    def look(self, now: float) -> Literal["ping", "lose"] | None:
-        return None if super().look(now) is None else "lose"
+    def look(self, now: float, way: Way = NOWHERE) -> Literal["ping", "lose"] | None:
+        return None if super().look(now, way) is None else "lose"
 
 
 class LosesAfterAStop(LinkState[Any]):
     """Looks that come late count: one look after a long stop loses a peer that is well."""
 
-    def look(self, now: float) -> Literal["ping", "lose"] | None:
+    def look(self, now: float, way: Way = NOWHERE) -> Literal["ping", "lose"] | None:
         if self._pinged is not None:
             self._looked = now
-        return super().look(now)
+        return super().look(now, way)
 
 
 class HearsNothing(LinkState[Any]):
@@ -335,9 +339,77 @@ class HearsNothing(LinkState[Any]):
 class NeverLoses(LinkState[Any]):
     """A call to a peer that hangs is never over."""
 
-    def look(self, now: float) -> Literal["ping", "lose"] | None:
-        action = super().look(now)
+    def look(self, now: float, way: Way = NOWHERE) -> Literal["ping", "lose"] | None:
+        action = super().look(now, way)
         return None if action == "lose" else action
+
+
+class HearsASystem(LinkState[Any]):
+    """A ping that the system of a stopped peer has taken counts as life."""
+
+    def look(self, now: float, way: Way = NOWHERE) -> Literal["ping", "lose"] | None:
+        self._much = True
+        return super().look(now, way)
+
+
+# Sending.
+
+
+class PumpsNever(Outbox[Any]):
+    """Each thread thinks that another one pumps."""
+
+    def take_duty(self) -> bool:
+        self.pumped = True
+        return False
+
+
+class HandsOverSilently(Outbox[Any]):
+    """The thread that is to pump is woken, and not told why."""
+
+    def hand_over(self, by: Departure | None = None) -> Departure | None:
+        successor = super().hand_over(by)
+        if successor is not None:
+            successor.pumps = False
+        return successor
+
+
+class ForgetsWhoWaits(Outbox[Any]):
+    """A frame has left, and its thread goes on waiting."""
+
+    def left(self) -> Departure | None:
+        super().left()
+        return None
+
+
+class ForgetsWhoIsLost(Outbox[Any]):
+    """The channel has ended, and threads go on waiting for their frames."""
+
+    def lose(self) -> list[Departure]:
+        super().lose()
+        return []
+
+
+class SendsWhatWasTakenBack(Outbox[Any]):
+    def give_up(self, departure: Departure) -> bool:
+        departure.waiter = None
+        return not departure.begun
+
+
+class TakesBackWhatHasBegun(Outbox[Any]):
+    """A frame of which the peer has a part is said not to have been sent."""
+
+    def give_up(self, departure: Departure) -> bool:
+        super().give_up(departure)
+        return True
+
+
+class PassesInReverse(Outbox[Any]):
+    def next_small(self) -> Departure | None:
+        self._small.reverse()
+        try:
+            return super().next_small()
+        finally:
+            self._small.reverse()
 
 
 # The driver.
@@ -369,16 +441,11 @@ class GivesUpTheRoleFirst(Calling):
 
 
 class LosesHeldCalls(Calling):
-    """A thread takes along what is held back, waits for room, and drops all of it at its own deadline."""
+    """A thread takes along what is held back, and all of it is dropped if the channel is full."""
 
-    def send(self, frame: Frame | None, deadline: float, *, is_call: bool) -> Steps:
-        yield from self.sending.acquire()
-        held = self.state.take_held() if self.unflushed else ()
-        self.sending.release()
-        if held:
-            yield from self.push_out(deadline)
-            self.write(held)
-        yield from super().send(frame, deadline, is_call=is_call)
+    def take_held(self) -> Joined | None:
+        held = super().take_held()
+        return None if self.unflushed else held
 
 
 class LooksOnce(Calling):
@@ -421,11 +488,19 @@ MISTAKES: list[type[Any]] = [
     LosesAfterAStop,
     HearsNothing,
     NeverLoses,
+    HearsASystem,
+    PumpsNever,
+    HandsOverSilently,
+    ForgetsWhoWaits,
+    ForgetsWhoIsLost,
+    SendsWhatWasTakenBack,
+    TakesBackWhatHasBegun,
+    PassesInReverse,
     GivesUpTheRoleFirst,
 ]
 
 
-PARTS: dict[type[Any], str] = {LinkState: "state", Role: "role", Calling: "calling"}
+PARTS: dict[type[Any], str] = {LinkState: "state", Role: "role", Calling: "calling", Outbox: "outbox"}
 
 RARE_MISTAKES: list[type[Any]] = [WatchesNothing, LosesHeldCalls, LooksOnce]
 
