@@ -71,8 +71,8 @@ _CUT_OFF_SECONDS = 2.0
 _GREET_SECONDS = 2.0
 
 _MAX_GUESTS = 16
-_BREACHES = 32
-_BREACH_SECONDS = 1.0
+_BREACHES = 16
+_BREACH_SECONDS = 4.0
 _FOR_GUESTS = (Inspect, Ping)
 
 To = str | int | WorkerInfo

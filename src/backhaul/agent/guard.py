@@ -27,7 +27,7 @@ _REQUESTS = (Call, Create, Fetch)
 _WAITS = (AwaitReady, AwaitEnd)
 # Each stage of a shutdown is awaited once, and again after a broken connection.
 _MAX_WAITS = 64
-_LONGEST_PAUSE = 0.2
+_LONGEST_PAUSE = 2.0
 
 
 class Guard:
