@@ -25,9 +25,8 @@ CASES = "operator_cases"  # which forks its own children, and needs no guidance
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "targets", nargs="*", metavar="target", help=f"of {', '.join(NAMES)}, {CASES}; all of them without any"
-    )
+    known = ", ".join((*NAMES, CASES))
+    parser.add_argument("targets", nargs="*", metavar="target", help=f"of {known}; all of them without any")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="for each target (default: a million)")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations; 0 takes another one each time")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="give this one input to the target")
