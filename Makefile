@@ -27,7 +27,7 @@ LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing t
 	tests/devices tests/drawing tests/inspection tests/profiler tests/seeing
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-pure test-layers test-rest lint slow conformance cuda third-party fuzz bench bench-pinned \
+.PHONY: help demo test test-pure test-layers test-rest lint slow attacks conformance cuda third-party fuzz bench bench-pinned \
 	bench-check coverage clean
 
 help: ## show this list
@@ -56,6 +56,9 @@ lint: $(STAMP) ## ruff and mypy
 
 slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 random programs, the speed floor
 	$(BIN)/pytest -q -m slow
+
+attacks: $(STAMP) ## a hostile member of a federation, half a minute for each attack: what it costs a good one
+	PYTHONPATH=tests $(BIN)/python tests/security/attacks.py
 
 conformance: $(STAMP) ## torch's own RPC suites on Backhaul: 464 tests, some ten minutes
 	$(BIN)/python conformance/run.py

@@ -18,28 +18,30 @@ import traceback
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ("frames", "greetings", "values", "tensors", "references")
-MAX_LENGTH = {"references": 129}  # of an input; its script ends there
+NAMES = ("frames", "greetings", "values", "tensors", "references", "gradients", "contexts", "notices", "operators")
+MAX_LENGTH = {"references": 129, **dict.fromkeys(NAMES[5:], 64)}  # of an input; its script ends there
+CASES = "operator_cases"  # which forks its own children, and needs no guidance
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("targets", nargs="*", metavar="target", help=f"of {', '.join(NAMES)}; all of them without any")
+    known = ", ".join((*NAMES, CASES))
+    parser.add_argument("targets", nargs="*", metavar="target", help=f"of {known}; all of them without any")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="for each target (default: a million)")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations; 0 takes another one each time")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="give this one input to the target")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    wanted = options.targets or NAMES
-    unknown = [name for name in wanted if name not in NAMES]
+    wanted = options.targets or (*NAMES, CASES)
+    unknown = [name for name in wanted if name not in (*NAMES, CASES)]
     if unknown:
-        parser.error(f"there is no target {unknown[0]!r}; there are {', '.join(NAMES)}")
+        parser.error(f"there is no target {unknown[0]!r}; there are {known}")
     if options.replay is not None:
         return replay(wanted[0], options.replay)
     if options.child:
         fuzz(wanted[0], options.inputs, options.seed)
         return 0
-    print(f"{'target':<12}{'inputs':>10}{'seconds':>9}{'inputs/s':>10}  found", flush=True)
+    print(f"{'target':<16}{'inputs':>10}{'seconds':>9}{'inputs/s':>10}  found", flush=True)
     return max([watch(name, options.inputs, options.seed) for name in wanted])
 
 
@@ -47,13 +49,16 @@ def watch(name: str, inputs: int, seed: int) -> int:
     """Fuzz one target in a process of its own, since a finding may be a crash; print its line."""
     began = time.monotonic()
     command = [sys.executable, __file__, "--child", "--inputs", str(inputs), "--seed", str(seed), name]
+    if name == CASES:
+        command = [sys.executable, str(HERE / f"{CASES}.py"), "--cases", str(inputs), "--seed", str(seed << 32)]
     child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     seconds = time.monotonic() - began
-    ran = re.findall(r"^stat::number_of_executed_units: *(\d+)|^#(\d+)\t", child.stdout, re.MULTILINE)
-    count = max((int(one or other) for one, other in ran), default=0)
+    counts = r"^stat::number_of_executed_units: *(\d+)|^#(\d+)\t|^(\d+) cases in "
+    ran = re.findall(counts, child.stdout, re.MULTILINE)
+    count = max((int("".join(found)) for found in ran), default=0)
     kept = re.findall(r"Test unit written to (\S+)", child.stdout)
     found = "nothing" if child.returncode == 0 else ", ".join(kept) or f"it ended with {child.returncode}"
-    print(f"{name:<12}{count:>10}{seconds:>9.0f}{count / seconds:>10.0f}  {found}", flush=True)
+    print(f"{name:<16}{count:>10}{seconds:>9.0f}{count / seconds:>10.0f}  {found}", flush=True)
     if child.returncode:
         print(child.stdout[-6000:], flush=True)
     return int(child.returncode != 0)

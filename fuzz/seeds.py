@@ -11,10 +11,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import live
 import msgspec
 import numpy
 import torch
-from targets import Colour, Frozen, Handle, Pair, Point, Right, codec
+from targets import LIVE, Colour, Frozen, Handle, Pair, Point, Right, codec
 
 from backhaul.ids import Addresses, RefId, ShareId
 from backhaul.security.handshake import CHALLENGE_SIZE, HELLO_HEAD_SIZE, MAGIC, WELCOME_HEAD_SIZE, Hello, Welcome
@@ -192,6 +193,7 @@ def seeds(target: str) -> Sequence[bytes]:
         "values": value_seeds,
         "tensors": tensor_seeds,
         "references": reference_seeds,
+        **dict.fromkeys([target.__name__ for target in LIVE], lambda: list(live.seeds())),
     }
     if target not in SEEDS:
         SEEDS[target] = makers[target]()

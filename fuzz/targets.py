@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import live
 import msgspec
 import torch
 from reference_scripts import play
@@ -379,6 +380,9 @@ def references(data: bytes) -> None:
     play(data)
 
 
+LIVE = (live.gradients, live.contexts, live.notices, live.operators)
+"""Those with a live worker."""
+
 TARGETS: dict[str, Target] = {
-    target.__name__: bounded(target) for target in (frames, greetings, values, tensors, references)
+    target.__name__: bounded(target) for target in (frames, greetings, values, tensors, references, *LIVE)
 }

@@ -226,14 +226,18 @@ class Besieged:
         try:
             yield
         finally:
-            for sock in self._sockets:
-                sock.close()
-            self._sockets.clear()
+            self.hang_up()
         took = self.peer.run(self._ask, timeout=PATIENCE + 10)
         events, after = self.victim.run(report)
         assert not events, events
         assert took < SOON, f"a good peer waited for {took:.2f} s"
         assert after - before <= memory, f"it has taken {(after - before) / MiB:.1f} MiB"
+
+    def hang_up(self) -> None:
+        """Close what the intruder has opened."""
+        for sock in self._sockets:
+            sock.close()
+        self._sockets.clear()
 
     def log(self) -> str:
         return "\n".join(self.victim.run(logged))

@@ -12,9 +12,9 @@ from typing import Any
 import exposed
 import torch
 
-from backhaul.errors import RefusedError
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello
+from backhaul.security.penalties import Penalties
 from backhaul.security.permissions import refusal
 from backhaul.testing import InProcessCluster
 from backhaul.transport.base import ChannelClosed
@@ -30,6 +30,11 @@ SECONDS = 20.0
 
 def federation(size: int = 3, **options: Any) -> InProcessCluster:
     return InProcessCluster(size, options=RpcOptions(trust="federation", **options))
+
+
+def without_pauses(victim: Worker) -> None:
+    """Let it answer whoever is refused as quickly as anybody else."""
+    victim.agent.permissions.refusals = Penalties(1 << 40, 1.0)
 
 
 class Liar:
@@ -143,4 +148,13 @@ def attack(cluster: InProcessCluster) -> Iterator[None]:
     assert time.monotonic() - start < 1.0
 
 
-__all__ = ["REFUSED", "Liar", "RefusedError", "attack", "federation", "is_refused", "is_value", "liar"]
+__all__ = [
+    "REFUSED",
+    "Liar",
+    "attack",
+    "federation",
+    "is_refused",
+    "is_value",
+    "liar",
+    "without_pauses",
+]

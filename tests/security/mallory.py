@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
+import socket
 import ssl
 import time
 from collections.abc import Sequence
@@ -70,7 +72,11 @@ class Mallory:
 
     def __init__(self, besieged: Besieged, context: ssl.SSLContext) -> None:
         self.tls = context.wrap_socket(besieged.tcp())
-        self.line = Line(self.tls, besieged.hello())
+        try:
+            self.line = Line(self.tls, besieged.hello())
+        except BaseException:
+            self.tls.close()
+            raise
         self._ids = itertools.count(1)
 
     def send(self, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -99,6 +105,10 @@ class Mallory:
         rref = [trees.EXTENSION, "rref", [TUPLE, ref.owner, ref.creator, ref.number]]
         share = ShareId(INTRUDER, next(self._ids))
         return self.call("backhaul.refs.proxy:invoke", rref, name, [TUPLE, *args], {}, refs=((ref, share),))
+
+    def raw(self) -> socket.socket:
+        """The socket below TLS."""
+        return socket.socket(fileno=os.dup(self.tls.fileno()))
 
     def close(self) -> None:
         self.tls.close()

@@ -274,7 +274,6 @@ def test_every_operator_is_found_and_runs(all_exposed: None) -> None:
         ("add", (torch.ones(10**6, 1), torch.ones(1, 10**6))),
         ("matmul", (torch.ones(10**6, 1), torch.ones(1, 10**6))),
         ("bmm", (torch.ones(2, 10**5, 1), torch.ones(2, 1, 10**5))),
-        ("sum", (torch.ones(0, 10**6), 0)),
     ],
 )
 def test_no_operator_makes_much_of_little(name: str, args: Any, all_exposed: None) -> None:
@@ -305,6 +304,7 @@ def test_no_operator_takes_minutes(all_exposed: None) -> None:
         ("sum", (torch.ones(1),), {"dtype": torch.int64}, "may give it input, dim, keepdim"),
         ("exp", (torch.eye(2).to_sparse(),), {}, "strided tensors that have data"),
         ("exp", (torch.ones(2, device="meta"),), {}, "strided tensors that have data"),
+        ("sum", (torch.ones(0, 10**6), 0), {}, "strided tensors that have data"),
         ("exp", (torch.ones(2, dtype=torch.complex64),), {}, "tensors of torch.complex64"),
     ],
 )

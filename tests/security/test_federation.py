@@ -15,7 +15,7 @@ import exposed
 import pytest
 import torch
 from exposed import Account, Colour, Couple, Pair, Point, Secret, Weather
-from liars import REFUSED, federation
+from liars import REFUSED, federation, liar
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
@@ -30,6 +30,8 @@ from backhaul.errors import (
 )
 from backhaul.options import Quotas, RpcOptions
 from backhaul.testing import InProcessCluster
+from backhaul.wire import trees
+from backhaul.wire.messages import Tally
 from backhaul.worker import Worker
 
 
@@ -368,3 +370,21 @@ def test_nothing_that_pickles_is_loaded(tmp_path: Any) -> None:
 def test_errors_can_be_copied() -> None:
     for error in (RefusedError("x"), QuotaError("y")):
         assert str(copy.copy(error)) == str(error)
+
+
+def test_nobody_is_told_how_often_others_call() -> None:
+    with federation() as workers, liar(workers) as peer:
+        found = []
+        for calls in (1, 2, 3):
+            for _ in range(calls):
+                workers[1].rpc_sync("worker0", exposed.double, (1,))
+            found.append(peer.ask(Tally).tree)
+        idle, sent, finished = zip(*(tree[1:] for tree in found), strict=True)
+        assert set(idle) <= {True, False}
+        assert list(sent) == [{}] * 3
+        assert [tree[:2] for tree in finished] == [[trees.DICT, 0]] * 3  # of itself
+        stamps = [tree[2] for tree in finished]
+        assert len(set(stamps)) == 3
+        assert min(stamps) > 1000
+        assert peer.ask(Tally).tree[3][2] == stamps[-1]
+        assert workers[0].agent._counts()[2] == {1: 6}

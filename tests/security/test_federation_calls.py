@@ -12,7 +12,7 @@ from typing import Any
 import exposed
 import pytest
 import torch
-from liars import SECONDS, Liar, attack, federation, is_refused, is_value, liar
+from liars import SECONDS, Liar, attack, federation, is_refused, is_value, liar, without_pauses
 
 from backhaul import rpc
 from backhaul.agent.line import Line
@@ -292,6 +292,7 @@ def test_what_a_peer_may_ask_for_besides_calls(workers: InProcessCluster) -> Non
 def test_a_peer_that_is_refused_all_the_time_does_not_fill_the_log(
     workers: InProcessCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
+    without_pauses(workers[0])
     with liar(workers) as peer, attack(workers):
         for _ in range(500):
             assert is_refused(peer.call("os:system\x1b[2J" * 20, "x"))

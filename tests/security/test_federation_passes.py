@@ -10,13 +10,14 @@ import exposed
 import pytest
 import torch
 from exposed import weight
-from liars import attack, federation, is_value, liar
+from liars import attack, federation, is_value, liar, without_pauses
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
+from backhaul.autograd.checking import Box, Charges
 from backhaul.autograd.completion import Ledger
 from backhaul.autograd.functions import ROOT
-from backhaul.errors import ProtocolError, RpcTimeoutError
+from backhaul.errors import ProtocolError, QuotaError, RpcTimeoutError
 from backhaul.options import Quotas
 from backhaul.testing import InProcessCluster
 from backhaul.wire import trees
@@ -140,6 +141,93 @@ def test_gradients_of_another_shape(workers: InProcessCluster) -> None:
     weight.grad = None
 
 
+BAD = {
+    "longer": torch.ones(4, dtype=torch.float64),
+    "another dtype": torch.zeros(1 << 20, dtype=torch.uint8),
+    "single precision": torch.ones(3),
+    "expanded": torch.ones(1, dtype=torch.float64).expand(1 << 20, 3),
+    "of one row": torch.ones(1, 3, dtype=torch.float64),
+    "a number": torch.ones((), dtype=torch.float64),
+    "empty": torch.ones(0, dtype=torch.float64),
+    "on the meta device": torch.ones(3, dtype=torch.float64, device="meta"),
+    "requires grad": torch.ones(3, dtype=torch.float64, requires_grad=True),
+    "a parameter": torch.nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_gradient_that_cannot_be_of_what_was_sent(
+    workers: InProcessCluster, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with liar(workers) as peer, attack(workers):
+        answer = peer.call("exposed:weigh", [trees.TENSOR, 0], tensors=[leaf()], mark=Mark(NEXT, NEXT + 1))
+        backward = Pass(NEXT + 5, NEXT, 0, False, False)
+        peer.send(Gradients(backward, (answer.mark.message,), (0,)), [BAD[kind]])
+        assert isinstance(peer.ask(Ping), Result)
+        record = workers[0].autograd.contexts.get(NEXT)
+        assert record is not None
+        assert not record.gradients
+        assert workers[0].autograd.engine._charges.of(2) == 0
+    assert "of a tensor that is torch.float64[3], torch.strided on cpu" in caplog.text
+
+
+GOOD = {
+    "as it was sent": torch.full((3,), 2.0, dtype=torch.float64),
+    "of one number": torch.full((1,), 2.0, dtype=torch.float64).expand(3),
+    "a part of more": torch.full((6,), 2.0, dtype=torch.float64)[::2],
+    "sparse": torch.full((3,), 2.0, dtype=torch.float64).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_a_gradient_that_can(workers: InProcessCluster, kind: str) -> None:
+    with liar(workers) as peer, attack(workers):
+        answer = peer.call("exposed:weigh", [trees.TENSOR, 0], tensors=[leaf()], mark=Mark(NEXT, NEXT + 1))
+        peer.send(Gradients(Pass(NEXT + 5, NEXT, 0, False, False), (answer.mark.message,), (0,)), [GOOD[kind]])
+        record = workers[0].autograd.contexts.get(NEXT)
+        assert record is not None
+        assert eventually(lambda: weight in record.gradients)
+        assert torch.equal(record.gradients[weight].to_dense(), TWOS)
+        assert workers[0].autograd.engine._charges.of(2) == 0
+
+
+def test_places_of_gradients_are_in_order(workers: InProcessCluster) -> None:
+    one = torch.ones(3, dtype=torch.float64)
+    with liar(workers) as peer, attack(workers):
+        answer = peer.call("exposed:weigh", [trees.TENSOR, 0], tensors=[leaf()], mark=Mark(NEXT, NEXT + 1))
+        source = answer.mark.message
+        for number, present in enumerate(((-1,), (1,), (0, 0), (1 << 40,))):
+            backward = Pass(NEXT + 5 + number, NEXT, 0, False, False)
+            peer.send(Gradients(backward, (source,), present), [one] * len(present))
+        assert isinstance(peer.ask(Ping), Result)
+        record = workers[0].autograd.contexts.get(NEXT)
+        assert record is not None
+        assert not record.gradients
+
+
+def test_gradients_that_wait_are_charged() -> None:
+    charges = Charges(100)
+    box, other = Box(charges), Box(charges)
+    ten = torch.ones(10, dtype=torch.float32)
+    box.charge({1: (ten,), 2: (None,)}, 5)
+    box.update({1: (ten,), 2: (None,)})
+    assert charges.of(5) == 40
+    box.charge({1: (ten,)}, 5)  # once more, instead of the other one
+    assert charges.of(5) == 40
+    other.charge({1: (ten[:5].to_sparse(),)}, 6)
+    assert charges.of(6) == 5 * (8 + 4)
+    with pytest.raises(QuotaError, match="more than 100 bytes of gradients"):
+        box.charge({3: (torch.ones(20),)}, 5)
+    assert box.pop(1) == (ten,)
+    assert charges.of(5) == 0
+    box.charge({1: (ten,)}, 5)
+    box[1] = (ten,)
+    del box[1]
+    assert charges.of(5) == 0
+    del other
+    assert charges.of(6) == 0
+
+
 def test_nobody_ends_a_context_of_another(workers: InProcessCluster) -> None:
     with workers[1].as_current(), dist_autograd.context() as context:
         weighed = rpc.rpc_sync("worker0", exposed.weigh, (x := leaf(),))
@@ -225,6 +313,7 @@ def test_what_is_reported_twice() -> None:
 
 
 def test_passes_without_number(workers: InProcessCluster) -> None:
+    without_pauses(workers[0])
     with liar(workers) as peer, attack(workers):
         context, message = NEXT, NEXT + 1
         answer = peer.call("exposed:weigh", [trees.TENSOR, 0], tensors=[leaf()], mark=Mark(context, message))

@@ -12,7 +12,7 @@ import exposed
 import pytest
 import torch
 from exposed import Account
-from liars import Liar, attack, federation, is_refused, is_value, liar
+from liars import Liar, attack, federation, is_refused, is_value, liar, without_pauses
 
 from backhaul import rpc
 from backhaul.errors import QuotaError, RefusedError
@@ -119,6 +119,7 @@ def test_references_of_others_and_guessed_ones_give_one_answer(workers: InProces
 def test_a_hundred_thousand_guesses(workers: InProcessCluster) -> None:
     """Most of them in notices, of which a thousand go into a message."""
     account = held_by_the_good_peer(workers)
+    without_pauses(workers[0])
     random.seed(0)
     near = account._ref.number
     before = workers[0].references.counts()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +19,20 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "fuzz"))
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch says once of sparse tensors that they are in beta
+    from live import live
     from seeds import seeds
     from targets import TARGETS, Finding, bounded, resident
 
     FIRST = {name: list(seeds(name)) for name in TARGETS}
 
 EXAMPLES = {"frames": 500, "greetings": 300, "values": 400, "tensors": 400, "references": 300}
+EXAMPLES |= {"gradients": 60, "contexts": 60, "notices": 60, "operators": 60}
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_stays() -> Iterator[None]:
+    yield
+    live.close()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -82,6 +92,15 @@ def test_mutations(name: str) -> None:
 @given(data=st.binary(max_size=300))
 def test_random_bytes(name: str, data: bytes) -> None:
     TARGETS[name](data)
+
+
+def test_no_case_of_an_operator_ends_a_child() -> None:
+    """The same as `make fuzz` tries a million of."""
+    script = Path(__file__).parents[2] / "fuzz" / "operator_cases.py"
+    command = [sys.executable, str(script), "--cases", "1000", "--seed", str(random.randrange(1 << 40))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1000 cases in" in done.stdout
 
 
 # What was found once.

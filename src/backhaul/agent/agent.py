@@ -81,8 +81,8 @@ _REPLACEMENT_SECONDS = 300.0
 """For how long a shutdown waits for a worker that the launcher restarts; the launcher ends all if it fails for good."""
 
 _MAX_GUESTS = 16
-_BREACHES = 32
-_BREACH_SECONDS = 1.0
+_BREACHES = 16
+_BREACH_SECONDS = 4.0
 _FOR_GUESTS = (Inspect, Ping)
 
 To = str | int | WorkerInfo

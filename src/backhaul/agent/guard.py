@@ -30,7 +30,7 @@ _ANSWERED = (Call, Fetch)  # a creation is answered before it runs, and is over 
 _WAITS = (AwaitReady, AwaitEnd)
 # Each stage of a shutdown is awaited once, and again after a broken connection.
 _MAX_WAITS = 64
-_LONGEST_PAUSE = 0.2
+_LONGEST_PAUSE = 2.0
 
 
 class Guard:

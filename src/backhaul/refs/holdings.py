@@ -47,7 +47,7 @@ from backhaul.refs.mailbox import Inbox, Outbox
 from backhaul.refs.rights import Rights
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
-from backhaul.wire.messages import Create, Notice, Notices, Obituary, Refs, Register, Registered, Sweep, Unpin
+from backhaul.wire.messages import Create, Notice, Notices, Obituary, Recall, Refs, Register, Registered, Sweep, Unpin
 
 _log = logging.getLogger(__name__)
 
@@ -310,6 +310,7 @@ class Holdings:
     def decline(self, refs: Refs, sender: WorkerInfo) -> None:
         with self._lock:
             after = self._apply([Send(sender.id, Unpin(share)) for _, share in refs if share.sharer == sender.id])
+        self._agent.permissions.count(sender.name, len(refs))
         self._act(after)
 
     def _is_modest(self, rank: int) -> bool:
@@ -414,6 +415,8 @@ class Holdings:
         if self._rights.strict:
             if not modest:
                 raise ProtocolError(_IMMODEST)
+            recalled = sum(len(notice.shares) for notice in message.notices if isinstance(notice, Recall))
+            self._agent.permissions.count(line.peer.name, recalled)
             return self._agent.answer(message.id, None)
         for notice in message.notices:
             if isinstance(notice, Obituary):

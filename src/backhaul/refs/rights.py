@@ -35,8 +35,10 @@ class Rights:
         if not self.strict:
             return None
         me = self._counting.me
-        if self.limit is not None and len(refs) > self.limit:
-            return f"{len(refs)} references in one message"
+        if self.limit is not None and self._counting.used_of(peer) + len(refs) > self.limit:
+            return f"references to more than {self.limit} values of its own"
+        if self.limit is not None and self._counting.unconfirmed_of(peer) + len(refs) > self.limit:
+            return f"more than {self.limit} shares of values that it has not confirmed"
         for ref, share in refs:
             if share.sharer != peer:
                 return f"a share of rank {share.sharer}"
@@ -51,12 +53,6 @@ class Rights:
                 return f"{ref}, whose owner has to give it"
             if ref.owner == me and not self._counting.may_use(peer, ref):
                 return f"{ref}, which was not given to it"
-        if self.limit is None:
-            return None
-        if self._counting.used_of(peer) + len(refs) > self.limit:
-            return f"references to more than {self.limit} values of its own"
-        if self._counting.unconfirmed_of(peer) + len(refs) > self.limit:
-            return f"more than {self.limit} shares of values that it has not confirmed"
         return None
 
     def is_full(self, peer: int, more: int) -> bool:

@@ -121,11 +121,10 @@ def is_native(function: Any) -> bool:
 def _elements(shapes: Iterable[Sequence[int]]) -> int:
     """How many elements there are when tensors of these shapes are broadcast against each other, if they can be.
 
-    Not with `torch.broadcast_shapes`, which imports half of torch when it is first called. Sizes of 0 count as 1: a
-    reduction over that dimension has elements.
+    Not with `torch.broadcast_shapes`, which imports half of torch when it is first called.
     """
     turned = (reversed(shape) for shape in shapes)
-    return math.prod(max(*sizes, 1) for sizes in itertools.zip_longest(*turned, fillvalue=1))
+    return math.prod(max(sizes) for sizes in itertools.zip_longest(*turned, fillvalue=1))
 
 
 def _product(left: Sequence[int], right: Sequence[int]) -> tuple[int, int]:
@@ -167,7 +166,7 @@ class Bounded:
     def _check(self, tensor: torch.Tensor) -> None:
         if tensor.dtype not in self._operator.dtypes:
             raise MisuseError(f"torch.{self.__name__}: other workers may not give it tensors of {tensor.dtype}")
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
             raise MisuseError(f"torch.{self.__name__}: other workers may give it strided tensors that have data")
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             # To send one takes no bytes, and to multiply two of them minutes.

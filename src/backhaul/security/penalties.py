@@ -1,8 +1,8 @@
 """Penalties: a peer of a federation that does wrong again and again has to wait.
 
 A breach of the protocol ends the connection, and a new one costs this worker more than it costs the peer. A request
-that is refused costs this worker as much as one that is not. A correct peer does neither; one that is out of step with this
-worker, after an update of one of them, does so now and then.
+that is refused costs this worker as much as one that is not. A correct peer does neither; one that is out of step with
+this worker, after an update of one of them, does so now and then.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Penalties:
         self._lock = threading.Lock()
         self._clear_at: dict[str, float] = {}  # when all that a peer has done is forgiven
 
-    def wrong(self, peer: str, now: float) -> None:
-        """That peer has done wrong."""
+    def wrong(self, peer: str, now: float, times: int = 1) -> None:
+        """That peer has done wrong, so many times at once."""
         with self._lock:
-            self._clear_at[peer] = max(now, self._clear_at.get(peer, now)) + self._seconds
+            self._clear_at[peer] = max(now, self._clear_at.get(peer, now)) + times * self._seconds
 
     def wait(self, peer: str, now: float) -> float:
         """How many seconds that peer has to wait; 0 if it may go on."""

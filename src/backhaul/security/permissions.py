@@ -23,8 +23,9 @@ _log = logging.getLogger("backhaul.security")
 _MAX_TEXT = 300
 _LINES = 10
 _SECONDS = 1.0
-_REFUSALS = 1000
-_REFUSAL_SECONDS = 0.001
+_REFUSALS = 100
+_REFUSAL_SECONDS = 0.02
+_SMALL_THINGS = 50
 
 
 def printable(text: str, limit: int = _MAX_TEXT, *, lines: bool = False) -> str:
@@ -103,6 +104,10 @@ class Permissions:
         self.refusals.wrong(peer, time.monotonic())
         if self._may_log(peer):
             _log.warning("refused worker %s %s: %s", printable(peer), printable(what), printable(str(why)))
+
+    def count(self, peer: str, things: int) -> None:
+        """So many small things of a request were refused, or were of no use: fifty are as bad as one that is."""
+        self.refusals.wrong(peer, time.monotonic(), things // _SMALL_THINGS)
 
     def note_failure(self, peer: str, describe: Callable[[], str]) -> None:
         """Log that a call of that peer's has failed; the peer itself is not told where."""

@@ -1,0 +1,248 @@
+"""What a message costs before it is clear whether its sender may send it grows with its size, and no faster.
+
+For every kind of message, and for every part of it that a peer can make larger: twice as much of it takes about twice
+the processor time, all in all. A cost that grows with the square would take sixty-four times as long for eight times
+the size.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from liars import Liar, federation
+
+from backhaul.errors import AuthenticationError
+from backhaul.ids import RefId, ShareId
+from backhaul.security.penalties import Penalties
+from backhaul.testing import InProcessCluster
+from backhaul.transport.base import ChannelClosed
+from backhaul.wire import headers, trees
+from backhaul.wire.frames import HEADER, encode
+from backhaul.wire.messages import (
+    KINDS,
+    AwaitEnd,
+    AwaitReady,
+    Call,
+    Check,
+    Create,
+    Failed,
+    Failure,
+    Fetch,
+    Goodbye,
+    Gradients,
+    Inquire,
+    Inspect,
+    Leave,
+    Mark,
+    Notices,
+    Pass,
+    Ping,
+    Recall,
+    Register,
+    Registered,
+    Release,
+    Report,
+    Resolve,
+    Resolved,
+    Result,
+    Sweep,
+    Swept,
+    TakePart,
+    Tally,
+    Unpin,
+)
+
+SMALL, TIMES = 1500, 8
+LARGEST_RATIO = 3.0 * TIMES  # a square is 8 * TIMES; an eighth of a message is too small to be exact about
+ME = 2
+PASS = Pass((ME << 48) + 1, (ME << 48) + 2, 0, False, False)
+numbers = itertools.count(1)
+
+
+def call(*args: Any, refs: Any = (), mark: Mark | None = None) -> Call:
+    return Call(next(numbers), [trees.TUPLE, [trees.NAMED, "exposed:hidden"], [trees.TUPLE, *args], {}], refs, mark)
+
+
+def collide(count: int) -> list[list[int]]:
+    """Trees of tuples of one hash."""
+    return [[trees.TUPLE, *(-1 - (number >> bit & 1) for bit in range(14))] for number in range(count)]
+
+
+def refs(count: int) -> tuple[tuple[RefId, ShareId], ...]:
+    return tuple((RefId(ME, ME, number), ShareId(ME, number)) for number in range(count))
+
+
+def notices(make: Callable[[int], Any]) -> Callable[[int], Any]:
+    return lambda count: Notices(next(numbers), 1, next(numbers), tuple(make(each) for each in range(count)))
+
+
+def ids(count: int) -> tuple[int, ...]:
+    return tuple((ME << 48) + number for number in range(count))
+
+
+def scattered(count: int) -> Iterator[int]:
+    """Numbers in an order in which no two that follow each other are neighbours."""
+    return (number * 7919 % 1_000_003 for number in range(count))
+
+
+# What grows with the count, for each kind of message.
+GROWING: dict[type[Any], list[Callable[[int], Any]]] = {
+    Call: [
+        lambda count: call(*range(count)),
+        lambda count: call(*[[] for _ in range(count)]),
+        lambda count: call("x" * 10 * count),
+        lambda count: call([trees.SET, *collide(count)]),
+        lambda count: call(dict.fromkeys(range(count), 1)),
+        lambda count: call(refs=refs(count)),
+        lambda count: call(mark=Mark(7, 8, True, tuple((1,) for _ in range(count)))),
+    ],
+    Result: [lambda count: Result(1, list(range(count)))],
+    Failure: [lambda count: Failure(1, "x" * count, "y" * count, "z" * count, "", list(range(count)))],
+    Create: [
+        lambda count: Create(next(numbers), RefId(0, ME, next(numbers)), [trees.TUPLE, *range(count)], refs(count)),
+    ],
+    Notices: [
+        notices(lambda each: Register(RefId(0, 0, each))),
+        notices(lambda each: Registered(RefId(ME, ME, each))),
+        notices(lambda each: Unpin(ShareId(0, each))),
+        lambda count: Notices(
+            next(numbers), 1, next(numbers), tuple(Release(RefId(0, ME, each)) for each in scattered(count))
+        ),
+        notices(lambda each: Recall((ShareId(ME, each),))),
+        lambda count: Notices(
+            next(numbers), 1, next(numbers), (Recall(tuple(ShareId(ME, each) for each in range(count))),)
+        ),
+        notices(lambda each: Sweep((each,))),
+        notices(lambda each: Swept((each,))),
+    ],
+    Gradients: [lambda count: Gradients(PASS, ids(count), (), ids(count), ids(count))],
+    TakePart: [lambda count: TakePart(PASS, ids(count))],
+    Report: [lambda count: Report(PASS, False, ids(count), ids(count))],
+    Failed: [lambda count: Failed(PASS, "x" * count, "y" * count, "z" * count, "", list(range(count)))],
+    Inquire: [lambda count: Inquire(next(numbers), ids(count))],
+    Inspect: [lambda count: Inspect(1, "x" * count, {str(each): each for each in range(count)})],
+}
+FIXED = {Ping, AwaitReady, AwaitEnd, Tally, Goodbye, Fetch, Resolve, Resolved, Check, Leave}
+"""Kinds that have nothing that grows."""
+
+CASES = [(kind, place) for kind, makers in GROWING.items() for place in range(len(makers))]
+
+
+def test_every_kind_is_looked_at() -> None:
+    assert GROWING.keys() | FIXED == set(KINDS.values())
+    assert not GROWING.keys() & FIXED
+
+
+@pytest.fixture
+def workers() -> Iterator[InProcessCluster]:
+    with federation() as made:
+        # What is measured is work, without the pauses that a peer has to make.
+        made[0].agent.permissions.refusals = Penalties(1 << 40, 1.0)
+        made[0].agent.penalties = Penalties(1 << 40, 1.0)
+        yield made
+
+
+class Peer:
+    """A liar that comes back when its connection is cut."""
+
+    def __init__(self, workers: InProcessCluster) -> None:
+        self._workers = workers
+        self._liar: Liar | None = None
+
+    def cost(self, data: bytes) -> float:
+        """The processor time of this process until a frame has been dealt with, and a ping after it."""
+        if self._liar is None:
+            self._liar = Liar(self._workers, ME)
+        peer, ping = self._liar, next(numbers) + (1 << 40)
+        assert peer.channel.peer is not None
+        gc.disable()
+        began = time.process_time()
+        peer.channel._network.post(peer.channel.peer, data)
+        try:
+            peer.send(Ping(ping))
+            while getattr(peer.receive(), "id", None) != ping:
+                pass
+        except (ChannelClosed, AuthenticationError):
+            self.close()
+        took = time.process_time() - began
+        gc.enable()
+        return took
+
+    def close(self) -> None:
+        if self._liar is not None:
+            self._liar.close()
+            self._liar = None
+
+
+@pytest.fixture
+def peer(workers: InProcessCluster) -> Iterator[Peer]:
+    made = Peer(workers)
+    yield made
+    made.close()
+
+
+def check(peer: Peer, make: Callable[[int], bytes]) -> None:
+    """The least of several: whatever else runs meanwhile only adds to it."""
+    for attempt in range(4):
+        small = min(peer.cost(make(SMALL)) for _ in range(3 + 2 * attempt))
+        large = min(peer.cost(make(SMALL * TIMES)) for _ in range(2 + attempt))
+        if large < LARGEST_RATIO * max(small, 0.0005):
+            return
+    raise AssertionError(f"{TIMES} times as much takes {large / small:.0f} times as long: {small:.4f} s, {large:.4f} s")
+
+
+@pytest.mark.parametrize(("kind", "place"), CASES, ids=[f"{kind.__name__}-{place}" for kind, place in CASES])
+def test_twice_as_much_takes_twice_as_long(peer: Peer, kind: type[Any], place: int) -> None:
+    make = GROWING[kind][place]
+    assert type(make(1)) is kind
+    check(peer, lambda count: bytes(encode(make(count))))
+
+
+def tables(count: int) -> Iterator[bytes]:
+    """Tensor tables of so many entries: tensors of their own, views of one buffer, none at all, buffers that lie."""
+    plain = headers.Header(headers.STRIDED, torch.uint8, 0, headers.CPU, (1,), None, 0, 0, 1)
+    yield headers.encode(count, [plain._replace(buffer=each) for each in range(count)], [1] * count)
+    yield headers.encode(count, [plain] * count, [1])
+    nothing = plain._replace(sizes=(0, 1), buffer=headers.NO_BUFFER, nbytes=0)
+    yield headers.encode(count, [nothing] * count, [])
+    yield headers.encode(1, [plain], [1] * count)
+    yield headers.encode(count, [plain._replace(sizes=(1 << 62,) * 9)] * count, [1])
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_tables_of_tensors(peer: Peer, place: int) -> None:
+    def make(count: int) -> bytes:
+        table = next(itertools.islice(tables(count // 4), place, None))
+        payload = headers._COUNTS.unpack_from(table)[1]
+        metadata = bytes(encode(call()))[HEADER.size :]
+        return HEADER.pack(b"BH", 1, 1, len(metadata), len(table), payload) + metadata + table + bytes(payload)
+
+    check(peer, make)
+
+
+def test_maps_of_keys_that_collide(peer: Peer) -> None:
+    """Written byte by byte: a dict of such keys takes this test as long to make as it would take a worker to decode."""
+
+    def make(count: int) -> bytes:
+        pairs = b"".join(
+            b"\x9e" + bytes(0xFF - (number >> bit & 1) for bit in range(14)) + b"\0" for number in range(count)
+        )
+        metadata = b"\x92\x07\xdf" + count.to_bytes(4, "big") + pairs
+        return HEADER.pack(b"BH", 1, 1, len(metadata), 0, 0) + metadata
+
+    check(peer, make)
+
+
+def test_a_square_is_noticed(workers: InProcessCluster) -> None:
+    class Slow(Peer):
+        def cost(self, data: bytes) -> float:
+            return 1e-9 * len(data) ** 2
+
+    with pytest.raises(AssertionError, match="8 times as much takes 64 times as long"):
+        check(Slow(workers), bytes)
