@@ -132,4 +132,5 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> N
             )
 
 
-register_optimizer_step_pre_hook(_before_step)
+step_hook: int = register_optimizer_step_pre_hook(_before_step).id
+"""The number of this hook among those of all optimizers."""
