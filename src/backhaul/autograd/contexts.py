@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 current: ContextVar[int | None] = ContextVar("backhaul_autograd_context", default=None)
 """The id of the context that this thread, or coroutine, is in."""
 
+everywhere: weakref.WeakSet[Contexts] = weakref.WeakSet()
+"""Those of all workers of this process."""
+
 _REMEMBERED = 4096
 _NOTED = 1024
 # Leaves as many ids again to count up to; a process that has the rank of a dead one hardly meets its ids.
@@ -206,6 +209,7 @@ class Contexts:
         With ``secret``, nobody can guess the ids of this worker's contexts: who knows one has been told of it.
         """
         self._me = me
+        everywhere.add(self)
         self._limits = limits
         self._refuse = refuse
         self.secret = secret
@@ -291,6 +295,11 @@ class Contexts:
 
     def __len__(self) -> int:
         return len(self._records)
+
+
+def is_known(id: int) -> bool:
+    """Whether a worker of this process knows this context, and has not been told that it is over."""
+    return any(contexts.get(id) is not None for contexts in list(everywhere))
 
 
 def gone(id: int, me: WorkerInfo) -> ContextError:

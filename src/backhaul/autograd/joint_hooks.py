@@ -4,6 +4,10 @@ In one process a pass is one run. Here the tensors of a hook may belong to diffe
 all its tensors (``mode="all"``) would count those of each run by themselves; so the sources that reach tensors of one
 hook are run together. A hook for the first of its tensors (``"any"``) would be called in each run; so it is called in
 the first run of a pass only. This module has torch tell it of such hooks.
+
+Torch keeps a hook over computed tensors alive for ever, since the hook and the graph keep each other. So a hook that
+was made inside of a context counts as long as the context goes on. One over leaves counts until it is removed, and of
+the others the latest few do.
 """
 
 from __future__ import annotations
@@ -12,14 +16,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.autograd.graph import _MultiHandle
 
+from backhaul.autograd.contexts import current, is_known
 from backhaul.autograd.functions import thread
 
 _REMEMBERED = 64
+_MOST_OF_NO_CONTEXT = 8
 
-_hooks: weakref.WeakSet[Any] = weakref.WeakSet()
-"""A function of each hook that waits for all its tensors. It lives as long as it can be called, and has their nodes."""
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+_OF_LEAVES, _OF_NO_CONTEXT = -1, -2
+
+_hooks: dict[weakref.ref[Any], int] = {}
+"""A function of each hook that waits for all its tensors, which has their nodes -> the context that it was made in."""
 
 _init = _MultiHandle.__init__
 
@@ -30,8 +41,13 @@ def _notice(self: Any, handles: Sequence[Any]) -> None:
     functions = [(hooks, id, hooks[id]) for hooks, id in places if hooks is not None and id in hooks]
     if len(functions) < 2:
         return
-    if _nodes(functions[0][2]) is not None:
-        _hooks.add(functions[0][2])
+    nodes = _nodes(functions[0][2])
+    if nodes is not None:
+        of_leaves = all(type(node) is _AccumulateGrad for node in nodes)
+        made_in = _OF_LEAVES if of_leaves else current.get() or _OF_NO_CONTEXT
+        _hooks[weakref.ref(functions[0][2])] = made_in
+        if made_in == _OF_NO_CONTEXT:
+            _forget_oldest()
         return
     if "ran_hook" not in functions[0][2].__code__.co_freevars:
         return  # made in a way that this module does not know
@@ -65,15 +81,27 @@ def _once_a_pass(hook: Callable[[Any], None]) -> Callable[[Any], None]:
     return call
 
 
+def _forget_oldest() -> None:
+    others = [hook for hook, context in list(_hooks.items()) if context == _OF_NO_CONTEXT]
+    for hook in others[:-_MOST_OF_NO_CONTEXT]:
+        _hooks.pop(hook, None)
+
+
 def are_there() -> bool:
     """Whether there are hooks, anywhere, that wait for several tensors."""
-    return bool(_hooks)
+    return bool(_hooks) and any(True for _ in groups())
 
 
 def groups() -> Iterator[list[Any]]:
     """The graph nodes of the tensors of each hook that waits for all of them."""
-    for hook in list(_hooks) if _hooks else ():
-        yield _nodes(hook) or []
+    if not _hooks:
+        return
+    for reference, context in list(_hooks.items()):
+        hook = reference()
+        if hook is None or (context > 0 and not is_known(context)):
+            _hooks.pop(reference, None)
+        else:
+            yield _nodes(hook) or []
 
 
 def on_any(leaves: Sequence[Any]) -> bool:

@@ -9,7 +9,6 @@ reach. So is the step of an optimizer of torch's that finds no ``.grad`` at all,
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,13 +17,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import hooks
 
-from backhaul.autograd.contexts import Contexts, Record, current
+from backhaul.autograd.contexts import Record, current, everywhere
 from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import Node, reach
 from backhaul.errors import ContextError, MisuseError
-
-watched: weakref.WeakSet[Contexts] = weakref.WeakSet()
-"""The contexts of the workers of this process."""
 
 Edge = tuple[Node, int]
 
@@ -72,7 +68,7 @@ def _edge(value: Any) -> Edge:
 
 def _records(node: Any) -> Iterator[Record]:
     recv: Recv = node.recv
-    for contexts in list(watched):
+    for contexts in list(everywhere):
         record = contexts.get(recv.context)
         if record is not None and record.recvs.get(recv.message) is node:
             yield record
@@ -108,7 +104,7 @@ _run: Any = torch.autograd._engine_run_backward
 def _run_checked(outputs: Any, *args: Any, **options: Any) -> Any:
     """What `torch.autograd.grad` and `torch.autograd.backward` come down to; the fourth of ``args`` are the inputs."""
     inputs = args[3] if len(args) > 3 else ()
-    if inputs and any(map(len, watched)):
+    if inputs and any(map(len, everywhere)):
         _check([each for each in outputs if isinstance(each, GradientEdge) or each.requires_grad], inputs)
     return _run(outputs, *args, **options)
 
@@ -121,7 +117,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> N
     id = current.get()
     if id is None:
         return
-    for contexts in list(watched):
+    for contexts in list(everywhere):
         record = contexts.get(id)
         if record is None or not record.unread:
             continue
@@ -136,4 +132,5 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> N
             )
 
 
-register_optimizer_step_pre_hook(_before_step)
+step_hook: int = register_optimizer_step_pre_hook(_before_step).id
+"""The number of this hook among those of all optimizers."""

@@ -35,7 +35,6 @@ class Recorder:
         self._contexts = contexts
         self._anchor = anchor
         self._tells = not contexts.secret
-        mistakes.watched.add(contexts)
 
     def asking(self, tensors: Tensors, to: WorkerInfo) -> tuple[Mark | None, Tensors]:
         id = current.get()

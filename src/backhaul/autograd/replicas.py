@@ -35,6 +35,8 @@ _composed: Mapping[torch.nn.Module, Any] = {}
 """Modules that `fully_shard` and the like were applied to -> weak references to their states."""
 if torch.distributed.is_available():
     from torch.distributed._composable_state import _module_state_mapping as _composed
+_some_composed: Any = getattr(_composed, "data", _composed)
+"""Not empty if there are some: quicker to look at than the mapping itself."""
 
 
 class Replica(Protocol):
@@ -144,6 +146,9 @@ def _groups(state: Any) -> Sequence[Any]:
     return [group for group in groups if group is not None]
 
 
+_NONE: Mapping[int, Sequence[Replica]] = {}
+
+
 class Replicas:
     """The replicas of this process. Thread-safe."""
 
@@ -168,8 +173,8 @@ class Replicas:
 
     def by_leaf(self) -> Mapping[int, Sequence[Replica]]:
         """The replicas of each leaf that is in one, by the leaf's id. A module can be wrapped more than once."""
-        if not self._any and not _composed:
-            return {}
+        if not self._any and not _some_composed:
+            return _NONE
         with self._lock:
             wrappers = [wrapper for wrapper in self._wrappers if hasattr(wrapper, "reducer")]
             if [replica.wrapper for replica in self._known] != wrappers:
@@ -215,7 +220,7 @@ def _list(replica: Replica, by_leaf: dict[int, list[Replica]]) -> None:
 
 def _sharded_roots() -> list[Sequence[Any]]:
     """The states of `fully_shard` in this process, those of each root together."""
-    if not _composed:
+    if not _some_composed:
         return []
     roots: dict[int, Sequence[Any]] = {}
     for reference in list(_composed.values()):

@@ -13,10 +13,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.optim import optimizer as _torch
 
+from backhaul.autograd.mistakes import step_hook
+
 Step = TypeVar("Step", bound=Callable[..., Any])
 
 _WRAPPER = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
-_hooks_of_all: Any = (_torch._global_optimizer_pre_hooks, _torch._global_optimizer_post_hooks)
+_before_all: Any = _torch._global_optimizer_pre_hooks
+_after_all: Any = _torch._global_optimizer_post_hooks
 
 
 def hooked(step: Step) -> Step:
@@ -47,6 +50,7 @@ def _needs_wrapper(optimizer: torch.optim.Optimizer) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or any(_hooks_of_all)
+        or _after_all
+        or len(_before_all) > (step_hook in _before_all)  # it looks for steps without gradients: these here have some
         or torch.autograd._profiler_enabled()
     )
