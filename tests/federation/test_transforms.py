@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backhaul.edges.accounting import Mechanism, epsilon_of
-from backhaul.edges.compression import Compression, coded, expanded
+from backhaul.edges.compression import Compression, coded, devices_of, expanded
 from backhaul.edges.crossing import Crossing, Feedback
 from backhaul.edges.edge import edge_to
 from backhaul.edges.transforms import gaussian
@@ -516,6 +516,15 @@ def test_the_library_is_given_the_mechanisms_as_they_are(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "dp_accounting.rdp", rdp)
     assert epsilon_of([Mechanism(1.5, 3), Mechanism(2.0, 1)], 1e-5) == 1e-5
     assert composed == [(1.5, 3), (2.0, 1)]
+
+
+def test_parts_land_where_their_tensor_does() -> None:
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    codes = [Coded(1, "topk", "float32", (4,)), Coded(0, "bf16", "float32", (4,))]
+    assert devices_of(codes, [first, second]) == [first, second, second]
+    for place in (-1, 2):
+        with pytest.raises(ProtocolError):
+            devices_of([Coded(place, "topk", "float32", (4,))], [first, second])
 
 
 def test_coded_says_what_the_receiver_needs() -> None:
