@@ -70,7 +70,7 @@ def both(*chain: Any) -> tuple[Edge, Edge]:
 
 
 def make_plans() -> dict[str, Plan]:
-    releases = STEPS // 4  # of noise; one more would tell more than the parties have agreed on
+    releases = max(1, STEPS // 4)  # of noise; one more would tell more than the parties have agreed on
     return {
         "as it is": Plan(OPEN, OPEN, STEPS),
         "clipped": Plan(

@@ -419,6 +419,21 @@ def test_what_leaves_without_noise_makes_it_infinite() -> None:
         assert epsilon("worker1", 1e-5) == math.inf
 
 
+def test_what_may_pass_without_noise_counts_too() -> None:
+    edge = Edge(on_send=[Clip(1.0), GaussianNoise(1.0)], on_gradient=[], passes=[torch.float32, torch.int64])
+    with federation(edges={"worker1": edge}):
+        rpc.rpc_sync("worker1", drop, (torch.arange(2),))
+        assert epsilon("worker1", 1e-5) == 0.0
+        rpc.rpc_sync("worker1", drop, (torch.ones(2),))
+        assert epsilon("worker1", 1e-5) == math.inf
+
+
+def test_a_chain_without_noise_is_infinite_too() -> None:
+    with federation(edges={"worker1": Edge(on_send=[Clip(1.0)], on_gradient=[])}):
+        rpc.rpc_sync("worker1", drop, (torch.ones(2),))
+        assert epsilon("worker1", 1e-5) == math.inf
+
+
 def test_noise_averages_out_unless_the_releases_are_bounded() -> None:
     with federation(edges={"worker0": NOISY}):
         for _ in range(4):

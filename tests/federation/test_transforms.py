@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from backhaul.edges.accounting import Mechanism, epsilon_of
-from backhaul.edges.compression import Compression, coded, expanded
+from backhaul.edges.compression import Compression, coded, devices_of, expanded
 from backhaul.edges.crossing import Crossing, Feedback
 from backhaul.edges.edge import edge_to
 from backhaul.edges.transforms import gaussian
@@ -243,6 +245,38 @@ def test_compressed_tensors_that_are_none(what: str) -> None:
         expanded(codes, tensors, 1 << 20)
 
 
+shapes = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 16, 1 << 20, 1 << 40, 1 << 62]), max_size=3).map(tuple)
+codes = st.builds(
+    Coded,
+    st.integers(-1, 3),
+    st.sampled_from(["bf16", "int8", "topk", ""]),
+    st.sampled_from(["float64", "float32", "float16", "bfloat16", "bool"]),
+    shapes,
+    st.booleans(),
+)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.complex64])
+parts = st.builds(
+    lambda shape, dtype, spread: torch.ones((1,) * len(shape) if spread else shape, dtype=dtype).expand(shape),
+    st.lists(st.sampled_from([0, 1, 2, 3, 16]), max_size=2),
+    dtypes,
+    st.booleans(),
+)
+
+
+@given(st.lists(codes, max_size=3), st.lists(parts, max_size=5))
+@settings(max_examples=200, deadline=None)
+def test_whatever_comes_is_expanded_within_the_limit_or_refused(found: list[Coded], tensors: list[Tensor]) -> None:
+    try:
+        made = expanded(found, tensors, 4096)
+    except ProtocolError:
+        return
+    for code in found:
+        tensor = made[code.place]
+        assert (tuple(tensor.shape), str(tensor.dtype)) == (code.shape, f"torch.{code.dtype}")
+        assert tensor.requires_grad is code.grad
+    assert sum(made[code.place].nbytes for code in found) <= 4096
+
+
 # Feedback.
 
 
@@ -282,8 +316,8 @@ def test_feedback_is_bounded() -> None:
         assert kept.nbytes <= 100
     assert kept.take(0) is None
     assert kept.take(49) is not None
-    kept.put(1, torch.zeros(101, dtype=torch.uint8))
-    assert (kept.nbytes, kept.take(1)) == (0, None)
+    kept.put(1, torch.zeros(101, dtype=torch.uint8))  # too large, and no reason to drop the others
+    assert (kept.nbytes, kept.take(1)) == (90, None)
     kept.put(2, torch.zeros(10, dtype=torch.uint8))
     kept.clear()
     assert (kept.nbytes, kept.take(2)) == (0, None)
@@ -482,6 +516,15 @@ def test_the_library_is_given_the_mechanisms_as_they_are(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "dp_accounting.rdp", rdp)
     assert epsilon_of([Mechanism(1.5, 3), Mechanism(2.0, 1)], 1e-5) == 1e-5
     assert composed == [(1.5, 3), (2.0, 1)]
+
+
+def test_parts_land_where_their_tensor_does() -> None:
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    codes = [Coded(1, "topk", "float32", (4,)), Coded(0, "bf16", "float32", (4,))]
+    assert devices_of(codes, [first, second]) == [first, second, second]
+    for place in (-1, 2):
+        with pytest.raises(ProtocolError):
+            devices_of([Coded(place, "topk", "float32", (4,))], [first, second])
 
 
 def test_coded_says_what_the_receiver_needs() -> None:

@@ -188,7 +188,7 @@ def expanded(codes: Sequence[Coded], tensors: Sequence[torch.Tensor], limit: int
     for code in codes:
         parts = [found[code.place], *(next(rest) for _ in range(_EXTRA[code.code]))]
         _require(all(part.layout is torch.strided and part.device == parts[0].device for part in parts))
-        _require(not parts[0].is_meta)
+        _require(not parts[0].is_meta and not any(part.is_nested for part in parts))
         made = EXPANDERS[code.code]([part.detach() for part in parts], DTYPES[code.dtype], code.shape)
         found[code.place] = made.requires_grad_(code.grad)
     return found

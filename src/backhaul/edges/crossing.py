@@ -16,7 +16,9 @@ longest ago goes first. Checkpoints do not have it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -43,6 +45,7 @@ from backhaul.wire.messages import Coded
 _log = logging.getLogger("backhaul.security")
 
 MOST_KEPT = 256 << 20
+_QUIET_SECONDS = 1.0
 
 _FLOATS = frozenset(DTYPES.values())
 _NARROW = (torch.float16, torch.bfloat16)
@@ -92,6 +95,8 @@ class Feedback:
             return found
 
     def put(self, key: Any, rest: torch.Tensor) -> None:
+        if rest.nbytes > self._limit:
+            return
         with self._lock:
             before = self._kept.pop(key, None)
             self._size += rest.nbytes - (0 if before is None else before.nbytes)
@@ -113,10 +118,22 @@ class Released(NamedTuple):
     """How many tensors have left in one direction, and with how much noise."""
 
     tensors: int
+    """With noise."""
     bare: int
-    """Those that left without noise."""
+    """Without."""
     multiplier: float | None
     """Of the noise; None if there is none, or none that a Clip bounds."""
+
+
+class _Chain:
+    """The transforms of a direction, and what they say about noise."""
+
+    def __init__(self, transforms: Sequence[Any]) -> None:
+        self.transforms = transforms
+        noises = [each for each in transforms if isinstance(each, GaussianNoise)]
+        self.has_noise = bool(noises)
+        self.multiplier = next((each.multiplier for each in noises if each.multiplier is not None), None)
+        self.releases = min((each.releases for each in noises if each.releases is not None), default=math.inf)
 
 
 class Crossing:
@@ -127,22 +144,27 @@ class Crossing:
         self.edge = edge
         self.guards = bool(edge.on_send)
         self.feedback = Feedback()
+        self._chains = {"on_send": _Chain(edge.on_send), "on_gradient": _Chain(edge.on_gradient)}
         self._lock = threading.Lock()
-        self._released: Counter[Direction] = Counter()  # guarded by _lock
+        # Guarded by _lock:
+        self._noisy: Counter[str] = Counter()  # tensors that have left, by direction
+        self._bare: Counter[str] = Counter()
+        self._complained = -math.inf
 
     def values(self, tree: Any, tensors: Sequence[torch.Tensor]) -> Leaving:
         """What leaves instead of the tensors of a message; its tree is looked at. Raises `UnsendableError`."""
         if not self.guards:
-            self._count("on_send", sum(map(torch.is_floating_point, tensors)))
+            self._note_bare("on_send", tensors)
             return Leaving(tensors, {})
         self._check(tree)
         passing = [place for place, tensor in enumerate(tensors) if tensor.dtype in self.edge.passes]
+        self._note_bare("on_send", [tensors[place] for place in passing])
         return self._apply("on_send", tensors, passing)
 
     def gradients(self, tensors: Sequence[torch.Tensor]) -> Leaving:
         """The same for gradients."""
         if not self.edge.on_gradient:
-            self._count("on_gradient", len(tensors))
+            self._note_bare("on_gradient", tensors)
             return Leaving(tensors, {})
         with torch.no_grad():
             return self._apply("on_gradient", tensors, ())
@@ -159,24 +181,28 @@ class Crossing:
 
     def released(self, direction: Direction) -> Released:
         """What has left so far."""
-        chain = self.edge.on_send if direction == "on_send" else self.edge.on_gradient
-        noise = next((each for each in chain if isinstance(each, GaussianNoise)), None)
-        count = self._released[direction]
-        return Released(count, 0 if noise is not None else count, None if noise is None else noise.multiplier)
+        return Released(self._noisy[direction], self._bare[direction], self._chains[direction].multiplier)
 
-    def _count(self, direction: Direction, count: int) -> None:
-        with self._lock:
-            self._released[direction] += count
+    def _note_bare(self, direction: Direction, tensors: Sequence[torch.Tensor]) -> None:
+        """These leave as they are. Integers do not count: they are names of rows, or the user's own affair."""
+        count = sum(map(torch.is_floating_point, tensors))
+        if count:
+            with self._lock:
+                self._bare[direction] += count
 
-    def _release(self, direction: Direction, limit: int | None) -> None:
+    def _release(self, direction: Direction) -> None:
         """One more tensor leaves. Raises `QuotaError` if there have been enough."""
+        chain = self._chains[direction]
         with self._lock:
-            if limit is not None and self._released[direction] >= limit:
+            if not chain.has_noise:
+                self._bare[direction] += 1
+                return
+            if self._noisy[direction] >= chain.releases:
                 raise QuotaError(
-                    f"{limit} tensors have left for {self.peer!r} with noise ({direction}), and no more may: what is "
-                    "known about their rows would no longer be bounded as its party wants it"
+                    f"{chain.releases} tensors have left for {self.peer!r} with noise ({direction}), and no more may: "
+                    "more would tell more about their rows than their party wants to be known"
                 )
-            self._released[direction] += 1
+            self._noisy[direction] += 1
 
     def _apply(self, direction: Direction, tensors: Sequence[torch.Tensor], passing: Sequence[int]) -> Leaving:
         found = list(tensors)
@@ -193,7 +219,7 @@ class Crossing:
             except BackhaulError:
                 raise
             except Exception as error:
-                _log.exception("%s for %s failed", direction, self.peer)
+                self._complain(direction)
                 raise MisuseError(
                     f"{direction} for what leaves to {self.peer!r} has failed with {type(error).__name__}, and nothing "
                     "was sent; the log of the sending worker says more"
@@ -202,16 +228,22 @@ class Crossing:
                 parts[place] = last
         return Leaving(found, parts)
 
+    def _complain(self, direction: Direction) -> None:
+        """Log the exception that is being handled, but not all the time: a peer may be the cause."""
+        with self._lock:
+            now = time.monotonic()
+            recently, self._complained = now - self._complained < _QUIET_SECONDS, now
+        if not recently:
+            _log.exception("%s for %s failed", direction, self.peer)
+
     def _transform(self, direction: Direction, tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, Parts | None]:
-        chain = self.edge.on_send if direction == "on_send" else self.edge.on_gradient
-        noise = next((each for each in chain if isinstance(each, GaussianNoise)), None)
-        self._release(direction, None if noise is None else noise.releases)
+        self._release(direction)
         dtype = tensor.dtype
         # Clipped to a norm in half precision, a row may have a larger one.
         found = tensor.float() if dtype in _NARROW else tensor
         bound: float | None = None
         last: Parts | None = None
-        for place, transform in enumerate(chain):
+        for place, transform in enumerate(self._chains[direction].transforms):
             before = found
             last = None
             if isinstance(transform, Compression):

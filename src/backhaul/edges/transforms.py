@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from typing import Literal
 
 import torch
@@ -48,10 +49,22 @@ class Clip(Transform):
         rows = tensor.reshape(len(tensor) if self.per == "row" and tensor.dim() else 1, -1)
         finite = rows.detach().isfinite().all(dim=1, keepdim=True)
         if not finite.all():
-            _log.warning("%s rows that leave over an edge are not finite, and are sent as zeros", int((~finite).sum()))
+            _warn(int((~finite).sum()))
             rows = torch.where(finite, rows, 0.0)
         norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
         return (rows * torch.clamp(self.norm / (norms + _SMALLEST), max=1.0)).reshape(tensor.shape)
+
+
+_warned = -math.inf
+
+
+def _warn(rows: int) -> None:
+    """At most once in a second: a peer may send what makes them so."""
+    global _warned
+    now = time.monotonic()
+    recently, _warned = now - _warned < 1.0, now
+    if not recently:
+        _log.warning("%s rows that leave over an edge are not finite, and are sent as zeros", rows)
 
 
 class GaussianNoise(Transform):

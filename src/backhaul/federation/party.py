@@ -66,8 +66,11 @@ class Party:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Party:
         # Before __init__, which makes a model: a peer may ask for ever more of them.
-        if cls._is_full() and time.monotonic() - Party._collected > _COLLECT_SECONDS:
-            Party._collected = time.monotonic()
+        with Party._lock:
+            collect = cls._is_full() and time.monotonic() - Party._collected > _COLLECT_SECONDS
+            if collect:
+                Party._collected = time.monotonic()
+        if collect:
             gc.collect()  # one whose loader is a method of it refers to itself
         self = super().__new__(cls)
         with Party._lock:
@@ -81,7 +84,8 @@ class Party:
 
     @classmethod
     def _is_full(cls) -> bool:
-        return cls.instances is not None and sum(type(each) is cls for each in list(Party._living)) >= cls.instances
+        """Under the lock."""
+        return cls.instances is not None and sum(type(each) is cls for each in Party._living) >= cls.instances
 
     def __init__(
         self,
