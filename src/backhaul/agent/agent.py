@@ -472,7 +472,7 @@ class Agent:
         tree, packing = self._codec.pack_call(function, tuple(args), dict(kwargs))
         if self.observers.active:
             self.observers.emit(Packed())
-        modes = autocast.here()
+        modes = autocast.here() if autocast.is_on() else ()
         return lambda id: self.execution.request(lambda refs, mark: Call(id, tree, refs, mark, modes), packing, to)
 
     def _route(self, to: To, deadline: float, *, suspected: bool = False) -> Calling:

@@ -18,13 +18,12 @@ Autocast = tuple[tuple[str, str], ...]
 _KINDS = ("cpu", "cuda")
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
-_is_any_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether the calling thread computes so, for any type of device. Quicker than `here`."""
 
 
 def here() -> Autocast:
     """That of the calling thread; ``()`` if it is off."""
-    if not _is_any_enabled():
-        return ()
     return tuple(
         (kind, str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
         for kind in _KINDS

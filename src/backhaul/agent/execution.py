@@ -216,7 +216,8 @@ class Execution:
                 frame = self._cross(crossing, make, packing, to)
             else:
                 mark, tensors = self.recording.asking(packing.tensors, to.peer)
-                self._require_history(packing, mark)
+                if packing.unrecorded is not None:
+                    self._require_history(packing.unrecorded, mark)
                 if mark is not None and self.observers.active:
                     self.observers.emit(SendRecorded())
                 frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
@@ -230,17 +231,18 @@ class Execution:
         """`request`, for a peer that there is an edge to."""
         leaving = crossing.values(make((), None).tree, packing.tensors)
         mark, recorded = self.recording.asking(leaving.tensors, to.peer)
-        self._require_history(packing, mark)
+        if packing.unrecorded is not None:
+            self._require_history(packing.unrecorded, mark)
         if mark is not None and self.observers.active:
             self.observers.emit(SendRecorded())
         tensors, coded = leaving.wired(recorded)
         return self._frame(lambda refs: replace(make(refs, mark), coded=coded), packing, tensors, to, reply=False)
 
     @staticmethod
-    def _require_history(packing: Packing, mark: Mark | None) -> None:
-        """Raise if a recorded request has a tensor that would arrive without its history."""
-        if packing.unrecorded is not None and mark is not None and mark.grad:
-            raise without_history(packing.unrecorded)
+    def _require_history(tensor: Any, mark: Mark | None) -> None:
+        """Raise if a request is recorded that has this tensor: it would arrive without its history."""
+        if mark is not None and mark.grad:
+            raise without_history(tensor)
 
     def _cross_back(self, crossing: Crossing, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
         """`result`, for a peer that there is an edge to."""

@@ -147,7 +147,7 @@ class Decoder:
             if self._large is not None and (envelope := self._next_large()) is not None:
                 return envelope
             available = self._end - self._start
-            if available < self._wanted or self._in_slice():
+            if available < self._wanted or self._slice:
                 return None
             while not self._read_head(available):
                 if not self._in_slice():
