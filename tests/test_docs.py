@@ -250,6 +250,20 @@ def test_the_page_on_autograd_has_every_argument_of_backward() -> None:
     ]
 
 
+def test_the_page_on_training_names_tests_that_there_are() -> None:
+    section = (ROOT / "docs" / "training.md").read_text().partition("\n### What works inside a worker\n")[2]
+    file = ""
+    rows = re.findall(r"^\| .+ \|$", section.partition("\n## ")[0], flags=re.MULTILINE)[1:]
+    assert len(rows) > 8
+    for row in rows:
+        named = re.findall(r"`(?:tests/autograd/)?(test_\w+\.py)?(?:::(test_\w+))?`", row.rpartition(" | ")[2])
+        assert named, row
+        for path, test in named:
+            file = path or file
+            source = (ROOT / "tests" / "autograd" / file).read_text()
+            assert not test or f"def {test}(" in source, row
+
+
 SECURITY = (ROOT / "docs" / "security.md").read_text()
 
 

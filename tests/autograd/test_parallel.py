@@ -24,7 +24,7 @@ import backhaul.autograd as dist_autograd
 from backhaul import rpc
 from backhaul.errors import MisuseError, UnsendableError
 from backhaul.nn import parameter_rrefs
-from backhaul.optim import DistributedOptimizer
+from backhaul.optim import DistributedOptimizer, clip_grad_norm_
 from backhaul.worker import current
 from crew import Crew
 
@@ -245,6 +245,26 @@ def test_training(crew: Crew, kind: str) -> None:
     wanted = {name: each.detach() for name, each in model.named_parameters()}
     for who in TRAINERS:
         assert_same(got[who], shares(kind, who, wanted))
+
+
+def clipped(most: float) -> tuple[float, Gradients]:
+    """The norm of the gradients of a pass, over all processes, and what is left of them."""
+    with dist_autograd.context() as context_id:
+        z = HELD["model"](rpc.rpc_sync("worker2", table_rows))
+        dist_autograd.backward(context_id, [loss_of(rank(), 0, z)], timeout=WITHIN)
+        norm: Any = clip_grad_norm_(context_id, parameter_rrefs(HELD["model"]), most)
+        return norm.full_tensor().item(), found_here(context_id)
+
+
+def test_clipping_of_fully_shard(crew: Crew) -> None:
+    together(crew, (*TRAINERS, SERVER), set_up, "fully_shard")
+    got = together(crew, TRAINERS, clipped, 0.5)
+    full = of_model(mean(0))
+    norm = torch.stack([each.norm() for each in full.values()]).norm()
+    for who in TRAINERS:
+        assert got[who][0] == pytest.approx(norm.item(), rel=1e-12)
+        wanted = {name: each * (0.5 / (norm + 1e-6)) for name, each in full.items()}
+        assert_same(got[who][1], shares("fully_shard", who, wanted))
 
 
 def pass_without_sync() -> list[Gradients]:
