@@ -9,6 +9,8 @@ STAMP := $(VENV)/.stamp
 OTHER := .venv-third-party
 FUZZ := .venv-fuzz
 INPUTS ?= 1000000
+CHAOS_SEEDS ?= 20000
+SOAK_SECONDS ?= 1200
 CUDA_PYTHON ?= $(BIN)/python
 
 # The layers without sockets, threads or a clock: cheap to test to the last branch.
@@ -27,8 +29,8 @@ LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing t
 	tests/devices tests/drawing tests/inspection tests/profiler tests/seeing
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-pure test-layers test-rest lint slow attacks conformance cuda third-party fuzz bench bench-pinned \
-	bench-check coverage clean
+.PHONY: help demo test test-pure test-layers test-rest lint slow faults chaos soak attacks conformance cuda third-party \
+	fuzz bench bench-pinned bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -55,7 +57,18 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/mypy
 
 slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 random programs, the speed floor
-	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q -m slow --ignore=tests/faults
+
+# Some need root, for network namespaces, TUN devices and cgroups; without it they are skipped, and say so.
+faults: $(STAMP) ## every row of docs/reliability.md, in real processes, with the table of what was measured; an hour
+	BACKHAUL_FAULT_TABLE=1 $(BIN)/pytest -q tests/faults
+
+chaos: $(STAMP) ## 20,000 simulated training runs under cuts, deaths and rejoins (CHAOS_SEEDS=...), and planted mistakes
+	$(BIN)/pytest -q tests/faults/test_chaos.py
+	$(BIN)/python tests/faults/chaos.py 0 $(CHAOS_SEEDS)
+
+soak: $(STAMP) ## five processes, a kill every 15 s, resets in between, for 20 minutes (SOAK_SECONDS=...); needs root
+	$(BIN)/python tests/faults/soak.py $(SOAK_SECONDS)
 
 attacks: $(STAMP) ## a hostile member of a federation, half a minute for each attack: what it costs a good one
 	PYTHONPATH=tests $(BIN)/python tests/security/attacks.py

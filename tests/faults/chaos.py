@@ -3,7 +3,7 @@
 One seed is one program::
 
     python tests/faults/chaos.py SEED        # replays it, and prints all that happens
-    python tests/faults/chaos.py FROM TO     # runs many, and prints how much happened
+    python tests/faults/chaos.py FROM TO     # runs many, on all processors, and prints how much happened
 
 A program makes some training steps. Each worker but the first has a stage of the model. The first worker holds the
 references; any worker may drive a step, with references that it is given for it: calls through the stages, a backward
@@ -24,21 +24,19 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import multiprocessing
+import os
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path[:0] = [str(Path(__file__).parent)]
-
 from chaos_network import Group
+from torch import Tensor
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
@@ -50,6 +48,7 @@ from backhaul.rpc import RRef
 WIDTH = 3
 RATE = 0.1
 PATIENCE = 10.0
+_CHUNK = 100
 _LOST = (rpc.WorkerLostError, PartialError)
 
 
@@ -351,7 +350,9 @@ class Program:
             except rpc.WorkerLostError as error:
                 self._log(f"{self._clock:5} again: {error}")
                 if time.monotonic() > deadline:
-                    raise ChaosError(f"a worker that was replaced cannot be used after {PATIENCE} s: {error}") from error
+                    raise ChaosError(
+                        f"a worker that was replaced cannot be used after {PATIENCE} s: {error}"
+                    ) from error
             self._pass_time()
 
     def _pass_time(self) -> None:
@@ -432,8 +433,7 @@ def run(seeds: Iterable[int]) -> Counter[str]:
 
 
 def main(arguments: list[str]) -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("backhaul").setLevel(logging.ERROR)  # it warns of every worker that is suspected
+    _prepare()
     warm_up()
     numbers = [int(text) for text in arguments]
     start = time.monotonic()
@@ -442,7 +442,18 @@ def main(arguments: list[str]) -> None:
         program.run()
         print(dict(program.tally))
         return
-    print(dict(run(range(*numbers))), f"in {time.monotonic() - start:.1f} s")
+    first, last = numbers
+    chunks = [range(at, min(at + _CHUNK, last)) for at in range(first, last, _CHUNK)]
+    tally: Counter[str] = Counter()
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), _prepare) as pool:
+        for found in pool.imap_unordered(run, chunks):
+            tally += found
+            print(f"{time.monotonic() - start:7.1f} s {dict(tally)}", flush=True)
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("backhaul").setLevel(logging.ERROR)  # workers warn of everyone that they suspect
 
 
 if __name__ == "__main__":

@@ -77,9 +77,7 @@ class Group:
         transport = _Transport(self, rank, self._options)
         with self._lock:
             self._transports[rank] = transport
-        worker = Worker(
-            f"worker{rank}", rank, None, store=self._store, options=self._options, transport=transport
-        )
+        worker = Worker(f"worker{rank}", rank, None, store=self._store, options=self._options, transport=transport)
         self.scheduler.attach(worker.agent)
         self.workers[rank] = worker
 

@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from measuring import Measure
 
 TABLE_VARIABLE = "BACKHAUL_FAULT_TABLE"
 """Set, it has the table printed at the end."""
 
 _measured = pytest.StashKey[list[str]]()
 _rows = pytest.StashKey[list[tuple[str, str, str, str]]]()
-
-
-class Measure:
-    """What a row has measured: `seconds` for what has a limit, `note` for the rest."""
-
-    def __init__(self, notes: list[str]) -> None:
-        self._notes = notes
-
-    def seconds(self, what: str, found: float, within: float) -> None:
-        self._notes.append(f"{what} {found:.2f} s")
-        assert found < within, f"{what} took {found:.2f} s; allowed are {within} s"
-
-    def note(self, text: str) -> None:
-        self._notes.append(text)
 
 
 @pytest.fixture

@@ -68,9 +68,7 @@ class Hosts(Crew):
             for rank, hand in enumerate(self):
                 hand.run(join, self.place(rank, None), timeout=_JOIN_SECONDS)
             return
-        joining: list[Future[Any]] = [
-            hand.start(join, self.place(rank, len(self))) for rank, hand in enumerate(self)
-        ]
+        joining: list[Future[Any]] = [hand.start(join, self.place(rank, len(self))) for rank, hand in enumerate(self)]
         for each in joining:
             each.result(_JOIN_SECONDS)
 

@@ -1,4 +1,4 @@
-"""A relay for unix sockets: takes the place of a listening socket and carries bytes and descriptors, with one bit wrong.
+"""A relay for unix sockets: in the place of a listening socket, it carries bytes and descriptors, with one bit wrong.
 
 A worker's socket is moved aside and the relay listens at its path. The relay is a process of the same user, so the
 kernel vouches for it as for a worker.

@@ -4,8 +4,8 @@
 
 Every 15 s a worker is killed and another process takes its name; in between, all TCP connections are reset. Two drivers
 make calls and training steps; each step is repeated until it is right, and every 100th is compared with a run in one
-process. At the end: what was done, how much memory grew after the first quarter, and what was left over. The exit status
-is 1 if something is wrong. It needs root, for network namespaces and a TUN device.
+process. At the end: what was done, how much memory grew after the first quarter, and what was left over. The exit
+status is 1 if something is wrong. It needs root, for network namespaces and a TUN device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import limits
 import torch

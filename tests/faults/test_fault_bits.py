@@ -9,7 +9,7 @@ from typing import Any
 import load
 import pytest
 import torch
-from conftest import Measure
+from measuring import Measure
 from network import Hosts, needs_hosts
 from relay import Relay
 
@@ -56,7 +56,7 @@ class Outcomes(dict[str, int]):
         self[key] = self.get(key, 0) + 1
 
     def __str__(self) -> str:
-        return ", ".join(f"{count} × {key}" for key, count in sorted(self.items()))
+        return ", ".join(f"{count} {key}" for key, count in sorted(self.items()))
 
 
 def flip_over_tls(runs: int, measure: Measure) -> None:

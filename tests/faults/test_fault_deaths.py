@@ -8,8 +8,8 @@ import baseline
 import load
 import pytest
 import training
-from conftest import Measure
 from load import Outcome
+from measuring import Measure
 
 from crew import Crew
 

@@ -16,7 +16,7 @@ import baseline
 import load
 import pytest
 import training
-from conftest import Measure
+from measuring import Measure
 
 import backhaul
 from backhaul import rpc
@@ -129,7 +129,9 @@ def test_shutdown_with_a_dead_peer(measure: Measure) -> None:
 # Names.
 
 
-@pytest.mark.fault("a worker restarts under its old name, in a dynamic group", "stale references raise; calls work, in 1 s")
+@pytest.mark.fault(
+    "a worker restarts under its old name, in a dynamic group", "stale references raise; calls work, in 1 s"
+)
 def test_a_restart_under_the_old_name(measure: Measure) -> None:
     with Crew(3, group=False) as crew:
         for rank in range(2):
@@ -240,9 +242,7 @@ def free_port() -> int:
 def test_the_host_of_the_store_dies(measure: Measure) -> None:
     with Crew(4, group=False) as crew:
         options = rpc.RpcOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
-        places = [
-            {"name": f"worker{rank}", "rank": rank, "rpc_backend_options": options} for rank in range(len(crew))
-        ]
+        places = [{"name": f"worker{rank}", "rank": rank, "rpc_backend_options": options} for rank in range(len(crew))]
         for rank in range(3):
             assert crew[rank].run(join, places[rank]) == f"worker{rank}"
         crew[1].run(load.hold, "worker2", 3)

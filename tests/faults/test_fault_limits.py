@@ -15,7 +15,7 @@ import load
 import pytest
 import torch
 import training
-from conftest import Measure
+from measuring import Measure
 
 from backhaul import checkpoint, rpc
 from backhaul.worker import current
@@ -48,7 +48,8 @@ def too_large(crew: Crew, elements: int, measure: Measure, *, error: str = "") -
     crew[1].run(load.await_entered, "unrelated")
     begun = time.time()
     found = crew[0].run(load.try_large, "worker1", elements)
-    assert found.startswith(error) and "LostError" not in found, found
+    assert found.startswith(error), found
+    assert "LostError" not in found, found
     assert "worker1" in found
     measure.note(found.splitlines()[0][:150])
     measure.seconds("after", time.time() - begun, within=RECOVERED_WITHIN)
@@ -78,7 +79,9 @@ def test_a_message_larger_than_the_limit(measure: Measure, transport: str, monke
 
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="issue 18, item 7")
-@pytest.mark.fault("a tensor larger than the callee's address space", "a MemoryError that names the size; no call fails")
+@pytest.mark.fault(
+    "a tensor larger than the callee's address space", "a MemoryError that names the size; no call fails"
+)
 def test_a_tensor_larger_than_the_address_space(measure: Measure, crew: Crew) -> None:
     crew[1].run(limits.limit_memory, 300 << 20)
     too_large(crew, 256 << 20, measure, error="MemoryError")
@@ -121,7 +124,9 @@ def shared_bytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-@pytest.mark.fault("no descriptor is left", "connections go on; a new one fails and says so; all works when there are some")
+@pytest.mark.fault(
+    "no descriptor is left", "connections go on; a new one fails and says so; all works when there are some"
+)
 def test_no_descriptors(measure: Measure, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKHAUL_SECRET", "5a" * 32)
     with Crew(3, transport=transport, connect_timeout=4.0) as crew:
@@ -211,7 +216,9 @@ def answer(size: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a peer that stops reading", "the sender's memory is bounded; other peers' p99 is under twice as long")
+@pytest.mark.fault(
+    "a peer that stops reading", "the sender's memory is bounded; other peers' p99 is under twice as long"
+)
 def test_a_peer_that_stops_reading(measure: Measure, crew: Crew, request: pytest.FixtureRequest) -> None:
     if "unix" in request.node.name:
         request.applymarker(pytest.mark.xfail(strict=True, reason="issue 18, item 8"))
@@ -223,6 +230,8 @@ def test_a_peer_that_stops_reading(measure: Measure, crew: Crew, request: pytest
     time.sleep(3.0)
     grown = crew[0].run(limits.resident) - before
     crew[1].signal(signal.SIGCONT)
-    measure.note(f"grew by {grown >> 20} MiB for 200 replies of 4 MiB; p99 {before_p99 * 1e3:.1f} -> {p99 * 1e3:.1f} ms")
+    measure.note(
+        f"grew by {grown >> 20} MiB for 200 replies of 4 MiB; p99 {before_p99 * 1e3:.1f} -> {p99 * 1e3:.1f} ms"
+    )
     assert grown < 128 << 20
     assert p99 < max(2 * before_p99, 0.02)

@@ -10,7 +10,7 @@ import baseline
 import load
 import pytest
 import training
-from conftest import Measure
+from measuring import Measure
 from network import Hosts, needs_hosts
 from switch import both
 

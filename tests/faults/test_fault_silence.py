@@ -10,7 +10,7 @@ import baseline
 import load
 import pytest
 import torch
-from conftest import Measure
+from measuring import Measure
 from network import Hosts, needs_hosts
 from switch import Pair, both
 
@@ -44,7 +44,7 @@ ALL = [
 
 
 def run_scenes(scenes: list[Scene], seconds: float, measure: Measure, *, dies: bool) -> None:
-    """Cut, wait, heal: afterwards calls work both ways, and no reference is lost. ``dies``: calls under way may fail."""
+    """Cut, wait, heal: afterwards calls work both ways, no reference is lost. ``dies``: calls under way may fail."""
     with Hosts(max(max(scene.hosts) for scene in scenes) + 1) as hosts:
         for a, b in (scene.hosts for scene in scenes):
             hosts[a].run(load.hold, f"worker{b}", REFERENCES)

@@ -10,7 +10,7 @@ import baseline
 import load
 import pytest
 import training
-from conftest import Measure
+from measuring import Measure
 
 from crew import Crew
 
@@ -65,7 +65,9 @@ def test_callee_stopped_for_5_seconds(measure: Measure, transport: str, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="issue 18, item 1")
-@pytest.mark.fault("SIGSTOP of the callee for 60 s", "suspected at the limit + 2 s, then all goes on, references included")
+@pytest.mark.fault(
+    "SIGSTOP of the callee for 60 s", "suspected at the limit + 2 s, then all goes on, references included"
+)
 def test_callee_stopped_for_60_seconds(measure: Measure) -> None:
     with Crew(2) as crew:
         prepare(crew)

@@ -1,4 +1,4 @@
-"""References in messages that are made for a connection which has ended already: they arrive nowhere, and pin nothing."""
+"""References in messages made for a connection that has ended already: they arrive nowhere, and pin nothing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,133 @@
+"""Training under chaos, seed by seed; and proof that the simulation notices mistakes.
+
+Each mistake below is one that a distributed system makes easily. The simulation finds it within some programs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import chaos
+import pytest
+from chaos import ChaosError, run
+
+from backhaul.agent.agent import Agent
+from backhaul.autograd.autograd import Autograd
+from backhaul.autograd.engine import Engine
+from backhaul.errors import PartialError, WorkerLostError
+from backhaul.ids import WorkerInfo
+from backhaul.optim import distributed
+from backhaul.refs.holdings import Holdings
+
+SEEDS_VARIABLE = "BACKHAUL_CHAOS_SEEDS"
+"""How many programs `make test` runs."""
+_DEFAULT_SEEDS = 60
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Workers warn of everyone that they suspect."""
+    logger = logging.getLogger("backhaul")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.timeout(300)
+def test_training_under_chaos() -> None:
+    seeds = int(os.environ.get(SEEDS_VARIABLE, _DEFAULT_SEEDS))
+    tally = run(range(seeds))
+    assert tally["programs"] == seeds
+    assert tally["steps"] >= 2 * seeds
+    for what in ("cuts", "parts", "heals", "delays", "deaths", "rejoins", "failures"):
+        assert tally[what] > seeds / 20, f"{what}: {tally}"
+
+
+def test_a_program_is_replayed_by_its_seed() -> None:
+    """The same faults, in the same order. (What a step makes of them may differ by who is first to notice.)"""
+
+    def faults_of(seed: int) -> list[str]:
+        lines: list[str] = []
+        program = chaos.Program(seed, lines.append)
+        program.run()
+        return [line.split(maxsplit=1)[1] for line in lines if line.split()[1] in ("cut", "part", "kill", "delay")]
+
+    chaos.warm_up()
+    assert faults_of(3) == faults_of(3)
+    assert len({tuple(faults_of(seed)) for seed in range(5)}) > 1
+
+
+# Mistakes.
+
+
+def await_mistake(seeds: int, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "PATIENCE", 3.0)
+    chaos.warm_up()
+    with pytest.raises(ChaosError, match=match):
+        run(range(seeds))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_peer_that_cannot_be_reached_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Agent, "has_ended", lambda self, info: True)
+    await_mistake(200, "a reference was lost|cannot be used", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_lost_call_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Agent.call
+
+    def insist(self: Agent, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(self, *args, **kwargs)
+        except WorkerLostError:
+            return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(Agent, "call", insist)
+    await_mistake(200, "ran more than once|wrong|between two values", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_step_that_some_have_missed_is_called_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    spread = distributed.spread
+
+    def forgive(what: str, work: Mapping[WorkerInfo, Any], timeout: float = -1.0) -> Any:
+        try:
+            return spread(what, work, timeout)
+        except PartialError as error:
+            if what == "the optimizer step" and error.done:
+                return {}
+            raise
+
+    monkeypatch.setattr(distributed, "spread", forgive)
+    await_mistake(300, "was good, and the weight", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_contexts_are_not_left_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The initiator does not ask again whether a context still exists when a connection has ended."""
+    monkeypatch.setattr(Autograd, "_on_present", lambda self, peer: None)
+    monkeypatch.setattr(Autograd, "_on_connection_ended", lambda self, connection, peer, error: None)
+    await_mistake(300, "left over|took|has failed", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_pass_does_not_hear_of_lost_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "lost", lambda self, peer, error: None)
+    await_mistake(300, "took|still run|left over", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_shares_on_a_broken_connection_are_not_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Holdings, "_on_connection_ended", lambda self, connection, peer, error: None)
+    await_mistake(300, "left over", monkeypatch)
