@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
-from backhaul.errors import MisuseError, OptionError, QuotaError, UnsendableError, WorkerLostError
+from backhaul.errors import (
+    BackhaulError,
+    MisuseError,
+    OptionError,
+    QuotaError,
+    RefusedError,
+    UnsendableError,
+    WorkerLostError,
+)
 from backhaul.federation import BFloat16, Clip, Edge, GaussianNoise, Int8, TopK, epsilon
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster
@@ -286,6 +294,26 @@ def test_the_error_says_what_to_write() -> None:
         with pytest.raises(UnsendableError, match="or a NumPy array,"):
             rpc.rpc_sync("worker1", echo, (rows.numpy(),))
         assert rpc.rpc_sync("worker1", echo, ([1, "a", None, True, 1 << 80],)) == [1, "a", None, True, 1 << 80]
+
+
+@pytest.mark.parametrize("trust", ["federation", "cluster"])
+def test_errors_of_ours_are_told_and_carry_nothing_else(trust: Any) -> None:
+    options = RpcOptions(trust=trust, edges={"worker0": HALVE})
+    with InProcessCluster(2, options=options) as workers, workers[0].as_current():
+        with pytest.raises(RefusedError, match=r"^not this$") as told:
+            rpc.rpc_sync("worker1", refuse, ("not this", True))
+        assert not vars(told.value)
+        with pytest.raises(BackhaulError) as failure:
+            rpc.rpc_sync("worker1", refuse, (None, False))
+        assert "0.125" not in f"{failure.value} {failure.value.args} {failure.value.__cause__}"
+
+
+@rpc.expose
+def refuse(text: str | None, with_more: bool) -> None:
+    error = RefusedError(text or torch.full((2,), 0.125))
+    if with_more:
+        error.rows = rows  # type: ignore[attr-defined]
+    raise error
 
 
 @pytest.mark.parametrize("trust", ["federation", "cluster"])

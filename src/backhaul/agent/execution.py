@@ -330,6 +330,7 @@ class Execution:
             texts = (*texts[:2], crossing.text_of(error, texts[2]), "")
             if not crossing.may_tell(error):
                 return encode(make(*texts))
+            error = type(error)(texts[2])  # without what else hangs on it
         try:
             tree, packing = self._codec.pack(error)
             return self._frame(lambda refs: make(*texts, tree, refs), packing, packing.tensors, to)
