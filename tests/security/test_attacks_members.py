@@ -17,7 +17,7 @@ from backhaul.options import Quotas
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack(federation: Besieged, mine: ssl.SSLContext, name: str) -> None:
-    figures = run(federation, mine, name, 0.4)
+    figures = run(federation, mine, name, 0.25)
     assert figures.alive
     assert figures.calls > 5
     assert figures.attacked < 5

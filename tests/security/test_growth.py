@@ -58,7 +58,7 @@ from backhaul.wire.messages import (
     Unpin,
 )
 
-SMALL, TIMES = 1500, 8
+SMALL, TIMES = 1000, 8
 LARGEST_RATIO = 3.0 * TIMES  # a square is 8 * TIMES; an eighth of a message is too small to be exact about
 ME = 2
 PASS = Pass((ME << 48) + 1, (ME << 48) + 2, 0, False, False)
