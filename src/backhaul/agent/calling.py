@@ -269,8 +269,8 @@ class Calling(Line):
                 departure = self._put(join(held), waits=False)
             elif held and frame is not None:
                 frame = join([*held, frame])
-            if frame is not None:
-                departure = self._put(frame, waits=True)
+            if frame is not None and (self._unflushed or not self.channel.write(frame)):
+                departure = self._depart(frame, waits=True)
             duty = departure is not None and self._outbox.take_duty()
         finally:
             self._sending.release()

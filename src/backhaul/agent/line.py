@@ -31,10 +31,10 @@ from backhaul.wire.lanes import SMALL, may_pass
 from backhaul.wire.messages import Goodbye
 
 if TYPE_CHECKING:
-    from backhaul.agent.serving import Serving
+    from backhaul.agent.serving import Guard, Serving
 
 _SEND_POLL = 0.1
-_SLICES_AT_ONCE = 8  # then threads that wait to send get their turn
+_SLICES_AT_ONCE = 4  # then threads that wait to send get their turn
 
 
 def named(line: Line, envelope: Envelope) -> dict[str, Any]:
@@ -104,15 +104,44 @@ class Line:
 
     # Sending. No thread waits while it has ``_sending``.
 
-    def reply(self, frame: Frame, count: int = 1, releases: int = 0) -> None:
+    def reply(self, frame: Frame, count: int = 1, releases: int = 0, *, late: bool = False) -> None:
         """Send one frame, or ``count`` joined ones. A peer that is gone loses it.
 
         Waits until the frame has left if it refers to memory that may change, or if too much waits already.
-        ``releases``: how many calls of a peer's quota end when it has left.
+        ``releases``: how many calls of a peer's quota end when it has left. ``late``: see `send_late`.
         """
-        if releases and self._unflushed:
-            frame = self._bounded(frame)
-        self._reply(frame, count, releases, late=False)
+        afterwards = None
+        if releases and (guard := self._serving.guard) is not None:
+            afterwards = partial(guard.finished, self.peer, releases)
+            if self._unflushed:
+                frame = self._bounded(frame, guard)
+        departure = None
+        try:
+            if self._unflushed:
+                with self._turn:
+                    self._sending.acquire()
+            else:
+                self._sending.acquire()
+            try:
+                if self._unflushed or not self.channel.write(frame):
+                    departure = self._depart(frame, waits=not late, copies=late, afterwards=afterwards)
+                    duty = self._outbox.take_duty()
+            finally:
+                self._sending.release()
+            if departure is not None:
+                self._see_off(departure, duty, math.inf)
+            elif afterwards is not None:
+                afterwards()
+        except (ChannelClosed, ProtocolError) as error:
+            link_logger(self.peer.name).debug("= a reply finds nobody")
+            if departure is not None:
+                self._broke(error)
+            elif afterwards is not None:
+                afterwards()
+        observers = self._serving.observers
+        if observers.active:
+            sent = Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=True, frames=count)
+            observers.emit(sent)
 
     def reply_late(self, frame: Frame) -> None:
         """Send the reply to a call after its request has been handled. Never waits."""
@@ -121,9 +150,7 @@ class Line:
 
     def send_late(self, frame: Frame, releases: int = 0) -> None:
         """`reply`, for a thread that others wait for: what does not fit is copied, and leaves when there is room."""
-        if releases and self._unflushed:
-            frame = self._bounded(frame)
-        self._reply(frame, 1, releases, late=True)
+        self.reply(frame, 1, releases, late=True)
 
     def count_finished(self, *, releases: bool = True) -> None:
         """A call that came here is over. Without ``releases`` it counts in the quota until its reply has left."""
@@ -170,64 +197,46 @@ class Line:
         """Bytes that wait to be sent, besides the frame that is under way."""
         return self._outbox.waiting
 
-    def _reply(self, frame: Frame, count: int, releases: int, *, late: bool) -> None:
-        guard = self._serving.guard
-        afterwards = partial(guard.finished, self.peer, releases) if releases and guard is not None else None
-        departure = None
-        try:
-            if self._unflushed:
-                with self._turn:
-                    self._sending.acquire()
-            else:
-                self._sending.acquire()
-            try:
-                if late and self._unflushed:
-                    frame = _copy(frame)
-                departure = self._put(frame, waits=not late, afterwards=afterwards)
-                duty = departure is not None and self._outbox.take_duty()
-                if late and departure is not None and departure.begun:
-                    self.channel.copy_unsent()
-            finally:
-                self._sending.release()
-            if departure is not None:
-                self._see_off(departure, duty, math.inf)
-            elif afterwards is not None:
-                afterwards()
-        except (ChannelClosed, ProtocolError) as error:
-            link_logger(self.peer.name).debug("= a reply finds nobody")
-            if departure is not None:
-                self._broke(error)
-            elif afterwards is not None:
-                afterwards()
-        observers = self._serving.observers
-        if observers.active:
-            sent = Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=True, frames=count)
-            observers.emit(sent)
-
-    def _bounded(self, frame: Frame) -> Frame:
+    def _bounded(self, frame: Frame, guard: Guard) -> Frame:
         """The reply to a call, or that it is refused: too many replies to this peer have not left."""
-        guard = self._serving.guard
         waiting = self._outbox.waiting
-        if guard is None or not frame.keep or not waiting or waiting + frame.size <= self._serving.max_unsent_bytes:
+        if not frame.keep or not waiting or waiting + frame.size <= self._serving.max_unsent_bytes:
             return frame
         return guard.refuse_reply(self, frame, waiting)
 
-    def _put(self, frame: Frame, *, waits: bool, afterwards: Callable[[], None] | None = None) -> Departure | None:
+    def _put(self, frame: Frame, *, waits: bool) -> Departure | None:
         """Write a frame, or have it wait behind others. Holds ``_sending``. None if it has left."""
-        if self._unflushed:
-            if self._dead is not None:
-                raise ChannelClosed(self._dead)
-            departure = Departure(frame, may_pass(frame), afterwards=afterwards)
-            if self._outbox.add(departure) and waits:
-                departure.waiter = Waiter()
-            return departure
-        if self.channel.write(frame):
+        if not self._unflushed and self.channel.write(frame):
             return None
-        self._unflushed = True
-        departure = Departure(frame, passes=False, afterwards=afterwards)
-        if frame.keep and waits:
+        return self._depart(frame, waits=waits)
+
+    def _depart(
+        self, frame: Frame, *, waits: bool, copies: bool = False, afterwards: Callable[[], None] | None = None
+    ) -> Departure:
+        """A frame that the channel has not taken, or not all of it. Holds ``_sending``.
+
+        ``waits``: its thread can wait for it. ``copies``: it has to be copied, since its thread cannot.
+        """
+        if self._dead is not None:
+            raise ChannelClosed(self._dead)
+        begun = not self._unflushed
+        if copies:
+            try:
+                if begun:
+                    self.channel.copy_unsent()
+                else:
+                    frame = _copy(frame)
+            except MemoryError:
+                waits = True
+        departure = Departure(frame, not begun and may_pass(frame), afterwards=afterwards)
+        if begun:
+            self._unflushed = True
+            self._outbox.begin(departure)
+            waits = waits and bool(frame.keep)
+        else:
+            waits = self._outbox.add(departure) and waits
+        if waits:
             departure.waiter = Waiter()
-        self._outbox.begin(departure)
         return departure
 
     def _see_off(self, departure: Departure, duty: bool, deadline: float) -> None:
@@ -252,24 +261,31 @@ class Line:
                     in_time = self._pump(departure, deadline)
                 else:
                     in_time = departure.waiter.sleep(max(0.0, deadline - time.monotonic()))
-                if not in_time:
-                    self._give_up(departure)
+                if not in_time and self._give_up(departure):
+                    raise RpcTimeoutError(
+                        f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than set "
+                        "timeout"
+                    )
+        except BaseException:
+            self._give_up(departure)  # if this thread was interrupted: another one pumps
+            raise
         finally:
             if handling:
                 self._serving.resumed()
 
-    def _give_up(self, departure: Departure) -> None:
-        """The deadline has passed. A frame that has begun leaves all the same: the peer needs all of it."""
+    def _give_up(self, departure: Departure) -> bool:
+        """Its thread waits no longer. A frame that has begun leaves all the same: the peer needs all of it.
+
+        False if it has left, or never will, or was given up before.
+        """
         with self._sending:
-            if departure.left or departure.lost:
-                return
+            if departure.left or departure.lost or departure.waiter is None:
+                return False
             self._outbox.give_up(departure)
             pumps, departure.pumps = departure.pumps, False
         if pumps:
             self._stop_pumping(departure)
-        raise RpcTimeoutError(
-            f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than set timeout"
-        )
+        return True
 
     # Pumping: writing whenever there is room.
 
@@ -280,7 +296,7 @@ class Line:
         room. Raises `ChannelClosed` if the peer takes nothing for too long.
         """
         moved = time.monotonic()
-        arrived = -1
+        arrived = self.channel.way().arrived
         try:
             while True:
                 with self._turn:
@@ -315,7 +331,7 @@ class Line:
                 reads = self._read_meanwhile()
                 if self.channel.wait(read=reads, write=True, timeout=min(_SEND_POLL, deadline - now)):
                     moved = now
-        except BaseException as error:
+        except Exception as error:
             self._end_sending(str(error))
             raise
 

@@ -38,6 +38,7 @@ _KEEP = 1 << 20
 # Buffers beyond this are received in place rather than collected first.
 _COLLECT_BELOW = 64 * 1024
 _MIN_ROOM = 16 * 1024
+_MOST_DRAINED = 1 << 42  # no message is larger than that: what claims it is garbage
 _LARGE = 64 << 20  # so much that it is worth a look whether there is room for it
 
 _BITS = PLACED | TRACED
@@ -204,7 +205,8 @@ class Decoder:
                 raise ProtocolError(f"a frame of unknown kind {kind}")
             if self._strict and kind in _FOR_CLUSTERS:
                 raise ProtocolError(f"a {KINDS[kind].__name__}, in a federation")
-            if table > MAX_TABLE or size > self._limit or (size + payload > self._limit and not self._drains):
+            drains = self._drains and payload <= _MOST_DRAINED
+            if table > MAX_TABLE or size > self._limit or (size + payload > self._limit and not drains):
                 raise ProtocolError(
                     f"a message of {size + payload} bytes (tensor table {table}) is over the limit of "
                     f"{self._limit}; option max_message_bytes sets it"
