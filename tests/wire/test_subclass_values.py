@@ -161,6 +161,77 @@ def test_gradients_as_plain_tensors() -> None:
         plain(Wrapping(tensor))
 
 
+def recorded(value: Any) -> Any:
+    """What arrives of a value whose tensors are recorded: here their history goes right through."""
+    tree, packing = CODEC.pack(value)
+    return CODEC.unpack(tree, packing.tensors)
+
+
+def test_history_of_a_plain_subclass() -> None:
+    x = torch.ones(3, requires_grad=True)
+    got = recorded((x * 2).as_subclass(Tagged))
+    assert type(got) is Tagged
+    assert torch.autograd.grad(got.sum(), x)[0].tolist() == [2, 2, 2]
+
+
+def test_history_of_a_parameter_subclass() -> None:
+    weight = Weight(torch.ones(2))
+    got = recorded(weight)
+    assert type(got) is Tensor  # as a Parameter, it arrives as a tensor that was computed
+    assert torch.autograd.grad(got.sum(), weight)[0].tolist() == [1, 1]
+
+
+def test_history_of_wrappers() -> None:
+    wrapper = Wrapping(torch.ones(2)).requires_grad_()
+    got = recorded([wrapper, wrapper])
+    assert got[0] is got[1]
+    assert type(got[0]) is Wrapping
+    gradient: Any = torch.autograd.grad(got[0], wrapper, Wrapping(torch.tensor([3.0, 4.0])))[0]
+    assert type(gradient) is Wrapping
+    assert gradient.inner.tolist() == [3, 4]
+
+
+def test_history_of_a_masked_tensor() -> None:
+    mask = torch.tensor([True, False])
+    value = MaskedTensor(torch.ones(2), mask, requires_grad=True)
+    got = recorded(value)
+    assert isinstance(got, MaskedTensor)
+    gradient: Any = torch.autograd.grad(got, value, MaskedTensor(torch.full((2,), 3.0), mask))[0]
+    assert gradient.to_tensor(0.0).tolist() == [3, 0]
+    with pytest.raises(MisuseError, match="has another mask than the tensor"):
+        torch.autograd.grad(recorded(value), value, MaskedTensor(torch.ones(2), ~mask))
+
+
+def test_a_gradient_of_another_class() -> None:
+    from backhaul.wire.subclasses import _Form, _Wrap
+
+    class Context:
+        form = _Form(Wrapping, None, None, None, {}, ["inner"])
+
+    assert _Wrap.backward(Context, None) == (None, None)
+    with pytest.raises(MisuseError, match="the gradient of a Wrapping from another worker is a Tensor"):
+        _Wrap.backward(Context, torch.ones(2))
+
+
+def test_a_wrapper_of_integers_that_requires_grad() -> None:
+    """There is nothing in it that gradients could go through."""
+
+    odd = Tensor._make_wrapper_subclass(Wrapping, (2,), dtype=torch.float32, requires_grad=True)
+    odd.inner = torch.ones(2, dtype=torch.int64)
+    with pytest.raises(UnsendableError):
+        STRICT.pack(odd)
+    _, packing = CODEC.pack([odd, tagged()])
+    assert packing.unrecorded == "Wrapping"
+
+
+def test_a_class_that_has_no_name() -> None:
+    class Local(Tensor):
+        pass
+
+    with pytest.raises(UnsendableError, match="Local"):
+        CODEC.pack(torch.ones(2).as_subclass(Local))
+
+
 TENSOR = [trees.TENSOR, 0]
 NAME = f"{__name__}:Tagged"
 WRAPPING = f"{__name__}:Wrapping"
@@ -222,6 +293,13 @@ def test_a_dtensor_where_there_is_no_such_mesh(mesh: DeviceMesh) -> None:
     description[2] = [trees.LIST, 7]
     with pytest.raises(UnsendableError, match=r"a mesh of the ranks \[7\] cannot be received"):
         CODEC.unpack(tree, packing.tensors)
+
+
+def test_history_of_a_dtensor(mesh: DeviceMesh) -> None:
+    x = torch.ones(2, requires_grad=True)
+    got = recorded(DTensor.from_local(x, mesh, [Shard(0)]))
+    assert isinstance(got, DTensor)
+    assert torch.autograd.grad(got.to_local().sum(), x)[0].tolist() == [1, 1]
 
 
 def test_only_some_gradients_of_a_wrapper() -> None:
