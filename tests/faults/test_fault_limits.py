@@ -218,7 +218,9 @@ def answer(size: int) -> torch.Tensor:
 )
 def test_a_peer_that_stops_reading(measure: Measure, crew: Crew, request: pytest.FixtureRequest) -> None:
     if "unix" in request.node.name:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="issue 18, item 8: replies over unix sockets keep 966 MiB"))
+        request.applymarker(
+            pytest.mark.xfail(strict=True, reason="issue 18, item 8: replies over unix sockets keep 966 MiB")
+        )
     before_p99 = crew[2].run(load.p99, "worker0", 500)
     before = crew[0].run(limits.resident)
     crew[1].run(load.ask_without_reading, "worker0", answer, 1 << 20, 200)
