@@ -118,7 +118,10 @@ def drive(id: str, step: int, parts: list[Part]) -> str:
 
 class Program:
     def __init__(self, seed: int, log: Callable[[str], None] = lambda text: None) -> None:
+        self._seed = seed
         self._chance = Random(seed)
+        self.planned: list[tuple[int, str, int, int]] = []
+        """The faults of this program: in which step, what, and to which workers."""
         self._log = log
         self.tally: Counter[str] = Counter()
         stages.clear()
@@ -144,7 +147,7 @@ class Program:
                     self._make(rank)
                 self._group.scheduler.before_delivery.append(self._delivery)
                 for step in range(self._chance.choice([2, 3])):
-                    self._plan_faults()
+                    self._plan_faults(step)
                     self._step(step)
                 with self._planning:
                     self._plan.clear()
@@ -155,31 +158,25 @@ class Program:
 
     # Faults.
 
-    def _plan_faults(self) -> None:
-        """What happens next, by the number of deliveries from now on."""
-        acts = [self._cut, self._cut, self._part, self._delay, self._kill]
-        for _ in range(self._chance.choice([0, 1, 1, 2, 3])):
-            act = self._chance.choice(acts)
-            due = self._clock + self._chance.randrange(1, 40), act(self._chance.random())
+    def _plan_faults(self, step: int) -> None:
+        """What happens in a step, by the number of deliveries from now on. What happened before plays no part."""
+        chance = Random(f"{self._seed}/{step}")
+        for _ in range(chance.choice([0, 1, 1, 2, 3])):
+            act = chance.choice([self._cut, self._cut, self._part, self._delay, self._kill])
+            a, b = chance.sample(range(self._size), 2)
+            self.planned.append((step, act.__name__.strip("_"), a, b))
+            due = self._clock + chance.randrange(1, 40), act(a, b, chance.random())
             with self._planning:
                 self._plan.append(due)
 
-    def _pair(self) -> tuple[int, int]:
-        a, b = self._chance.sample(range(self._size), 2)
-        return a, b
-
-    def _cut(self, draw: float) -> Callable[[], None]:
-        a, b = self._pair()
-
+    def _cut(self, a: int, b: int, draw: float) -> Callable[[], None]:
         def act() -> None:
             self._note("cuts", f"cut {a} - {b}")
             self._group.cut(a, b, lose=draw < 0.5)
 
         return act
 
-    def _part(self, draw: float) -> Callable[[], None]:
-        a, b = self._pair()
-
+    def _part(self, a: int, b: int, draw: float) -> Callable[[], None]:
         def act() -> None:
             self._note("parts", f"part {a} - {b}")
             self._group.part(a, b)
@@ -192,17 +189,15 @@ class Program:
 
         return act
 
-    def _delay(self, draw: float) -> Callable[[], None]:
-        a, b = self._pair()
-
+    def _delay(self, a: int, b: int, draw: float) -> Callable[[], None]:
         def act() -> None:
             self._note("delays", f"delay {a} - {b}")
             self._group.delay(a, b, 1 + int(draw * 10))
 
         return act
 
-    def _kill(self, draw: float) -> Callable[[], None]:
-        rank = self._chance.randrange(1, self._size)
+    def _kill(self, a: int, b: int, _: float) -> Callable[[], None]:
+        rank = a or b  # the first worker holds the references, and lives
 
         def act() -> None:
             if rank in self._group.workers and len(self._group.workers) > 2:
@@ -256,7 +251,7 @@ class Program:
             self._replace_dead()
             parts = {rank: self._parts[rank] for rank in sorted(self._parts) if rank in self._group.workers}
             after = self._expected(step, list(parts))
-            driver = self._chance.choice([0, 0, *parts])
+            driver = Random(f"{self._seed}/{step}/{attempt}").choice([0, 0, *parts])
             id = f"{step}/{attempt}"
             self._log(f"{self._clock:5} step {id} by {driver} over {list(parts)}")
             begun = time.monotonic()

@@ -91,7 +91,7 @@ class Outcome(NamedTuple):
 def outcome_of(function: Callable[[], Any]) -> Outcome:
     try:
         value = function()
-    except rpc.BackhaulError as error:
+    except (rpc.BackhaulError, OSError) as error:
         return Outcome(time.time(), None, f"{type(error).__name__}: {error}", getattr(error, "worker", ""))
     return Outcome(time.time(), value, "", "")
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import chaos
+import chaos_network
 import pytest
 from chaos import ChaosError, run
 
@@ -24,7 +25,7 @@ from backhaul.refs.holdings import Holdings
 
 SEEDS_VARIABLE = "BACKHAUL_CHAOS_SEEDS"
 """How many programs `make test` runs."""
-_DEFAULT_SEEDS = 60
+_DEFAULT_SEEDS = 50
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +49,12 @@ def test_training_under_chaos() -> None:
 
 
 def test_a_program_is_replayed_by_its_seed() -> None:
-    """The same faults, in the same order. (What a step makes of them may differ by who is first to notice.)"""
+    """The same faults, to the same workers. (What a step makes of them may depend on who is first to notice.)"""
 
-    def faults_of(seed: int) -> list[str]:
-        lines: list[str] = []
-        program = chaos.Program(seed, lines.append)
+    def faults_of(seed: int) -> list[tuple[int, str, int, int]]:
+        program = chaos.Program(seed)
         program.run()
-        return [line.split(maxsplit=1)[1] for line in lines if line.split()[1] in ("cut", "part", "kill", "delay")]
+        return program.planned
 
     chaos.warm_up()
     assert faults_of(3) == faults_of(3)
@@ -74,7 +74,7 @@ def await_mistake(seeds: int, match: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_peer_that_cannot_be_reached_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Agent, "has_ended", lambda self, info: True)
+    monkeypatch.setattr(chaos_network._Transport, "is_over", lambda self, addresses: True)
     await_mistake(200, "a reference was lost|cannot be used", monkeypatch)
 
 

@@ -213,6 +213,7 @@ def test_other_versions_work(measure: Measure) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="issue 18, versions: a greeting does not say the version of frames")
 @pytest.mark.fault("another version of frames", "a refusal within 1 s that names both versions")
 def test_another_version_of_frames_is_refused(measure: Measure) -> None:
     with Crew(2, group=False) as crew:

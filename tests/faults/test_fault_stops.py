@@ -64,7 +64,6 @@ def test_callee_stopped_for_5_seconds(measure: Measure, transport: str, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, item 1")
 @pytest.mark.fault(
     "SIGSTOP of the callee for 60 s", "suspected at the limit + 2 s, then all goes on, references included"
 )
@@ -83,7 +82,6 @@ def test_callee_stopped_for_60_seconds(measure: Measure) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, item 1")
 @pytest.mark.fault("SIGSTOP of the initiator for 60 s, in a pass", "its contexts and references are still there")
 def test_initiator_stopped_for_60_seconds(measure: Measure) -> None:
     with Crew(2) as crew:
@@ -106,7 +104,6 @@ def test_initiator_stopped_for_60_seconds(measure: Measure) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, item 2")
 @pytest.mark.fault("SIGSTOP of rank 0 for 60 s, all others parked in shutdown()", "they wait, and serve afterwards")
 def test_rank_0_stopped_for_60_seconds_with_all_others_parked(measure: Measure) -> None:
     with Crew(3) as crew:
@@ -137,7 +134,6 @@ def test_the_interpreter_held_for_20_seconds(measure: Measure) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, item 1")
 @pytest.mark.fault("user code holds the interpreter for 40 s", "suspected at the limit + 2 s, then all goes on")
 def test_the_interpreter_held_for_40_seconds(measure: Measure) -> None:
     with Crew(2) as crew:
@@ -151,7 +147,6 @@ def test_the_interpreter_held_for_40_seconds(measure: Measure) -> None:
         baseline.await_all_back(crew)
 
 
-@pytest.mark.xfail(strict=True, reason="issue 18, item 1")
 @pytest.mark.fault("SIGSTOP for longer than the limit, which is 1 s here", "suspected, then all goes on")
 def test_a_stop_beyond_a_short_limit(measure: Measure) -> None:
     with Crew(2, unresponsive_after=1.0) as crew:
