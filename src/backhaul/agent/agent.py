@@ -6,6 +6,7 @@ is opened when it is first needed; the lines that peers have opened; the table o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -73,6 +74,8 @@ _CUT_OFF_SECONDS = 2.0
 _GREET_SECONDS = 2.0
 _REPLACEMENT_SECONDS = 300.0
 """For how long a shutdown waits for a worker that the launcher restarts; the launcher ends all if it fails for good."""
+
+_LONGEST_INCARNATION = 64
 
 _MAX_GUESTS = 16
 _FOR_GUESTS = (Inspect, Ping)
@@ -533,11 +536,11 @@ class Agent:
             ids=self._ids,
         )
 
-    def _process_of(self, member: Member) -> int | None:
+    def _process_of(self, member: Member | None) -> int | None:
         """The process of a member, if the launcher of this worker may know how it ends."""
-        here = self._transport.addresses
-        known = self.endings.expected and member.addresses.pid and member.addresses.host == here.host
-        return member.addresses.pid if known else None
+        if member is None or not self.endings.expected or member.addresses.host != self._transport.addresses.host:
+            return None
+        return member.addresses.pid or None
 
     def is_replaced(self, info: WorkerInfo) -> bool:
         """Whether the launcher starts another process in the place of a dead worker; True once that has come."""
@@ -548,7 +551,8 @@ class Agent:
             return False
 
         def came() -> bool:
-            return self.closed.is_set() or self.membership.find(info).incarnation != member.incarnation
+            known = self.membership.known(info)
+            return self.closed.is_set() or (known is not None and known.incarnation != member.incarnation)
 
         handling = self.serving.about_to_wait()
         try:
@@ -563,10 +567,7 @@ class Agent:
         if not self.endings.expected:  # nearly always
             then(lost)
             return
-        try:
-            pid = self._process_of(self.membership.find(peer))
-        except BackhaulError:
-            pid = None
+        pid = self._process_of(self.membership.known(peer))
         if pid is None or lost.explained:
             then(lost)
         elif self.endings.is_awaited(pid):
@@ -581,7 +582,7 @@ class Agent:
         """The launcher has told how processes ended: their workers are lost. Called by the watch thread."""
         for ending in self.endings.read():
             for info in self.members():
-                if info != self.me and self._process_of(self.membership.find(info)) == ending.pid:
+                if info != self.me and self._process_of(self.membership.known(info)) == ending.pid:
                     self._ended(info, ending)
 
     def _ended(self, info: WorkerInfo, ending: Ending) -> None:
@@ -605,7 +606,8 @@ class Agent:
             self.accounts.count_lost(link.peer)
             self.presence.lost(link.peer, error)
             if self.membership.store_is_renewable:
-                self.pool.run(self.membership.check_store)
+                with contextlib.suppress(RuntimeError):  # no thread is available; the next use of the store notices
+                    self.pool.run(self.membership.check_store)
 
     def _connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
         if self.closed.is_set():
@@ -705,6 +707,7 @@ class Agent:
         """A member has greeted, or answered a greeting. If it has taken the place of a process, that one is over."""
         with self._link(member.info).greeting:
             before = self.membership.met(member)
+            self.endings.forget(member.addresses.pid)
             if before is not None:
                 lost = WorkerLostError(f"{before} is lost: {member} has taken its place", member.name)
                 lost.explained = True
@@ -726,6 +729,8 @@ class Agent:
             refused = f"no worker {hello.name!r} of rank {hello.id} is in this group"
         elif self.closed.is_set():
             refused = "it is shutting down"
+        elif len(hello.incarnation) > _LONGEST_INCARNATION or not hello.incarnation.isascii():
+            refused = "its incarnation is not one"
         else:
             refused = ""
         return Welcome(me.id, me.name, refused, self.membership.incarnation)
@@ -806,6 +811,8 @@ class Agent:
         if self.endings.expected:
             self.watch.remove_listener(self.endings)
         self.endings.close()
+        with self.presence.changed:
+            self.presence.changed.notify_all()
         self._door.close()
         gone = self._shut_down()
         for line in self.calling():
