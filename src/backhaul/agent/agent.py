@@ -6,6 +6,7 @@ is opened when it is first needed; the lines that peers have opened; the table o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -79,6 +80,8 @@ _CUT_OFF_SECONDS = 2.0
 _GREET_SECONDS = 2.0
 _REPLACEMENT_SECONDS = 300.0
 """For how long a shutdown waits for a worker that the launcher restarts; the launcher ends all if it fails for good."""
+
+_LONGEST_INCARNATION = 64
 
 _MAX_GUESTS = 16
 _BREACHES = 16
@@ -585,11 +588,11 @@ class Agent:
             ids=self._ids,
         )
 
-    def _process_of(self, member: Member) -> int | None:
+    def _process_of(self, member: Member | None) -> int | None:
         """The process of a member, if the launcher of this worker may know how it ends."""
-        here = self._transport.addresses
-        known = self.endings.expected and member.addresses.pid and member.addresses.host == here.host
-        return member.addresses.pid if known else None
+        if member is None or not self.endings.expected or member.addresses.host != self._transport.addresses.host:
+            return None
+        return member.addresses.pid or None
 
     def is_replaced(self, info: WorkerInfo) -> bool:
         """Whether the launcher starts another process in the place of a dead worker; True once that has come."""
@@ -600,7 +603,8 @@ class Agent:
             return False
 
         def came() -> bool:
-            return self.closed.is_set() or self.membership.find(info).incarnation != member.incarnation
+            known = self.membership.known(info)
+            return self.closed.is_set() or (known is not None and known.incarnation != member.incarnation)
 
         handling = self.serving.about_to_wait()
         try:
@@ -615,10 +619,7 @@ class Agent:
         if not self.endings.expected:  # nearly always
             then(lost)
             return
-        try:
-            pid = self._process_of(self.membership.find(peer))
-        except BackhaulError:
-            pid = None
+        pid = self._process_of(self.membership.known(peer))
         if pid is None or lost.explained:
             then(lost)
         elif self.endings.is_awaited(pid):
@@ -633,8 +634,8 @@ class Agent:
         """The launcher has told how processes ended: their workers are lost. Called by the watch thread."""
         for ending in self.endings.read():
             for info in self.members():
-                member = self.membership.find(info)
-                if info != self.me and self._process_of(member) == ending.pid:
+                member = self.membership.known(info)
+                if member is not None and info != self.me and self._process_of(member) == ending.pid:
                     self._ended(member, ending)
 
     def _ended(self, member: Member, ending: Ending) -> None:
@@ -664,7 +665,8 @@ class Agent:
         if lost:
             self.accounts.count_lost(link.peer)
             if self.membership.store_is_renewable:
-                self.pool.run(self.membership.check_store)
+                with contextlib.suppress(RuntimeError):  # no thread is available; the next use of the store notices
+                    self.pool.run(self.membership.check_store)
 
     def _connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
         if self.closed.is_set():
@@ -772,6 +774,7 @@ class Agent:
             before = self.membership.met(member)
             self.fates.greeted(link, member, reached=reached)
             link.addresses = member.addresses
+            self.endings.forget(member.addresses.pid)
             if before is not None:
                 for callback in list(self.on_replaced):
                     callback(before, member)
@@ -794,6 +797,8 @@ class Agent:
             refused = LEAVING
         elif (seconds := self.penalties.wait(hello.name, time.monotonic())) > 0:
             refused = f"it has broken the protocol too often, and may come back in {math.ceil(seconds)} s"
+        elif len(hello.incarnation) > _LONGEST_INCARNATION or not hello.incarnation.isascii():
+            refused = "its incarnation is not one"
         else:
             refused = ""
         return Welcome(me.id, me.name, refused, self.membership.incarnation)
@@ -886,6 +891,8 @@ class Agent:
         if self.endings.expected:
             self.watch.remove_listener(self.endings)
         self.endings.close()
+        with self.presence.changed:
+            self.presence.changed.notify_all()
         self._door.close()
         gone = self._shut_down()
         for line in self.calling():

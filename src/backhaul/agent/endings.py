@@ -85,6 +85,12 @@ class Endings:
         """How a process has ended, if that is known."""
         return self._told.get(pid)
 
+    def forget(self, pid: int) -> None:
+        """A process of that number lives: what is known is of an earlier one."""
+        if pid in self._told:
+            with self._changed:
+                self._told.pop(pid, None)
+
     def is_awaited(self, pid: int) -> bool:
         """Whether `wait` may wait for news of a process that seems to have ended."""
         if self._socket is None or pid in self._told:

@@ -25,7 +25,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.1
 _PATIENCE = 0.05
@@ -46,6 +48,7 @@ _PATIENCE = 0.05
 _NAME_BYTES = 16
 _INCARNATION_BYTES = 6
 _RENEW_PAUSE = 5.0
+_STORE_SECONDS = 5.0
 _ENDED = "ended"
 
 
@@ -161,6 +164,10 @@ class Membership:
         with self._lock:
             return {self._by_id[id].name: self._by_id[id].devices for id in sorted(self._by_id)}
 
+    def known(self, info: WorkerInfo) -> Member | None:
+        """What is known of a member now. Asks no store."""
+        return self._look_up(info)
+
     def find(self, to: str | int | WorkerInfo) -> Member:
         """The member that ``to`` names. Raises `UnknownWorkerError` listing those that exist."""
         if isinstance(to, bool) or not isinstance(to, str | int | WorkerInfo):
@@ -193,11 +200,13 @@ class Membership:
         """The store's record of a member of a fixed group, which `met` is told of when that process greets."""
         if self._store_is_gone and not self.renew_store():
             return None
+        key = f"member/{member.id}"
         try:
-            found = self._decode(self._store.get(f"member/{member.id}"))
+            record = self._ask_store(lambda: self._store.get(key) if self._store.check([key]) else b"")
         except RuntimeError as error:
             self._lose_store(error)
             return None
+        found = self._decode(record)
         return found if found is not None and found.info == member.info else None
 
     def forget(self, id: int) -> None:
@@ -227,9 +236,27 @@ class Membership:
             self.renew_store()
             return
         try:
-            self._store.check(["group"])
+            self._ask_store(lambda: self._store.check(["group"]))
         except RuntimeError as error:
             self._lose_store(error)
+
+    def _ask_store(self, question: Callable[[], T]) -> T:
+        """The answer of the store. Raises RuntimeError if there is none: torch waits without an end for a lost host."""
+        answers: list[T] = []
+        errors: list[RuntimeError] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=ask, name="store-question", daemon=True)
+        thread.start()
+        thread.join(_STORE_SECONDS)
+        if not answers:
+            raise errors[0] if errors else RuntimeError(f"the store has not answered for {_STORE_SECONDS:g} s")
+        return answers[0]
 
     def _lose_store(self, error: RuntimeError) -> None:
         self._store_is_gone = True
@@ -414,11 +441,16 @@ def goes_on(store: Store, rank: int, world_size: int, is_there: Callable[[Addres
 
     It is not if that worker has shut it down, or if it has died and so have all others.
     """
-    keys = [f"member/{id}" for id in range(world_size)]
-    records = [store.get(key) if store.check([key]) else b"" for key in keys]
-    if _ENDED.encode() in records:
+    came = store.check([f"member/{rank}"])
+    if came and store.get(f"member/{rank}") == _ENDED.encode():
         return False
-    members = [member for record in records if (member := Membership._decode(record)) is not None]
-    if not members:
-        return not store.check([keys[rank]])
-    return any(is_there(member.addresses) for member in members)
+    found = False
+    for id in range(world_size):
+        record = store.get(key) if store.check([key := f"member/{id}"]) else b""
+        member = Membership._decode(record)
+        if member is not None and is_there(member.addresses):
+            return True  # nearly always the first one
+        if record == _ENDED.encode():
+            return False
+        found = found or member is not None
+    return not came and not found

@@ -152,7 +152,7 @@ class Retrying:
 
 def await_worker(agent: Agent, to: To, deadline: float) -> bool:
     """Wait until a worker answers, and ask at least once. False at the deadline, or if ``agent`` is shut down."""
-    describe = {"kind": "worker", "peer": str(to)}
+    describe = {"kind": "connection", "peer": str(to)}
     with agent.serving.pause(lambda: describe):
         while not agent.closed.is_set():
             try:
