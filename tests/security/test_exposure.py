@@ -247,7 +247,17 @@ def test_no_operator_is_exposed_unless_it_is_named() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [torch.linalg.norm, torch.floor_divide, torch.zeros, torch.ops.aten.add, torch.Tensor.add, torch.Tensor.numpy],
+    [
+        torch.linalg.norm,
+        torch.floor_divide,
+        torch.zeros,
+        torch.ops.aten.add,
+        torch.ops.aten.add.Tensor,
+        torch.Tensor.add,
+        torch.Tensor.numpy,
+        torch.einsum,
+        torch.nn.functional.softmax,
+    ],
 )
 def test_native_code_that_is_not_in_the_table_cannot_be_exposed(function: Any) -> None:
     with pytest.raises(MisuseError, match=r"expose a function of your own that checks .*, or one of abs, add"):

@@ -205,6 +205,19 @@ def test_places_of_gradients_are_in_order(workers: InProcessCluster) -> None:
         assert not record.gradients
 
 
+def test_nobody_is_told_of_a_pass_on_behalf_of_a_peer(workers: InProcessCluster) -> None:
+    """The context is not known: who says so is told, and not the worker that is said to have started the pass."""
+    told: dict[int, list[Any]] = {1: [], 2: []}
+    for rank, found in told.items():
+        workers[rank].agent.intercept(Failed, lambda envelope, found=found: found.append(envelope.message))
+    with liar(workers) as peer:
+        peer.send(Gradients(Pass((1 << 48) + 5, 12345, 0, False, False), (1,), ()))
+        assert isinstance(peer.ask(Ping), Result)
+        assert eventually(lambda: bool(told[2]))
+    assert told[2][0].type_name == "backhaul.errors.ContextError"
+    assert told[1] == []
+
+
 def test_gradients_that_wait_are_charged() -> None:
     charges = Charges(100)
     box, other = Box(charges), Box(charges)

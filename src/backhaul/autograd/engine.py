@@ -663,9 +663,9 @@ class Engine:
             if self._strict and isinstance(error, ProtocolError | QuotaError):
                 self.agent.permissions.note(line.peer.name, f"a {type(envelope.message).__name__}", error)
             if share is None:
-                # In a federation the peer that asks is told, and no other worker on its behalf.
-                if not self._strict or rank_of(backward.id) == line.peer.id:
-                    self._tell_failed(rank_of(backward.id), backward, error)
+                # In a federation the peer that says so may have made the pass up. It is told itself, and passes it on.
+                to = line.peer.id if self._strict else rank_of(backward.id)
+                self._tell_failed(to, backward, error)
             else:
                 self.fail(share, error)
 

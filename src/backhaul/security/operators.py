@@ -107,9 +107,11 @@ def find(function: Any) -> Operator | None:
 
 
 def is_native(function: Any) -> bool:
-    """Whether it is one of torch's functions that are not written in Python."""
+    """Whether it is one of torch's own functions, which are native code or hand what they get to native code."""
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return True
+    if isinstance(function, types.FunctionType):
+        return function.__module__.partition(".")[0] == "torch"
     kinds = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
     if not isinstance(function, kinds):
         return False
