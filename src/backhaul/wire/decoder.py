@@ -164,8 +164,8 @@ class Decoder:
                 raise ProtocolError(f"a frame of version {version}; this worker speaks version {VERSION}")
             if kind & ~_BITS not in KINDS or (kind & PLACED and (self._segments is None or not table)):
                 raise ProtocolError(f"a frame of unknown kind {kind}")
-            if self._strict and kind in _FOR_CLUSTERS:
-                raise ProtocolError(f"a {KINDS[kind].__name__}, in a federation")
+            if self._strict and kind & ~_BITS in _FOR_CLUSTERS:
+                raise ProtocolError(f"a {KINDS[kind & ~_BITS].__name__}, in a federation")
             if table > MAX_TABLE or size + payload > self._limit:
                 raise ProtocolError(
                     f"a message of {size + payload} bytes (tensor table {table}) is over the limit of "
