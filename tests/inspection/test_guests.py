@@ -151,7 +151,7 @@ def test_a_member_of_a_federation_is_told_nothing(caplog: pytest.LogCaptureFixtu
         )
         with pytest.raises(WorkerLostError):
             question.wait()
-        assert "a Inspect where requests are expected" in caplog.text
+        assert "a Inspect, in a federation" in caplog.text
 
 
 def test_a_graceful_shutdown_does_not_wait_for_guests(cluster: InProcessCluster, guest: Guest) -> None:

@@ -22,11 +22,12 @@ from backhaul.options import Quotas
 from backhaul.testing import InProcessCluster
 from backhaul.wire import trees
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame, encode
+from backhaul.wire.frames import Frame, encode, with_trace
 from backhaul.wire.messages import (
     AwaitReady,
     Call,
     Failure,
+    Inspect,
     Mark,
     Ping,
     Result,
@@ -221,6 +222,13 @@ def test_a_map_ends_the_connection(workers: InProcessCluster, tree: Any) -> None
     """Its keys would be hashed while it is decoded."""
     with liar(workers) as peer, attack(workers):
         peer.send(Call(1, [trees.TUPLE, [trees.NAMED, "exposed:echo"], [trees.TUPLE, tree], {}]))
+        assert peer.is_cut_off()
+
+
+@pytest.mark.parametrize("message", [Call(1, {"a": 1}), Inspect(1, "x", {"a": {1: 2}})])
+def test_the_mark_of_a_tracer_changes_nothing(workers: InProcessCluster, message: Any) -> None:
+    with liar(workers) as peer, attack(workers):
+        assert peer.channel.write(with_trace(encode(message), "x"))
         assert peer.is_cut_off()
 
 

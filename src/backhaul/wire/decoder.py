@@ -203,8 +203,8 @@ class Decoder:
                     self._begin_slice(payload)
                     return False
                 raise ProtocolError(f"a frame of unknown kind {kind}")
-            if self._strict and kind in _FOR_CLUSTERS:
-                raise ProtocolError(f"a {KINDS[kind].__name__}, in a federation")
+            if self._strict and kind & ~_BITS in _FOR_CLUSTERS:
+                raise ProtocolError(f"a {KINDS[kind & ~_BITS].__name__}, in a federation")
             drains = self._drains and payload <= _MOST_DRAINED
             if table > MAX_TABLE or size > self._limit or (size + payload > self._limit and not drains):
                 raise ProtocolError(
