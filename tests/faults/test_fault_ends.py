@@ -152,7 +152,6 @@ def test_a_restart_under_the_old_name(measure: Measure) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, recovery: rejoin in fixed groups")
 @pytest.mark.fault("a worker restarts under its old name, in a fixed group", "as in a dynamic one")
 def test_a_restart_in_a_fixed_group(measure: Measure) -> None:
     with Crew(3, group=False) as crew:

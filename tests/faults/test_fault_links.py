@@ -60,7 +60,6 @@ def test_100_resets_during_training(measure: Measure) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, item 1")
 @pytest.mark.fault("TCP reset of everything for 0.3 s, with a call under way", "the call fails; no reference is lost")
 def test_a_reset_that_lasts_keeps_references(measure: Measure) -> None:
     with Hosts(2) as hosts:
@@ -117,7 +116,6 @@ def cut_at_random(cuts: int, longest: float, measure: Measure) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, item 1")
 @pytest.mark.fault("four hosts cut and healed in random order, 50 times", "all resolves within 10 s after healing")
 def test_four_hosts_cut_and_healed_at_random(measure: Measure) -> None:
     cut_at_random(50, 2.0, measure)
