@@ -280,8 +280,8 @@ def test_a_second_living_worker_of_one_rank_is_refused_at_once(tmp_path: Path) -
         began = time.monotonic()
         second = Membership(meet(method, SECOND, 5), 2, lambda addresses: addresses == there)
         with pytest.raises(OptionError, match="rank 1 is taken by worker 'b'"):
-            second.join("b", 1, NOWHERE, time.monotonic() + 5)
-        assert time.monotonic() - began < 1
+            second.join("b", 1, NOWHERE, time.monotonic() + 60)
+        assert time.monotonic() - began < 10
 
 
 def test_a_rank_whose_others_died_while_they_waited_for_it(tmp_path: Path) -> None:

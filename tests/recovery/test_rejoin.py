@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -20,6 +21,8 @@ from backhaul.transport.base import Addresses, Channel, ChannelClosed
 from backhaul.transport.memory import MemoryTransport
 from backhaul.worker import Worker
 from crew import Crew, Hand
+
+AT_ONCE = 10.0  # on a busy machine; who waits for others waits for 60 seconds
 
 held: dict[str, Any] = {}
 
@@ -137,7 +140,7 @@ def test_a_second_living_worker_of_one_name_is_refused(three: InProcessCluster) 
     began = time.monotonic()
     with pytest.raises(OptionError, match="rank 2 is taken by worker 'worker2'; every worker needs its own"):
         three._make(2, 3)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < AT_ONCE
     assert three[0].rpc_sync("worker2", number) == 7
 
 
@@ -145,6 +148,15 @@ def test_the_place_of_a_dead_worker_is_kept_for_its_name(three: InProcessCluster
     three[2].agent.close(0.0)  # it does not say that it leaves
     with pytest.raises(OptionError, match="rank 2 belongs to worker 'worker2', which has died"):
         Worker("other", 2, 3, store=three._store, transport=three._transport())
+
+
+@pytest.mark.parametrize("incarnation", ["x" * 65, "\u2028"])
+def test_a_greeting_whose_incarnation_is_none_is_refused(three: InProcessCluster, incarnation: str) -> None:
+    """It is shown in errors, and the peer chooses it."""
+    agent = three[0].agent
+    hello = Hello(agent.membership.group, 2, "worker2", 0, incarnation=incarnation)
+    assert agent._judge(hello).refused == "its incarnation is not one"
+    assert agent._judge(msgspec.structs.replace(hello, incarnation="x" * 64)).refused == ""
 
 
 # Real processes.
@@ -184,7 +196,7 @@ def test_a_killed_process_is_replaced_by_another() -> None:
             second.await_start()
             began = time.monotonic()
             assert "rank 2 is taken by worker 'worker2'" in second.run(init, crew.place(2, 3))
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < AT_ONCE
             crew[2].kill()
             assert second.run(init, crew.place(2, 3)) == ""
             assert crew[0].run(call, "worker2") == second.process.pid != hold_before[0]
