@@ -42,7 +42,7 @@ from backhaul.transport.sockets import (
 from backhaul.transport.tls import TlsLine
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
-from backhaul.wire.lanes import Pace, Slices
+from backhaul.wire.lanes import MOST_SLICE, Pace, Slices
 
 RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
 """A private directory that a launcher made for its workers' sockets, and removes."""
@@ -128,7 +128,7 @@ class StreamChannel(Channel):
 
     def write(self, frame: Frame) -> bool:
         pieces = frame.pieces
-        if len(pieces) > 1 or frame.places:
+        if len(pieces) > 1 or frame.places or frame.size > MOST_SLICE:
             return self._write_large(frame)
         self.sent += frame.size
         try:

@@ -21,9 +21,9 @@ from backhaul.wire.messages import KINDS, Create, Fetch, Inquire, Leave, Notices
 SMALL = 64 * 1024
 """A frame up to this size may pass a large one."""
 
-LEAST_SLICE = 16 * 1024
+LEAST_SLICE = 4 * 1024
 MOST_SLICE = 1 << 20
-_FIRST_SLICE = LEAST_SLICE
+_FIRST_SLICE = 16 * 1024
 _SHORT = 0.02
 _LONG = 0.1
 
