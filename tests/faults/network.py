@@ -46,8 +46,8 @@ class Hosts(Crew):
     ) -> None:
         options = {"secret": SECRET, "transport": "tcp", "connect_timeout": 5.0, **options}
         self._dynamic = dynamic
+        self.switch = Switch(seed, mtu)  # first: a crew that cannot start closes itself
         super().__init__(size, setup=become_host, group=False, **options)
-        self.switch = Switch(seed, mtu)
         try:
             for rank, hand in enumerate(self):
                 assert hand.process.pid is not None
