@@ -25,6 +25,7 @@ from backhaul.transport.segments import MAX_PASSED, Budget
 from backhaul.transport.stream import StreamChannel, StreamTransport
 from backhaul.wire.frames import HEADER, encode
 from backhaul.wire.messages import Ping
+from backhaul.wire.tensors import land
 
 CONTROL = mmap.PAGESIZE
 ROOM = MiB + CONTROL
@@ -200,15 +201,15 @@ def test_descriptors_that_nobody_speaks_of(link: Link) -> None:
 
 def test_a_limit_counts_what_lies_in_segments() -> None:
     one, other = socket.socketpair()
-    far = StreamChannel(other, RpcOptions(max_message_bytes=MiB), Budget(0))
+    far = StreamChannel(other, RpcOptions(max_message_bytes=MiB + 1024), Budget(0))
     made = memfd(4 * MiB)
     with one:
         try:
             one.sendmsg([frame([1], MiB)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [made]))])
             assert receive(far).tensors[0].nbytes == MiB
-            one.sendall(frame([1], MiB + 1))
-            with pytest.raises(ProtocolError, match="over the limit of 1048576"):
-                receive(far)
+            one.sendall(frame([1], MiB + 1024))
+            with pytest.raises(MemoryError, match="over the limit of 1049600"):
+                land(receive(far).tensors)
         finally:
             far.close()
             os.close(made)

@@ -56,9 +56,9 @@ REF, SHARE = RefId(1, 2, 3), ShareId(4, 5)
 PASS, PASS_BYTES = Pass(1, 2, 3, True, False), "95 01 02 03 c3 c2"
 
 LITERAL = [
-    (Call(1, None), f"{HEAD} 01 06000000 {NO_TENSORS} 95 01 c0 90 c0 90"),
-    (Call(1, None, (), Mark(2, 3, False)), f"{HEAD} 01 0a000000 {NO_TENSORS} 95 01 c0 90 94 02 03 c2 c0 90"),
-    (Call(1, None, ((REF, SHARE),)), f"{HEAD} 01 0e000000 {NO_TENSORS} 95 01 c0 91 92 93010203 920405 c0 90"),
+    (Call(1, None), f"{HEAD} 01 07000000 {NO_TENSORS} 96 01 c0 90 c0 90 90"),
+    (Call(1, None, (), Mark(2, 3, False)), f"{HEAD} 01 0b000000 {NO_TENSORS} 96 01 c0 90 94 02 03 c2 c0 90 90"),
+    (Call(1, None, ((REF, SHARE),)), f"{HEAD} 01 0f000000 {NO_TENSORS} 96 01 c0 91 92 93010203 920405 c0 90 90"),
     (Result(2, [0, True, 1.5]), f"{HEAD} 02 11000000 {NO_TENSORS} 95 02 93 00 c3 cb3ff8000000000000 90 c0 90"),
     (
         Result(2, None, (), None, (Coded(0, "topk", "float32", (4,), True),)),
@@ -73,7 +73,7 @@ LITERAL = [
     (AwaitEnd(6, 1), f"{HEAD} 06 03000000 {NO_TENSORS} 92 06 01"),
     (Tally(300), f"{HEAD} 07 04000000 {NO_TENSORS} 91 cd012c"),
     (Goodbye(), f"{HEAD} 08 01000000 {NO_TENSORS} 90"),
-    (Create(7, REF, None), f"{HEAD} 09 0a000000 {NO_TENSORS} 96 07 93010203 c0 90 c0 90"),
+    (Create(7, REF, None), f"{HEAD} 09 0b000000 {NO_TENSORS} 97 07 93010203 c0 90 c0 90 90"),
     (Fetch(8, REF), f"{HEAD} 0a 07000000 {NO_TENSORS} 93 08 93010203 c0"),
     (
         Notices(9, 12, 10, (Register(REF), Registered(REF, False), Unpin(SHARE), Release(REF))),
@@ -114,7 +114,7 @@ def test_the_literals_show_every_kind() -> None:
 
 def test_the_mark_of_a_tracer_comes_before_the_message() -> None:
     frame = with_trace(encode(Call(1, None)), "ab")
-    expected = f"{HEAD} 41 09000000 {NO_TENSORS} 02 6162 95 01 c0 90 c0 90"
+    expected = f"{HEAD} 41 0a000000 {NO_TENSORS} 02 6162 96 01 c0 90 c0 90 90"
     assert bytes(frame) == bytes.fromhex(expected)
     assert frame.size == len(bytes(frame))
 

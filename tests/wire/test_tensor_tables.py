@@ -126,7 +126,7 @@ def test_components_that_do_not_fit_together_are_refused() -> None:
 def test_memory_that_cannot_be_had() -> None:
     size = 1 << 60
     landing = Landing.parse(table(entry(sizes=(size // 4,)), sizes=(size,)), size)
-    with pytest.raises(ProtocolError, match="no memory"):
+    with pytest.raises(MemoryError, match="no memory"):
         landing.place(0)
 
 
