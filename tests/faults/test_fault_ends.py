@@ -212,7 +212,6 @@ def test_other_versions_work(measure: Measure) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, versions: a greeting does not say the version of frames")
 @pytest.mark.fault("another version of frames", "a refusal within 1 s that names both versions")
 def test_another_version_of_frames_is_refused(measure: Measure) -> None:
     with Crew(2, group=False) as crew:
@@ -237,7 +236,6 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, the last row: a living member takes the store over")
 @pytest.mark.fault("rank 0, host of the TCP store, dies", "the group goes on; newcomers find it within 10 s")
 def test_the_host_of_the_store_dies(measure: Measure) -> None:
     with Crew(4, group=False) as crew:

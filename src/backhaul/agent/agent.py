@@ -69,6 +69,7 @@ from backhaul.security.permissions import Permissions, Stamps
 from backhaul.transport.awake import most_awake
 from backhaul.transport.base import Channel, ChannelClosed, Listener, Transport
 from backhaul.transport.sockets import lacks_descriptors, no_descriptors
+from backhaul.wire import frames
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Call, Failure, Goodbye, Inspect, Mark, Ping, Refs, Result
@@ -542,7 +543,13 @@ class Agent:
     def _open(self, member: Member, deadline: float) -> Calling:
         membership = self.membership
         hello = Hello(
-            membership.group, self.me.id, self.me.name, member.id, self._transport.addresses, membership.incarnation
+            membership.group,
+            self.me.id,
+            self.me.name,
+            member.id,
+            self._transport.addresses,
+            membership.incarnation,
+            frames.VERSION,
         )
         deadline = min(deadline, time.monotonic() + self.options.connect_timeout)
         try:
@@ -787,7 +794,12 @@ class Agent:
         me = self.me
         if hello.id == GUEST:
             return Welcome(me.id, me.name, self._judge_guest())
-        if hello.group != self.membership.group:
+        if hello.frames != frames.VERSION:
+            refused = (
+                f"it speaks version {hello.frames} of Backhaul's frames, and worker {me.name!r} version "
+                f"{frames.VERSION}: install the same version of Backhaul on both"
+            )
+        elif hello.group != self.membership.group:
             refused = "it belongs to another group, or to an earlier one of this name"
         elif hello.to_id != me.id:
             refused = f"it looks for rank {hello.to_id}; this is rank {me.id}"

@@ -29,6 +29,7 @@ import msgspec
 
 from backhaul.errors import AuthenticationError, ProtocolError
 from backhaul.ids import Addresses
+from backhaul.wire.frames import VERSION
 
 MAGIC = b"BHL1"
 NONCE = 32
@@ -53,6 +54,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """Where it can be called back: this is how others learn of a newcomer, or of a process that has taken its place."""
     incarnation: str = ""
     """Tells this process from others that have had its name and rank: see `agent.fate`."""
+    frames: int = VERSION
+    """The version of the frames that it speaks."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
