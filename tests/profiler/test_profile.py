@@ -327,7 +327,9 @@ def test_the_chain_of_a_step_tiles_it(profiled: profile) -> None:
         assert sum(segment.seconds for segment in chain.segments) == pytest.approx(chain.seconds, rel=1e-6)
         assert all(segment.seconds > 0 for segment in chain.segments)
     assert {segment.worker for segment in summary.chain.segments} >= set(NAMES)
-    assert {"work", "torch's engine", "between workers"} <= {segment.what for segment in summary.chain.segments}
+    parts = {segment.what for segment in summary.chain.segments}
+    assert {"torch's engine", "between workers"} <= parts
+    assert parts & CALLS.keys()  # which of the functions that run side by side are on it depends on their time
 
 
 def test_the_summary_prints_as_a_table(profiled: profile) -> None:
