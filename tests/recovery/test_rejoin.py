@@ -91,6 +91,7 @@ def test_a_stale_reference_of_a_worker_that_has_not_heard_of_the_restart() -> No
             stale = rpc.remote("worker1", torch.ones, args=(2,))
             stale.to_here()
         pair[1].shutdown(graceful=False)
+        eventually(lambda: not pair[0].agent.is_connected(1))
         again = Worker("worker1", 1, 2, store=pair._store, transport=Unsociable(pair.network))
         try:
             with pair[0].as_current(), pytest.raises(WorkerLostError, match="is gone: "):

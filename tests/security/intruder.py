@@ -19,8 +19,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
+
+import torch.distributed as dist
 
 from backhaul import rpc, worker
 from backhaul.agent.membership import Membership
@@ -171,10 +174,13 @@ class Besieged:
             self.victim, self.peer = self._hands
             self._home = Home(rpc.RpcOptions(**options(INTRUDER)))
             nowhere = Addresses(host="", unix=str(where / "nobody"))
-            ghost = threading.Thread(target=_join, args=(init_method, GHOST, nowhere), daemon=True)
-            ghost.start()
-            membership = _join(init_method, INTRUDER, self._home.addresses)
-            ghost.join()
+            with ThreadPoolExecutor(2) as joining:
+                intruder = joining.submit(_join, init_method, INTRUDER, self._home.addresses)
+                # Whoever finds only members that do not listen takes the group for one of an earlier run.
+                _await_record(init_method, INTRUDER)
+                ghost = joining.submit(_join, init_method, GHOST, nowhere)
+                membership = intruder.result()
+                ghost.result()
             self.group = membership.group
             self.addresses = membership.find(VICTIM).addresses
             for hand in self._hands:
@@ -255,6 +261,15 @@ class Besieged:
         if self._home is not None:
             self._home.close()
         self._directory.cleanup()
+
+
+def _await_record(init_method: str, rank: int) -> None:
+    """Return when a worker has written where it is into the store of the first group that meets there."""
+    store = dist.FileStore(init_method.removeprefix("file://"))
+    deadline = time.monotonic() + 60
+    while not store.check([f"backhaul/1/member/{rank}"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # nothing tells when
 
 
 def _join(init_method: str, rank: int, addresses: Addresses) -> Membership:

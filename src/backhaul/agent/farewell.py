@@ -18,8 +18,9 @@ The leader leaves last: it answers once all the living have asked `AwaitEnd`, an
 have hung up, so that none of them takes its going for a death.
 
 A member that cannot be reached is waited for until it answers or is known to be dead (`fates`). Whoever waits says for
-whom, in the log: every ten seconds if a member cannot be reached; else after ten seconds, and then ever more rarely,
-since a server that has nothing else to do may wait here for hours.
+whom, in the log. It is a warning, every ten seconds, if a member cannot be reached, or if all have asked for the end and
+work still goes on. That others have not asked for it yet is no warning: a server that has nothing else to do
+waits here for hours.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ STAGES = 2
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.05
 _DEPARTURE_SECONDS = 2.0
-_FIRST_REMINDER = 10.0
-_LONGEST_REMINDER = 600.0
+_REMIND_SECONDS = 10.0
 _WHAT = "graceful shutdown"
 
 _UNREACHABLE = (WorkerLostError, RpcTimeoutError, AuthenticationError)
@@ -154,7 +154,7 @@ class Farewell:
             if leader == agent.me:
                 break
             try:
-                with self._reminding(lambda leader=leader: [leader.name]):  # type: ignore[misc]
+                with self._reminding(lambda leader=leader: [leader.name], logging.INFO):  # type: ignore[misc]
                     ask = lambda id: AwaitEnd(id, stage)  # noqa: E731
                     dead: list[str] = self._ask(leader, ask, "the end of the group", deadline)
             except WorkerLostError:
@@ -173,8 +173,9 @@ class Farewell:
         before: dict[int, Counts] = {}
         pause = _FIRST_PAUSE
         busy: list[str] = []
-        with self._reminding(lambda: self._awaited or busy):
+        with self._reminding(lambda: self._awaited, logging.INFO):
             self._ask_all(lambda id: AwaitReady(id, stage), "its readiness to shut down", lost, deadline)
+        with self._reminding(lambda: busy, logging.WARNING):
             while True:
                 tallies = self._ask_all(Tally, "its tally", lost, deadline)
                 tallies[self._agent.me.id] = self._agent.counts()
@@ -199,17 +200,15 @@ class Farewell:
         return [names.get(rank, f"rank {rank}") for rank in sorted(busy or tallies)]
 
     @contextmanager
-    def _reminding(self, names: Callable[[], list[str]]) -> Iterator[None]:
-        """Inside, now and then say whom this worker waits for."""
+    def _reminding(self, names: Callable[[], list[str]], level: int) -> Iterator[None]:
+        """Inside, say every ten seconds whom this worker waits for."""
         over = threading.Event()
 
         def remind() -> None:
-            pause = _FIRST_REMINDER
             waited = 0.0
-            while not over.wait(pause) and not self._closed.is_set():
-                waited += pause
-                _log.warning("%s has waited %.0f s for %s", _WHAT, waited, ", ".join(map(repr, names())))
-                pause = min(2 * pause, _LONGEST_REMINDER)
+            while not over.wait(_REMIND_SECONDS) and not self._closed.is_set():
+                waited += _REMIND_SECONDS
+                _log.log(level, "%s has waited %.0f s for %s", _WHAT, waited, ", ".join(map(repr, names())))
 
         thread = threading.Thread(target=remind, name="backhaul-farewell", daemon=True)
         thread.start()

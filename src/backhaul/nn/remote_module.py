@@ -53,6 +53,8 @@ class RemoteModule(Spread):
     module_rref: RRef[nn.Module]
     is_scriptable: bool
 
+    _is_party = False  # of one that was made by torch's own means, or before it knows
+
     def __init__(
         self,
         remote_device: str,

@@ -25,17 +25,15 @@ UNIX: Any = getattr(socket, "AF_UNIX", None)
 _SOCKET_BUFFER = 4 << 20
 _QUEUE_PAUSE = 0.005
 
-# A silent loss of the network is noticed after as many seconds of silence as the option ``keepalive`` says, and after
-# 15 s if something was sent meanwhile. One packet in five may get lost: eight in a row do not.
+# A silent loss of the network is noticed after as many seconds of silence as the option ``keepalive`` says. One packet
+# in five may get lost: eight in a row do not.
 _KEEPALIVE_IDLE = 2
 _KEEPALIVE_INTERVAL = 1
-# What gets lost is sent again after a second at the latest, and the system gives up after 15 times. Systems that do not
-# know this option try often at first instead, and give up after USER_TIMEOUT; that also ends connections to peers which
-# are there and have no time to read, so it is not used where it is not needed.
+_MARGIN = 1.0  # what was sent is given up that much earlier, since it is looked at now and then only
+# What gets lost is sent again after a second at the latest. Systems that do not know this option try often at first.
 _TCP_RTO_MAX_MS = 44
 _TCP_THIN_LINEAR_TIMEOUTS = 16
 _LONGEST_RETRY_MS = 1000
-_USER_TIMEOUT_MS = 15_000
 
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 _SIOCOUTQ = 0x5411
@@ -55,11 +53,11 @@ def tune(sock: socket.socket, keepalive: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, math.ceil(keepalive) - _KEEPALIVE_IDLE))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int((keepalive - _MARGIN) * 1000))
     try:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _LONGEST_RETRY_MS)
     except OSError:
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_THIN_LINEAR_TIMEOUTS, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
 def keep_unsent(sock: socket.socket, size: int) -> None:

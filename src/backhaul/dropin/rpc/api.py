@@ -33,8 +33,7 @@ _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 _LOOK_AGAIN = 1.0
-_FIRST_REMINDER = 10.0
-_LONGEST_REMINDER = 600.0
+_REMIND_SECONDS = 10.0
 
 _get_current_rpc_agent = _agents.get_current
 _is_current_rpc_agent_set = _agents.is_set
@@ -221,7 +220,7 @@ def _await(states: AllGatherStates, names: set[str], patience: float | None) -> 
     deadline = math.inf if patience is None else time.monotonic() + patience
     worker = current()
     start = time.monotonic()
-    remind = start + _FIRST_REMINDER
+    remind = start + _REMIND_SECONDS
     while not states.proceed_signal.wait(max(0.0, min(_LOOK_AGAIN, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
             return
@@ -230,8 +229,8 @@ def _await(states: AllGatherStates, names: set[str], patience: float | None) -> 
             worker.agent.fates.require(worker.get_worker_info(name))
         if time.monotonic() >= remind:
             waited = time.monotonic() - start
-            logger.warning("a barrier or shutdown has waited %.0f s for %s", waited, ", ".join(map(repr, missing)))
-            remind += min(waited, _LONGEST_REMINDER)
+            logger.info("a barrier or shutdown has waited %.0f s for %s", waited, ", ".join(map(repr, missing)))
+            remind += _REMIND_SECONDS
 
 
 def _tell_followers(names: set[str], sequence_id: str, states: AllGatherStates, timeout: float) -> None:
