@@ -24,9 +24,10 @@ PURE_TESTS := tests/wire $(SECURITY_TESTS) tests/test_errors.py tests/test_optio
 	tests/agent/test_role.py tests/agent/test_link_state.py tests/agent/test_link_simulation.py \
 	tests/refs/test_counting.py tests/refs/test_mailbox.py tests/refs/test_simulation.py \
 	tests/autograd/test_graph.py tests/autograd/test_part.py tests/autograd/test_completion.py
-# Of the layers that are not pure, up to autograd, and of what looks at them: about half of what is not pure.
+# Of the layers that are not pure, up to training, and of what looks at them: about half of what is not pure.
 LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing tests/transport \
-	tests/devices tests/drawing tests/inspection tests/profiler tests/seeing
+	tests/devices tests/drawing tests/inspection tests/profiler tests/seeing \
+	tests/nn tests/optim tests/checkpoint tests/federation
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-pure test-layers test-rest lint slow faults chaos soak attacks conformance cuda third-party \

@@ -34,6 +34,9 @@ class Example(NamedTuple):
     spoiled: Spoiled
 
 
+LONG = {"elastic.py": pytest.mark.slow}
+"""Kills workers and waits for others in their place: half a minute."""
+
 KNOWN = {
     "two_workers.py": Example(
         r"\[worker0\] all 4 gradients .*",
@@ -208,7 +211,7 @@ def test_all_are_known_and_listed() -> None:
     assert sorted(listed) == sorted((name, name) for name in found)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in KNOWN])
 def test_it_keeps_its_promise(name: str, tmp_path: Path) -> None:
     example = KNOWN[name]
     done = run(EXAMPLES / name) if name.endswith(".py") else run_copy(name, source_of(name), tmp_path)

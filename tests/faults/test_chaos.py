@@ -24,7 +24,7 @@ from backhaul.refs.holdings import Holdings
 
 SEEDS_VARIABLE = "BACKHAUL_CHAOS_SEEDS"
 """How many programs `make test` runs."""
-_DEFAULT_SEEDS = 50
+_DEFAULT_SEEDS = 20
 
 
 @pytest.fixture(autouse=True)

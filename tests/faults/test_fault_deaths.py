@@ -42,6 +42,7 @@ def test_sigkill_of_the_callee_in_a_call(measure: Measure) -> None:
         baseline.await_all_back(crew, (0, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.fault("SIGKILL of the middle of 3 hops in backward", "the pass fails with its name within 2 s")
 def test_sigkill_of_the_middle_of_three_hops_in_backward(measure: Measure) -> None:
     names = ["worker1", "worker2", "worker3"]

@@ -138,6 +138,7 @@ def test_silence_is_noticed_in_a_call(measure: Measure, cut: list[Pair]) -> None
         baseline.await_all_back(hosts)
 
 
+@pytest.mark.slow
 def test_the_switch_cuts_one_way_only() -> None:
     """The means themselves: what the tests above rely on."""
     with Hosts(2) as hosts:

@@ -147,6 +147,7 @@ def test_the_interpreter_held_for_40_seconds(measure: Measure) -> None:
         baseline.await_all_back(crew)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("SIGSTOP for longer than the limit, which is 1 s here", "suspected, then all goes on")
 def test_a_stop_beyond_a_short_limit(measure: Measure) -> None:
     with Crew(2, unresponsive_after=1.0) as crew:
