@@ -263,8 +263,8 @@ class RpcOptions:
       it holds is freed, and what it owns counts as gone. Until then calls to it fail, and references stay. None
       means never.
     - ``probe_timeout``: seconds that a peer whose connection has broken has to answer before it is suspected.
-    - ``keepalive``: seconds, 3 to 120, after which a TCP connection breaks if the network brings nothing from the peer's
-      machine, or the peer takes nothing of what was sent.
+    - ``keepalive``: seconds, 3 to 120, after which a TCP connection breaks if the network brings nothing from the
+      peer's machine, or the peer takes nothing of what was sent.
     - ``max_message_bytes``: larger messages are refused on receipt.
     - ``max_unsent_bytes``: how much may wait to be sent to one peer, besides the message under way. Beyond that,
       threads that send to the peer wait, and its next requests wait to begin; in a federation replies are refused.

@@ -18,8 +18,8 @@ The leader leaves last: it answers once all the living have asked `AwaitEnd`, an
 have hung up, so that none of them takes its going for a death.
 
 A member that cannot be reached is waited for until it answers or is known to be dead (`fates`). Whoever waits says for
-whom, in the log. It is a warning, every ten seconds, if a member cannot be reached, or if all have asked for the end and
-work still goes on. That others have not asked for it yet is no warning: a server that has nothing else to do
+whom, in the log. It is a warning, every ten seconds, if a member cannot be reached, or if all have asked for the end
+and work still goes on. That others have not asked for it yet is no warning: a server that has nothing else to do
 waits here for hours.
 """
 
