@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 RUN = Path(__file__).parents[1] / "conformance" / "run.py"
 SAMPLE = (
     "RpcTest.test_add",
@@ -55,10 +57,11 @@ SAMPLE = (
 )
 
 
+@pytest.mark.timeout(420)  # one of them may reach its limit and be run once more
 def test_a_sample_of_torch_s_own_suites() -> None:
     """Those that are listed as not passing must not pass, and all others must."""
     done = subprocess.run(
-        [sys.executable, str(RUN), "--verbose", "--limit", "120", *SAMPLE], capture_output=True, text=True, timeout=400
+        [sys.executable, str(RUN), "--verbose", "--limit", "100", *SAMPLE], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
     counts = [int(cell) for cell in done.stdout.splitlines()[-1].split("|")[2:5]]
