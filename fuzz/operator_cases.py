@@ -148,7 +148,7 @@ def describe(number: int) -> str:
 
 
 def run(start: int, count: int) -> Iterator[str]:
-    """Run so many cases in forked children; what was found."""
+    """Run this many cases in forked children, and return what was found."""
     progress = mmap.mmap(-1, 16)
     position, end = start, start + count
     while position < end:

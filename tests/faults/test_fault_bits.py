@@ -85,7 +85,10 @@ def test_a_flipped_bit_over_tls(measure: Measure) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 18, bits: a frame has no checksum, and a unix socket adds none")
+@pytest.mark.xfail(
+    strict=True,
+    reason="frames have no checksum, and the kernel copies unix sockets without one: see docs/reliability.md",
+)
 @pytest.mark.fault("one flipped bit in transit over a unix socket, 1,000 runs", "never a wrong value")
 def test_a_flipped_bit_over_unix(measure: Measure) -> None:
     flip_over_unix(1000, measure)

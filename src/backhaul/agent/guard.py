@@ -88,7 +88,7 @@ class Guard:
         return isinstance(message, _ANSWERED)
 
     def finished(self, peer: WorkerInfo, count: int = 1) -> None:
-        """So many calls of that peer are over."""
+        """``count`` calls of that peer are over."""
         with self._lock:
             self._calls[peer.id] -= count
 

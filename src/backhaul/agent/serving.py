@@ -70,7 +70,7 @@ class Guard(Protocol):
         """Whether a message counts in the quota until its reply has left."""
 
     def finished(self, peer: WorkerInfo, count: int = 1) -> None:
-        """So many calls of that peer are over."""
+        """``count`` calls of that peer are over."""
 
     def refuse_reply(self, line: Line, frame: Frame, waiting: int) -> Frame:
         """What to answer instead of a reply, because that many bytes for this peer wait to be sent."""

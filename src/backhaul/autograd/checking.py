@@ -1,8 +1,9 @@
 """Gradients from a peer that may lie: compared with what was sent, and charged to it as long as they wait.
 
-A gradient of another shape, dtype, device or layout is refused before torch sees it: an expanded one of a few bytes
-can keep all processors busy for ever, and one of another size is kept for whoever waits for the right one. Its strides
-are not believed either: one whose elements share memory is copied, which takes as much as what was sent.
+A gradient of another shape, dtype, device or layout is refused before torch sees it. An expanded gradient of a few
+bytes could keep all processors busy without an end, and an oversized one would stay in memory while a run waits for the
+right one. Strides are not trusted either: a gradient whose elements share memory is copied, which takes as much memory
+as the tensor that was sent.
 """
 
 from __future__ import annotations

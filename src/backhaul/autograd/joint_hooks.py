@@ -5,7 +5,7 @@ all its tensors (``mode="all"``) would count those of each run by themselves; so
 hook are run together. A hook for the first of its tensors (``"any"``) would be called in each run; so it is called in
 the first run of a pass only. This module has torch tell it of such hooks.
 
-Torch keeps a hook over computed tensors alive for ever, since the hook and the graph keep each other. So a hook that
+Torch never frees a hook over computed tensors, because the hook and the graph refer to each other. So a hook that
 was made inside of a context counts as long as the context goes on. One over leaves counts until it is removed, and of
 the others the latest few do.
 """

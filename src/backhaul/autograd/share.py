@@ -77,7 +77,7 @@ class Share:
         """The thread of `backward`, at the worker that started the pass, once it listens."""
 
     def arrive(self, gradients: Mapping[int, Gradients], peer: int | None = None) -> tuple[list[Component], bool]:
-        """Gradients of a peer, or the roots, are here: what can be run now, and whether the pass is to be resolved.
+        """Gradients of a peer, or the roots, have arrived. Returns what can run now, and whether to resolve the pass.
 
         Raises `QuotaError` if too many of that peer's wait.
         """

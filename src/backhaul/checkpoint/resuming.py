@@ -69,7 +69,7 @@ class Resume:
     - ``path``: the directory of the checkpoint. If there is one, the run goes on from there.
     - ``build()``: makes the objects, as `save` takes them, and puts them on workers. It is called at the start and
       after each loss.
-    - ``every``: save after so many steps.
+    - ``every``: the number of steps between two checkpoints.
     - ``restore``: ``"all"`` loads all objects from the last checkpoint and repeats the steps since, exactly.
       ``"lost"`` loads only what the lost worker had, leaves the rest as it is, and repeats the failed step.
     - ``replace(name)``: starts another process in the place of a lost worker, as `Cluster.restart` does. Without it,

@@ -206,4 +206,4 @@ def _require(good: bool) -> None:
 
 
 def _refuse() -> NoReturn:
-    raise ProtocolError("a compressed tensor that is none")
+    raise ProtocolError("a tensor is marked as compressed, and its parts are not those of its code")

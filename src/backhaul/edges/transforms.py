@@ -73,8 +73,8 @@ class GaussianNoise(Transform):
     - ``multiplier``: the standard deviation, as a multiple of the norm of the `Clip` right before it. Then
       `backhaul.federation.epsilon` tells what the noise is worth.
     - ``std``: the standard deviation itself, for noise without a `Clip`.
-    - ``releases``: how many tensors may leave with it, for each peer; then `QuotaError`. Who gets the same rows again
-      and again can take the mean, and the noise out.
+    - ``releases``: how many tensors may leave with it, for each peer; then `QuotaError`. A peer that
+      gets the same rows many times can average the noise away.
     - ``generator``: a generator of torch's, for experiments that are to be repeated. It is not safe: see the module.
 
     The gradient of a value with noise is exactly that of the value.
