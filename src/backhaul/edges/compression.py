@@ -206,4 +206,4 @@ def _require(good: bool) -> None:
 
 
 def _refuse() -> NoReturn:
-    raise ProtocolError("a tensor is marked as compressed, and its parts are not those of its code")
+    raise ProtocolError("a compressed tensor whose parts do not fit its code")
