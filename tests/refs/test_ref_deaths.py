@@ -20,6 +20,7 @@ from backhaul.worker import current
 from crew import Crew
 
 _kept: list[Any] = []
+_lines: list[Any] = []
 
 
 class Thing:
@@ -53,13 +54,18 @@ def numbers() -> list[int]:
     return [rref.to_here().number for rref in _kept]
 
 
-def kept_of(dead: str) -> int:
-    """What a dead worker has left here, once everything that it sent has been read and run."""
-    lines = [line for line in list(current().agent.serving.lines) if line.peer.name == dead]
-    for line in lines:
+def look_at_lines(peer: str) -> int:
+    """Note the lines that a worker has opened to this one; a line is forgotten when it is over, though calls still run."""
+    _lines.extend(line for line in list(current().agent.serving.lines) if line.peer.name == peer)
+    return len(_lines)
+
+
+def kept_of_the_dead() -> int:
+    """What a dead worker has left here, once everything that came on its lines has been read and run."""
+    for line in _lines:
         assert line.over.wait(10)
     deadline = time.monotonic() + 10
-    while any(line.calls_started != line.calls_finished for line in lines):
+    while any(line.calls_started != line.calls_finished for line in _lines):
         assert time.monotonic() < deadline
         threading.Event().wait(0.005)
     return len(_kept)
@@ -191,10 +197,12 @@ def test_a_worker_that_was_stopped_and_goes_on_can_be_given_references() -> None
 def test_a_sharer_that_is_killed_at_once_takes_no_value_along(attempt: int) -> None:
     """If the receiver has got the message at all, the reference in it is good."""
     with Crew(3) as crew:
+        crew[1].run(hand_on, "worker2", 0)
+        assert crew[2].run(look_at_lines, "worker1") == 1
         crew[1].run(make, "worker0", 20)
         crew[1].run(hand_on_without_waiting, "worker2")
         crew[1].kill()
-        arrived = crew[2].run(kept_of, "worker1")
+        arrived = crew[2].run(kept_of_the_dead)
         assert arrived in (0, 20)
         if arrived:
             assert crew[2].run(numbers) == list(range(20))
