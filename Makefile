@@ -13,24 +13,8 @@ CHAOS_SEEDS ?= 20000
 SOAK_SECONDS ?= 1200
 CUDA_PYTHON ?= $(BIN)/python
 
-# The layers without sockets, threads or a clock: cheap to test to the last branch.
-# (Not autograd.graph: to find a module of that package coverage would import it, and torch with it, twice. What of
-# the package is not pure is left out in pyproject.toml.)
-PURE := wire errors ids options agent.pending agent.role agent.link_state security refs.counting refs.mailbox autograd
-COVER_PURE := $(PURE:%=--cov=backhaul.%)
-# Their own tests, apart from the others: tracing lines makes threads and processes twice as slow.
-SECURITY_TESTS := $(filter-out tests/security/test_attacks_%,$(wildcard tests/security/test_*.py))
-PURE_TESTS := tests/wire $(SECURITY_TESTS) tests/test_errors.py tests/test_options.py tests/agent/test_pending.py \
-	tests/agent/test_role.py tests/agent/test_link_state.py tests/agent/test_link_simulation.py \
-	tests/refs/test_counting.py tests/refs/test_mailbox.py tests/refs/test_simulation.py \
-	tests/autograd/test_graph.py tests/autograd/test_part.py tests/autograd/test_completion.py
-# Of the layers that are not pure, up to training, and of what looks at them: about half of what is not pure.
-LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing tests/transport \
-	tests/devices tests/drawing tests/inspection tests/profiler tests/seeing \
-	tests/nn tests/optim tests/checkpoint tests/federation
-
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-pure test-layers test-rest lint slow faults chaos soak attacks conformance cuda third-party \
+.PHONY: help demo test quick lint slow faults chaos soak attacks conformance cuda third-party \
 	fuzz bench bench-pinned bench-check coverage clean
 
 help: ## show this list
@@ -39,18 +23,11 @@ help: ## show this list
 demo: $(STAMP) ## train a model that lives in three processes, and check its gradients
 	@$(BIN)/python examples/demo.py
 
-# The first is work for one processor, the others wait for processes most of the time: so all at once.
 test: lint ## everything that has to pass before a commit
-	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target test-pure test-layers test-rest
+	@$(BIN)/python tests/suite.py
 
-test-pure: $(STAMP)
-	$(BIN)/pytest -q -m "not slow" $(COVER_PURE) --cov-fail-under=95 --cov-report=term:skip-covered $(PURE_TESTS)
-
-test-layers: $(STAMP)
-	$(BIN)/pytest -q -m "not slow" $(LAYER_TESTS) $(PURE_TESTS:%=--ignore=%)
-
-test-rest: $(STAMP)
-	$(BIN)/pytest -q -m "not slow" $(PURE_TESTS:%=--ignore=%) $(LAYER_TESTS:%=--ignore=%)
+quick: lint ## lint, and the tests that start no process: for every save
+	$(BIN)/pytest -q -n $$(nproc) --dist loadfile -m "not slow and not processes"
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check

@@ -19,6 +19,17 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
         signal.signal(_number, _handler)
 
 
+# What a module that starts processes imports.
+_STARTERS = {"subprocess", "multiprocessing", "Crew", "cluster", "dropin_runs", "intruder", "training_runs"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of files that start processes: `make quick` leaves them out."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _STARTERS & vars(item.module).keys():
+            item.add_marker(pytest.mark.processes)
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
     """After each test the threads that workers made in it are gone."""

@@ -55,7 +55,10 @@ def numbers() -> list[int]:
 
 
 def look_at_lines(peer: str) -> int:
-    """Note the lines that a worker has opened to this one; a line is forgotten when it is over, though calls still run."""
+    """Note the lines that a worker has opened to this one.
+
+    The worker forgets a line that is over, though calls that came on it still run.
+    """
     _lines.extend(line for line in list(current().agent.serving.lines) if line.peer.name == peer)
     return len(_lines)
 
