@@ -70,6 +70,13 @@ PLACES = {
 }
 
 
+def await_that(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN
+    while not holds():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
+
+
 def fails_there(ctx: int, loss: Tensor, worker: int, kind: type[Exception] = Broken, **options: Any) -> None:
     """The pass raises what broke on that worker, and says where."""
     with pytest.raises(kind, match="on purpose") as caught:
@@ -514,6 +521,30 @@ def test_nothing_is_kept_of_a_failed_pass(five: InProcessCluster) -> None:
         gc.collect()
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
+
+
+def test_a_pass_that_has_failed_elsewhere_stores_no_gradients(five: InProcessCluster) -> None:
+    """Worker 1 is in the middle of its run when worker 2 fails."""
+
+    def forked(x: Tensor) -> Tensor:
+        return chain([("worker1", "a")], x) + chain([("worker2", "b")], x)
+
+    with Latch("a") as latch, five[0].as_current(), dist_autograd.context() as ctx:
+
+        def fail_meanwhile() -> None:
+            latch.await_entered()
+            break_on_purpose()
+
+        ACTS["b"] = fail_meanwhile
+        loss = forked(leaf(2, 4)).sum()
+        with pytest.raises(Broken):
+            dist_autograd.backward(ctx, [loss])
+        record = five[1].autograd.contexts.find(ctx)
+        await_that(lambda: bool(record.aborted))
+        latch.released.set()
+        await_idle(five)
+        assert not record.gradients
+    await_no_leftovers(five)
 
 
 def test_gradients_that_nobody_is_owed_fail_the_pass(five: InProcessCluster) -> None:

@@ -18,6 +18,8 @@ from models import (
 )
 from torch import Tensor
 
+import backhaul.autograd as dist_autograd
+from backhaul import rpc
 from backhaul.testing import InProcessCluster
 
 
@@ -261,6 +263,24 @@ def test_views_that_overlap_in_one_message(pair: InProcessCluster) -> None:
         return call("worker1", product, h[:4], h[2:]).sum() + whole.sum() * part.sum() + every_other.sum()
 
     check(pair, program, {0: [x]}, exact=False)
+
+
+def square_and_clear(x: Tensor, plain: Tensor) -> Tensor:
+    result = x * x
+    plain.zero_()
+    return result
+
+
+def test_a_tensor_beside_one_without_gradient_that_shares_its_memory(pair: InProcessCluster) -> None:
+    """At the callee they are apart: autograd would not notice that the second one changes what the first one saved."""
+    x = leaf(4, 4)
+    with pair[0].as_current(), dist_autograd.context() as ctx:
+        for arguments in ((x, x.detach()), (x[1:], x.detach()[:3])):
+            y = rpc.rpc_sync("worker1", square_and_clear, arguments)
+            dist_autograd.backward(ctx, [y.sum()])
+        expected = 2 * x.detach()
+        expected[1:] *= 2
+        assert torch.equal(dist_autograd.get_gradients(ctx)[x], expected)
 
 
 def convolve(x: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def who() -> str:
     return rpc.get_worker_info().name
 
 
-def fetch(rref: RRef[Any]) -> Any:
+def fetch(rref: RRef[Any], *_: Any) -> Any:
     return rref.to_here()
 
 
@@ -271,6 +271,17 @@ def test_creation_that_cannot_be_sent(workers: InProcessCluster) -> None:
         rpc.remote("worker1", Account, args=(threading.Lock(),))
     with pytest.raises(rpc.UnsendableError):
         rpc.remote("worker1", lambda: 1)
+
+
+def test_a_message_that_is_too_large_to_send_pins_no_value() -> None:
+    options = RpcOptions(max_message_bytes=1 << 16)
+    with InProcessCluster(2, options=options) as group, group[0].as_current():
+        rref = RRef(Account(5))
+        with pytest.raises(rpc.UnsendableError, match="over the limit"):
+            rpc.rpc_sync("worker1", fetch, args=(rref, torch.zeros(1 << 16)))
+        assert group[0].references.counts()["pinned"] == 0
+        del rref
+        wait_until(lambda: group[0].references.counts()["values"] == 0)
 
 
 def test_timeouts(workers: InProcessCluster, gate: str) -> None:

@@ -56,6 +56,11 @@ class Declined(Exception):
     """Exposed."""
 
 
+@rpc.expose(to="bank-*")
+class Overdrawn(Exception):
+    """Exposed to some."""
+
+
 @rpc.expose
 @dataclass
 class Point:

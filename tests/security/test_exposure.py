@@ -216,6 +216,11 @@ def test_exceptions_that_may_be_raised() -> None:
     assert SHOP.exception("exposed.Declined") is exposed.Declined
 
 
+def test_an_exception_is_for_whom_its_class_is() -> None:
+    assert BANK.exception("exposed.Overdrawn") is exposed.Overdrawn
+    assert SHOP.exception("exposed.Overdrawn") is None
+
+
 NO_EXCEPTIONS = """
 builtins.SystemExit builtins.KeyboardInterrupt builtins.GeneratorExit builtins.BaseException builtins.StopIteration
 builtins.StopAsyncIteration builtins.eval builtins.UnicodeDecodeError builtins.ExceptionGroup exposed.Unknown

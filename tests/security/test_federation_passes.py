@@ -341,6 +341,13 @@ def test_passes_without_number(workers: InProcessCluster) -> None:
         assert isinstance(peer.ask(Check, Pass(NEXT + 100, context, 0, True, False), 1 << 60), Result)
 
 
+def test_the_quota_of_contexts_comes_back_when_they_end() -> None:
+    with federation(quotas=Quotas(contexts=2)) as workers, workers[1].as_current():
+        for _ in range(5):
+            with dist_autograd.context() as context:
+                assert torch.equal(double_of(context), TWOS)
+
+
 def test_recorded_tensors() -> None:
     with federation(quotas=Quotas(references=5)) as workers, liar(workers) as peer, attack(workers):
         for number in range(5):
