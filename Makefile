@@ -15,7 +15,7 @@ CUDA_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick lint slow faults chaos soak attacks conformance cuda third-party \
-	fuzz bench bench-pinned bench-check coverage clean
+	mutants fuzz bench bench-pinned bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -64,6 +64,9 @@ cuda: ## what needs a GPU: tests, random programs, torch's own CUDA tests, speed
 
 third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyPI, on Backhaul
 	$(OTHER)/bin/pytest -q third_party
+
+mutants: $(STAMP) ## mistakes in the core, made one at a time: which of them the tests do not notice
+	$(BIN)/python tests/mutants/run.py
 
 fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUTS=...); some half an hour
 	$(FUZZ)/bin/python fuzz/run.py --inputs $(INPUTS)
