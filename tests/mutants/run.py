@@ -1,7 +1,7 @@
 """`make mutants`: break the core in one place at a time, and see whether the tests notice.
 
-Each mutant of `tests/mutants/by_hand.py` is applied to a copy of the package, and the tests that are to notice it run against
-the copy. A mutant that no test notices is a survivor: a test is missing, or the code that it broke is not needed.
+Each mutant of `by_hand.py` is applied to a copy of the package, and the tests that are to notice it run against the
+copy. A mutant that no test notices is a survivor: a test is missing, or the code that it broke is not needed.
 
     python tests/mutants/run.py            all
     python tests/mutants/run.py share      those with this text in their file, or in what they do
