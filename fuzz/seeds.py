@@ -177,6 +177,20 @@ def tensor_seeds() -> list[bytes]:
     return found
 
 
+def compressed_seeds() -> list[bytes]:
+    found = []
+    for shape in ((4,), (2, 8), (), (0, 1 << 40), (1 << 40,)):
+        for code in ("bf16", "int8", "topk"):
+            for dtype in ("float32", "bfloat16", "int64"):
+                for chosen in (b"\x05", b"\x06\x07", b"\x07\x09", b"\x06\x08", b"\x0b\x07", b"\x0c", b"\x07\x0a"):
+                    message = [[0, code, dtype, shape, len(found) % 2 == 0]]
+                    found.append(bytes([len(chosen)]) + chosen + _pack(message))
+    found.append(
+        b"\x03\x05\x06\x07" + _pack([[1, "int8", "float32", (2, 8), True], [0, "bf16", "float64", (4,), False]])
+    )
+    return found
+
+
 def reference_seeds() -> list[bytes]:
     choose = random.Random(8)
     return [bytes([strict]) + choose.randbytes(4 * length) for strict in (0, 1) for length in (1, 4, 8, 16, 32, 32)]
@@ -192,6 +206,7 @@ def seeds(target: str) -> Sequence[bytes]:
         "greetings": greeting_seeds,
         "values": value_seeds,
         "tensors": tensor_seeds,
+        "compressed": compressed_seeds,
         "references": reference_seeds,
         **dict.fromkeys([target.__name__ for target in LIVE], lambda: list(live.seeds())),
     }

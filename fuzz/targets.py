@@ -24,6 +24,7 @@ import msgspec
 import torch
 from reference_scripts import play
 
+from backhaul.edges.compression import expanded
 from backhaul.errors import AuthenticationError, MisuseError, ProtocolError, UnsendableError
 from backhaul.security import handshake
 from backhaul.security.handshake import ClientHandshake, Hello, ServerHandshake, Welcome
@@ -31,6 +32,7 @@ from backhaul.security.tls import first_record
 from backhaul.transport.segments import Borrowing
 from backhaul.wire import headers, spans
 from backhaul.wire.decoder import Decoder, Envelope
+from backhaul.wire.messages import Coded
 from backhaul.wire.tensors import Landing, land_small
 from backhaul.wire.values import Codec
 
@@ -372,6 +374,45 @@ def _examine_sparse(tensor: torch.Tensor) -> None:
         plain.to_dense()
 
 
+# Compressed tensors.
+
+
+def parts() -> list[torch.Tensor]:
+    """Tensors of a message that may be parts of compressed ones."""
+    return [
+        *beside(),
+        torch.ones(4, dtype=torch.bfloat16),
+        torch.ones(2, 8, dtype=torch.int8),
+        torch.ones(2),
+        torch.ones(1, dtype=torch.float64),
+        torch.tensor([0, 3], dtype=torch.int32),
+        torch.tensor([1, 1, 5]),
+        torch.ones(1, dtype=torch.int8).expand(1 << 40),
+        torch.ones(1, dtype=torch.bfloat16).expand(0, 1 << 40),
+    ]
+
+
+def compressed(data: bytes) -> None:
+    """What a message says about its compressed tensors: tensors of the size that it says, or `ProtocolError`.
+
+    The first byte says how many tensors there are, the next ones which; then come the codes.
+    """
+    count = data[0] % 8 if data else 0
+    pool = parts()
+    chosen = [pool[number % len(pool)] for number in data[1 : 1 + count]]
+    try:
+        codes = msgspec.msgpack.decode(data[1 + count :], type=tuple[Coded, ...])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return  # as the decoder of frames has it
+    try:
+        found = expanded(codes, chosen, MEMORY // 8)
+    except ProtocolError:
+        return
+    for code in codes:
+        require(list(found[code.place].shape) == list(code.shape), "a tensor that is not as its code says")
+        examine(found[code.place].detach())
+
+
 # References.
 
 
@@ -384,5 +425,5 @@ LIVE = (live.gradients, live.contexts, live.notices, live.operators)
 """Those with a live worker."""
 
 TARGETS: dict[str, Target] = {
-    target.__name__: bounded(target) for target in (frames, greetings, values, tensors, references, *LIVE)
+    target.__name__: bounded(target) for target in (frames, greetings, values, tensors, compressed, references, *LIVE)
 }

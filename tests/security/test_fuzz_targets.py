@@ -25,7 +25,7 @@ with warnings.catch_warnings():
 
     FIRST = {name: list(seeds(name)) for name in TARGETS}
 
-EXAMPLES = {"frames": 500, "greetings": 300, "values": 400, "tensors": 400, "references": 300}
+EXAMPLES = {"frames": 500, "greetings": 300, "values": 400, "tensors": 400, "compressed": 300, "references": 300}
 EXAMPLES |= {"gradients": 60, "contexts": 60, "notices": 60, "operators": 60}
 
 
