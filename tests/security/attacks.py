@@ -182,6 +182,27 @@ def gradients(intruder: Intruder) -> None:
     intruder.on_each_line(attack)
 
 
+def unread_replies(intruder: Intruder) -> None:
+    """200 calls whose replies have 8 MiB each, read at 48 KiB a second."""
+    _read_slowly(intruder, "exposed:much")
+
+
+def unread_coroutines(intruder: Intruder) -> None:
+    """The same with coroutines, whose replies are made on a thread that all coroutines share."""
+    _read_slowly(intruder, "exposed:much_later")
+
+
+def _read_slowly(intruder: Intruder, function: str) -> None:
+    def attack(line: Mallory) -> None:
+        for number in range(200):
+            line.send(Call(number + 1, [TUPLE, [NAMED, function], [TUPLE, 8 * MiB], {}]))
+        while not intruder.stop():
+            assert line.tls.recv(4800), "it was cut off"
+            time.sleep(0.1)
+
+    intruder.on_each_line(attack)
+
+
 def lying_values(intruder: Intruder) -> None:
     """Instances of exposed classes that these would not make, and flags without number."""
     bad = [trees.DATACLASS, "exposed:Point", "x", "not a number", "y", 7]
@@ -227,6 +248,8 @@ ATTACKS: dict[str, Callable[[Intruder], None]] = {
         unconfirmed_shares,
         bombs_by_shape,
         gradients,
+        unread_replies,
+        unread_coroutines,
         lying_values,
         tallies,
         key_updates,
@@ -238,13 +261,15 @@ ATTACKS: dict[str, Callable[[Intruder], None]] = {
 
 
 def latencies(seconds: float) -> list[float]:
-    """Of calls one after the other, in seconds, in order."""
+    """Of calls one after the other, of a function and a coroutine in turn, in seconds, in order."""
     found = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         began = time.perf_counter()
         assert rpc.rpc_sync("worker0", exposed.double, (21,), timeout=60) == 42
-        found.append(time.perf_counter() - began)
+        between = time.perf_counter()
+        assert rpc.rpc_sync("worker0", exposed.echo_later, (21,), timeout=60) == 21
+        found += between - began, time.perf_counter() - between
         time.sleep(0.002)
     return sorted(found)
 

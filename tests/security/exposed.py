@@ -116,6 +116,16 @@ async def echo_later(value: Any) -> Any:
 
 
 @rpc.expose
+def much(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+@rpc.expose
+async def much_later(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8)
+
+
+@rpc.expose
 def unsendable() -> Any:
     return threading.Lock()
 
