@@ -52,6 +52,7 @@ class Quotas:
     - ``message_bytes``: the size of a message, and of the tensors in it. A larger one ends the connection.
     - ``value_bytes``: what a message has besides the elements of its tensors. A larger one ends the connection.
     - ``calls``: calls of that peer that this worker is at.
+    - ``request_bytes``: what came with these calls, tensors included.
     - ``contexts``: distributed autograd contexts that this worker knows from that peer.
     - ``references``: values here that this peer has references to, and values there that it has given references to;
       and recorded tensors of a context that wait for their gradients from it.
@@ -60,6 +61,7 @@ class Quotas:
     message_bytes: int = 256 << 20
     value_bytes: int = 1 << 20
     calls: int = 64
+    request_bytes: int = 512 << 20
     contexts: int = 64
     references: int = 10_000
 

@@ -136,7 +136,7 @@ def secret() -> Secret:
 
 
 @rpc.expose
-def wait(name: str) -> str:
+def wait(name: str, *_: Any) -> str:
     gates[name].wait(30)
     return name
 

@@ -401,6 +401,26 @@ def test_calls_under_way() -> None:
                 peer.close()
 
 
+def test_the_bytes_of_calls_under_way() -> None:
+    large = torch.zeros(150_000)
+    gate = exposed.gates["bytes"] = threading.Event()
+    with federation(quotas=Quotas(request_bytes=1 << 20)) as workers:
+        waiting = workers[1].rpc_async("worker0", exposed.wait, ("bytes", large))
+        try:
+            with pytest.raises(QuotaError, match="bytes are under way, and 1048576 may be"):
+                workers[1].rpc_sync("worker0", exposed.double, (large,))
+            assert workers[1].rpc_sync("worker0", exposed.double, (4,)) == 8
+            assert workers[2].rpc_sync("worker0", exposed.double, (large,)).shape == large.shape
+        finally:
+            gate.set()
+        assert waiting.wait() == "bytes"
+        for _ in range(5):
+            for function in (exposed.echo, exposed.echo_later):
+                assert workers[1].rpc_sync("worker0", function, (large,)).shape == large.shape
+            with workers[1].as_current():
+                assert rpc.remote("worker0", exposed.Account, (7,)).rpc_sync().deposit(0) == 7
+
+
 def test_a_message_beyond_the_quota_ends_the_connection() -> None:
     with federation(quotas=Quotas(message_bytes=1 << 20)) as workers:
         with liar(workers) as peer, attack(workers):

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -704,9 +705,10 @@ class Agent:
 
     def _on_call(self, line: Line, envelope: Envelope) -> Frame | None:
         line.calls_started += 1
-        frame = self.execution.run(envelope, line, line.reply_late)
+        late = line.reply_late if self.serving.guard is None else partial(line.reply_late, size=envelope.size)
+        frame = self.execution.run(envelope, line, late)
         if frame is not None:
-            line.count_finished(releases=False)
+            line.count_finished(envelope.size, releases=False)
         return frame
 
     def _on_inspect(self, line: Line, envelope: Envelope) -> Frame:

@@ -43,6 +43,7 @@ class Guard:
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._calls: Counter[int] = Counter()  # by rank: how many are being served
+        self._bytes: Counter[int] = Counter()  # of the requests that these are, tensors included
         self._waits: Counter[int] = Counter()
 
     def __call__(self, line: Line, envelope: Envelope) -> Frame | None:
@@ -50,11 +51,13 @@ class Guard:
         message = envelope.message
         if isinstance(message, _REQUESTS):
             try:
-                self._begin(line.peer)
+                size = 0 if isinstance(message, Fetch) else envelope.size
+                self._begin(line.peer, size)
                 try:
                     self._execution.traffic.admit(message, line.peer)
                 except BaseException:
                     self.finished(line.peer)
+                    self.let_go(line.peer, size)
                     raise
             except RefusedError as error:
                 if refs := getattr(message, "refs", ()):
@@ -70,14 +73,23 @@ class Guard:
                     raise ProtocolError(f"it has asked {_MAX_WAITS} times for the end of the group")
         return None
 
-    def _begin(self, peer: WorkerInfo) -> None:
-        limit = self._quotas.calls
+    def _begin(self, peer: WorkerInfo, size: int) -> None:
+        limit, room = self._quotas.calls, self._quotas.request_bytes
         with self._lock:
             full = self._calls[peer.id] >= limit
-            if not full:
+            taken = self._bytes[peer.id]
+            large = taken + size > room
+            if not (full or large):
                 self._calls[peer.id] += 1
+                self._bytes[peer.id] += size
         if full:
             raise self._permissions.over_quota(peer.name, "a call", f"{limit} calls of this peer are under way")
+        if large:
+            raise self._permissions.over_quota(
+                peer.name,
+                f"a call of {size} bytes",
+                f"calls of this peer with {taken} bytes are under way, and {room} may be",
+            )
 
     def pause(self, peer: WorkerInfo) -> float:
         """How many seconds not to read from a peer, since it is refused all the time."""
@@ -91,6 +103,11 @@ class Guard:
         """``count`` calls of that peer are over."""
         with self._lock:
             self._calls[peer.id] -= count
+
+    def let_go(self, peer: WorkerInfo, size: int) -> None:
+        """A call of that peer, whose request had that many bytes, has run."""
+        with self._lock:
+            self._bytes[peer.id] -= size
 
     def refuse_reply(self, line: Line, frame: Frame, waiting: int) -> Frame:
         """What to answer instead of a reply, because that many bytes for this peer wait to be sent."""

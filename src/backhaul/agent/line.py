@@ -143,8 +143,10 @@ class Line:
             sent = Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=True, frames=count)
             observers.emit(sent)
 
-    def reply_late(self, frame: Frame) -> None:
-        """Send the reply to a call after its request has been handled. Never waits."""
+    def reply_late(self, frame: Frame, size: int = 0) -> None:
+        """Send the reply to a call after its request, of ``size`` bytes, has been handled. Never waits."""
+        if (guard := self._serving.guard) is not None:  # first: the peer may call again as soon as it has the reply
+            guard.let_go(self.peer, size)
         self.send_late(frame, releases=1)
         self.count_finished(releases=False)
 
@@ -152,12 +154,17 @@ class Line:
         """`reply`, for a thread that others wait for: what does not fit is copied, and leaves when there is room."""
         self.reply(frame, 1, releases, late=True)
 
-    def count_finished(self, *, releases: bool = True) -> None:
-        """A call that came here is over. Without ``releases`` it counts in the quota until its reply has left."""
+    def count_finished(self, size: int = 0, *, releases: bool = True) -> None:
+        """A call that came here, in a request of ``size`` bytes, is over.
+
+        Without ``releases`` it counts in the quota of calls until its reply has left.
+        """
         with self._lock:
             self.calls_finished += 1
-        if releases and self._serving.guard is not None:
-            self._serving.guard.finished(self.peer)
+        if (guard := self._serving.guard) is not None:
+            guard.let_go(self.peer, size)
+            if releases:
+                guard.finished(self.peer)
 
     def try_send(self, frame: Frame) -> bool:
         """Send a small frame without waiting, before what is large. False if the channel has ended."""

@@ -72,6 +72,9 @@ class Guard(Protocol):
     def finished(self, peer: WorkerInfo, count: int = 1) -> None:
         """``count`` calls of that peer are over."""
 
+    def let_go(self, peer: WorkerInfo, size: int) -> None:
+        """A call of that peer, whose request had that many bytes, has run."""
+
     def refuse_reply(self, line: Line, frame: Frame, waiting: int) -> Frame:
         """What to answer instead of a reply, because that many bytes for this peer wait to be sent."""
 

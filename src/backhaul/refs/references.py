@@ -236,6 +236,7 @@ class References:
         if ref.owner != self.me.id or ref.creator != peer.id:
             raise ProtocolError(f"a creation of {ref} by rank {peer.id} on rank {self.me.id}")
         cell = self._holdings.own_for(ref, peer)
+        size = envelope.size
         line.calls_started += 1
         # Before the function runs: the creator is listed, and that is all it waits for.
         line.reply(self._agent.answer(message.id, None))
@@ -243,23 +244,23 @@ class References:
             value, later = self.execution.execute(envelope, peer)
         except BaseException as error:
             cell.fail(error, self.me.name)
-            line.count_finished()
+            line.count_finished(size)
             return None
         if later:
-            follow(value, lambda done: self._finish(cell, done, line))
+            follow(value, lambda done: self._finish(cell, done, line, size))
         else:
             cell.set(value)
-            line.count_finished()
+            line.count_finished(size)
         return None
 
-    def _finish(self, cell: Cell, done: Any, line: Line) -> None:
+    def _finish(self, cell: Cell, done: Any, line: Line, size: int) -> None:
         try:
             value = done.value()
         except BaseException as error:
             cell.fail(error, self.me.name)
         else:
             cell.set(value)
-        line.count_finished()
+        line.count_finished(size)
 
     def _on_fetch(self, line: Line, envelope: Envelope) -> Frame | None:
         id, ref, asked = envelope.message.id, envelope.message.ref, envelope.message.mark
