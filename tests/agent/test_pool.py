@@ -127,6 +127,22 @@ def test_the_thread_that_ran_last_is_the_first_to_run_again(make: Made) -> None:
     assert again == ran[-1:]
 
 
+def test_a_thread_that_goes_idle_while_the_pool_closes_ends(make: Made) -> None:
+    """`close` has looked for idle threads a moment before this one is on the list."""
+    pool = make()
+    pool._threads = Threads()
+
+    class Late(Idle):
+        def append(self, item: Any) -> None:
+            pool._closed = True
+            super().append(item)
+
+    pool._idle = Late()
+    assert run(pool, lambda: None).wait(SOON)
+    with pool._threads.changed:
+        assert pool._threads.changed.wait_for(lambda: not pool._threads, SOON)
+
+
 def test_enter_runs_first_and_once_on_each_thread(make: Made) -> None:
     entered: list[int] = []
     pool = make(enter=lambda: entered.append(threading.get_ident()))

@@ -80,6 +80,7 @@ MUTANTS = (
         "            self._gave_to.add(rank)",
         "            self._gave_to.add(rank)",
         ("tests/autograd/test_ends.py", "tests/autograd/test_lost.py"),
+        "the receiver drops what comes for a pass that has failed: the check spares the message",
     ),
     Mutant(
         "autograd/share.py",
@@ -94,6 +95,7 @@ MUTANTS = (
         "            if not self.record.is_over(self.backward.id):\n                self.record.aborted",
         "            if True:\n                self.record.aborted",
         ("tests/autograd/test_ends.py", "tests/autograd/test_part.py", "tests/autograd/test_lost.py"),
+        "one number more, until the context ends",
     ),
     Mutant(
         "refs/holdings.py",
@@ -123,7 +125,7 @@ MUTANTS = (
         "a message with wrong references is believed",
         "        if wrong is not None:\n            raise ProtocolError(wrong)",
         "        if False:\n            raise ProtocolError(wrong)",
-        ("tests/security/test_federation_references.py",),
+        ("tests/security/test_federation_calls.py",),
     ),
     Mutant(
         "agent/serving.py",

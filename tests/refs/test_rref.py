@@ -298,6 +298,17 @@ def test_timeouts(workers: InProcessCluster, gate: str) -> None:
 # When values go.
 
 
+def test_a_reference_that_is_dropped_on_an_idle_worker_wakes_its_watch(workers: InProcessCluster) -> None:
+    """Its next look at things may be seconds away."""
+    rref = rpc.remote("worker1", Account, args=(1,))
+    rref.to_here()
+    wait_until(lambda: workers[0].agent.watch.asleep)
+    began = time.monotonic()
+    del rref
+    wait_until(lambda: workers[1].references.counts()["values"] == 0)
+    assert time.monotonic() - began < 3
+
+
 def test_a_value_lives_as_long_as_its_last_reference_anywhere(workers: InProcessCluster) -> None:
     rref = rpc.remote("worker1", Account, args=(3,))
     rpc.rpc_sync("worker2", keep, args=("kept", rref))
