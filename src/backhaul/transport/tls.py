@@ -1,4 +1,4 @@
-"""Channels over TCP with TLS.
+"""Channels over TCP with TLS, and the greeting of all TCP connections.
 
 OpenSSL works on memory here, not on the socket: `Tunnel` turns bytes into records and back, and the socket moves
 them, many at a time. So no call of OpenSSL's waits, and one lock around each is enough to let one thread write while
@@ -24,6 +24,7 @@ from backhaul.options import RpcOptions
 from backhaul.security.tls import RECORD, Credentials, Tunnel, first_record
 from backhaul.transport.base import Channel, ChannelClosed, Way
 from backhaul.transport.greeting import Line, Steps
+from backhaul.transport.plain import TcpChannel
 from backhaul.transport.readable import Readable
 from backhaul.transport.room import check_room
 from backhaul.transport.segments import Budget
@@ -93,8 +94,21 @@ class TlsLine(Line):
                 tunnel.feed((yield from self.receive(_GREETING_CHUNK)))
         return bytes(data)
 
-    def channel(self, options: RpcOptions, budget: Budget) -> Channel:
+    def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
+        if fabric == "plain":
+            return TcpChannel(self.socket, options, budget, self._leave())
         return TlsChannel(self.socket, self._opened(), options)
+
+    def _leave(self) -> bytes:
+        """End the encryption, at the same byte as the peer does: what came after its last record.
+
+        A client says nothing before it has been welcomed, so nothing may have come to a server.
+        """
+        tunnel = self._opened()
+        rest = tunnel.incoming.read()
+        if tunnel.stream.pending() or (rest and self._server):
+            raise ProtocolError("a greeting that goes on where it should have ended")
+        return rest
 
     def _opened(self) -> Tunnel:
         if self._tunnel is None:
