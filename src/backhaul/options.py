@@ -36,6 +36,7 @@ MAX_BUSY_POLL = 0.1
 
 Transport = Literal["auto", "unix", "tcp"]
 Trust = Literal["cluster", "federation"]
+Fabric = Literal["tls", "plain"]
 
 
 class BackendType(enum.Enum):
@@ -149,6 +150,12 @@ def _trust(value: Any) -> Trust:
     return value  # type: ignore[no-any-return]
 
 
+def _fabric(value: Any) -> Fabric:
+    if value not in ("tls", "plain"):
+        raise OptionError("must be 'tls', or 'plain' for a network whose every machine and cable you trust")
+    return value  # type: ignore[no-any-return]
+
+
 def _quotas(value: Any) -> Quotas | None:
     if value is not None and not isinstance(value, Quotas):
         raise OptionError("must be Quotas(...), or None")
@@ -243,6 +250,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "metrics_port": _port_or_none,
     "tracing": _flag,
     "edges": check_edges,
+    "fabric": _fabric,
 }
 
 
@@ -297,6 +305,8 @@ class RpcOptions:
     - ``tracing``: make OpenTelemetry spans for calls and passes; see `backhaul.seeing.spans`.
     - ``edges``: what happens to tensors and gradients before they leave for a peer, by the name of the peer, in which
       ``*`` stands for anything: see `backhaul.federation.Edge`.
+    - ``fabric``: ``"tls"``, which encrypts all TCP; or ``"plain"``, which encrypts the greeting and nothing after it,
+      for a network that you trust, at the speed of TCP. All workers have the same; a federation cannot have it.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -326,6 +336,7 @@ class RpcOptions:
     metrics_port: int | None = None
     tracing: bool = False
     edges: Mapping[str, Edge] | None = None
+    fabric: Fabric = "tls"
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Add entries to the device map for calls to worker ``to``; see ``device_maps``."""

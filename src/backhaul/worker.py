@@ -314,6 +314,11 @@ def transport_options(options: RpcOptions) -> RpcOptions:
         )
     if options.transport == "unix":
         raise OptionError('trust="federation" goes over TCP: leave out transport="unix"')
+    if options.fabric == "plain":
+        raise OptionError(
+            'trust="federation" encrypts all connections, since its members do not trust the network between them: '
+            'leave out fabric="plain"'
+        )
     return dataclasses.replace(options, transport="tcp", segment_pool_bytes=0)
 
 

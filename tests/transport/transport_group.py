@@ -119,8 +119,10 @@ class Group:
         if self.kind == "memory":
             made = MemoryTransport(self._network, RpcOptions(**options))
         else:
-            secret = SECRET if self.kind == "tcp" else None
-            made = StreamTransport(RpcOptions(**{"transport": self.kind, "secret": secret, **options}))
+            given: dict[str, Any] = {"transport": self.kind}
+            if self.kind in ("tcp", "plain"):
+                given = {"transport": "tcp", "secret": SECRET, "fabric": "tls" if self.kind == "tcp" else "plain"}
+            made = StreamTransport(RpcOptions(**{**given, **options}))
         made.introduce(name)
         self._ends.append(made.close)
         return made
@@ -133,7 +135,7 @@ class Group:
 
     def connect(self, there: Transport) -> Channel:
         channel, welcome = self.transport().connect(there.addresses, HELLO, soon())
-        assert welcome == WELCOME
+        assert (welcome.id, welcome.name) == (WELCOME.id, WELCOME.name)
         self._ends.append(channel.close)
         return channel
 

@@ -22,6 +22,8 @@ OTHERS = "(others)"
 
 _COUNTERS = ("calls_sent", "calls_settled", "calls_received", "calls_finished")
 
+_FEW = 16
+
 Exchange = dict[str, Any]
 
 
@@ -32,6 +34,7 @@ class Accounts:
         self._lock = threading.Lock()
         # All guarded by _lock:
         self._lines: list[Line] = []
+        self._fold_at = _FEW  # lines: so that a new one costs the same however many there are
         self._past: dict[WorkerInfo, Exchange] = {}
         self._heard: dict[WorkerInfo, tuple[int, float]] = {}
         self._lost: Counter[WorkerInfo] = Counter()
@@ -41,7 +44,9 @@ class Accounts:
         """A line has been opened, by this worker or by the peer."""
         if line.peer.id != GUEST:
             with self._lock:
-                self._fold()
+                if len(self._lines) >= self._fold_at:
+                    self._fold()
+                    self._fold_at = 2 * len(self._lines) + _FEW
                 self._lines.append(line)
 
     def count_error(self, direction: str, error: BaseException) -> None:

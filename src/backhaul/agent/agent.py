@@ -461,10 +461,9 @@ class Agent:
         link = self._links.get(rank)
         if link is not None and (line := link.open) is not None:
             line.lose(lost)
-        for served in list(self.serving.lines):
-            if served.peer.id == rank:
-                served.shutdown()
-                served.over.wait(_CUT_OFF_SECONDS)
+        for served in self.serving.lines_of(rank):
+            served.shutdown()
+            served.over.wait(_CUT_OFF_SECONDS)
 
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]:
         """A future of the answer to a question of our own: ``make(id)`` is the message."""
@@ -640,11 +639,14 @@ class Agent:
 
     def _read_news(self) -> None:
         """The launcher has told how processes ended: their workers are lost. Called by the watch thread."""
-        for ending in self.endings.read():
-            for info in self.members():
-                member = self.membership.known(info)
-                if member is not None and info != self.me and self._process_of(member) == ending.pid:
-                    self._ended(member, ending)
+        ended = {ending.pid: ending for ending in self.endings.read()}
+        if not ended:
+            return
+        for info in self.members():
+            member = self.membership.known(info)
+            pid = self._process_of(member)
+            if member is not None and info != self.me and pid in ended:
+                self._ended(member, ended[pid])
 
     def _ended(self, member: Member, ending: Ending) -> None:
         """The process of a member is over."""
@@ -823,7 +825,7 @@ class Agent:
             return "a member of a federation shows itself to nobody"
         if self.closed.is_set():
             return LEAVING
-        if sum(line.peer.id == GUEST for line in list(self.serving.lines)) >= _MAX_GUESTS:
+        if len(self.serving.lines_of(GUEST)) >= _MAX_GUESTS:
             return f"{_MAX_GUESTS} others are looking at it already"
         return ""
 
@@ -831,7 +833,7 @@ class Agent:
         # A newcomer to a dynamic group may be ahead of what this worker has read of the store.
         if self.membership.dynamic:
             return True
-        return WorkerInfo(hello.id, hello.name) in self.membership.members()
+        return self.membership.known(WorkerInfo(hello.id, hello.name)) is not None
 
     def members(self) -> list[WorkerInfo]:
         return self.membership.members()

@@ -131,7 +131,8 @@ class Farewell:
     def __init__(self, agent: Asker, closed: threading.Event) -> None:
         self._agent = agent
         self._closed = closed
-        self._awaited: list[str] = []  # the members whose answer this worker, if it leads, waits for
+        # The members whose answer this worker, if it leads, waits for, by rank; some may have come.
+        self._awaited: dict[int, tuple[WorkerInfo, Future[Any] | None]] = {}
         self._ready = [_Promise(agent.answer) for _ in range(STAGES)]
         self._end = [_Promise(agent.answer) for _ in range(STAGES)]
 
@@ -173,7 +174,7 @@ class Farewell:
         before: dict[int, Counts] = {}
         pause = _FIRST_PAUSE
         busy: list[str] = []
-        with self._reminding(lambda: self._awaited, logging.INFO):
+        with self._reminding(self._names_of_awaited, logging.INFO):
             self._ask_all(lambda id: AwaitReady(id, stage), "its readiness to shut down", lost, deadline)
         with self._reminding(lambda: busy, logging.WARNING):
             while True:
@@ -190,6 +191,11 @@ class Farewell:
                     )
                 self._closed.wait(pause)
                 pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _names_of_awaited(self) -> list[str]:
+        """The members whose answer this worker waits for."""
+        awaited = list(self._awaited.values())
+        return [info.name for info, future in awaited if future is None or not future.done()]
 
     def _names_of_busy(self, tallies: dict[int, Counts]) -> list[str]:
         """The members that work, or to which calls are under way; all if that cannot be told."""
@@ -236,13 +242,13 @@ class Farewell:
                 futures.append((info, agent.ask_later(info, make, what, deadline)))
             except _UNREACHABLE:
                 futures.append((info, None))  # it is asked again below
-        for index, (info, future) in enumerate(futures):
-            self._awaited = [other.name for other, future in futures[index:] if future is None or not future.done()]
+        self._awaited = {info.id: (info, future) for info, future in futures}
+        for info, future in futures:
             try:
                 answers[info.id] = self._answer_of(info, future, make, what, deadline)
             except WorkerLostError:
                 lost[info.id] = info.name
-        self._awaited = []
+            self._awaited.pop(info.id, None)
         return answers
 
     def _ask(self, info: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Any:

@@ -24,6 +24,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -158,6 +159,11 @@ class Membership:
         """All known members, by rank."""
         with self._lock:
             return sorted(member.info for member in self._by_id.values())
+
+    def ranks(self) -> set[int]:
+        """Their ranks."""
+        with self._lock:
+            return set(self._by_id)
 
     def devices(self) -> dict[str, Devices]:
         """What all known members have told about their devices, by name."""
@@ -372,18 +378,35 @@ class Membership:
             self.forget(member.id)
 
     def _gather(self, world_size: int, deadline: float, check: Callable[[], None]) -> None:
-        missing = [id for id in range(world_size) if id not in self._by_id]
+        """Wait until all are there.
+
+        A look asks for the missing one of the lowest rank, and for those after it while they are there: all have to
+        come, in whatever order. Looks number 1, 2, 4, 8 and so on ask for all, so that a record that is wrong is seen
+        while others are missing. So n workers that wait for long ask the store about n log n times each.
+        """
+        missing = deque(id for id in range(world_size) if id not in self._by_id)
         start = time.monotonic()
+        looks = 0
         while missing:
             check()
+            looks += 1
             # Asked and not waited for: a store that waits in vain says so on standard error.
-            came = [id for id in missing if self._has_come(id)]
-            missing = [id for id in missing if id not in came]
+            came = 0
+            if looks & (looks - 1) == 0:
+                left = deque(id for id in missing if not self._has_come(id))
+                came, missing = len(missing) - len(left), left
+            else:
+                while missing and self._has_come(missing[0]):
+                    missing.popleft()
+                    came += 1
             now = time.monotonic()
             if missing and now > deadline:
+                absent = [id for id in missing if not self._has_come(id)]
+                if not absent:
+                    return
                 raise RpcTimeoutError(
-                    f"{len(missing)} of {world_size} workers did not join in time: ranks "
-                    f"{', '.join(map(str, missing))}; start them, or check that all use the same init_method"
+                    f"{len(absent)} of {world_size} workers did not join in time: ranks "
+                    f"{', '.join(map(str, absent))}; start them, or check that all use the same init_method"
                 )
             if not came:
                 time.sleep(min(max(_PATIENCE * (now - start), _SHORTEST_PAUSE), _LONGEST_PAUSE))

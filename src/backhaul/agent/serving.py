@@ -144,6 +144,7 @@ class Served(Line):
                     # Now, while this thread cannot lose the lead: the next message must not overtake it.
                     serving.arriving(envelope.message.refs, self.peer)
                 role.begin()
+                serving.active.add(self)
                 state.lead = lead
                 state.handling = True
                 if watch.asleep:
@@ -293,6 +294,9 @@ class Serving:
         self.detached: set[int] = set()
         self.finished = 0  # a change counter: only whether it changed matters
         self.lines: set[Served] = set()
+        self.active: set[Served] = set()
+        """The lines that a tick looks at. A leader adds its own after it has begun a request."""
+        self._by_rank: dict[int, set[Served]] = {}
         self._adding = threading.Lock()
         self._max_detached = num_worker_threads
         self._seen: dict[Served, int] = {}
@@ -305,9 +309,11 @@ class Serving:
         with self._adding:
             if self.guard is not None:
                 # A peer that opens new connections all the time loses its old ones, and nobody else loses a thread.
-                same = sorted((other for other in self.lines if other.peer == line.peer), key=lambda other: other.made)
+                others = self._by_rank.get(line.peer.id, ())
+                same = sorted((other for other in others if other.peer == line.peer), key=lambda other: other.made)
                 excess = same[: max(0, len(same) + 1 - _MAX_CONNECTIONS)]
             self.lines.add(line)
+            self._by_rank.setdefault(line.peer.id, set()).add(line)
         for old in excess:
             old.shutdown()
         self.pool.run(line.lead)
@@ -350,7 +356,17 @@ class Serving:
     def ended(self, line: Served, error: Exception) -> None:
         with self._adding:
             self.lines.discard(line)
+            self.active.discard(line)
+            same = self._by_rank.get(line.peer.id, set())
+            same.discard(line)
+            if not same:
+                self._by_rank.pop(line.peer.id, None)
         self.on_end(line, error)
+
+    def lines_of(self, rank: int) -> list[Served]:
+        """Those that the worker of this rank has opened, or, by the rank of guests, all of theirs."""
+        with self._adding:
+            return list(self._by_rank.get(rank, ()))
 
     def about_to_wait(self) -> bool:
         """The calling thread is about to wait for a peer. True: call `resumed` after it."""
@@ -395,11 +411,15 @@ class Serving:
         """
         active = False
         seen: dict[Served, int] = {}
-        for line in list(self.lines):
+        for line in list(self.active):
             turn = line.turn
             before = self._seen.get(line)
             seen[line] = turn
-            if line.busy:
+            if before == turn and not line.busy:
+                self.active.discard(line)
+                if line.turn != turn:  # a request has begun meanwhile, perhaps before the line was taken out
+                    self.active.add(line)
+            elif line.busy:
                 active = True
                 self.watch.hurry()  # to see whether it is the same request then
                 if before == turn and self._may_detach():

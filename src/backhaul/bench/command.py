@@ -74,6 +74,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="ARGS",
         help="instead, measure tensors on a GPU beside torch RPC; all that follows is for it",
     )
+    others.add_argument(
+        "--between",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="instead, measure calls between two hosts, with TLS and without; all that follows is for it",
+    )
+    others.add_argument(
+        "--scale",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="instead, measure groups of many workers beside torch RPC; all that follows is for it",
+    )
     parser.set_defaults(handle=run, parser=parser)
 
 
@@ -95,6 +107,14 @@ def run(options: argparse.Namespace) -> int:
         from backhaul.bench import cuda
 
         return cuda.main([*_before(options), *options.cuda])
+    if options.between is not None:
+        from backhaul.bench import between
+
+        return between.main([*_before(options), *options.between])
+    if options.scale is not None:
+        from backhaul.bench import scale
+
+        return scale.main([*_before(options), *options.scale])
     return _compare(options)
 
 

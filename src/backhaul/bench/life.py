@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 def live(system: str, role: str, roles: Sequence[str], directory: str, line: Connection, driver: int) -> None:
     """All of it. What goes wrong is sent to the driver; if nothing can be obeyed after it, it is raised too."""
-    _die_with(driver)
+    die_with(driver)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends us
     try:
         begin = time.monotonic()
@@ -30,7 +30,7 @@ def live(system: str, role: str, roles: Sequence[str], directory: str, line: Con
 
         import_seconds = time.monotonic() - begin
         torch.set_num_threads(1)
-        from backhaul.bench.ports import PORTS
+        from backhaul.bench.hosts import PORTS
 
         with PORTS[system](role, roles, directory) as port:
             line.send(Greeting(time.monotonic(), import_seconds))
@@ -67,7 +67,7 @@ def _failure(error: Exception) -> Failure:
     return Failure(type(error).__name__, "".join(traceback.format_exception(error)))
 
 
-def _die_with(driver: int) -> None:
+def die_with(driver: int) -> None:
     """Have the kernel kill this process when its parent, the driver, dies."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != driver:  # it died before we asked

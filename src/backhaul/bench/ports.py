@@ -176,14 +176,15 @@ def backhaul_tls_port(role: str, roles: Sequence[str], directory: str) -> RpcPor
     return backhaul_port(role, roles, directory, transport="tcp", key_file=os.path.join(directory, KEY_FILE))
 
 
-def torch_port(role: str, roles: Sequence[str], directory: str) -> RpcPort:
+def torch_port(role: str, roles: Sequence[str], directory: str, **more: Any) -> RpcPort:
+    """``more`` are options."""
     from torch.distributed import autograd, rpc
 
     def init() -> None:
         # Torch's own code warns about itself when it starts, and when an optimizer is made: then whatever the filters.
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         warnings.showwarning = partial(_show_unless_of_scripts, warnings.showwarning)
-        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/meeting-point")
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/meeting-point", **more)
         rpc.init_rpc(  # type: ignore[no-untyped-call]
             role, rank=roles.index(role), world_size=len(roles), rpc_backend_options=options
         )
@@ -347,17 +348,20 @@ class SocketPort:
 
 
 class TcpPort(SocketPort):
-    """The same over TCP, on loopback. What lies at the path tells the port."""
+    """The same over TCP, on loopback. What lies at the path tells where."""
+
+    host = "127.0.0.1"
 
     def _open(self) -> socket.socket:
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server((self.host, 0))
         with open(self._path, "w") as file:
-            file.write(str(listener.getsockname()[1]))
+            file.write("{} {}".format(*listener.getsockname()))
         return listener
 
     def _connect(self) -> socket.socket:
         with open(self._path) as file:
-            return socket.create_connection(("127.0.0.1", int(file.read())))
+            host, port = file.read().split()
+        return socket.create_connection((host, int(port)))
 
     def _stream_over(self, connection: socket.socket, *, server: bool) -> _Stream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

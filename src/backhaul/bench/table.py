@@ -60,8 +60,8 @@ def _table(result: Result, ours: str, terminal: bool) -> RichTable:
     table.add_column("met", no_wrap=True)
     for row in result.rows:
         if row.figure.ours == ours:
-            times = (row.notes.get(system) or _text(row.spread(system), row.figure) for system in systems)
-            shares = (_ratio_text(row.ratio(*pair)) for pair in ratios)
+            times = (row.notes.get(system) or text(row.spread(system), row.figure) for system in systems)
+            shares = (ratio_text(row.ratio(*pair)) for pair in ratios)
             table.add_row(row.figure.name, *times, *shares, _standing_text(row, result))
     return table
 
@@ -122,7 +122,7 @@ def _row_as_json(row: Row, result: Result) -> dict[str, Any]:
     }
 
 
-def _text(spread: Spread | None, figure: Figure) -> str:
+def text(spread: Spread | None, figure: Figure) -> str:
     if spread is None:
         return "-"
     if figure.as_rate:
@@ -154,7 +154,7 @@ def _misses(row: Row, result: Result) -> bool:
     return stands is not None and stands.met == "nothing"
 
 
-def _ratio_text(spread: Spread | None) -> str:
+def ratio_text(spread: Spread | None) -> str:
     if spread is None:
         return "-"
     median, low, high = map(_digits, spread)

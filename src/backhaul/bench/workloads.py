@@ -100,11 +100,11 @@ class Workload:
         return not set(self.roles) <= {SERVER, CLIENT, SECOND}
 
 
-def _noop(port: Port, order: Order) -> Samples:
+def noop(port: Port, order: Order) -> Samples:
     return _time(port.noop, order)
 
 
-def _echo(size: int, port: Port, order: Order) -> Samples:
+def echo(size: int, port: Port, order: Order) -> Samples:
     tensor = _tensor(size)
     if not torch.equal(port.echo(tensor), tensor):
         raise ValueError(f"the echo of {size} bytes differs from what was sent")
@@ -223,7 +223,7 @@ def _joint(samples: list[float]) -> float:
 
 def _echo_of(label: str, size: int, repetitions: int, every: int = 1) -> Workload:
     name = f"echo {label}"
-    return Workload(name, partial(_echo, size), repetitions, (Figure(name),), (*_CALLS, MEMCPY), every=every)
+    return Workload(name, partial(echo, size), repetitions, (Figure(name),), (*_CALLS, MEMCPY), every=every)
 
 
 def _tls_of(plain: Workload, repetitions: int, every: int = 1) -> Workload:
@@ -246,7 +246,7 @@ def _gradient_of(name: str, repetitions: int, every: int = 1, *, servers: int = 
     )
 
 
-_NOOP = Workload("no-op", _noop, 1000, (Figure("no-op p50"), Figure("no-op p99", _p99, steady=False)))
+_NOOP = Workload("no-op", noop, 1000, (Figure("no-op p50"), Figure("no-op p99", _p99, steady=False)))
 
 WORKLOADS = {
     workload.name: workload

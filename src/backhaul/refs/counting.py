@@ -475,13 +475,12 @@ class Counting:
                 question.awaited.discard(ref)
         return actions + self._answer_sweeps()
 
-    def joined(self, worker: int) -> None:
-        """Another worker of the group, alive as far as is known.
+    def joined(self, *workers: int) -> None:
+        """Other workers of the group, alive as far as is known.
 
         Before `died`, this must be told of all that were in the group at any time before the death.
         """
-        if worker != self.me and worker not in self._dead:
-            self._living.add(worker)
+        self._living.update({*workers} - self._dead - {self.me})
 
     def died(self, worker: int) -> list[Action]:
         """A worker is dead, and what it has sent to us has been read to the end.

@@ -524,8 +524,7 @@ class Holdings:
         with self._lock:
             if self._closed:
                 return
-            for info in self._agent.members():
-                self._counting.joined(info.id)
+            self._counting.joined(*self._agent.membership.ranks())
             if rank in self._outboxes:
                 self._outboxes[rank].clear()
             actions: list[Action] = []

@@ -56,6 +56,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """Tells this process from others that have had its name and rank: see `agent.fate`."""
     frames: int = VERSION
     """The version of the frames that it speaks."""
+    fabric: str = "tls"
+    """What its TCP connections are after the greeting: ``tls``, or ``plain``, without encryption."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +67,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     name: str
     refused: str = ""
     incarnation: str = ""
+    fabric: str = "tls"
+    """As in `Hello`. Both say it inside of TLS, so nobody between them can change it."""
 
 
 LEAVING = "it is shutting down"
@@ -80,6 +84,14 @@ def require_welcome(welcome: Welcome) -> None:
     if welcome.refused:
         kind = LeavingError if welcome.refused == LEAVING else AuthenticationError
         raise kind(f"the worker there refused the connection: {welcome.refused}")
+
+
+def disagreement(name: str, fabric: str, other_name: str, other_fabric: str) -> str:
+    """Why two workers do not talk to each other."""
+    return (
+        f"worker {name!r} has fabric={fabric!r}, and worker {other_name!r} has fabric={other_fabric!r}: give all "
+        "workers of the group the same RpcOptions(fabric=...)"
+    )
 
 
 # What decoding raises: text that is not UTF-8 and nesting without end have errors of their own.

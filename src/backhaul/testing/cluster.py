@@ -115,7 +115,9 @@ class InProcessCluster(Sequence[Worker]):
             except BaseException as error:  # raised below, on the caller's thread
                 errors.append(error)
 
-        threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
+        threads = [
+            threading.Thread(target=make, args=(rank,), name=f"backhaul-worker{rank}-join") for rank in range(size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -13,10 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from backhaul.errors import AuthenticationError
+from backhaul.ids import GUEST
 from backhaul.options import RpcOptions
 from backhaul.security import handshake
-from backhaul.security.handshake import ClientHandshake, Hello, ServerHandshake, Welcome
+from backhaul.security.handshake import ClientHandshake, Hello, ServerHandshake, Welcome, disagreement
 from backhaul.transport.base import Channel, ChannelClosed, Want
 from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, remaining
 
@@ -54,8 +57,8 @@ class Line(ABC):
         """So many bytes of the peer's."""
 
     @abstractmethod
-    def channel(self, options: RpcOptions, budget: Budget) -> Channel:
-        """What the line becomes after the greeting."""
+    def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
+        """What the line becomes after the greeting, in which both have agreed on ``fabric``."""
 
     def send(self, data: bytes) -> Steps[None]:
         rest = memoryview(data)
@@ -82,9 +85,15 @@ class Line(ABC):
 
 
 def receive_visitor(
-    line: Line, judge: Callable[[Hello], Welcome], on_trusted: Callable[[], None] = lambda: None
+    line: Line,
+    judge: Callable[[Hello], Welcome],
+    fabric: str = "tls",
+    on_trusted: Callable[[], None] = lambda: None,
 ) -> Steps[Hello]:
-    """The listening side. ``judge`` decides; a welcome that refuses is sent and raises."""
+    """The listening side. ``judge`` decides; a welcome that refuses is sent and raises.
+
+    A worker of another ``fabric`` is refused, a guest is not: it always has TLS.
+    """
     names = yield from line.open()
     on_trusted()
     server = ServerHandshake(_NO_KEY)
@@ -95,6 +104,11 @@ def receive_visitor(
         welcome = judge(hello)
     else:
         welcome = Welcome(-1, "", f"it says that it is {hello.name!r}, and its certificate is for {_listed(names)}")
+    expected = "tls" if hello.id == GUEST else fabric
+    if not welcome.refused and hello.fabric != expected:
+        refused = disagreement(hello.name, hello.fabric, welcome.name, expected)
+        welcome = msgspec.structs.replace(welcome, refused=refused)
+    welcome = msgspec.structs.replace(welcome, fabric=expected)
     yield from line.say(server.answer(welcome))
     if welcome.refused:
         raise AuthenticationError(f"refused worker {hello.name!r}: {welcome.refused}")
@@ -113,6 +127,8 @@ def visit(line: Line, hello: Hello) -> Steps[Welcome]:
         raise AuthenticationError(
             f"what listens there says that it is {welcome.name!r}, and its certificate is for {_listed(names)}"
         )
+    if welcome.fabric != hello.fabric:  # an older version does not look at what the hello says
+        raise AuthenticationError(disagreement(hello.name, hello.fabric, welcome.name, welcome.fabric))
     return welcome
 
 

@@ -1,4 +1,4 @@
-"""Channels over TCP with TLS.
+"""Channels over TCP with TLS, and the greeting of all TCP connections.
 
 OpenSSL works on memory here, not on the socket: `Tunnel` turns bytes into records and back, and the socket moves
 them, many at a time. So no call of OpenSSL's waits, and one lock around each is enough to let one thread write while
@@ -24,6 +24,7 @@ from backhaul.options import RpcOptions
 from backhaul.security.tls import RECORD, Credentials, Tunnel, first_record
 from backhaul.transport.base import Channel, ChannelClosed, Way
 from backhaul.transport.greeting import Line, Steps
+from backhaul.transport.plain import TcpChannel
 from backhaul.transport.readable import Readable
 from backhaul.transport.room import check_room
 from backhaul.transport.segments import Budget
@@ -33,6 +34,8 @@ from backhaul.wire.frames import Frame
 from backhaul.wire.lanes import Pace, Slices
 
 _CHUNK = 16 * RECORD
+# So much is encrypted at a time. The records are written twice before the kernel has them, so they stay in the cache.
+_SEND_CHUNK = 8 * RECORD
 _FIRST_CHUNK = RECORD
 _SMALL = 4096
 _GREETING_CHUNK = 4096
@@ -93,8 +96,21 @@ class TlsLine(Line):
                 tunnel.feed((yield from self.receive(_GREETING_CHUNK)))
         return bytes(data)
 
-    def channel(self, options: RpcOptions, budget: Budget) -> Channel:
+    def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
+        if fabric == "plain":
+            return TcpChannel(self.socket, options, budget, self._leave())
         return TlsChannel(self.socket, self._opened(), options)
+
+    def _leave(self) -> bytes:
+        """End the encryption, at the same byte as the peer does: what came after its last record.
+
+        A client says nothing before it has been welcomed, so nothing may have come to a server.
+        """
+        tunnel = self._opened()
+        rest = tunnel.incoming.read()
+        if tunnel.stream.pending() or (rest and self._server):
+            raise ProtocolError("a greeting that goes on where it should have ended")
+        return rest
 
     def _opened(self) -> Tunnel:
         if self._tunnel is None:
@@ -213,7 +229,7 @@ class TlsChannel(Channel):
 
     def _encrypt(self) -> bytes:
         """The next chunk of what is to be sent."""
-        room = _CHUNK
+        room = _SEND_CHUNK
         plain = self._plain
         try:
             with self._lock:
@@ -266,11 +282,14 @@ class TlsChannel(Channel):
         try:
             with self._lock:
                 while incoming.pending or stream.pending():
-                    count: int = stream.read(RECORD, decoder.writable())  # type: ignore[assignment]
+                    place = decoder.writable()
+                    count: int = stream.read(RECORD, place)  # type: ignore[assignment]
                     if not count:  # the peer has said that it closes
                         break
                     decoder.wrote(count)
                     fed -= count + _OVERHEAD
+                    if count == RECORD and decoder.placed:
+                        fed -= self._decrypt_more(place[count:])
                 else:
                     self._count_silent(fed)
                     return
@@ -283,6 +302,25 @@ class TlsChannel(Channel):
             else:
                 self._problem = ProtocolError(f"bytes that are not what the peer encrypted: {_text(error)}")
         self.shutdown()  # which whoever reads next notices
+
+    def _decrypt_more(self, place: memoryview) -> int:
+        """Take the next records into the memory of a tensor, which follow one another. How many bytes they had.
+
+        Holds ``_lock``. OpenSSL gives one record at a time, so what is done for each counts.
+        """
+        read, incoming, size = self._stream.read, self._incoming, len(place)
+        filled = records = 0
+        # With so many bytes there is a whole record; what else may be there, the caller finds out.
+        try:
+            while filled < size and incoming.pending >= RECORD + _OVERHEAD:
+                filled += read(RECORD, place[filled:])  # type: ignore[operator]
+                records += 1
+        except ssl.SSLWantReadError:
+            pass
+        finally:
+            if filled:
+                self._decoder.wrote(filled)
+        return filled + records * _OVERHEAD
 
     def _count_silent(self, count: int) -> None:
         self._silent = max(0, self._silent + count)

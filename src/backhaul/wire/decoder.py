@@ -131,6 +131,12 @@ class Decoder:
             self._make_room()
         return self._view[self._end :]
 
+    @property
+    def placed(self) -> bool:
+        """All of `writable()` is memory of one tensor, so that whatever fits may be written there at once."""
+        large = self._large
+        return self._place is not None or (self._slice > 0 and large is not None and large._place is not None)
+
     def wrote(self, count: int) -> None:
         """The first ``count`` bytes of `writable()` have been written."""
         if self._place is None:

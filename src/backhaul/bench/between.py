@@ -1,0 +1,185 @@
+"""``backhaul bench --between``: calls and tensors between two hosts, with and without encryption, beside torch RPC.
+
+The hosts are two network namespaces of this machine with a veth pair between them, or, where those cannot be made,
+loopback: the heading says which. Both ends share its processors, so what each of them does counts.
+
+Rounds take turns as in `compare`, and a ratio is the median of those in each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from backhaul.bench import workloads
+from backhaul.bench.entrants import Entrant, Fault
+from backhaul.bench.hosts import PLAIN, SSL, SYSTEMS, TCP, TLS, TORCH, Hosts
+from backhaul.bench.ports import torch_has_rpc
+from backhaul.bench.rows import Row
+from backhaul.bench.systems import Limits
+from backhaul.bench.table import host, ratio_text, text
+from backhaul.bench.workloads import Figure, Workload
+
+_PLAIN_WIDTH = 250
+_RATIOS = ((TORCH, TLS), (TORCH, PLAIN), (SSL, TLS), (TCP, PLAIN))
+
+
+class Floor(NamedTuple):
+    """How many times faster than torch a call has to be, over TLS and plain."""
+
+    tls: float
+    plain: float
+
+
+FLOORS = {"no-op": Floor(3.0, 3.0), "echo 1 MiB": Floor(0.5, 1.0), "echo 64 MiB": Floor(0.8, 1.0)}
+
+_REPETITIONS = {"no-op": 300, "echo 64 KiB": 100, "echo 1 MiB": 30, "echo 16 MiB": 5, "echo 64 MiB": 3}
+_SHORT = {"full": (15, 1.0), "quick": (5, 0.3), "smoke": (1, 0.05)}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)  # now, not after minutes of measuring
+    rounds, share = _SHORT[options.size]
+    result = run(options.only or list(_REPETITIONS), options.rounds or rounds, share)
+    write(result, sys.stdout)
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(result), indent=1) + "\n")
+    return 1 if any(fault.system in (TLS, PLAIN) for fault in result.faults) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="backhaul bench --between",
+        description="Measure calls between two hosts, which are network namespaces of this machine if you are root and "
+        "loopback if not: Backhaul with TLS and with fabric='plain', torch RPC over TCP, Python's ssl, a bare socket. "
+        "Takes some minutes. The exit code is 0 if Backhaul did all of its work.",
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", dest="size", action="store_const", const="quick", help="a minute")
+    size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="seconds; means nothing")
+    parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds")
+    parser.add_argument("--only", action="append", choices=list(_REPETITIONS), help="this work only; may be repeated")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
+    parser.set_defaults(size="full")
+    return parser
+
+
+class Result(NamedTuple):
+    """What a run found."""
+
+    rows: list[Row]
+    faults: list[Fault]
+    load: float
+    """Of the machine, before."""
+    where: str
+
+
+def run(names: Sequence[str], rounds: int, share: float) -> Result:
+    """Start the systems, measure in rounds, end them."""
+    load = os.getloadavg()[0]
+    faults: list[Fault] = []
+    systems = [name for name in SYSTEMS if name != TORCH or torch_has_rpc()]
+    works = [_workload(name, max(1, round(_REPETITIONS[name] * share))) for name in _REPETITIONS if name in names]
+    rows = {work.name: Row(work.figures[0], {name: [] for name in systems}) for work in works}
+
+    def tell(fault: Fault) -> None:
+        print(fault.text, file=sys.stderr, flush=True)
+        faults.append(fault)
+
+    with Hosts() as hosts, contextlib.ExitStack() as stack:
+        entrants = [stack.enter_context(Entrant(name, works, tell, Limits())) for name in systems]
+        for turn in range(rounds):
+            for work in works:
+                row = rows[work.name]
+                first = turn % len(entrants)
+                for entrant in (*entrants[first:], *entrants[:first]):
+                    if entrant.name in row.notes:
+                        continue
+                    found = entrant.measure(work, work.repetitions)
+                    if isinstance(found, Fault):
+                        row.give_up(entrant.name, found.brief)
+                    else:
+                        row.rounds[entrant.name].append(row.figure.of(found[0].seconds))
+        where = hosts.why_loopback and f"loopback TCP, since there are {hosts.why_loopback}"
+    return Result(list(rows.values()), faults, load, where or "two network namespaces with a veth pair")
+
+
+def _workload(name: str, repetitions: int) -> Workload:
+    return Workload(name, _act(name), repetitions, (Figure(name, ours=TLS),), SYSTEMS)
+
+
+def _act(name: str) -> Any:
+    if name == "no-op":
+        return workloads.noop
+    _, number, unit = name.split()
+    return partial(workloads.echo, int(number) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit])
+
+
+def write(result: Result, file: TextIO) -> None:
+    """Print the table."""
+    terminal = file.isatty()
+    console = Console(file=file, width=None if terminal else _PLAIN_WIDTH, highlight=False)
+    rounds = max((len(each) for row in result.rows for each in row.rounds.values()), default=0)
+    console.print(f"between {result.where}; rounds: {rounds}; load before: {result.load:.2f}; medians (quartiles)")
+    table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
+    table.add_column("work", no_wrap=True)
+    for heading in (*SYSTEMS, *(f"{over} / {under}" for over, under in _RATIOS)):
+        table.add_column(heading, justify="right", no_wrap=not terminal)
+    table.add_column("wanted", no_wrap=True)
+    for row in result.rows:
+        times = (row.notes.get(system) or text(row.spread(system), row.figure) for system in SYSTEMS)
+        ratios = (ratio_text(row.ratio(*pair)) for pair in _RATIOS)
+        table.add_row(row.figure.name, *times, *ratios, _standing(row))
+    console.print(table)
+
+
+def _standing(row: Row) -> str:
+    floor = FLOORS.get(row.figure.name)
+    if floor is None:
+        return ""
+    said = []
+    for name, system, least in (("TLS", TLS, floor.tls), ("plain", PLAIN, floor.plain)):
+        found = row.ratio(TORCH, system)
+        if found is not None:
+            said.append(f"{name} {least:g}x: {'met' if found.median >= least else 'missed'}")
+    return ", ".join(said)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """The table as plain data, in seconds."""
+    return {
+        "host": host(result.load),
+        "between": result.where,
+        "rows": [
+            {
+                "work": row.figure.name,
+                "systems": {
+                    system: {**spread._asdict(), "rounds": list(rounds)}
+                    for system, rounds in row.rounds.items()
+                    if (spread := row.spread(system)) is not None
+                },
+                "notes": dict(row.notes),
+                "ratios": {
+                    f"{over} / {under}": ratio._asdict()
+                    for over, under in _RATIOS
+                    if (ratio := row.ratio(over, under)) is not None
+                },
+            }
+            for row in result.rows
+        ],
+        "faults": [fault._asdict() for fault in result.faults],
+    }

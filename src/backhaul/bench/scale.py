@@ -1,0 +1,233 @@
+"""``backhaul bench --scale``: groups of many workers on one machine, beside torch RPC.
+
+Each worker is a process of its own with one thread for torch. They are forked from one process that has imported
+everything, so what is measured is the group and not the import of torch. All workers do each step at once; it takes as
+long as the last of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from backhaul.bench.life import die_with
+from backhaul.bench.ports import BACKHAUL, TORCH, torch_has_rpc
+from backhaul.bench.table import host
+
+_PLAIN_WIDTH = 200
+_MIB = 1 << 20
+
+SIZES = {"full": ((16, 32, 64), (16, 32)), "quick": ((8, 16), (8,)), "smoke": ((3,), (3,))}
+"""Of the groups, of Backhaul and of torch RPC: torch takes minutes, and gigabytes, for more."""
+
+STEPS = {
+    "start": "start",
+    "call": "all call all, the first time",
+    "call again": "all call all, once more",
+    "refer": "a reference from each to each, and its value",
+    "backward": "one backward over all",
+    "shutdown": "shutdown",
+}
+
+
+class Outcome(NamedTuple):
+    """What a group took. ``seconds`` by step; the memory of one worker, its own; ``failed`` says in what it failed."""
+
+    system: str
+    size: int
+    seconds: dict[str, float]
+    memory: float = 0.0
+    connections: int | None = None
+    """Those of a worker after the start, before anybody has called anybody; None if that is not known."""
+    failed: str = ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    ours, torchs = SIZES[options.size]
+    load = os.getloadavg()[0]
+    outcomes = []
+    for size in options.workers or ours:
+        outcomes.append(_say(measure(BACKHAUL, size, options.seconds)))
+    for size in options.torch or torchs:
+        if torch_has_rpc():
+            outcomes.append(_say(measure(TORCH, size, options.seconds)))
+    write(outcomes, load, sys.stdout)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        data = {"host": host(load), "outcomes": [outcome._asdict() for outcome in outcomes]}
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+    return 1 if any(outcome.failed for outcome in outcomes if outcome.system == BACKHAUL) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="backhaul bench --scale",
+        description="Start groups of many workers, have all call all, refer to each other, do one backward over all, "
+        "and shut down: times, and the memory of a worker. Takes some minutes, most of them for torch RPC. The exit "
+        "code is 0 if all groups of Backhaul came to their end.",
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", dest="size", action="store_const", const="quick", help="smaller groups")
+    size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="seconds; means nothing")
+    parser.add_argument("--workers", type=int, action="append", metavar="N", help="groups of this size of Backhaul")
+    parser.add_argument("--torch", type=int, action="append", metavar="N", help="groups of this size of torch RPC")
+    parser.add_argument("--seconds", type=float, default=600.0, help="that each step may take at most")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
+    parser.set_defaults(size="full")
+    return parser
+
+
+def measure(system: str, size: int, most: float) -> Outcome:
+    """Start a group, go through the steps, end it."""
+    outcome = Outcome(system, size, {})
+    seconds = outcome.seconds
+    with _processes(system, size) as crew:
+        try:
+            for step in STEPS:
+                began = time.monotonic()
+                answers = crew.order(step, most)
+                seconds[step] = time.monotonic() - began
+                if step == "start":
+                    outcome = outcome._replace(connections=answers[0])
+                if step == "backward":
+                    memory = crew.order("memory", most)
+                    outcome = outcome._replace(memory=sum(memory) / size)
+        except _Failed as error:
+            return outcome._replace(failed=str(error))
+    return outcome
+
+
+class _Failed(Exception):
+    """A step did not come to its end."""
+
+
+class _Crew:
+    """The processes of a group, which do what they are told."""
+
+    def __init__(self, processes: list[BaseProcess], lines: list[Connection]) -> None:
+        self._processes = processes
+        self._lines = lines
+
+    def order(self, step: str, most: float) -> list[Any]:
+        """Have all do a step at once; what each says. Raises `_Failed`."""
+        deadline = time.monotonic() + most
+        for line in self._lines:
+            line.send(step)
+        answers = []
+        for rank, line in enumerate(self._lines):
+            try:
+                if not line.poll(max(0.0, deadline - time.monotonic())):
+                    raise _Failed(f"{step}: worker {rank} has not finished in {most:g} s")
+                answer, error = line.recv()
+            except (EOFError, OSError):
+                raise _Failed(f"{step}: worker {rank} died") from None
+            if error:
+                raise _Failed(f"{step}: worker {rank}: {error}")
+            answers.append(answer)
+        return answers
+
+    def end(self) -> None:
+        for line in self._lines:
+            with contextlib.suppress(OSError):
+                line.send(None)
+        for process in self._processes:
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def _processes(system: str, size: int) -> Iterator[_Crew]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["backhaul.bench.scale_worker"])
+    with tempfile.TemporaryDirectory(prefix="backhaul-scale-") as directory:
+        processes: list[BaseProcess] = []
+        lines: list[Connection] = []
+        crew = _Crew(processes, lines)
+        try:
+            for rank in range(size):
+                here, there = context.Pipe()
+                process = context.Process(target=live, args=(system, rank, size, directory, there), daemon=True)
+                process.start()
+                there.close()
+                processes.append(process)
+                lines.append(here)
+            crew.order("ready", 600.0)  # imports are over, and the clock may run
+            yield crew
+        finally:
+            crew.end()
+
+
+def live(system: str, rank: int, size: int, directory: str, line: Connection) -> None:
+    """The life of a worker process: do what comes over the line."""
+    die_with(os.getppid())
+    from backhaul.bench.scale_worker import Member
+
+    member = Member(system, rank, size, directory)
+    acts: dict[str, Callable[[], Any]] = {
+        "ready": lambda: None,
+        "start": member.start,
+        "call": member.call_all,
+        "call again": member.call_all,
+        "refer": member.refer_to_all,
+        "backward": member.backward,
+        "memory": member.memory,
+        "shutdown": member.shutdown,
+    }
+    while (step := line.recv()) is not None:
+        try:
+            line.send((acts[step](), ""))
+        except Exception as error:
+            line.send((None, f"{type(error).__name__}: {error}"))
+    # Torch's threads may keep a process that has not shut down.
+    os._exit(0)
+
+
+def write(outcomes: Sequence[Outcome], load: float, file: TextIO) -> None:
+    """Print the table."""
+    terminal = file.isatty()
+    console = Console(file=file, width=None if terminal else _PLAIN_WIDTH, highlight=False)
+    console.print(f"{os.cpu_count()} processors; load before: {load:.2f}")
+    table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for outcome in outcomes:
+        table.add_column(f"{outcome.system}, {outcome.size}", justify="right", no_wrap=True)
+    for step, name in STEPS.items():
+        table.add_row(name, *(_seconds(outcome, step) for outcome in outcomes))
+    table.add_row("memory of a worker, its own", *(f"{each.memory / _MIB:.0f} MiB" for each in outcomes))
+    known = ("-" if each.connections is None else str(each.connections) for each in outcomes)
+    table.add_row("its connections after the start", *known)
+    console.print(table)
+    for outcome in outcomes:
+        if outcome.failed:
+            console.print(f"failed: {outcome.system}, {outcome.size}: {outcome.failed}")
+
+
+def _seconds(outcome: Outcome, step: str) -> str:
+    found = outcome.seconds.get(step)
+    return "-" if found is None else f"{found:.2f} s"
+
+
+def _say(outcome: Outcome) -> Outcome:
+    if sys.stderr.isatty():
+        print(f"{outcome.system}, {outcome.size}: done", file=sys.stderr)
+    return outcome

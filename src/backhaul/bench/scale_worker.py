@@ -1,0 +1,95 @@
+"""A worker of a large group, of Backhaul or of torch RPC. Imported once, before the workers are forked."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import torch
+
+from backhaul import autograd as our_autograd
+from backhaul import rpc as our_rpc
+from backhaul.bench.ports import BACKHAUL, torch_has_rpc
+from backhaul.worker import current
+
+_WIDTH = 16
+_SECONDS = 600.0
+
+if torch_has_rpc():
+    from torch.distributed import autograd as torch_autograd
+    from torch.distributed import rpc as torch_rpc
+
+
+def nothing() -> None:
+    pass
+
+
+def number(value: int) -> int:
+    return value
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+class Member:
+    """One of ``size`` workers."""
+
+    def __init__(self, system: str, rank: int, size: int, directory: str) -> None:
+        torch.set_num_threads(1)
+        self._system = system
+        self._rank = rank
+        self._size = size
+        self._where = f"file://{directory}/meeting-point"
+        self._rpc: Any = our_rpc if system == BACKHAUL else torch_rpc
+        self._autograd: Any = our_autograd if system == BACKHAUL else torch_autograd
+        self._others = [f"worker{other}" for other in range(size) if other != rank]
+        self._references: list[Any] = []
+
+    def start(self) -> int | None:
+        """Join the group; how many connections this worker has then, if that can be known."""
+        if self._system == BACKHAUL:
+            options: Any = our_rpc.RpcOptions(init_method=self._where, rpc_timeout=_SECONDS, connect_timeout=120.0)
+        else:
+            warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
+            options = torch_rpc.TensorPipeRpcBackendOptions(init_method=self._where, rpc_timeout=_SECONDS)
+        name = f"worker{self._rank}"
+        self._rpc.init_rpc(name, rank=self._rank, world_size=self._size, rpc_backend_options=options)
+        if self._system != BACKHAUL:
+            return None
+        agent = current().agent
+        return len(agent.calling()) + len(agent.serving.lines)
+
+    def call_all(self) -> None:
+        """Call every other worker, all at once."""
+        for future in [self._rpc.rpc_async(other, nothing) for other in self._others]:
+            future.wait()
+
+    def refer_to_all(self) -> None:
+        """Have each of the others make a value, keep a reference to it, and fetch it."""
+        self._references = [self._rpc.remote(other, number, args=(self._rank,)) for other in self._others]
+        if any(reference.to_here() != self._rank for reference in self._references):
+            raise ValueError("a reference led to another value")
+
+    def backward(self) -> None:
+        """The first worker: a tensor through all others, and one backward over all of them."""
+        if self._rank:
+            return
+        with self._autograd.context() as context:
+            source = torch.ones(_WIDTH, requires_grad=True)
+            futures = [self._rpc.rpc_async(other, double, args=(source,)) for other in self._others]
+            self._autograd.backward(context, [torch.stack([future.wait() for future in futures]).sum()])
+            gradient = self._autograd.get_gradients(context)[source]
+        if not torch.equal(gradient, torch.full((_WIDTH,), 2.0 * len(self._others))):
+            raise ValueError(f"another gradient: {gradient}")
+
+    def memory(self) -> int:
+        """Bytes that this process shares with no other."""
+        with open("/proc/self/smaps_rollup") as file:
+            found = re.findall(r"^Private_\w+:\s+(\d+) kB", file.read(), re.MULTILINE)
+        return sum(map(int, found)) * 1024
+
+    def shutdown(self) -> None:
+        self._references.clear()
+        self._rpc.shutdown()

@@ -1,0 +1,297 @@
+"""Channels over a socket as it is: unix sockets, and TCP on a fabric that the user declares trusted.
+
+Sockets stay in blocking mode; what must not wait says so with ``MSG_DONTWAIT``. A thread that waits for bytes does so
+in `readable`.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from backhaul.devices.segments import MAX_NEW, DeviceLending, Placed
+from backhaul.errors import ProtocolError
+from backhaul.options import RpcOptions
+from backhaul.security.credentials import require_same_user
+from backhaul.transport import segments, sockets
+from backhaul.transport.base import Channel, ChannelClosed, Way
+from backhaul.transport.greeting import Line, Steps
+from backhaul.transport.readable import Readable
+from backhaul.transport.room import check_room
+from backhaul.transport.segments import Borrowing, Budget, Lending
+from backhaul.transport.sockets import (
+    NO_WAIT,
+    SEND_FLAGS,
+    await_ready,
+    closed,
+    keep_unsent,
+    no_descriptors,
+    tune,
+    unread_of,
+    way_of,
+)
+from backhaul.wire.decoder import Decoder, Envelope
+from backhaul.wire.frames import Frame
+from backhaul.wire.lanes import MOST_SLICE, Pace, Slices
+
+# Plain integers: combining the enumeration's members costs a microsecond each time.
+_NO_WAIT_FOR_DESCRIPTORS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED = int(socket.MSG_CTRUNC)
+_DESCRIPTOR_ROOM = socket.CMSG_SPACE((segments.MAX_PASSED + 2 * MAX_NEW) * array.array("i").itemsize)
+_MAX_PIECES = 512  # below IOV_MAX, which is 1024
+
+
+class StreamChannel(Channel):
+    """Frames over a connected socket. Over a unix socket, large tensors in segments."""
+
+    path = "unix"
+
+    def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
+        self._socket = sock
+        shares = sock.family == sockets.UNIX and segments.are_possible()
+        self._borrowing = Borrowing() if shares else None
+        self._lending = Lending(budget) if shares and budget.size else None
+        self._device_pool = options.device_pool_bytes if shares else 0
+        self._device_lending: DeviceLending | None = None
+        self._budget = budget
+        drains = options.limits is None
+        self._decoder = Decoder(
+            options.message_limit, self._borrowing, options.head_limit, drains=drains, check_room=check_room
+        )
+        self.next = self._decoder.next  # type: ignore[method-assign]
+        self._unsent: list[memoryview] = []
+        self._slices: Slices | None = None  # what else there is of a large frame
+        self._pace = Pace()
+        self._began = 0.0  # when its slice began
+        self._taken = 0  # how large that is
+        self._keep: object = None
+        self._most_unread = options.max_unsent_bytes
+        self._unread: deque[tuple[int, int]] = deque()  # of frames in segments: where each ends, and how large it is
+        self._unread_size = 0
+        self._passing: list[int] = []  # descriptors that go with the first byte that is unsent
+        self._passed: list[int] = []  # those of segments of device memory among them, which are this object's
+        self._readable = Readable(sock, options.busy_poll)
+        tune(sock, options.keepalive)
+
+    @property
+    def device_lending(self) -> DeviceLending | None:  # type: ignore[override]
+        """Made when it is first asked for, by a thread that has a tensor on a GPU to send."""
+        if self._device_lending is None and self._device_pool:
+            self._device_lending = self._budget.lend_device_memory(self._device_pool)
+        return self._device_lending
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def write(self, frame: Frame) -> bool:
+        pieces = frame.pieces
+        if len(pieces) > 1 or frame.places or frame.size > MOST_SLICE:
+            return self._write_large(frame)
+        self.sent += frame.size
+        try:
+            sent = self._socket.send(pieces[0], SEND_FLAGS)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise closed(error) from error
+        if sent == frame.size:
+            return True
+        self._unsent = [memoryview(pieces[0])[sent:]]
+        return self.flush()
+
+    def _write_large(self, frame: Frame) -> bool:
+        self._close_passed()
+        if frame.places:
+            self._passed = [each for placed in frame.keep if type(placed) is Placed for each in placed.leave()]
+        placed = 0
+        if frame.keep and self._lending is not None and len(frame.pieces) > 1 and self._is_read():
+            size = frame.size
+            frame, self._passing = self._lending.place(frame)
+            placed = size - frame.size
+            self.shared += placed
+        self._passing = self._passed + self._passing
+        self.sent += frame.size
+        if placed:
+            self._unread.append((self.sent, placed))
+            self._unread_size += placed
+        self._keep = frame.keep
+        if frame.size > self._pace.size:
+            self._slices = Slices(frame.pieces)
+            self.between = True
+        else:
+            self._unsent = [memoryview(piece) for piece in frame.pieces]
+        return self.flush()
+
+    def _is_read(self) -> bool:
+        """Whether the peer reads what was put into segments. If it does not, the next tensors fill the socket instead.
+
+        Otherwise a peer that reads nothing could make this worker fill all of its segments: a message about one is
+        so small that the socket takes hundreds.
+        """
+        if self._unread_size <= self._most_unread:
+            return True
+        taken = self.sent - unread_of(self._socket)
+        while self._unread and self._unread[0][0] <= taken:
+            self._unread_size -= self._unread.popleft()[1]
+        return self._unread_size <= self._most_unread
+
+    def interject(self, frame: Frame) -> bool:
+        self.sent += frame.size
+        self._unsent = [memoryview(piece) for piece in frame.pieces]
+        self._taken = 0
+        self.between = False
+        self.flush()
+        return self.between
+
+    def _close_passed(self) -> None:
+        for descriptor in self._passed:
+            os.close(descriptor)
+        self._passed = []
+
+    def flush(self) -> bool:
+        if self.between and self._slices is not None:
+            self.between = False
+            self._began = time.monotonic()
+            self._taken = min(self._pace.size, self._slices.left)
+            self._unsent = self._slices.take(self._pace.size)
+        while self._unsent:
+            beside: Sequence[tuple[int, int, array.array[int]]] = ()
+            if self._passing:
+                beside = ((socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._passing)),)
+            try:
+                sent = self._socket.sendmsg(self._unsent[:_MAX_PIECES], beside, SEND_FLAGS)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                raise closed(error) from error
+            self._passing = []
+            self._unsent = _drop(self._unsent, sent)
+        if self._slices is not None:
+            if self._taken and self._pace.took(self._taken, time.monotonic() - self._began):
+                self._pace_changed()
+            if self._slices.left:
+                self.between = True
+                return False
+            self._slices = None
+        self._keep = None
+        return True
+
+    def _pace_changed(self) -> None:
+        """Slices have another size from now on."""
+
+    def copy_unsent(self) -> None:
+        self._unsent = [memoryview(bytes(piece)) for piece in self._unsent]
+        if self._slices is not None:
+            self._slices.copy()
+
+    def way(self) -> Way:
+        unread = unread_of(self._socket)
+        return Way(self.sent - sum(map(len, self._unsent)) - unread, unread)
+
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
+        return await_ready(self._socket, read=read, write=write, timeout=timeout)
+
+    def read(self, timeout: float | None) -> bool:
+        try:
+            if timeout != 0 and not self._readable.wait(timeout):
+                return False
+            if self._borrowing is None:
+                count = self._socket.recv_into(self._decoder.writable(), 0, NO_WAIT)
+            else:
+                count, beside, flags, _ = self._socket.recvmsg_into(
+                    (self._decoder.writable(),), _DESCRIPTOR_ROOM, _NO_WAIT_FOR_DESCRIPTORS
+                )
+                if beside or flags & _TRUNCATED:
+                    self._borrow(self._borrowing, beside, flags)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise closed(error) from error
+        if not count:
+            raise ChannelClosed("the connection ended")
+        self.received += count
+        self._decoder.wrote(count)
+        return True
+
+    def _borrow(self, borrowing: Borrowing, beside: Sequence[tuple[int, int, bytes]], flags: int) -> None:
+        for level, kind, data in beside:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors = array.array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                borrowing.add(descriptors)
+        if flags & _TRUNCATED:
+            raise ProtocolError(f"more descriptors than a message may have, or else {no_descriptors()}")
+
+    def next(self) -> Envelope | None:  # replaced in __init__, to save a call
+        return self._decoder.next()
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._unsent = []
+        self._slices = None
+        self._keep = None
+        self._passing = []
+        self._close_passed()
+        if self._lending is not None:
+            self._lending.close()
+        self._device_pool = 0
+        if self._device_lending is not None:
+            self._device_lending.close()
+        self._socket.close()
+
+
+class TcpChannel(StreamChannel):
+    """Frames over TCP without encryption, after a greeting that was encrypted. ``rest`` came together with its end."""
+
+    path = "tcp"
+
+    def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget, rest: bytes) -> None:
+        super().__init__(sock, options, budget)
+        self._pace_changed()
+        if rest:
+            self._decoder.writable()[: len(rest)] = rest
+            self._decoder.wrote(len(rest))
+
+    def _pace_changed(self) -> None:
+        keep_unsent(self._socket, self._pace.size)
+
+    def way(self) -> Way:
+        return way_of(self._socket)
+
+
+class UnixLine(Line):
+    """The kernel says whose process is at the other end."""
+
+    def open(self) -> Steps[frozenset[str] | None]:
+        yield from ()
+        require_same_user(self.socket)
+        return None
+
+    def say(self, data: bytes) -> Steps[None]:
+        yield from self.send(data)
+
+    def hear(self, count: int) -> Steps[bytes]:
+        data = bytearray()
+        while len(data) < count:
+            data += yield from self.receive(count - len(data))
+        return bytes(data)
+
+    def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
+        return StreamChannel(self.socket, options, budget)
+
+
+def _drop(pieces: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of ``pieces`` after their first ``count`` bytes."""
+    for index, piece in enumerate(pieces):
+        if count < piece.nbytes:
+            return [piece[count:], *pieces[index + 1 :]]
+        count -= piece.nbytes
+    return []

@@ -1,0 +1,139 @@
+"""A group in one process whose work is counted: calls of Python functions, messages, questions to the store.
+
+Counts do not depend on the machine or on how busy it is, other than by what is polled. Seconds do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from backhaul.errors import WorkerLostError
+from backhaul.options import RpcOptions
+from backhaul.testing import InProcessCluster
+from backhaul.transport.memory import MemoryChannel, Network
+from backhaul.worker import Worker
+
+OPTIONS = RpcOptions(rpc_timeout=600, connect_timeout=300, probe_timeout=300, unresponsive_after=None, busy_poll=0)
+
+_OF_WORKER = re.compile(r"backhaul-(worker\d+)")
+_STORE = ("check", "get", "compare_set", "add", "multi_get", "set", "wait")
+
+
+class CountedStore:
+    """A store in memory that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.asked: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _STORE:
+            self.asked[name] += 1
+        return getattr(self._store, name)
+
+
+class CountedNetwork(Network):
+    """Counts messages, those that say that a channel has ended among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages = 0
+        self.visits = 0
+
+    def post(self, to: MemoryChannel, data: bytes) -> None:
+        self.messages += 1
+        super().post(to, data)
+
+    def listener(self, address: str | None) -> Any:
+        self.visits += 1
+        return super().listener(address)
+
+
+class CountedGroup(InProcessCluster):
+    """``n`` workers that count."""
+
+    network: CountedNetwork
+
+    def __init__(self, size: int, options: RpcOptions = OPTIONS) -> None:
+        need = 64 * size + 1024
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < need:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(need, hard), hard))
+        super().__init__(size, options=options)
+
+    def shut_down(self) -> None:
+        """All of them at once, as the workers of a program do. Those that were lost before are no error here."""
+
+        def part(worker: Worker) -> None:
+            with contextlib.suppress(WorkerLostError):
+                worker.shutdown()
+
+        self.on_each(part)
+
+    def on_each(self, act: Callable[[Worker], object]) -> None:
+        """Do something on a thread for each worker, all at once."""
+        threads = [
+            threading.Thread(target=act, args=(worker,), name=f"backhaul-{worker.info.name}-user") for worker in self
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def forget(self, worker: Worker) -> None:
+        """It has ended."""
+        self._workers.remove(worker)
+
+    def _join(self, size: int) -> Any:
+        self.network = CountedNetwork()
+        self._store = self.store = CountedStore()  # type: ignore[assignment]
+        return super()._join(size)
+
+
+class Work:
+    """Calls of Python functions, by worker. Threads that are nobody's count for nobody."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Counter[Any]] = {}
+
+    def calls(self) -> dict[str, int]:
+        """How many there were, by worker."""
+        return {name: functions.total() for name, functions in list(self.of.items())}
+
+
+@contextmanager
+def counting() -> Iterator[Work]:
+    """Count what the threads of workers do that are started inside. Those are named after their worker.
+
+    A thread of a worker's is called ``backhaul-<worker>…``.
+    """
+    work = Work()
+
+    def begin(frame: Any, event: str, argument: Any) -> None:
+        found = _OF_WORKER.match(threading.current_thread().name)
+        if found is None:
+            sys.setprofile(None)
+            return
+        functions = work.of.setdefault(found[1], Counter())
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            if event == "call":
+                functions[frame.f_code] += 1
+
+        sys.setprofile(note)
+
+    threading.setprofile(begin)
+    try:
+        yield work
+    finally:
+        threading.setprofile(None)

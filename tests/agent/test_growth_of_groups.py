@@ -1,0 +1,108 @@
+"""What a group of n workers costs each of them, also the one that leads: to come together, to lose one, to part.
+
+Operations are counted, not seconds: calls of Python functions, messages, connections, questions to the store. The cost
+of a worker may grow as n log n. It is that of the dearest one, which leads the shutdown or loses n connections.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import threading
+from typing import NamedTuple
+
+import pytest
+from counted_group import CountedGroup, Work, counting
+
+from backhaul.ids import WorkerInfo
+from backhaul.worker import Worker
+
+PATIENCE = 600.0
+# The counts vary with what is polled, and small groups have costs that do not depend on their size.
+SLACK = 1.5
+
+
+class Cost(NamedTuple):
+    """Of the dearest worker."""
+
+    join: int
+    loss: int
+    end: int
+    asked: float
+    """Questions to the store until all are there, in the mean."""
+    connections: int
+    """After everybody has called one worker."""
+
+
+def cost_of(size: int) -> Cost:
+    with counting() as work:
+        group = CountedGroup(size)
+        join = dearest(work)
+        asked = group.store.asked.total() / size
+        assert group.network.visits == 0, "connections that nobody needed yet"
+
+        victim = group[-1]
+        group.on_each(lambda worker: worker.rpc_sync(victim.info.name, os.getpid))
+        connections = group.network.visits
+        dearest(work)
+        lose(group, victim)
+        loss = dearest(work)
+
+        group.shut_down()
+        end = dearest(work)
+    gc.collect()
+    return Cost(join, loss, end, asked, connections)
+
+
+def dearest(work: Work) -> int:
+    """The calls of the worker that made the most; forgets all."""
+    calls = work.calls()
+    for functions in work.of.values():
+        functions.clear()
+    return max(calls.values())
+
+
+def lose(group: CountedGroup, victim: Worker) -> None:
+    """End a worker without a word; returns when all others know that it is over."""
+    others = [worker for worker in group if worker is not victim]
+    known = threading.Semaphore(0)
+
+    def over(peer: WorkerInfo, reason: str) -> None:
+        known.release()
+
+    for worker in others:
+        worker.agent.fates.on_over.append(over)
+    victim.agent._transport.close()
+    for line in [*victim.agent.calling(), *victim.agent.serving.lines]:
+        line.channel.shutdown()
+    for _ in others:
+        assert known.acquire(timeout=PATIENCE)
+    victim.shutdown(graceful=False)
+    group.forget(victim)
+
+
+def growth(costs: dict[int, float]) -> float:
+    """How much more the largest size costs than the smallest, beyond n log n."""
+    (small, less), *_, (large, more) = sorted(costs.items())
+    return (more / less) / (large * math.log(large) / (small * math.log(small)))
+
+
+def check(sizes: list[int]) -> None:
+    costs = {size: cost_of(size) for size in sizes}
+    for size, cost in costs.items():
+        print(size, cost)
+        assert cost.connections == size, "one for each call, the victim's to itself among them"
+    for name in ("join", "loss", "end", "asked"):
+        each = {size: float(getattr(cost, name)) for size, cost in costs.items()}
+        assert growth(each) < SLACK, f"{name}: {each}"
+
+
+def test_the_cost_of_a_worker_grows_no_faster_than_n_log_n() -> None:
+    check([8, 32])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_thousand_workers() -> None:
+    check([10, 30, 100, 300, 1000])
