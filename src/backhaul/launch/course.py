@@ -85,7 +85,6 @@ class _Worker:
     process: str = ""
     times: int = 0
     again: bool = False
-    failure: Outcome | None = None
 
 
 @dataclass
@@ -121,6 +120,7 @@ class Course:
     _stop_by: float = math.inf
     _berths: list[_Berth] = field(default_factory=list)
     _workers: list[_Worker] = field(default_factory=list)
+    _failures: dict[int, Outcome] = field(default_factory=dict)  # by rank, in their order; restarts make them good
 
     def __post_init__(self) -> None:
         self._workers = [_Worker(seat) for seat in self.terms.seats]
@@ -139,8 +139,7 @@ class Course:
         """How the launch has ended."""
         if self._cause.outcome is not None:
             return self._cause.outcome
-        failures = [worker.failure for worker in self._workers if worker.failure is not None]
-        return failures[0] if failures else Outcome(0)
+        return next(iter(self._failures.values()), Outcome(0))
 
     def next_time(self) -> float:
         """When `tick` has something to do."""
@@ -149,7 +148,7 @@ class Course:
             times.append(berth.deadline)
             if berth.grants is not None and berth.state in ("up", "cut off"):
                 times.append(berth.grants.over_at)
-                if berth.state == "up" and not berth.grants.warned:
+                if berth.state == "up" and self.phase == "running" and not berth.grants.warned:
                     times.append(berth.grants.doubtful_at)
         return min(times)
 
@@ -167,7 +166,7 @@ class Course:
             case protocol.Hello():
                 return self._greeted(berth, message, now)
             case protocol.Ready():
-                berth.state = "ready"
+                berth.state, berth.deadline = "ready", math.inf
                 return self._advance(now)
             case protocol.Refused(reason):
                 return self._unusable(berth, f"host {berth.host.name}: {reason}", now)
@@ -189,6 +188,7 @@ class Course:
         """The connection with a host has ended by itself."""
         berth = self._berths[number]
         if berth.state != "up":
+            berth.state = "away"
             return self._unusable(berth, why, now)
         if self.phase == "stopping":
             berth.state = "closed"
@@ -343,7 +343,8 @@ class Course:
         environment = self.terms.worker_environment(seat, self._address, str(self._port), berth.own_address)
         if worker.times:
             environment[RESTARTS_VARIABLE] = str(worker.times)
-        worker.state, worker.again, worker.failure = "running", False, None
+        worker.state, worker.again = "running", False
+        self._failures.pop(seat.rank, None)
         return Send(berth.number, protocol.Start(seat.rank, seat.name, list(self.terms.argv), environment))
 
     def _ended(self, worker: _Worker, returncode: int, how: str, now: float) -> list[Action]:
@@ -358,14 +359,14 @@ class Course:
         if not returncode:
             return actions
         stopped = len(self._workers) > 1 and not self.terms.rejoin
-        worker.failure = Outcome(exit_code(returncode), f"{name} {how}", stopped=stopped)
+        failure = self._failures[worker.seat.rank] = Outcome(exit_code(returncode), f"{name} {how}", stopped=stopped)
         if worker.again:
             worker.times += 1
             left = self.terms.restarts - used - 1
             return [*actions, Say(f"{name} {how}; it is restarted, and {left} restarts are left")]
         if self.terms.rejoin and self.phase == "running":
             return [*actions, Say(f"{name} {how}; the other workers go on")]
-        return actions + self._fail(worker.failure, now)
+        return actions + self._fail(failure, now)
 
     def _over(self, worker: _Worker) -> list[Action]:
         """The process group of a worker is gone."""
@@ -388,7 +389,7 @@ class Course:
         silence = f"has not answered for {grants.silence(now):.0f} s"
         if now >= grants.over_at:
             return self._lost(berth, silence, now)
-        if berth.state == "up" and now >= grants.doubtful_at and not grants.warned:
+        if berth.state == "up" and self.phase == "running" and now >= grants.doubtful_at and not grants.warned:
             grants.warned = True
             limit = f"it counts as lost after {self.terms.host_timeout:g} s (--host-timeout)"
             return [Say(f"host {berth.host.name} {silence}; {limit}")]

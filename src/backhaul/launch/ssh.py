@@ -15,6 +15,7 @@ from backhaul.launch.placement import Host
 
 DEFAULT = "ssh"
 CONNECT_SECONDS = 15
+_QUOTED = 6  # lines of what was said
 _NOT_FOUND, _NOT_EXECUTABLE, _SSH_FAILED = 127, 126, 255
 
 # One line without single quotes, so that every shell can take it. Python's -c puts the current directory, here the home
@@ -79,6 +80,10 @@ def first_line(environment: Mapping[str, str]) -> bytes:
     return json.dumps({"path": path}).encode() + b"\n"
 
 
+def _is_traceback(line: str) -> bool:
+    return line.startswith("Traceback (most recent call last)")
+
+
 def explain(host: Host, ssh: str, python: str, returncode: int, said: str, noise: str) -> str:
     """Why there is no steward on a host: one sentence, and what was said."""
     python = host.python or python
@@ -94,5 +99,6 @@ def explain(host: Host, ssh: str, python: str, returncode: int, said: str, noise
             why = "ssh failed"
         else:
             why = f"what was started there exited with code {returncode} before it said anything"
-    quoted = "".join(f"\n    {line}" for line in said.splitlines()[-6:])
+    lines = said.splitlines()
+    quoted = "".join(f"\n    {line}" for line in lines[-1 if any(map(_is_traceback, lines)) else -_QUOTED :])
     return f"host {host.name}: {why}{quoted}"
