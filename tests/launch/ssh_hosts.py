@@ -50,11 +50,13 @@ def processes_in(namespace: str) -> list[int]:
 class SshHost:
     """A network namespace with an sshd."""
 
-    def __init__(self, name: str, address: str, directory: Path) -> None:
+    def __init__(self, name: str, address: str, directory: Path, environment: dict[str, str]) -> None:
+        self._environment = environment
         self.name, self.address = name, address
         self.directory = directory / f"host-{name}"
         self.temporary = self.directory / "tmp"
         self.temporary.mkdir(parents=True)
+        self._environment["TMPDIR"] = str(self.temporary)
         self._make_config(directory)
         # /run is its own, since sshd wants a directory there that Debian makes when the service starts.
         script = (
@@ -79,7 +81,7 @@ class SshHost:
             "PidFile none",
             "PermitRootLogin yes",
             "LogLevel INFO",
-            f"SetEnv TMPDIR={self.temporary}",
+            "SetEnv " + " ".join(f"{name}={value}" for name, value in self._environment.items()),
         ]
         if self.name == "b":
             lines.append("""ForceCommand echo "Welcome to b"; eval "$SSH_ORIGINAL_COMMAND" """)
@@ -138,8 +140,10 @@ class SshHost:
 class Network:
     """Hosts ``a`` and ``b``, and the launcher's machine between them."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **environment: str) -> None:
+        """``environment``: variables that a login on a host has."""
         self.directory = directory
+        self._environment = environment
         self.hosts: dict[str, SshHost] = {}
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / "id"))
         script = (
@@ -161,7 +165,7 @@ class Network:
             raise
 
     def _plug(self, name: str, address: str) -> None:
-        host = self.hosts[name] = SshHost(name, address, self.directory)
+        host = self.hosts[name] = SshHost(name, address, self.directory, dict(self._environment))
         self.here(
             "ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "cable", "netns", str(host.sshd.pid)
         )
