@@ -14,7 +14,7 @@ SOAK_SECONDS ?= 1200
 CUDA_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint slow faults chaos soak attacks conformance cuda third-party \
+.PHONY: help demo test quick lint slow hosts faults chaos soak attacks conformance cuda third-party \
 	mutants fuzz bench bench-pinned bench-check coverage clean
 
 help: ## show this list
@@ -35,7 +35,11 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/mypy
 
 slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 random programs, the speed floor
-	$(BIN)/pytest -q -m slow --ignore=tests/faults
+	$(BIN)/pytest -q -m slow --ignore=tests/faults --ignore-glob='tests/launch/test_hosts*'
+
+# Needs root, for network namespaces, and Debian's openssh-server; without them it is skipped, and says so.
+hosts: $(STAMP) ## backhaul run over hosts with a real sshd, hosts that vanish included; some ten minutes
+	$(BIN)/pytest -q tests/launch/test_hosts*.py
 
 # Some need root, for network namespaces, TUN devices and cgroups; without it they are skipped, and say so.
 faults: $(STAMP) ## every row of docs/reliability.md, in real processes, with the table of what was measured; an hour

@@ -12,37 +12,10 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from launching import Launch, pids
 
 from backhaul.launch.guardian import Register
 from processes import PATIENCE, assert_gone
-
-
-class Launch:
-    """A running launcher whose output can be awaited line by line."""
-
-    def __init__(self, *argv: str, cwd: Path, env: dict[str, str] | None = None) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "backhaul", "run", *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="surrogateescape",
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-        )
-
-    def line(self) -> str:
-        assert self.popen.stdout is not None
-        return self.popen.stdout.readline()
-
-    def lines(self, count: int) -> list[str]:
-        return sorted(self.line() for _ in range(count))
-
-    def finish(self) -> tuple[int, str, str]:
-        out, err = self.popen.communicate(timeout=PATIENCE)
-        return self.popen.returncode, out, err
-
 
 RunScript = Callable[..., Launch]
 
@@ -61,10 +34,6 @@ def run(tmp_path: Path) -> Iterator[RunScript]:
     for launch in launches:
         launch.popen.kill()
         launch.popen.communicate()
-
-
-def pids(lines: list[str]) -> list[int]:
-    return [int(number) for line in lines for number in line.split("] ")[1].split()]
 
 
 def test_output_and_success(run: RunScript) -> None:
@@ -198,6 +167,39 @@ def test_a_signal_is_passed_on_once(run: RunScript, signum: int) -> None:
     assert sorted(out.splitlines()) == [f"[worker0] got {int(signum)}", f"[worker1] got {int(signum)}"]
     assert err == f"backhaul: stopped by {signal.Signals(signum).name}\n"
     assert_gone(workers)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_from_the_start_stays_ignored(run: RunScript, signum: int, tmp_path: Path) -> None:
+    """As in the background of a shell, and under nohup."""
+    os.mkfifo(tmp_path / "gate")
+    source = """
+        import signal
+        print([int(each) for each in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_IGN])
+        open("gate").read()
+        print("done")
+        """
+    launch = run(source, n=1, preexec_fn=lambda: signal.signal(signum, signal.SIG_IGN))
+    assert launch.line() == f"[worker0] [{int(signum)}]\n"
+    launch.popen.send_signal(signum)
+    (tmp_path / "gate").write_text("")
+    assert launch.finish() == (0, "[worker0] done\n", "")
+
+
+def test_with_rejoin_a_failure_leaves_the_others_alone(run: RunScript, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "gate")
+    source = """
+        import os, sys
+        if os.environ["RANK"] == "1":
+            print("fails")
+            sys.exit(3)
+        open("gate").read()
+        print("done")
+        """
+    launch = run(source, options=("--rejoin",))
+    assert launch.line() == "[worker1] fails\n"
+    (tmp_path / "gate").write_text("")
+    assert launch.finish() == (3, "[worker0] done\n", "backhaul: worker1 exited with code 3\n")
 
 
 STUBBORN = """

@@ -62,7 +62,7 @@ from backhaul.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from backhaul.ids import GUEST, WorkerInfo
+from backhaul.ids import GUEST, Addresses, WorkerInfo
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import LEAVING, Hello, LeavingError, Welcome
 from backhaul.security.penalties import Penalties
@@ -438,16 +438,18 @@ class Agent:
                     raise
 
     def how_ended(self, info: WorkerInfo) -> str | None:
-        """How the process of a worker ended, if the machine itself says that it did. None if that is not known here."""
+        """How the process of a worker ended, if the machine or the launcher says that it did. None if neither does."""
         addresses = self.link(info).addresses
         if addresses is None:
             try:
                 addresses = self.membership.find(info).addresses
             except UnknownWorkerError:
                 return "it has left the group"
-        if not self._transport.is_over(addresses):
-            return None
-        ending = self.endings.wait(addresses.pid) if addresses.host == self._transport.addresses.host else None
+        ending = self.endings.of(addresses.process)
+        if ending is None:
+            if not self._transport.is_over(addresses):
+                return None
+            ending = self.endings.wait(addresses.process) if self._may_be_told(addresses) else None
         return "its process has ended" if ending is None else f"it {ending.ending}"
 
     def cut_off(self, rank: int) -> None:
@@ -567,8 +569,8 @@ class Agent:
                 raise
             raise OSError(error.errno, f"no connection to worker {member.name!r}: {no_descriptors()}") from error
         except ChannelClosed as error:
-            pid = self._process_of(member)
-            ending = None if pid is None else self.endings.wait(pid)
+            process = self._process_of(member)
+            ending = None if process is None else self.endings.wait(process)
             how = f"cannot be reached: {error}" if ending is None else f"is lost: it {ending.ending}"
             raise WorkerLostError(f"worker {member.name!r} {how}", member.name) from error
         if (welcome.id, welcome.name) != (member.id, member.name):
@@ -595,17 +597,22 @@ class Agent:
             ids=self._ids,
         )
 
-    def _process_of(self, member: Member | None) -> int | None:
+    def _process_of(self, member: Member | None) -> str | None:
         """The process of a member, if the launcher of this worker may know how it ends."""
-        if member is None or not self.endings.expected or member.addresses.host != self._transport.addresses.host:
+        if member is None or not self._may_be_told(member.addresses):
             return None
-        return member.addresses.pid or None
+        return member.addresses.process or None
+
+    def _may_be_told(self, addresses: Addresses) -> bool:
+        """Whether the launcher of this worker may know how a process ends."""
+        here = addresses.host == self._transport.addresses.host
+        return self.endings.expected and (here or self.endings.of_all_hosts)
 
     def is_replaced(self, info: WorkerInfo) -> bool:
         """Whether the launcher starts another process in the place of a dead worker; True once that has come."""
         member = self.membership.find(info)
-        pid = self._process_of(member)
-        ending = None if pid is None else self.endings.wait(pid)
+        process = self._process_of(member)
+        ending = None if process is None else self.endings.wait(process)
         if ending is None or not ending.replaced:
             return False
 
@@ -626,27 +633,27 @@ class Agent:
         if not self.endings.expected:  # nearly always
             then(lost)
             return
-        pid = self._process_of(self.membership.known(peer))
-        if pid is None or lost.explained:
+        process = self._process_of(self.membership.known(peer))
+        if process is None or lost.explained:
             then(lost)
-        elif self.endings.is_awaited(pid):
+        elif self.endings.is_awaited(process):
             try:
-                self.pool.run(lambda: then(_because(lost, self.endings.wait(pid))))
+                self.pool.run(lambda: then(_because(lost, self.endings.wait(process))))
             except RuntimeError:  # no thread is available
                 then(lost)
         else:
-            then(_because(lost, self.endings.of(pid)))
+            then(_because(lost, self.endings.of(process)))
 
     def _read_news(self) -> None:
         """The launcher has told how processes ended: their workers are lost. Called by the watch thread."""
-        ended = {ending.pid: ending for ending in self.endings.read()}
+        ended = {ending.process: ending for ending in self.endings.read()}
         if not ended:
             return
         for info in self.members():
             member = self.membership.known(info)
-            pid = self._process_of(member)
-            if member is not None and info != self.me and pid in ended:
-                self._ended(member, ended[pid])
+            process = self._process_of(member)
+            if member is not None and info != self.me and process in ended:
+                self._ended(member, ended[process])
 
     def _ended(self, member: Member, ending: Ending) -> None:
         """The process of a member is over."""
@@ -785,7 +792,6 @@ class Agent:
             before = self.membership.met(member)
             self.fates.greeted(link, member, reached=reached)
             link.addresses = member.addresses
-            self.endings.forget(member.addresses.pid)
             if before is not None:
                 for callback in list(self.on_replaced):
                     callback(before, member)

@@ -14,21 +14,24 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 
-from backhaul.news import EXPECTED, SOCKETS
+from backhaul.news import EXPECTED, OF_ALL_HOSTS, SOCKETS
 from backhaul.transport.stream import RUNTIME_DIR_VARIABLE
 
 PATIENCE = 0.25
 """Seconds after a loss within which its cause is waited for."""
+PATIENCE_OVER_HOSTS = 1.0
+"""The same where the news may come from another host, by way of the launcher's."""
 _LARGEST = 4096
 
 
 class Ending(msgspec.Struct, frozen=True):
     """How a process has ended, in words, and whether the launcher starts another one in its place."""
 
-    pid: int
+    process: str
     ending: str
     replaced: bool = False
 
@@ -37,14 +40,18 @@ class Endings:
     """What the launcher of this worker has told. Thread-safe."""
 
     def __init__(self) -> None:
-        self._told: dict[int, Ending] = {}
-        self._missed: dict[int, float] = {}  # process -> until when its news are waited for
+        self.of_all_hosts = False
+        """Whether the launcher tells of processes on other machines, too."""
+        self._told: dict[str, Ending] = {}
+        self._missed: dict[str, float] = {}  # process -> until when its news are waited for
         self._changed = threading.Condition()
         self._socket: socket.socket | None = None
         self._path = ""
         directory = os.environ.get(RUNTIME_DIR_VARIABLE)
-        if directory is not None and os.path.exists(os.path.join(directory, EXPECTED)):
-            self._listen(os.path.join(directory, f"{SOCKETS}{os.getpid()}-{os.urandom(4).hex()}"))
+        if directory is not None:
+            with contextlib.suppress(OSError):
+                self.of_all_hosts = Path(directory, EXPECTED).read_text() == OF_ALL_HOSTS
+                self._listen(os.path.join(directory, f"{SOCKETS}{os.getpid()}-{os.urandom(4).hex()}"))
 
     def _listen(self, path: str) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -76,35 +83,30 @@ class Endings:
                 continue
         with self._changed:
             for each in found:
-                self._told[each.pid] = each
-                self._missed.pop(each.pid, None)
+                self._told[each.process] = each
+                self._missed.pop(each.process, None)
             self._changed.notify_all()
         return found
 
-    def of(self, pid: int) -> Ending | None:
+    def of(self, process: str) -> Ending | None:
         """How a process has ended, if that is known."""
-        return self._told.get(pid)
+        return self._told.get(process)
 
-    def forget(self, pid: int) -> None:
-        """A process of that number lives: what is known is of an earlier one."""
-        if pid in self._told:
-            with self._changed:
-                self._told.pop(pid, None)
-
-    def is_awaited(self, pid: int) -> bool:
+    def is_awaited(self, process: str) -> bool:
         """Whether `wait` may wait for news of a process that seems to have ended."""
-        if self._socket is None or pid in self._told:
+        if self._socket is None or process in self._told:
             return False
+        patience = PATIENCE_OVER_HOSTS if self.of_all_hosts else PATIENCE
         with self._changed:
-            return time.monotonic() < self._missed.setdefault(pid, time.monotonic() + PATIENCE)
+            return time.monotonic() < self._missed.setdefault(process, time.monotonic() + patience)
 
-    def wait(self, pid: int) -> Ending | None:
+    def wait(self, process: str) -> Ending | None:
         """How a process that seems to have ended did so; None if no news come within a moment of its loss."""
-        if self.is_awaited(pid):
+        if self.is_awaited(process):
             with self._changed:
-                until = self._missed.get(pid, 0.0)
-                self._changed.wait_for(lambda: pid in self._told, max(0.0, until - time.monotonic()))
-        return self._told.get(pid)
+                until = self._missed.get(process, 0.0)
+                self._changed.wait_for(lambda: process in self._told, max(0.0, until - time.monotonic()))
+        return self._told.get(process)
 
     def close(self) -> None:
         sock, self._socket = self._socket, None

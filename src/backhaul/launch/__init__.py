@@ -1,4 +1,4 @@
-"""Starts worker processes on this machine, and sees that none outlives its launcher.
+"""Starts worker processes, here and on other hosts, and sees that none outlives its launcher.
 
 - `session`      what the workers of one launch share: directory, secret, port
 - `guardian`     the process that cleans up when the launcher is killed outright
@@ -10,6 +10,20 @@
 - `members`      the worker processes of ``cluster(n)``
 - `main_module`  gives a worker the driver's ``__main__``
 - `interactive`  ships what was typed into a notebook or an interpreter
+
+Over several hosts:
+
+- `over_hosts`   ``backhaul run --hosts``: the command line becomes terms
+- `placement`    hosts, and which worker goes where, pure
+- `terms`        what is launched, where and how, pure
+- `course`       what follows from what hosts say, pure
+- `fleet`        drives the course: connections, clocks, signals, output
+- `ssh`          the command that starts a steward, and what its failures mean, pure
+- `steward`      the process on each host that starts the workers there and ends them
+- `protocol`     what launcher and steward say to each other, without I/O
+- `lease`        how long a steward goes on without word of the launcher, pure
+- `feed`         bytes for a pipe whose reader may be slow
+- `outlet`       a thread that writes what workers print
 
 Nothing here imports torch.
 """

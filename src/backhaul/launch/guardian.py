@@ -11,8 +11,9 @@ pipe open; the pidfd alone is missing on old kernels. `prctl(PR_SET_PDEATHSIG)` 
 the workers was the alternative: it fires when the *thread* that started them ends,
 spares their children, and needs code to run in the worker before the user's.
 
-Protocol, one line each: ``+pgid`` watch this group, ``-pgid`` forget it. A group is
-forgotten before its leader is reaped, so its number cannot have been reused.
+Protocol, one line each: ``+pgid`` watch this group, ``-pgid`` forget it; ``=seconds``: unless the next such line comes
+within that time, the launcher counts as gone. A group is forgotten before its leader is reaped, so its number cannot
+have been reused.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 
 class Guardian:
     """The launcher's end. `close` only after every group was forgotten."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str = "") -> None:
+        """``directory`` is removed when the launcher is gone, if one is given."""
         # Isolated, without site-packages and in a session of its own: it starts in
         # milliseconds and a terminal's Ctrl-C does not reach it.
         self._process = subprocess.Popen(
@@ -51,6 +54,10 @@ class Guardian:
     def forget(self, group: int) -> None:
         self._tell(f"-{group}\n")
 
+    def expect(self, seconds: float) -> None:
+        """Have the groups killed unless this is called again within ``seconds``: we may be stopped, and not know it."""
+        self._tell(f"={seconds:.3f}\n")
+
     def close(self) -> None:
         """End the guardian and wait for it."""
         if self._process.stdin is not None:
@@ -71,15 +78,21 @@ class Register:
 
     def __init__(self) -> None:
         self.groups: set[int] = set()
+        self.patience = 0.0
+        """Seconds within which the next line of that kind has to come."""
         self._rest = b""
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> bool:
+        """Whether ``patience`` is new."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"+"):
                 self.groups.add(int(line[1:]))
+            elif line.startswith(b"="):
+                self.patience = float(line[1:])
             else:
                 self.groups.discard(int(line[1:]))
+        return any(line.startswith(b"=") for line in lines)
 
 
 def guard(launcher: int, directory: str) -> None:
@@ -94,12 +107,14 @@ def guard(launcher: int, directory: str) -> None:
     else:
         poll.register(launcher_fd, select.POLLIN)
     gone = False
+    until: float | None = None
     while not gone:
-        ready = [fd for fd, _ in poll.poll()]
+        ready = [fd for fd, _ in poll.poll(None if until is None else max(0.0, until - _now()) * 1000)]
         # The pipe first and to its end: its last lines may still be unread.
         if 0 in ready:
             data = os.read(0, 1 << 16)
-            register.feed(data)
+            if register.feed(data):
+                until = _now() + register.patience
             gone = not data
         else:
             gone = True
@@ -108,7 +123,13 @@ def guard(launcher: int, directory: str) -> None:
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:
             pass
-    shutil.rmtree(directory, ignore_errors=True)
+    if directory:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _now() -> float:
+    # A clock that goes on while the machine sleeps, where the system has one.
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """All or nothing: the first worker that fails for good stops the others, and so does a signal to us.
 
-A worker that fails is started again as long as restarts are left, once its process group is gone.
+A worker that fails is started again as long as restarts are left, once its process group is gone. With ``rejoin`` the
+others go on also when none is left.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 
+from backhaul.launch.session import RESTARTS_VARIABLE
 from backhaul.launch.supervisor import GRACE, Command, Process, Supervisor
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -21,11 +23,20 @@ class Outcome:
     """The launcher's exit ``code``, and what it comes from if it is not zero."""
 
     code: int
-    failed: Process | None = None
+    why: str = ""
+    """Which worker or host failed, and how; with all others stopped for it if ``stopped``."""
     signum: int | None = None
+    stopped: bool = True
+
+    @property
+    def report(self) -> str:
+        """What the user is told."""
+        if self.signum is not None:
+            return f"stopped by {signal.Signals(self.signum).name}"
+        return f"{self.why}; the other workers were stopped" if self.why and self.stopped else self.why
 
 
-class _Cause:
+class Cause:
     """What came first: a worker's failure or a signal. Later ones follow from it."""
 
     def __init__(self) -> None:
@@ -38,11 +49,11 @@ class _Cause:
         return True
 
 
-RESTARTS_VARIABLE = "BACKHAUL_RESTARTS"
-"""Tells a worker how often it has been restarted, if it has."""
-
 OnEnd = Callable[[Process, bool], None]
 """Told of a process that has ended, and whether it is started again."""
+
+OnSignal = Callable[[int], None]
+"""Told of a signal, in its handler."""
 
 
 def run_job(
@@ -51,16 +62,25 @@ def run_job(
     grace: float = GRACE,
     restarts: int = 0,
     on_end: OnEnd = lambda process, again: None,
+    rejoin: bool = False,
 ) -> Outcome:
     """Run ``commands`` to their end. Main thread only, since it handles signals.
 
-    Workers that fail are started again, ``restarts`` times altogether. SIGINT, SIGTERM and SIGHUP are passed on once; a
-    second one kills at once.
+    Workers that fail are started again, ``restarts`` times altogether. With ``rejoin``, a worker that is not started
+    again leaves the others alone. SIGINT, SIGTERM and SIGHUP are passed on once; a second one kills at once.
     """
-    cause = _Cause()
+    cause = Cause()
+    missing = Cause()  # of what the others go on without
+
+    def stop(signum: int) -> None:
+        if cause.claim(Outcome(128 + signum, signum=signum)):
+            supervisor.stop(signum, grace)
+        else:
+            supervisor.stop(signal.SIGKILL, grace=0.0)
+
     times = [0] * len(commands)
     leaving: list[Process] = []  # to be started again when they are over
-    with _signals_stop(supervisor, cause, grace):
+    with signals_stop(stop):
         for index, command in enumerate(commands):
             supervisor.start(command, index)
         while supervisor.active or leaving:
@@ -70,8 +90,16 @@ def run_job(
                 if again:
                     times[process.index] += 1
                     leaving.append(process)
-                elif process.returncode and cause.claim(Outcome(exit_code(process.returncode), process)):
-                    supervisor.stop(grace=grace)
+                elif process.returncode:
+                    failure = Outcome(
+                        exit_code(process.returncode),
+                        f"{process.name} {process.ending}",
+                        stopped=len(commands) > 1 and not rejoin,
+                    )
+                    if rejoin and cause.outcome is None:
+                        missing.claim(failure)
+                    elif cause.claim(failure):
+                        supervisor.stop(grace=grace)
             for process in [process for process in leaving if process.over.is_set()]:
                 leaving.remove(process)
                 if cause.outcome is None:
@@ -80,7 +108,7 @@ def run_job(
                     supervisor.start(replace(command, env={**command.env, **restarted}), process.index)
             if cause.outcome is not None:
                 leaving.clear()
-    return cause.outcome or Outcome(0)
+    return cause.outcome or missing.outcome or Outcome(0)
 
 
 def exit_code(returncode: int) -> int:
@@ -89,18 +117,17 @@ def exit_code(returncode: int) -> int:
 
 
 @contextmanager
-def _signals_stop(supervisor: Supervisor, cause: _Cause, grace: float) -> Iterator[None]:
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        if cause.claim(Outcome(128 + signum, signum=signum)):
-            supervisor.stop(signum, grace)
-        else:
-            supervisor.stop(signal.SIGKILL, grace=0.0)
+def signals_stop(on_signal: OnSignal) -> Iterator[None]:
+    """Have SIGINT, SIGTERM and SIGHUP call ``on_signal`` in the block, unless they are ignored. Main thread only."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        on_signal(signum)
 
     previous = {}
     for signum in _STOP_SIGNALS:
         # Ignored from the start means nohup, or a shell's background job: it stays ignored.
         if signal.getsignal(signum) is not signal.SIG_IGN:
-            previous[signum] = signal.signal(signum, on_signal)
+            previous[signum] = signal.signal(signum, handle)
     # An ignored SIGCHLD is inherited, and would hide our children's exit codes.
     previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:

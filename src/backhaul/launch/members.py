@@ -232,6 +232,6 @@ class Members:
         while self._supervisor.active or not self._stopping:
             for process in self._supervisor.poll():
                 self._ended.append(process)
-                tell(self._session.directory, process.pid, process.ending)
+                tell(self._session.directory, process.identity, process.ending)
                 if not self._expected and process.returncode and process.pid not in self._dismissed:
                     _log.warning("worker %r %s", process.name, process.ending)

@@ -7,8 +7,19 @@ import socket
 from types import TracebackType
 
 from backhaul.directories import PrivateDirectory
+from backhaul.security.keys import KEY_FILE_VARIABLE
 
 LOOPBACK = "127.0.0.1"
+
+INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
+NAME_VARIABLE = "BACKHAUL_NAME"
+RESTARTS_VARIABLE = "BACKHAUL_RESTARTS"
+"""Tells a worker how often it has been restarted, if it has."""
+RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
+SECRET_VARIABLE = "BACKHAUL_SECRET"
+
+NOT_INHERITED = (KEY_FILE_VARIABLE, NAME_VARIABLE, RESTARTS_VARIABLE)
+"""What workers on other hosts do not get from the login there: it would win over what the launch says."""
 
 
 class Session:
@@ -33,9 +44,9 @@ class Session:
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self.master_port),
-            "BACKHAUL_INIT_METHOD": self.init_method,
-            "BACKHAUL_SECRET": self.secret,
-            "BACKHAUL_RUNTIME_DIR": self.directory,
+            INIT_METHOD_VARIABLE: self.init_method,
+            SECRET_VARIABLE: self.secret,
+            RUNTIME_DIR_VARIABLE: self.directory,
         }
 
     def close(self) -> None:

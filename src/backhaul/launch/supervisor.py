@@ -1,7 +1,8 @@
 """Starts processes, carries their output, notices their end and stops them.
 
 One thread drives a supervisor by calling `Supervisor.poll` in a loop; everything
-happens on that thread. Other threads may only call `stop` and `start_soon`, signal handlers only `stop`.
+happens on that thread. Other threads may only call `stop`, `start_soon` and `wake`, signal handlers only `stop` and
+`wake`.
 
 The life of a process::
 
@@ -28,8 +29,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
 
+from backhaul.launch.feed import Feed
 from backhaul.launch.guardian import Guardian
 from backhaul.launch.prefix import ERR, OUT
+from backhaul.transport.processes import name_of
 
 GRACE = 5.0
 """Seconds between asking a process to end and killing it."""
@@ -49,6 +52,8 @@ class Command:
     env: Mapping[str, str]
     pass_fds: Sequence[int] = ()
     cwd: str | None = None
+    fed: bool = False
+    """Whether its standard input is a `Feed`; otherwise it is empty."""
 
 
 @dataclass(eq=False)
@@ -60,6 +65,9 @@ class Process:
     pid: int
     sentinel: int
     popen: subprocess.Popen[bytes]
+    identity: str = ""
+    """Names the process as `transport.processes` does, on its machine and on others."""
+    feed: Feed | None = None
     over: threading.Event = field(default_factory=threading.Event)
     returncode: int | None = None
     _tail: bytearray = field(default_factory=bytearray)
@@ -74,15 +82,18 @@ class Process:
     @property
     def ending(self) -> str:
         """How it ended, in words."""
-        if self.returncode is None:
-            return "is running"
-        if self.returncode >= 0:
-            return f"exited with code {self.returncode}"
-        try:
-            name = signal.Signals(-self.returncode).name
-        except ValueError:
-            name = "a signal"
-        return f"was killed by {name} (signal {-self.returncode})"
+        return "is running" if self.returncode is None else ending(self.returncode)
+
+
+def ending(returncode: int) -> str:
+    """How a process with that code ended, in words."""
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = "a signal"
+    return f"was killed by {name} (signal {-returncode})"
 
 
 class Supervisor:
@@ -100,6 +111,7 @@ class Supervisor:
         self._stops: SimpleQueue[tuple[int, float, Process | None]] = SimpleQueue()
         self._starts: SimpleQueue[tuple[Command, int, Future[Process]]] = SimpleQueue()
         self._kill_at: float | None = None
+        self._held = False
         self._exited: list[Process] = []
         self._active: dict[int, Process] = {}
         self._sentinels: list[int] = []
@@ -110,7 +122,7 @@ class Supervisor:
         return bool(self._active)
 
     def start(self, command: Command, index: int | None = None) -> Process:
-        """Start ``command``; its standard input is empty. Only before or between polls.
+        """Start ``command``. Only before or between polls.
 
         ``index`` is that of the process whose place it takes, if there is one.
         """
@@ -118,7 +130,7 @@ class Supervisor:
             list(command.argv),
             env=dict(command.env),
             cwd=command.cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if command.fed else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
@@ -127,21 +139,56 @@ class Supervisor:
         )
         self._guardian.watch(popen.pid)
         index = len(self._sentinels) if index is None else index
-        process = Process(command.name, index, popen.pid, _sentinel(popen.pid), popen)
+        process = Process(command.name, index, popen.pid, _sentinel(popen.pid), popen, name_of(popen.pid))
+        if popen.stdin is not None:
+            process.feed = self.feed(os.dup(popen.stdin.fileno()))
+            popen.stdin.close()
         self._active[process.pid] = process
         self._sentinels.append(process.sentinel)
         self._selector.register(process.sentinel, selectors.EVENT_READ, partial(self._on_exit, process))
         for stream, pipe in ((OUT, popen.stdout), (ERR, popen.stderr)):
             if pipe is not None:
                 process._open.add(stream)
-                self._selector.register(pipe, selectors.EVENT_READ, partial(self._on_output, process, stream))
+                if not self._held:
+                    self._selector.register(pipe, selectors.EVENT_READ, partial(self._on_output, process, stream))
         return process
+
+    def attend(self, fd: int, callback: Callable[[], None]) -> None:
+        """Have `poll` call ``callback`` when ``fd`` can be read, until it is `ignore`d."""
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def ignore(self, fd: int) -> None:
+        self._selector.unregister(fd)
+
+    def feed(self, fd: int) -> Feed:
+        """Writes to ``fd``, which it owns, whenever there is room; `poll` does it."""
+        return Feed(fd, self._selector)
+
+    def hold_output(self, held: bool) -> None:
+        """Leave the output of all processes in their pipes, or read it again.
+
+        Meanwhile no process is over whose output is not at its end, so none of it is lost.
+        """
+        if held == self._held:
+            return
+        self._held = held
+        for process in self._active.values():
+            for stream in process._open:
+                pipe = process.popen.stdout if stream == OUT else process.popen.stderr
+                if pipe is None:
+                    continue
+                if held:
+                    self._selector.unregister(pipe)
+                else:
+                    self._selector.register(pipe, selectors.EVENT_READ, partial(self._on_output, process, stream))
+                    if process.returncode is not None:
+                        process._leaving_until = time.monotonic() + _LINGER
 
     def start_soon(self, command: Command, index: int) -> Future[Process]:
         """A future of the process that the next `poll` starts, in the place of another. Safe from any thread."""
         future: Future[Process] = Future()
         self._starts.put((command, index, future))
-        self._wake()
+        self.wake()
         return future
 
     def stop(self, signum: int = signal.SIGTERM, grace: float = GRACE, only: Process | None = None) -> None:
@@ -151,17 +198,18 @@ class Supervisor:
         at once, `poll` does it.
         """
         self._stops.put((signum, time.monotonic() + grace, only))
-        self._wake()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have `poll` return. Safe from any thread and from a signal handler."""
         try:
             os.write(self._wake_write, b"!")
         except BlockingIOError:
             pass  # full: it wakes anyway
 
-    def poll(self) -> list[Process]:
-        """Wait for something to happen; return the processes that ended, in their order."""
-        for key, _ in self._selector.select(self._patience()):
+    def poll(self, seconds: float | None = None) -> list[Process]:
+        """Wait for something to happen, for at most ``seconds``; return the processes that ended, in their order."""
+        for key, _ in self._selector.select(self._patience(seconds)):
             key.data()
         self._start_requested()
         self._send_stops()
@@ -172,6 +220,7 @@ class Supervisor:
     def close(self) -> None:
         """Kill what is left, wait for it, and give everything back. Its last output is dropped."""
         self._sink = drop  # the sink may be what failed
+        self.hold_output(False)
         if self.active:
             self.stop(signal.SIGKILL, grace=0.0)
         while self.active:
@@ -186,10 +235,12 @@ class Supervisor:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self.close()
 
-    def _patience(self) -> float | None:
-        times = [process._leaving_until for process in self._active.values() if process.returncode is not None]
+    def _patience(self, seconds: float | None) -> float | None:
+        times = [process._leaving_until for process in self._active.values() if self._is_leaving(process)]
         if self._kill_at is not None:
             times.append(self._kill_at)
+        if seconds is not None:
+            times.append(time.monotonic() + seconds)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _drain_wake(self) -> None:
@@ -227,12 +278,16 @@ class Supervisor:
             for process in self._active.values():
                 _signal_group(process, signal.SIGKILL)
         for process in list(self._active.values()):
-            if process.returncode is not None and (not process._open or now >= process._leaving_until):
+            if self._is_leaving(process) and (not process._open or now >= process._leaving_until):
                 self._finish(process)
+
+    def _is_leaving(self, process: Process) -> bool:
+        """Whether it has ended, and is over in a moment."""
+        return process.returncode is not None and not (self._held and process._open)
 
     def _on_output(self, process: Process, stream: int) -> None:
         pipe = process.popen.stdout if stream == OUT else process.popen.stderr
-        if pipe is None or pipe.closed:
+        if pipe is None or pipe.closed or self._held:  # since the selector looked
             return
         data = os.read(pipe.fileno(), _CHUNK)
         if not data:
@@ -264,6 +319,8 @@ class Supervisor:
         for stream in list(process._open):
             self._end_output(process, stream)
         self._guardian.forget(process.pid)
+        if process.feed is not None:
+            process.feed.abandon()
         process.popen.wait()
         del self._active[process.pid]
         process.over.set()

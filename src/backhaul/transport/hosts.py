@@ -51,7 +51,7 @@ def choose_site(options: RpcOptions) -> Site:
         return Site(family, address, str(address[0]), why if host == address[0] else f"{why}, which is {address[0]}")
     store = meeting_host(options)
     for there, what in ((store, f"to the store at {store}"), *((each, "to anywhere else") for each in _ANYWHERE)):
-        announced = None if there is None else _address_towards(there, family)
+        announced = None if there is None else address_towards(there, family)
         if announced is not None:
             return Site(
                 family, address, announced, f"{given} says {host!r}, all of them; this one is on the way {what}"
@@ -72,7 +72,7 @@ def meeting_host(options: RpcOptions) -> str | None:
     return os.environ.get("MASTER_ADDR") or None if method.startswith("env://") else None
 
 
-def _address_towards(host: str, family: int) -> str | None:
+def address_towards(host: str, family: int = socket.AF_UNSPEC) -> str | None:
     """This machine's address on the way to ``host``. A socket that takes IPv6 takes IPv4 too."""
     try:
         found = socket.getaddrinfo(

@@ -25,11 +25,16 @@ def boot_id() -> str:
 
 def own_name() -> str:
     """The name of this process; empty where the system does not tell enough."""
+    return name_of(os.getpid())
+
+
+def name_of(id: int) -> str:
+    """The name of a process of this machine and namespace; empty where the system does not tell enough."""
     boot = boot_id()
-    fields = _fields(os.getpid())
+    fields = _fields(id)
     if not boot or not fields:
         return ""
-    return f"{boot}/{_namespace()}/{os.getpid()}/{fields[_START_TIME]}"
+    return f"{boot}/{_namespace()}/{id}/{fields[_START_TIME]}"
 
 
 def is_over(name: str) -> bool:
