@@ -22,6 +22,7 @@ ROOT = Path(backhaul.__file__).parent
 LAYERS = [
     "errors",
     "ids",
+    "environments",
     "current",
     "eager",
     "directories",
