@@ -25,6 +25,9 @@ from backhaul.security.handshake import ClientHandshake, Hello
 PATIENCE = 2.0
 """Seconds that all workers together have to greet."""
 
+_ROOTS = ("/tmp",)
+"""Where the directories of sockets are if the temporary directory has too long a name."""
+
 
 def run(wanted: int, name: str | None) -> int:
     """Say which workers are up; the exit code is 0 if there are ``wanted``, and ``name`` is one of them."""
@@ -85,7 +88,7 @@ def _is_worker(path: Path) -> bool:
 
 def _sockets() -> list[Path]:
     """The unix sockets of this user's workers."""
-    directories = {path for root in {tempfile.gettempdir(), "/tmp"} for path in Path(root).glob(f"{PREFIX}*")}
+    directories = {path for root in {tempfile.gettempdir(), *_ROOTS} for path in Path(root).glob(f"{PREFIX}*")}
     if os.environ.get(RUNTIME_DIR_VARIABLE):
         directories.add(Path(os.environ[RUNTIME_DIR_VARIABLE]))
     found = []
