@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 OTHER := .venv-third-party
 FUZZ := .venv-fuzz
+CLUSTERS := .venv-clusters
 INPUTS ?= 1000000
 CHAOS_SEEDS ?= 20000
 SOAK_SECONDS ?= 1200
@@ -31,7 +32,7 @@ LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing t
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-pure test-layers test-rest lint slow faults chaos soak attacks conformance cuda third-party \
-	fuzz bench bench-pinned bench-check coverage clean
+	clusters fuzz bench bench-pinned bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -50,7 +51,7 @@ test-layers: $(STAMP)
 	$(BIN)/pytest -q -m "not slow" $(LAYER_TESTS) $(PURE_TESTS:%=--ignore=%)
 
 test-rest: $(STAMP)
-	$(BIN)/pytest -q -m "not slow" $(PURE_TESTS:%=--ignore=%) $(LAYER_TESTS:%=--ignore=%)
+	$(BIN)/pytest -q -m "not slow" $(PURE_TESTS:%=--ignore=%) $(LAYER_TESTS:%=--ignore=%) --ignore=tests/clusters
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check
@@ -58,7 +59,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/mypy
 
 slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 random programs, the speed floor
-	$(BIN)/pytest -q -m slow --ignore=tests/faults
+	$(BIN)/pytest -q -m slow --ignore=tests/faults --ignore=tests/clusters
 
 # Some need root, for network namespaces, TUN devices and cgroups; without it they are skipped, and say so.
 faults: $(STAMP) ## every row of docs/reliability.md, in real processes, with the table of what was measured; an hour
@@ -70,6 +71,10 @@ chaos: $(STAMP) ## 20,000 simulated training runs under cuts, deaths and rejoins
 
 soak: $(STAMP) ## five processes, a kill every 15 s, resets in between, for 20 minutes (SOAK_SECONDS=...); needs root
 	$(BIN)/python tests/faults/soak.py $(SOAK_SECONDS)
+
+# What needs root, or a package of Debian's (slurmctld slurmd slurm-client munge, openmpi-bin, mpich), is skipped without.
+clusters: $(STAMP) $(CLUSTERS)/.stamp ## real Slurm, MPI and torchrun on two hosts, the manifests of deploy/, and the pages on them
+	PYTHONPATH=$(CLUSTERS) $(BIN)/pytest -q tests/clusters
 
 attacks: $(STAMP) ## a hostile member of a federation, half a minute for each attack: what it costs a good one
 	PYTHONPATH=tests $(BIN)/python tests/security/attacks.py
@@ -121,6 +126,10 @@ $(OTHER)/.stamp: pyproject.toml constraints.txt third_party/requirements.txt
 	$(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
 		-r third_party/requirements.txt -e .
+	@touch $@
+
+$(CLUSTERS)/.stamp: tests/clusters/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade $(PIP_ARGS) --target $(CLUSTERS) -r $<
 	@touch $@
 
 $(FUZZ)/.stamp: pyproject.toml constraints.txt
