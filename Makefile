@@ -8,13 +8,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 OTHER := .venv-third-party
 FUZZ := .venv-fuzz
+CLUSTERS := .venv-clusters
 INPUTS ?= 1000000
 CHAOS_SEEDS ?= 20000
 SOAK_SECONDS ?= 1200
 CUDA_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint slow hosts faults chaos soak attacks conformance cuda third-party \
+.PHONY: help demo test quick lint slow hosts clusters faults chaos soak attacks conformance cuda third-party \
 	mutants fuzz bench bench-pinned bench-check coverage clean
 
 help: ## show this list
@@ -51,6 +52,10 @@ chaos: $(STAMP) ## 20,000 simulated training runs under cuts, deaths and rejoins
 
 soak: $(STAMP) ## five processes, a kill every 15 s, resets in between, for 20 minutes (SOAK_SECONDS=...); needs root
 	$(BIN)/python tests/faults/soak.py $(SOAK_SECONDS)
+
+# What needs root, or a package of Debian's (slurmctld slurmd slurm-client munge, openmpi-bin, mpich), is skipped without.
+clusters: $(STAMP) $(CLUSTERS)/.stamp ## real Slurm, MPI and torchrun on two hosts, the manifests of deploy/, and the pages on them
+	PYTHONPATH=$(CLUSTERS) $(BIN)/pytest -q tests/clusters
 
 attacks: $(STAMP) ## a hostile member of a federation, half a minute for each attack: what it costs a good one
 	PYTHONPATH=tests $(BIN)/python tests/security/attacks.py
@@ -105,6 +110,10 @@ $(OTHER)/.stamp: pyproject.toml constraints.txt third_party/requirements.txt
 	$(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
 		-r third_party/requirements.txt -e .
+	@touch $@
+
+$(CLUSTERS)/.stamp: tests/clusters/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade $(PIP_ARGS) --target $(CLUSTERS) -r $<
 	@touch $@
 
 $(FUZZ)/.stamp: pyproject.toml constraints.txt

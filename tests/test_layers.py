@@ -22,6 +22,7 @@ ROOT = Path(backhaul.__file__).parent
 LAYERS = [
     "errors",
     "ids",
+    "environments",
     "current",
     "eager",
     "directories",
@@ -238,6 +239,7 @@ RPC = [
     "expose",
     "functions",
     "get_worker_info",
+    "get_worker_infos",
     "init_rpc",
     "is_available",
     "on_joined",
@@ -314,6 +316,7 @@ def test_nothing_public_is_defined_in_rpc_that_is_not_offered() -> None:
     assert defined == {
         "debug_info",
         "get_worker_info",
+        "get_worker_infos",
         "init_rpc",
         "is_available",
         "on_joined",

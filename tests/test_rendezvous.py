@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -15,8 +16,10 @@ import torch.distributed as dist
 from backhaul.agent.membership import Membership
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import Addresses
-from backhaul.rendezvous import INIT_METHOD_VARIABLE, NAME_VARIABLE, Place, meet, place_from
+from backhaul.rendezvous import INIT_METHOD_VARIABLE, Place, meet, place_from
 
+NAME_VARIABLE = "BACKHAUL_NAME"
+LAUNCHERS = ("SLURM", "OMPI", "PMI", "PET_", "VC_", "JOB", "TORCHELASTIC", "MPI")
 VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -31,7 +34,7 @@ VARIABLES = (
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in VARIABLES:
+    for variable in [*VARIABLES, *(each for each in os.environ if each.startswith(LAUNCHERS))]:
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -44,6 +47,7 @@ def free_port() -> int:
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "3"}
 NAMED = {**LAUNCHED, NAME_VARIABLE: "trainer"}
+TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
 
 PLACES: list[tuple[dict[str, str], tuple[Any, ...], Place]] = [
     # no launcher
@@ -69,6 +73,12 @@ PLACES: list[tuple[dict[str, str], tuple[Any, ...], Place]] = [
     ({"RANK": "1"}, ("a", -1, None), Place("a", None, None)),
     ({"WORLD_SIZE": "3"}, ("a", -1, None), Place("a", None, None)),
     ({"RANK": "1"}, ("a", -1, 2), Place("a", 1, 2)),
+    # a task of Slurm, and its batch script, which is none
+    (TASK, (None, -1, None), Place("worker2", 2, 4)),
+    (TASK, ("a", 0, 1), Place("a", 0, 1)),
+    ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ("a", -1, None), Place("a", None, None)),
+    # a contradiction is of no interest to who says it all
+    ({**TASK, "RANK": "1"}, ("a", 3, 4), Place("a", 3, 4)),
 ]
 
 
@@ -101,6 +111,9 @@ BAD_PLACES: list[tuple[dict[str, str], tuple[Any, ...], str]] = [
     ({"RANK": "1", "WORLD_SIZE": ""}, ("a", -1, None), "the environment variable WORLD_SIZE='' must be a whole number"),
     ({"RANK": "-3", "WORLD_SIZE": "3"}, ("a", -1, None), "rank -3 is not in 0..2"),
     ({"RANK": "0", "WORLD_SIZE": "0"}, ("a", -1, None), "rank 0 is not in"),
+    ({**TASK, "RANK": "1"}, ("a", -1, None), r"RANK=1 \(the environment\) and SLURM_PROCID=2 \(Slurm\)"),
+    ({"JOB_COMPLETION_INDEX": "1"}, (None, -1, None), "set WORLD_SIZE to the completions of the Job"),
+    ({"SLURM_JOB_ID": "7"}, ("a", -1, 2), "needs a rank: .* batch script of job 7 of Slurm.* with srun"),
 ]
 
 
@@ -216,6 +229,42 @@ def test_torchrun_hosts_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     assert agent is not None
 
 
+def test_what_slurm_says_is_enough_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, text in {**TASK, "SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "here"}.items():
+        monkeypatch.setenv(variable, text)
+    places = [Place("a", 0, 4), Place("b", 1, 4)]
+    check_meeting(meet("env://", places[0], 5), meet("env://", places[1], 5))
+
+
+def test_a_job_with_the_port_of_another_says_that_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes no part in the other's group."""
+    port = free_port()
+    for variable, text in {**TASK, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(variable, text)
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        first = meet("env://", Place("a", 0, 4), 5)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    with pytest.raises(MisuseError, match=f"cannot host the store at 127.0.0.1:{port}: .*in use"):
+        meet("env://", Place("a", 0, 4), 1)
+    assert first is not None
+    assert server is not None
+
+
+@pytest.mark.parametrize("source", ["SLURM_STEP_NODELIST", "MASTER_ADDR"])
+def test_a_name_that_means_loopback_at_rank_0_only(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    for variable, text in {**TASK, "SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(variable, text)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    if source == "MASTER_ADDR":
+        monkeypatch.setenv("MASTER_ADDR", "localhost")  # who writes it means it
+        assert meet("env://", Place("a", 0, 4), 5) is not None
+        return
+    with pytest.raises(MisuseError, match=r"at localhost \(first of SLURM_STEP_NODELIST\), and here that name means"):
+        meet("env://", Place("a", 0, 4), 5)
+
+
 NOWHERE = Addresses(tcp=("127.0.0.1", 1))  # nobody listens there
 
 
@@ -270,6 +319,22 @@ def test_one_that_comes_again_while_another_lives_joins_the_group_again(tmp_path
     assert successor is not None
     assert successor.incarnation == again.incarnation
     assert successor.addresses == NOWHERE
+
+
+def test_a_group_that_torchrun_has_started_again_on_the_same_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What listens where the workers before did are those after them."""
+    port = free_port()
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = Addresses(tcp=server.getsockname(), process="another")
+        before = join_both("env://", there)
+        after = join_both("env://", there)
+    assert after[0].group == after[1].group != before[0].group
+    assert not after[0].replaces
+    assert agent is not None
 
 
 def test_a_second_living_worker_of_one_rank_is_refused_at_once(tmp_path: Path) -> None:

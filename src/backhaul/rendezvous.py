@@ -1,6 +1,7 @@
 """Where workers meet: an init method -> a store and this worker's place in the group.
 
-Launchers (torchrun, ours) say the place in environment variables; `place_from` reads them.
+Launchers, schedulers and engines say the place in environment variables (`environments`); `place_from` takes it from
+there.
 
 A store that rank 0 hosts dies with it. What a group keeps in the store its members know, so one of them that is on the
 same machine hosts it anew at the same address (`Part.renew`), and all write their part of it again
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
+import ipaddress
 import os
 import socket
 import threading
@@ -22,13 +24,13 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from backhaul.agent.membership import goes_on
+from backhaul.environments import table as environments
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
 from backhaul.ids import Addresses
 from backhaul.transport.stream import is_listening
 
 INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
 """What ``env://`` stands for when our launcher has set it."""
-NAME_VARIABLE = "BACKHAUL_NAME"
 
 _LOOK_SECONDS = 1.0
 _RENEW_SECONDS = 5.0
@@ -47,7 +49,7 @@ def place_from(name: str | None, rank: int, world_size: int | None) -> Place:
     """Complete what the user gave from what the launcher says.
 
     A rank without a world size means a dynamic group, as in torch. Neither means what the
-    launcher says, or a dynamic group if there is none.
+    launcher says, or a dynamic group if there is none. Raises `OptionError` if launchers contradict each other.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < -1:
         raise OptionError(f"rank {rank!r} must be a whole number; -1 or nothing takes it from the launcher")
@@ -57,16 +59,18 @@ def place_from(name: str | None, rank: int, world_size: int | None) -> Place:
         raise OptionError(f"name {name!r} must be a string of 1 to 128 characters")
     given_rank = None if rank == -1 else rank
     if given_rank is None:
-        if world_size is None and "RANK" in os.environ:
-            world_size = _integer("WORLD_SIZE")
+        said = environments.read()
+        if world_size is None and said.rank.take() is not None:
+            world_size = said.world_size.take()
         if world_size is not None:
-            given_rank = _integer("RANK")
+            given_rank = said.rank.take()
             if given_rank is None:
                 raise OptionError(
                     "init_rpc needs a rank: give one, or start the script with `backhaul run` or torchrun"
+                    + _hinted(said)
                 )
     if name is None:
-        name = os.environ.get(NAME_VARIABLE) or (None if given_rank is None else f"worker{given_rank}")
+        name = os.environ.get("BACKHAUL_NAME") or (None if given_rank is None else f"worker{given_rank}")
     if world_size is not None and given_rank is not None and not 0 <= given_rank < world_size:
         raise OptionError(f"rank {given_rank} is not in 0..{world_size - 1} (world_size {world_size})")
     return Place(name, given_rank, world_size)
@@ -93,7 +97,8 @@ def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False)
     key = f"backhaul/times/{rank}"
     times = int(store.compare_set(key, "", "1"))
     part = Part(f"backhaul/{times}", store, init_method, place)
-    while not goes_on(part, rank, place.world_size, _is_there):
+    restarted = environments.read().agent_store
+    while not goes_on(part, rank, place.world_size, _is_there, restarted=restarted):
         times = int(store.compare_set(key, str(times), str(times + 1)))
         part = Part(f"backhaul/{times}", store, init_method, place)
     part.times = times
@@ -129,10 +134,11 @@ class Part(dist.PrefixStore):
             listening = None  # an address of another machine: a member that is there hosts the store
         within = datetime.timedelta(seconds=_RENEW_SECONDS)
         store: dist.Store | None
+        run = _run_of(self._init_method, self._place)
         if listening is None:
-            store = _taken_over(host, port, within)
+            store = _taken_over(host, port, within, run)
         else:
-            store = _store(host, port, within, listening, hosts=True)
+            store = _of_run(_store(host, port, within, listening, hosts=True), run)
         if store is None:
             return None
         for rank in range(self._place.world_size or 0):
@@ -151,16 +157,17 @@ def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.S
         inherited = os.environ.get(INIT_METHOD_VARIABLE)
         if inherited and inherited != init_method:
             return _open(inherited, place, timeout)
-        address, port = os.environ.get("MASTER_ADDR"), _integer("MASTER_PORT")
-        if port is not None and not 0 <= port < 1 << 16:
-            raise OptionError(f"the environment variable MASTER_PORT={port} is not a port: it must be below 65536")
+        said = environments.read()
+        address, port = said.address.take(), said.port.take()
         if not address or port is None:
             raise OptionError(
                 "init_method env:// needs MASTER_ADDR and MASTER_PORT in the environment: start the script with "
                 "`backhaul run` or torchrun, set them, or give RpcOptions(init_method='tcp://127.0.0.1:29500')"
+                + _hinted(said)
             )
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return _tcp(address, port, place, timeout, hosted=hosted)
+        if place.rank == 0 and not said.agent_store:
+            _require_reachable(said)
+        return _tcp(address, port, place, timeout, hosted=said.agent_store, run=_run_of(init_method, place))
     url = urlsplit(init_method)
     if url.scheme == "file":
         if not url.path:
@@ -178,8 +185,42 @@ def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.S
     return _tcp(url.hostname, port, place, timeout, hosted=False)
 
 
-def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hosted: bool) -> dist.Store:
-    """A TCPStore; rank 0 hosts it unless the launcher does."""
+def _hinted(said: environments.Table) -> str:
+    return "".join(f". {hint}" for hint in said.hints)
+
+
+def _require_reachable(said: environments.Table) -> None:
+    """Many systems resolve their own name to 127.0.1.1, where no other node can reach the store of rank 0."""
+    host, nodes = said.address.value, said.nodes.value
+    if nodes is None or nodes < 2 or said.address.source == "MASTER_ADDR":
+        return
+    with contextlib.suppress(OSError, UnicodeError):
+        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        if ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+            raise MisuseError(
+                f"rank 0 hosts the store at {host} ({said.address.source}), and here that name means {found}, which "
+                "the other nodes cannot reach: set MASTER_ADDR to an address of this machine for all workers, or "
+                "correct /etc/hosts"
+            )
+
+
+def _run_of(init_method: str, place: Place) -> str:
+    """What names this run of a fixed group, if a launcher has started all of it.
+
+    Two jobs that end up with the same port do not meet: the later one finds the port taken, and says so.
+    """
+    if not init_method.startswith("env://") or os.environ.get(INIT_METHOD_VARIABLE) or place.world_size is None:
+        return ""
+    said = environments.read()
+    return str(said.run.value or "") if said.world_size.value == place.world_size else ""
+
+
+def _of_run(store: dist.Store, run: str) -> dist.Store:
+    return dist.PrefixStore(f"run {run}", store) if run else store
+
+
+def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hosted: bool, run: str = "") -> dist.Store:
+    """A TCPStore, or the part of it that is for a run; rank 0 hosts it unless the launcher does."""
     if place.rank is None and not hosted:
         raise OptionError("a dynamic group that meets over TCP needs a rank for each worker; rank 0 hosts the store")
     hosts = place.rank == 0 and not hosted
@@ -188,11 +229,11 @@ def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hos
     if listening is not None:
         port = listening.getsockname()[1]
     try:
-        return _store(host, port, timeout, listening, hosts=hosts)
+        return _of_run(_store(host, port, timeout, listening, hosts=hosts), run)
     except dist.DistError as error:
         if not hosts:
             raise RpcTimeoutError(f"no store at {host}:{port}; is rank 0 up? {error}") from error
-        found = _taken_over(host, port, timeout)
+        found = _taken_over(host, port, timeout, run)
         if found is None:
             raise MisuseError(f"cannot host the store at {host}:{port}: {error}") from error
         return found
@@ -212,7 +253,7 @@ def _store(
     )
 
 
-def _taken_over(host: str, port: int, timeout: datetime.timedelta) -> dist.Store | None:
+def _taken_over(host: str, port: int, timeout: datetime.timedelta, run: str) -> dist.Store | None:
     """The store of this group that another member has taken over, when rank 0 comes again."""
     timeout = min(timeout, datetime.timedelta(seconds=_RENEW_SECONDS))
     found: list[dist.Store] = []
@@ -221,7 +262,7 @@ def _taken_over(host: str, port: int, timeout: datetime.timedelta) -> dist.Store
 
     def look() -> None:
         with contextlib.suppress(dist.DistError):
-            store = _store(host, port, timeout, None, hosts=False)
+            store = _of_run(_store(host, port, timeout, None, hosts=False), run)
             while time.monotonic() < deadline:
                 if store.check(["backhaul/times/0"]) or store.check(["backhaul/dynamic/group"]):
                     found.append(store)
@@ -241,9 +282,9 @@ def _address_of(init_method: str) -> tuple[str, int] | None:
     if init_method.startswith("env://") and inherited and inherited != init_method:
         return _address_of(inherited)
     if init_method.startswith("env://"):
-        host, port = os.environ.get("MASTER_ADDR"), _integer("MASTER_PORT")
-        hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return None if hosted or not host or port is None else (host, port)
+        said = environments.read()
+        host, port = said.address.value, said.port.value
+        return None if said.agent_store or not host or port is None else (host, port)
     url = urlsplit(init_method)
     return (url.hostname, url.port) if url.scheme == "tcp" and url.hostname and url.port else None
 
@@ -270,13 +311,3 @@ def _listen(host: str, port: int) -> socket.socket | None:
                     "an address of its own machine there"
                 ) from None
     return None
-
-
-def _integer(variable: str) -> int | None:
-    text = os.environ.get(variable)
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise OptionError(f"the environment variable {variable}={text!r} must be a whole number") from None

@@ -194,6 +194,12 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     return current().get_worker_info(worker_name)
 
 
+@eager
+def get_worker_infos() -> list[WorkerInfo]:
+    """All workers of the group, by rank; of a dynamic group, those that are known now."""
+    return current().get_worker_infos()
+
+
 __all__ = [  # noqa: RUF022 in the order of sorted()
     "AuthenticationError",
     "BackendType",
@@ -224,6 +230,7 @@ __all__ = [  # noqa: RUF022 in the order of sorted()
     "expose",
     "functions",
     "get_worker_info",
+    "get_worker_infos",
     "init_rpc",
     "is_available",
     "on_joined",

@@ -20,12 +20,13 @@ from backhaul.__main__ import main
 from mint import DAY, Mint
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+LAUNCHERS = ("BACKHAUL_", "SLURM", "OMPI", "PMI", "PET_", "VC_", "JOB")
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """None of a launcher's variables, and a place for temporary directories: nothing may be left in it."""
-    for name in [*VARIABLES, *(name for name in os.environ if name.startswith("BACKHAUL_"))]:
+    for name in [*VARIABLES, *(name for name in os.environ if name.startswith(LAUNCHERS))]:
         monkeypatch.delenv(name, raising=False)
     place = tmp_path_factory.mktemp("t")
     monkeypatch.setattr("tempfile.tempdir", str(place))
@@ -442,3 +443,48 @@ def test_torch_comes_last(tmp_path: Path) -> None:
     found = Findings(done.returncode, done.stdout)
     assert found.wrong == ["torch cannot be imported: OSError: libtorch.so: wrong ELF class. Install it again"]
     assert found.fact("memory", "descriptors")
+
+
+# The place in the group.
+
+
+def test_the_table_of_the_place(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "node1",
+        "RANK": "1",
+    }
+    for variable, text in said.items():
+        monkeypatch.setenv(variable, text)
+    found = doctor()
+
+    assert (found.code, found.wrong) == (0, [])
+    assert found.fact("place", "started by") == "the environment, inside of Slurm"
+    assert found.fact("place", "rank") == "1  (RANK, over SLURM_PROCID=1)"
+    assert found.fact("place", "world size") == "4  (SLURM_STEP_NUM_TASKS)"
+    assert found.fact("place", "address") == "127.0.0.1  (one node in SLURM_STEP_NODELIST)"
+    assert found.fact("place", "restarts") == "-"
+    assert found.fact("meeting", "init method").startswith("tcp://127.0.0.1:15007 (one node in SLURM_STEP_NODELIST and")
+
+
+def test_a_contradiction_is_wrong(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, text in {
+        "RANK": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+    }.items():
+        monkeypatch.setenv(variable, text)
+    found = doctor()
+
+    assert found.code == 1
+    assert found.fact("place", "rank") == "not clear: see below"
+    assert "RANK=1 (the environment) and SLURM_PROCID=2 (Slurm) give this worker different ranks" in found.wrong[0]
+    assert "the workers are on 2 nodes (SLURM_STEP_NUM_NODES), and the environment names no key" in found.text
+    data = json.loads(doctor("--json").text)
+    assert data["place"]["rank"]["over"] == ["SLURM_PROCID=2"]

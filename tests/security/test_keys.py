@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,45 @@ def test_a_bad_key_file_in_the_environment_is_not_passed_over(monkeypatch: pytes
     monkeypatch.setenv(KEY_FILE_VARIABLE, "/no/such/key")
     with pytest.raises(OptionError, match="there is no key file /no/such/key"):
         RpcOptions().secret_or_inherited()
+
+
+GROUP = 2000
+
+
+@as_root
+@pytest.mark.parametrize(
+    ("mode", "group", "groups", "refused"),
+    [
+        (0o440, GROUP, [GROUP], None),
+        (0o640, GROUP, [GROUP], None),
+        (0o440, GROUP, [], "cannot read|Permission denied"),
+        (0o444, GROUP, [GROUP], "open to other users"),
+        (0o460, GROUP, [GROUP], "open to other users"),
+        (0o450, GROUP, [GROUP], "open to other users"),
+        (0o404, GROUP, [], "open to other users"),
+    ],
+)
+def test_a_secret_that_kubernetes_mounts_for_a_user_who_is_not_root(
+    mode: int, group: int, groups: list[int], refused: str | None
+) -> None:
+    """With `fsGroup`, the files of a Secret belong to root and to that group, which may read them."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        os.chmod(directory, 0o755)
+        path = Path(directory) / "key"
+        make_key_file(str(path))
+        os.chown(path, 0, group)
+        path.chmod(mode)
+        before = os.getgroups()
+        try:
+            os.setgroups(groups)
+            os.setegid(NOBODY)
+            os.seteuid(NOBODY)
+            if refused is None:
+                assert len(read_key_file(str(path))) == KEY_BYTES
+            else:
+                with pytest.raises(OptionError, match=refused):
+                    read_key_file(str(path))
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+            os.setgroups(before)

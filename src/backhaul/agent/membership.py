@@ -34,6 +34,7 @@ from backhaul.devices.maps import Devices
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Addresses
+from backhaul.transport.processes import own_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -459,13 +460,21 @@ def _encode(member: Member) -> str:
     return msgspec.json.encode(member).decode()
 
 
-def goes_on(store: Store, rank: int, world_size: int, is_there: Callable[[Addresses], bool]) -> bool:
+def goes_on(
+    store: Store, rank: int, world_size: int, is_there: Callable[[Addresses], bool], *, restarted: bool = False
+) -> bool:
     """Whether the fixed group that meets in this store is the one for a worker of that rank to join.
 
-    It is not if that worker has shut it down, or if it has died and so have all others.
+    It is not if that worker has shut it down, or if it has died and so have all others. ``restarted``: the launcher
+    never starts one worker again without all others. Then a record of another process in this place is enough: what
+    listens at the addresses of its group may be the next one, on the same ports.
     """
     came = store.check([f"member/{rank}"])
-    if came and store.get(f"member/{rank}") == _ENDED.encode():
+    mine = store.get(f"member/{rank}") if came else b""
+    if mine == _ENDED.encode():
+        return False
+    before = Membership._decode(mine) if restarted else None
+    if before is not None and before.addresses.process != own_name():
         return False
     found = False
     for id in range(world_size):

@@ -10,8 +10,9 @@ import shutil
 import sys
 from typing import Any
 
-from backhaul.doctor import credentials, machine, places, trial
+from backhaul.doctor import credentials, environment, machine, places, trial
 from backhaul.doctor.report import Report
+from backhaul.environments import table as environments
 from backhaul.errors import OptionError
 from backhaul.options import RpcOptions
 from backhaul.security.tls import TLS
@@ -40,15 +41,18 @@ def _examine(report: Report, given: dict[str, Any], tls: tuple[str, str, str] | 
     machine.versions(report)
     report.fact("backhaul", version, version=version)
     machine.clock(report)
+    said = environments.read()
+    environment.examine(report, said)
     options, refused = _take(report, given, tls)
     found = credentials.examine(report, options, tls, bad_key="key_file" in refused)
     site = None if "host" in refused else places.listening(report, options, found.kind)
     sound = not report.wrong
-    places.meeting(report, options, site)
+    places.meeting(report, options, site, said)
     machine.processors(report, options)
     machine.memory(report, options)
     if sound:
-        trial.run(report, options, name or _name(found.names))
+        # As init_rpc would choose it; if nobody says, one that the certificate is for.
+        trial.run(report, options, name or said.name.value or min(found.names, default="worker0"))
     else:
         report.section("tried")
         report.fact("nothing", "first see below")
@@ -72,13 +76,6 @@ def _take(report: Report, given: dict[str, Any], tls: tuple[str, str, str] | Non
             report.fault(str(error))
             refused.add("tls")
     return options, refused
-
-
-def _name(certified: frozenset[str]) -> str:
-    """As init_rpc would choose it; if nobody says, one that the certificate is for."""
-    rank = os.environ.get("RANK")
-    chosen = os.environ.get("BACKHAUL_NAME") or (f"worker{rank}" if rank else None)
-    return chosen or min(certified, default="worker0")
 
 
 def _say(text: str) -> None:

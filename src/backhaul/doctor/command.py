@@ -11,7 +11,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="say what a worker on this machine would do, and what is wrong",
         description="Say what a worker with these options and this environment would listen on, how it would tell its "
         "peers from strangers, and which address it would announce; try it; and list what is wrong, each with what to "
-        "do. The exit code is 0 if nothing is. Sends nothing to other machines but an attempt to connect to the store.",
+        "do. The exit code is 0 if nothing is. Sends nothing to other machines but an attempt to connect to the store. "
+        "With --ready: whether workers that run here answer; the exit code is 0 if they do.",
     )
     parser.add_argument("--key-file", metavar="FILE", help="the cluster's key, as `backhaul keygen` makes it")
     parser.add_argument("--host", metavar="HOST", help="what to listen on for other hosts (default: loopback)")
@@ -23,12 +24,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--init-method", metavar="URL", help="where the group meets (default: env://)")
     parser.add_argument("--name", metavar="NAME", help="the worker's name (default: as init_rpc would choose it)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument(
+        "--ready", action="store_true", help="only say whether a worker of this user is up on this machine; for probes"
+    )
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="with --ready: so many (default: 1)")
     parser.set_defaults(handle=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command line; returns the exit code."""
     # Here, and not above: the other commands do not have to wait for what this one imports.
+    if options.ready:
+        from backhaul.doctor import ready
+
+        return ready.run(options.workers, options.name)
     from backhaul.doctor import checkup
 
     return checkup.run(options)

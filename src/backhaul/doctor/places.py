@@ -12,6 +12,7 @@ import tempfile
 from urllib.parse import urlsplit
 
 from backhaul.doctor.report import Report
+from backhaul.environments.table import Table
 from backhaul.errors import OptionError
 from backhaul.options import RpcOptions
 from backhaul.transport.hosts import Site, choose_site
@@ -69,18 +70,18 @@ def _unix(report: Report) -> None:
     report.fact("unix sockets", text, directory=directory, mode=f"{mode:04o}")
 
 
-def meeting(report: Report, options: RpcOptions, site: Site | None) -> None:
+def meeting(report: Report, options: RpcOptions, site: Site | None, said: Table) -> None:
     """Where the group meets, and whether that place is there."""
     report.section("meeting")
     method, source = options.init_method, "the option init_method"
     if method.startswith("env://"):
         inherited = os.environ.get(INIT_METHOD_VARIABLE)
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        address, port = said.address.value, said.port.value
         if inherited:
             method, source = inherited, INIT_METHOD_VARIABLE
-        elif address and port:
+        elif address and port is not None:
             bracketed = f"[{address}]" if ":" in address else address
-            method, source = f"tcp://{bracketed}:{port}", "MASTER_ADDR and MASTER_PORT"
+            method, source = f"tcp://{bracketed}:{port}", f"{said.address.source} and {said.port.source}"
         else:
             text = "not known yet: `backhaul run` and torchrun tell their workers, or give init_method"
             report.fact("init method", text, method=None)
@@ -99,7 +100,7 @@ def meeting(report: Report, options: RpcOptions, site: Site | None) -> None:
             f"init method {method!r} ({source}) must be like tcp://10.0.0.1:29500 or file:///tmp/meeting-point"
         )
         return
-    _store(report, url.hostname, store_port, site)
+    _store(report, url.hostname, store_port, site, said)
 
 
 def _file(report: Report, path: str) -> None:
@@ -114,7 +115,7 @@ def _file(report: Report, path: str) -> None:
         report.fact("store", f"the file {path}, for hosts that share it", path=path)
 
 
-def _store(report: Report, host: str, port: int, site: Site | None) -> None:
+def _store(report: Report, host: str, port: int, site: Site | None, said: Table) -> None:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -130,10 +131,11 @@ def _store(report: Report, host: str, port: int, site: Site | None) -> None:
         if where.is_unspecified
         else "beyond loopback"
     )
-    rank = os.environ.get("RANK")
+    rank = said.rank.value
     mine = _can_bind(family, (address[0], 0, *address[2:]))
     data = {"host": host, "port": port, "here": mine, "loopback": where.is_loopback}
-    if not mine and rank == "0":
+    hosts = rank == 0 and not said.agent_store
+    if not mine and hosts:
         report.fact("store", f"on another machine, {host}, port {port}", **data)
         report.fault(
             f"this is rank 0, which hosts the store, and {host} is no address of this machine: start rank 0 there, or "
@@ -160,7 +162,7 @@ def _store(report: Report, host: str, port: int, site: Site | None) -> None:
             f"the group meets at {host}, which only this machine can reach: for workers on others, name an address "
             "that they can reach"
         )
-    if rank == "0" and not _can_bind(family, address) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if hosts and not _can_bind(family, address):
         report.fault(f"this is rank 0, which hosts the store, and port {port} of {host} is taken: name another port")
 
 

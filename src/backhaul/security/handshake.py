@@ -29,7 +29,7 @@ import msgspec
 
 from backhaul.errors import AuthenticationError, ProtocolError
 from backhaul.ids import Addresses
-from backhaul.wire.frames import VERSION
+from backhaul.wire.messages import VERSION
 
 MAGIC = b"BHL1"
 NONCE = 32

@@ -54,7 +54,8 @@ def read_key_file(path: str) -> bytes:
 def read_private(path: str, what: str, longest: int) -> bytes:
     """The content of a file that belongs to this user, or to root, and is closed to others.
 
-    Raises `OptionError` that calls the file ``what``.
+    Root may give it to this user by way of a group: Kubernetes mounts a Secret for a user that is not root so. Raises
+    `OptionError` that calls the file ``what``.
     """
     try:
         # Not to wait for the other end, should it be a pipe.
@@ -72,7 +73,7 @@ def read_private(path: str, what: str, longest: int) -> bytes:
                 f"the {what} {path} belongs to user {status.st_uid}, not to this one ({os.geteuid()}): `chown` it, or "
                 "use a copy of your own"
             )
-        if status.st_mode & 0o077:
+        if status.st_mode & (0o037 if _is_lent(status) else 0o077):
             raise OptionError(
                 f"the {what} {path} is open to other users (mode {stat.S_IMODE(status.st_mode):04o}): "
                 f"`chmod 600 {path}`, and make a new one if somebody may have read it"
@@ -82,3 +83,8 @@ def read_private(path: str, what: str, longest: int) -> bytes:
         return os.read(descriptor, longest)
     finally:
         os.close(descriptor)
+
+
+def _is_lent(status: os.stat_result) -> bool:
+    """Whether the file is root's, and one of this user's groups says who may read it besides."""
+    return status.st_uid == 0 != os.geteuid() and status.st_gid in {os.getegid(), *os.getgroups()}

@@ -8,6 +8,7 @@ import socket
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from backhaul.environments import table as environments
 from backhaul.errors import OptionError
 from backhaul.options import HOST_VARIABLE, RpcOptions
 
@@ -69,7 +70,7 @@ def meeting_host(options: RpcOptions) -> str | None:
         method = os.environ.get("BACKHAUL_INIT_METHOD") or method
     if method.startswith("tcp://"):
         return urlsplit(method).hostname
-    return os.environ.get("MASTER_ADDR") or None if method.startswith("env://") else None
+    return environments.read().address.value if method.startswith("env://") else None
 
 
 def address_towards(host: str, family: int = socket.AF_UNSPEC) -> str | None:

@@ -37,10 +37,10 @@ import torch
 
 from backhaul.errors import UnsendableError
 from backhaul.wire.messages import KIND_OF, Failure
+from backhaul.wire.messages import VERSION as VERSION  # without torch, for the greeting
 from backhaul.wire.tensors import Packed, Staging, pack_small, pack_staged, pack_tensors
 
 MAGIC = b"BH"
-VERSION = 1
 HEADER = struct.Struct("<2sBBIIQ")
 PLACED = 0x80
 """The bit of the kind that says that buffers lie in segments."""

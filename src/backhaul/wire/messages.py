@@ -16,6 +16,9 @@ import msgspec
 
 from backhaul.ids import RefId, ShareId
 
+VERSION = 1
+"""The version of the frames that carry them; the greeting tells it."""
+
 Refs = tuple[tuple[RefId, ShareId], ...]
 """The references that a message brings; its trees refer to them by index."""
 

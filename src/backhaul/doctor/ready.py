@@ -1,0 +1,102 @@
+"""``backhaul doctor --ready``: whether workers of this machine, or pod, are up. For probes, so without torch.
+
+A worker that has joined its group greets those who connect to its unix socket, also those who are no members. The
+greeting is the proof: the process runs, is no stopped or hung one, and takes connections. One that still waits
+for its group does not greet. Sockets of processes that have been killed refuse connections, and do not count.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from backhaul.directories import PREFIX
+from backhaul.doctor.places import RUNTIME_DIR_VARIABLE
+from backhaul.errors import BackhaulError
+from backhaul.ids import GUEST
+from backhaul.security import handshake
+from backhaul.security.handshake import ClientHandshake, Hello
+
+PATIENCE = 2.0
+"""Seconds that all workers together have to greet."""
+
+_ROOTS = ("/tmp",)
+"""Where the directories of sockets are if the temporary directory has too long a name."""
+
+
+def run(wanted: int, name: str | None) -> int:
+    """Say which workers are up; the exit code is 0 if there are ``wanted``, and ``name`` is one of them."""
+    deadline = time.monotonic() + PATIENCE
+    up, silent = [], []
+    for path in _sockets():
+        try:
+            up.append(greet(path, deadline))
+        except (FileNotFoundError, ConnectionRefusedError):
+            continue  # of a process that has ended
+        except (OSError, BackhaulError) as error:
+            silent.append(f"{path} {str(error) or 'does not answer'}")
+    missing = [] if name is None or name in up else [f"worker {name!r} is not among them"]
+    if len(up) < wanted:
+        missing.append(
+            f"{wanted} expected" if up else f"no worker of user {os.geteuid()} with a unix socket is up here"
+        )
+    ready = not missing and (name is not None or not silent)
+    found = ", ".join(sorted(up)) or "none"
+    reasons = "".join(f"; {each}" for each in (*missing, *silent))
+    sys.stdout.write(f"{'ready' if ready else 'not ready'}: {found}{reasons}\n")
+    return 0 if ready else 1
+
+
+def greet(path: Path, deadline: float) -> str:
+    """The name of the worker that listens there. Raises OSError, TimeoutError included, or `BackhaulError`."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        client = ClientHandshake(b"", Hello("", GUEST, "guest", GUEST))
+        _limit(sock, deadline)
+        sock.connect(os.fspath(path))
+        sock.sendall(client.receive_challenge(_receive(sock, handshake.CHALLENGE_SIZE, deadline)))
+        rest = client.receive_head(_receive(sock, handshake.WELCOME_HEAD_SIZE, deadline))
+        return client.receive_welcome(_receive(sock, rest, deadline)).name
+
+
+def _receive(sock: socket.socket, count: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        _limit(sock, deadline)
+        part = sock.recv(count - len(data))
+        if not part:
+            raise ConnectionResetError("ends the connection during the greeting")
+        data += part
+    return data
+
+
+def _limit(sock: socket.socket, deadline: float) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("does not answer: its worker waits for its group, hangs, or is very busy")
+    sock.settimeout(left)
+
+
+def _is_worker(path: Path) -> bool:
+    """Its socket begins with the id of the process; others are for news."""
+    return path.name[0].isdecimal() and stat.S_ISSOCK(path.stat().st_mode)
+
+
+def _sockets() -> list[Path]:
+    """The unix sockets of this user's workers."""
+    directories = {path for root in {tempfile.gettempdir(), *_ROOTS} for path in Path(root).glob(f"{PREFIX}*")}
+    if os.environ.get(RUNTIME_DIR_VARIABLE):
+        directories.add(Path(os.environ[RUNTIME_DIR_VARIABLE]))
+    found = []
+    for directory in directories:
+        try:
+            status = directory.stat()
+            if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+                found += [path for path in directory.iterdir() if _is_worker(path)]
+        except OSError:  # it has just been removed
+            continue
+    return sorted(found)

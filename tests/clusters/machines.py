@@ -1,0 +1,38 @@
+"""Hosts as namespaces, and how to wait for what they do."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 300.0
+_START = 90.0
+
+
+class Host:
+    """A network namespace that is connected to others, with a name and an /etc/hosts of its own."""
+
+    def __init__(self, name: str, address: str, space: str, hosts: Path) -> None:
+        self.name = name
+        self.address = address
+        self._space = space
+        self._hosts = hosts
+
+    def start(self, command: str, cwd: Path, env: dict[str, str], output: Path) -> subprocess.Popen[bytes]:
+        """Run a shell command there. All that it has started ends with the process that is returned."""
+        prepare = f"mount --bind {self._hosts} /etc/hosts; mount -t proc proc /proc; hostname {self.name}"
+        unshare = "unshare --mount --uts --pid --fork --kill-child --propagation private"
+        argv = ["nsenter", f"--net=/run/netns/{self._space}", *unshare.split(), "bash", "-c", f"{prepare} && {command}"]
+        with output.open("ab") as file:
+            return subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+
+
+def await_that(condition: Callable[[], bool], logs: Path) -> None:
+    deadline = time.monotonic() + _START
+    while not condition():
+        texts = "".join(f"{path.name}:\n{path.read_text()[-1000:]}\n" for path in logs.glob("*.out"))
+        assert time.monotonic() < deadline, texts
+        time.sleep(0.3)

@@ -1,0 +1,171 @@
+"""The manifests of deploy/kubernetes: by schema, and with their environments as processes in namespaces (`pods`)."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pods import PATIENCE, ROOT, Pod, pods_of, running
+
+yaml = pytest.importorskip("yaml", reason="`make clusters` installs it")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make clusters` installs it")
+models = pytest.importorskip("kubeflow_trainer_api.models", reason="`make clusters` installs it")
+
+pytestmark = pytest.mark.timeout(600)
+
+FOLDER = ROOT / "deploy" / "kubernetes"
+FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
+WORKLOADS = [name for name in FILES if name != "network-policy.yaml"]
+VERSION = "1.31"
+
+# Kinds that are no part of Kubernetes; Kubeflow's package has models of them, and of the JobSet.
+MODELS = {
+    "JobSet": models.JobsetV1alpha2JobSet,
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+}
+# Of the training operator there is no such package. Its schema, as far as it is used here.
+PYTORCH_JOB = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str},
+    "spec": {
+        "nprocPerNode": str,
+        "pytorchReplicaSpecs": {
+            kind: {"replicas": int, "restartPolicy": str, "template": dict} for kind in ("Master", "Worker")
+        },
+    },
+}
+
+
+def load(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_schema(name: str) -> None:
+    for manifest in load(name):
+        kind = manifest["kind"]
+        if kind in MODELS:
+            check_model(MODELS[kind], manifest)
+        elif kind == "PyTorchJob":
+            check_shape(manifest, PYTORCH_JOB)
+        else:
+            kubernetes_validate.validate(manifest, VERSION, strict=True)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_schema_of_the_pods(name: str) -> None:
+    for pod in pods_of(load(name)):
+        check_pod(pod)
+
+
+def check_pod(pod: Pod) -> None:
+    metadata = {"name": pod.name, "labels": pod.labels, "annotations": pod.annotations}
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod.spec}, VERSION, strict=True
+    )
+
+
+def check_model(model: Any, manifest: dict[str, Any]) -> None:
+    """All fields are known, and of the right types: those that are not known are dropped on the way."""
+    made = model.from_dict(manifest)
+    assert made.to_dict() == manifest
+
+
+def check_shape(value: Any, shape: Any) -> None:
+    if isinstance(shape, dict):
+        assert isinstance(value, dict)
+        assert value.keys() == shape.keys()
+        for key in shape:
+            check_shape(value[key], shape[key])
+    else:
+        assert isinstance(value, shape)
+
+
+def test_schemas_find_mistakes() -> None:
+    """Or nothing above would fail."""
+    (job_set,) = load("jobset.yaml")
+    job_set["spec"]["failurePolicy"]["maxRestart"] = 3
+    with pytest.raises(AssertionError):
+        check_model(MODELS["JobSet"], job_set)
+    (pod, *_) = pods_of(load("indexed-job.yaml"))
+    pod.container["readinessprobe"] = pod.container.pop("readinessProbe")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check_pod(pod)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_what_all_have(name: str) -> None:
+    """The key as a file, a probe, requests, no rights, and the labels that the policy goes by."""
+    (policy,) = load("network-policy.yaml")
+    chosen = policy["spec"]["podSelector"]["matchLabels"]
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": chosen}}]}]
+    pods = pods_of(load(name))
+    assert len(pods) > 1
+    for pod in pods:
+        assert chosen.items() <= pod.labels.items()
+        container, environment = pod.container, pod.environment()
+        assert container["readinessProbe"]["exec"]["command"][:3] == ["backhaul", "doctor", "--ready"]
+        assert container["readinessProbe"]["timeoutSeconds"] > 2
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert environment["BACKHAUL_HOST"] == pod.address
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert environment["BACKHAUL_KEY_FILE"].startswith(mounts["key"] + "/")
+        assert mounts["shm"] == "/dev/shm"
+        assert not [variable for variable in environment if "SECRET" in variable]
+
+
+def test_the_image() -> None:
+    """It cannot be built here; what it copies is there, and its user is that of the manifests."""
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
+        *sources, _ = line.split()
+        for source in sources:
+            assert (ROOT / source).exists(), source
+    user = re.search(r"^USER (\d+):(\d+)$", text, re.MULTILINE)
+    assert user is not None
+    for name in WORKLOADS:
+        for pod in pods_of(load(name)):
+            context = pod.spec["securityContext"]
+            assert (str(context["runAsUser"]), str(context["runAsGroup"])) == user.groups()
+
+
+TOOLS = [tool for tool in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or bool(TOOLS), reason=f"needs root for namespaces, and {TOOLS or 'no more'}")
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workers_with_these_environments(name: str, tmp_path: Path) -> None:
+    """They wait for the last one, are ready then, train, and end with 0."""
+    pods = pods_of(load(name))
+    with running(pods, tmp_path, secrets.token_hex(32) + "\n", {"TRAIN_STEPS": "1000000"}) as pods_up:
+        pods_up.start(len(pods) - 1)
+        assert not pods_up[0].is_ready()
+        pods_up.start(1)
+        deadline = time.monotonic() + PATIENCE
+        for pod in pods_up:
+            while not pod.is_ready():
+                assert pod.process.poll() is None, pod.text()
+                assert time.monotonic() < deadline, pod.text()
+        doctor = pods_up[-1].execute(["backhaul", "doctor"])
+        assert "TLS 1.3, both sides with certificates from /etc/backhaul/cluster.key, mode 0440" in doctor.stdout
+        while not (found := re.search(r"step 40: loss (.+)", pods_up[0].text())):
+            assert time.monotonic() < deadline, pods_up[0].text()
+            time.sleep(0.1)
+        assert float(found[1]) < 2.0  # 15 at the start
+        assert any(pod.terminate("0") for pod in pods_up)
+        for pod in pods_up:
+            assert pod.process.wait(max(1.0, deadline - time.monotonic())) == 0, pod.text()
+        texts = "".join(pod.text() for pod in pods_up)
+    processes = len(pods) * (2 if name == "trainjob.yaml" else 1)
+    assert re.search(rf"{processes} workers, loss \d+\.\d+ -> \d+\.\d+\n", texts), texts
+    for rank in range(processes):
+        assert f"worker{rank} is done" in texts

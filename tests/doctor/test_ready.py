@@ -1,0 +1,121 @@
+"""`backhaul doctor --ready`: what a probe finds out about workers that are up, about to come, stopped and killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from backhaul.doctor import ready
+from backhaul.testing import InProcessCluster
+from processes import assert_gone
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place for temporary directories of its own: other workers of this machine are not to be seen."""
+    monkeypatch.delenv("BACKHAUL_RUNTIME_DIR", raising=False)
+    place = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    monkeypatch.setattr(ready, "_ROOTS", (str(place),))
+    return place
+
+
+def look(capsys: pytest.CaptureFixture[str], wanted: int = 1, name: str | None = None) -> tuple[int, str]:
+    code = ready.run(wanted, name)
+    return code, capsys.readouterr().out
+
+
+def test_workers_that_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    with InProcessCluster(2, sockets=True):
+        assert look(capsys, 2) == (0, "ready: worker0, worker1\n")
+        assert look(capsys, 1, "worker1") == (0, "ready: worker0, worker1\n")
+        assert look(capsys, 1, "other") == (1, "not ready: worker0, worker1; worker 'other' is not among them\n")
+        assert look(capsys, 3) == (1, "not ready: worker0, worker1; 3 expected\n")
+    nobody = f"not ready: none; no worker of user {os.geteuid()} with a unix socket is up here\n"
+    assert look(capsys) == (1, nobody)
+
+
+def test_one_that_listens_and_does_not_greet(
+    capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker that still waits for its group, or is stopped."""
+    monkeypatch.setattr(ready, "PATIENCE", 0.1)
+    directory = here / "backhaul-x"
+    directory.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as sock, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as news:
+        sock.bind(str(directory / "12-ab"))
+        sock.listen()
+        news.bind(str(directory / "news-12-ab"))
+        code, text = look(capsys)
+    assert code == 1
+    assert "12-ab" in text
+    assert "news" not in text
+    # What listens no longer is nobody.
+    assert look(capsys)[1].startswith("not ready: none; no worker of user")
+
+
+def test_one_that_says_something_else(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    directory = here / "backhaul-x"
+    directory.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(directory / "12-ab"))
+        sock.listen()
+
+        def answer() -> None:
+            there, _ = sock.accept()
+            with there:
+                there.sendall(b"220 mail" + bytes(100))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        code, text = look(capsys)
+        thread.join()
+    assert code == 1
+    assert "what listens there is no Backhaul worker" in text
+
+
+WORKER = """
+import backhaul.rpc as rpc, sys
+rpc.init_rpc("lonely", rank=0, world_size=1, rpc_backend_options=rpc.RpcOptions(init_method="file://" + sys.argv[1]))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_command_and_a_worker_that_is_stopped_and_killed(here: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(here)}
+    worker = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(here / "store")], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+
+    def probe() -> tuple[int, str]:
+        argv = [sys.executable, "-m", "backhaul", "doctor", "--ready", "--name", "lonely"]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+        return done.returncode, done.stdout
+
+    with worker:
+        try:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"up\n"
+            assert probe()[0] == 0
+            worker.send_signal(signal.SIGSTOP)
+            code, text = probe()
+            assert code == 1
+            assert "worker 'lonely' is not among them" in text
+        finally:
+            worker.kill()
+    assert_gone([worker.pid])
+    assert probe()[0] == 1
+
+
+def test_a_probe_does_not_import_torch() -> None:
+    """A probe runs every few seconds; torch alone takes seconds of a processor."""
+    code = "import sys, backhaul.doctor.ready; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

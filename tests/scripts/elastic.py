@@ -1,0 +1,28 @@
+"""A worker whose group torchrun starts again: the first one of the second node dies in the first round."""
+
+import os
+import signal
+
+import backhaul.rpc as rpc
+
+
+def attempt() -> str:
+    return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+def main() -> None:
+    # The same port each time: what listens there is never one of the round before.
+    port = int(os.environ["FIRST_PORT"]) + int(os.environ["LOCAL_RANK"])
+    rpc.init_rpc(rpc_backend_options=rpc.RpcOptions(port=port))
+    names = [worker.name for worker in rpc.get_worker_infos()]
+    counts = [rpc.rpc_sync(name, attempt) for name in names]
+    if counts == ["0"] * len(names):
+        if os.environ["GROUP_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.pause()  # until torchrun ends it
+    print("restarts", " ".join(sorted(counts)), flush=True)
+    rpc.shutdown()
+
+
+if __name__ == "__main__":
+    main()
