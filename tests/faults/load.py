@@ -104,6 +104,13 @@ def call_within(seconds: float, to: str, function: Any, *args: Any) -> Outcome:
     return call(to, function, *args, timeout=seconds)
 
 
+def time_call(to: str, seconds: float) -> float:
+    """How long a small call takes."""
+    start = time.monotonic()
+    rpc.rpc_sync(to, who, timeout=seconds)
+    return time.monotonic() - start
+
+
 def call_until_good(to: str, seconds: float) -> float:
     """Call until one call works; how long it took."""
     start = time.monotonic()
