@@ -24,7 +24,7 @@ import torch
 
 from backhaul import rpc
 
-_START_SECONDS = 60
+_START_SECONDS = 180
 _WRITE_SECONDS = 5
 
 
