@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
+
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.transport.base import Channel, Listener, Transport, Visitor
@@ -119,8 +121,10 @@ class Group:
         if self.kind == "memory":
             made = MemoryTransport(self._network, RpcOptions(**options))
         else:
+            checks = self.kind == "checked"
             secret = SECRET if self.kind == "tcp" else None
-            made = StreamTransport(RpcOptions(**{"transport": self.kind, "secret": secret, **options}))
+            kind = "unix" if checks else self.kind
+            made = StreamTransport(RpcOptions(**{"transport": kind, "secret": secret, "checksum": checks, **options}))
         made.introduce(name)
         self._ends.append(made.close)
         return made
@@ -133,7 +137,7 @@ class Group:
 
     def connect(self, there: Transport) -> Channel:
         channel, welcome = self.transport().connect(there.addresses, HELLO, soon())
-        assert welcome == WELCOME
+        assert welcome == msgspec.structs.replace(WELCOME, checks=self.kind == "checked")
         self._ends.append(channel.close)
         return channel
 

@@ -56,6 +56,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """Tells this process from others that have had its name and rank: see `agent.fate`."""
     frames: int = VERSION
     """The version of the frames that it speaks."""
+    checks: bool = False
+    """It wants checksums on this connection: see `wire.records`."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +67,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     name: str
     refused: str = ""
     incarnation: str = ""
+    checks: bool = False
+    """There are checksums on this connection from now on."""
 
 
 LEAVING = "it is shutting down"

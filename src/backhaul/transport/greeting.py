@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from backhaul.errors import AuthenticationError
 from backhaul.options import RpcOptions
 from backhaul.security import handshake
@@ -34,6 +36,9 @@ _EVENTS: dict[Want, int] = {"read": select.POLLIN, "write": select.POLLOUT}
 
 class Line(ABC):
     """A new connection, on which two workers are about to greet each other."""
+
+    checks = False
+    """Whether this side wants checksums; after the greeting, whether there are some, since one of two wants them."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -95,6 +100,9 @@ def receive_visitor(
         welcome = judge(hello)
     else:
         welcome = Welcome(-1, "", f"it says that it is {hello.name!r}, and its certificate is for {_listed(names)}")
+    line.checks = line.checks or hello.checks
+    if line.checks:
+        welcome = msgspec.structs.replace(welcome, checks=True)
     yield from line.say(server.answer(welcome))
     if welcome.refused:
         raise AuthenticationError(f"refused worker {hello.name!r}: {welcome.refused}")
@@ -104,6 +112,8 @@ def receive_visitor(
 def visit(line: Line, hello: Hello) -> Steps[Welcome]:
     """The connecting side."""
     names = yield from line.open()
+    if line.checks:
+        hello = msgspec.structs.replace(hello, checks=True)
     client = ClientHandshake(_NO_KEY, hello)
     challenge = yield from line.hear(handshake.CHALLENGE_SIZE)
     yield from line.say(client.receive_challenge(challenge))
@@ -113,6 +123,7 @@ def visit(line: Line, hello: Hello) -> Steps[Welcome]:
         raise AuthenticationError(
             f"what listens there says that it is {welcome.name!r}, and its certificate is for {_listed(names)}"
         )
+    line.checks = welcome.checks
     return welcome
 
 

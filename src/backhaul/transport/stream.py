@@ -44,6 +44,7 @@ from backhaul.transport.tls import TlsLine
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.lanes import MOST_SLICE, Pace, Slices
+from backhaul.wire.records import Records, seal
 
 RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
 """A private directory that a launcher made for its workers' sockets, and removes."""
@@ -105,6 +106,7 @@ class StreamChannel(Channel):
         self._decoder = Decoder(
             options.message_limit, self._borrowing, options.head_limit, drains=drains, check_room=check_room
         )
+        self._sink: Decoder | Records = self._decoder  # takes what comes
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._unsent: list[memoryview] = []
         self._slices: Slices | None = None  # what else there is of a large frame
@@ -166,8 +168,12 @@ class StreamChannel(Channel):
             self._slices = Slices(frame.pieces)
             self.between = True
         else:
-            self._unsent = [memoryview(piece) for piece in frame.pieces]
+            self._unsent = self._seal([memoryview(piece) for piece in frame.pieces])
         return self.flush()
+
+    def _seal(self, pieces: list[memoryview]) -> list[memoryview]:
+        """What is written for these bytes."""
+        return pieces
 
     def _is_read(self) -> bool:
         """Whether the peer reads what was put into segments. If it does not, the next tensors fill the socket instead.
@@ -184,7 +190,7 @@ class StreamChannel(Channel):
 
     def interject(self, frame: Frame) -> bool:
         self.sent += frame.size
-        self._unsent = [memoryview(piece) for piece in frame.pieces]
+        self._unsent = self._seal([memoryview(piece) for piece in frame.pieces])
         self._taken = 0
         self.between = False
         self.flush()
@@ -200,7 +206,7 @@ class StreamChannel(Channel):
             self.between = False
             self._began = time.monotonic()
             self._taken = min(self._pace.size, self._slices.left)
-            self._unsent = self._slices.take(self._pace.size)
+            self._unsent = self._seal(self._slices.take(self._pace.size))
         while self._unsent:
             beside: Sequence[tuple[int, int, array.array[int]]] = ()
             if self._passing:
@@ -240,10 +246,10 @@ class StreamChannel(Channel):
             if timeout != 0 and not self._readable.wait(timeout):
                 return False
             if self._borrowing is None:
-                count = self._socket.recv_into(self._decoder.writable(), 0, NO_WAIT)
+                count = self._socket.recv_into(self._sink.writable(), 0, NO_WAIT)
             else:
                 count, beside, flags, _ = self._socket.recvmsg_into(
-                    (self._decoder.writable(),), _DESCRIPTOR_ROOM, _NO_WAIT_FOR_DESCRIPTORS
+                    (self._sink.writable(),), _DESCRIPTOR_ROOM, _NO_WAIT_FOR_DESCRIPTORS
                 )
                 if beside or flags & _TRUNCATED:
                     self._borrow(self._borrowing, beside, flags)
@@ -254,7 +260,7 @@ class StreamChannel(Channel):
         if not count:
             raise ChannelClosed("the connection ended")
         self.received += count
-        self._decoder.wrote(count)
+        self._sink.wrote(count)
         return True
 
     def _borrow(self, borrowing: Borrowing, beside: Sequence[tuple[int, int, bytes]], flags: int) -> None:
@@ -287,8 +293,34 @@ class StreamChannel(Channel):
         self._socket.close()
 
 
+class CheckedChannel(StreamChannel):
+    """The same, with checksums: nothing is decoded that is not what the peer has sent. See `wire.records`.
+
+    What lies in segments has not travelled, and has none.
+    """
+
+    def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
+        super().__init__(sock, options, budget)
+        self._sink = records = Records(self._decoder)
+        self.next = records.next  # type: ignore[method-assign]
+
+    def write(self, frame: Frame) -> bool:
+        if len(frame.pieces) > 1 or frame.places or frame.size > MOST_SLICE:
+            return self._write_large(frame)
+        self.sent += frame.size
+        self._unsent = self._seal([memoryview(frame.pieces[0])])
+        return self.flush()
+
+    def _seal(self, pieces: list[memoryview]) -> list[memoryview]:
+        return seal(pieces)
+
+
 class UnixLine(Line):
     """The kernel says whose process is at the other end."""
+
+    def __init__(self, sock: socket.socket, *, checks: bool = False) -> None:
+        super().__init__(sock)
+        self.checks = checks
 
     def open(self) -> Steps[frozenset[str] | None]:
         yield from ()
@@ -305,7 +337,7 @@ class UnixLine(Line):
         return bytes(data)
 
     def channel(self, options: RpcOptions, budget: Budget) -> Channel:
-        return StreamChannel(self.socket, options, budget)
+        return (CheckedChannel if self.checks else StreamChannel)(self.socket, options, budget)
 
 
 class StreamVisitor(Visitor):
@@ -419,6 +451,9 @@ class StreamTransport(Transport):
         self._addresses = Addresses(host=self._host, unix=unix, tcp=tcp, process=process)
         return self._listeners
 
+    def _unix_line(self, sock: socket.socket) -> Line:
+        return UnixLine(sock, checks=self._options.checksum)
+
     def introduce(self, name: str) -> None:
         if self._options.tls is not None:
             self._credentials = OwnCredentials(self._options.tls, name)
@@ -500,7 +535,7 @@ class StreamTransport(Transport):
         except BaseException:
             sock.close()
             raise
-        self._listeners.append(StreamListener(sock, UnixLine, self._options, self._budget))
+        self._listeners.append(StreamListener(sock, self._unix_line, self._options, self._budget))
         return path
 
     def _listen_tcp(self, site: Site) -> tuple[str, int]:
@@ -535,7 +570,7 @@ class StreamTransport(Transport):
     def _reach(self, addresses: Addresses, deadline: float) -> Line:
         """A connected socket, and how to greet on it."""
         if self._has_unix and addresses.unix is not None and addresses.host == self._host:
-            return UnixLine(connect_unix(addresses.unix, deadline))
+            return self._unix_line(connect_unix(addresses.unix, deadline))
         if self._has_tcp and addresses.tcp is not None:
             return TlsLine(connect_tcp(*addresses.tcp, deadline), self._shown(), server=False)
         raise ChannelClosed(
