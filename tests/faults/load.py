@@ -348,6 +348,15 @@ def try_large(to: str, elements: int) -> str:
     return "sent"
 
 
+def try_text(to: str, size: int) -> str:
+    """Send a text; "sent", or type and text of what is raised."""
+    try:
+        assert rpc.rpc_sync(to, len, args=("x" * size,), timeout=60) == size
+    except (rpc.BackhaulError, MemoryError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "sent"
+
+
 def call_many(to: str, function: Any, count: int, seconds: float) -> list[str]:
     """Calls at the same time, with a number each; what is wrong with each."""
     futures: list[Any] = []
