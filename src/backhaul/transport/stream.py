@@ -74,6 +74,11 @@ def is_listening(addresses: Addresses, deadline: float) -> bool:
 
     A process that is stopped listens, since the kernel takes connections for it. A host that does not answer does not.
     """
+    return bool(look_for(addresses, deadline))
+
+
+def look_for(addresses: Addresses, deadline: float) -> bool | None:
+    """The same, with None for a host that does not answer: the process may be there."""
     here = addresses.unix is not None and addresses.host == host_id()
     try:
         if addresses.unix is not None and here:
@@ -82,10 +87,11 @@ def is_listening(addresses: Addresses, deadline: float) -> bool:
             connect_tcp(*addresses.tcp, deadline).close()
         else:
             return False
-    except ChannelClosed:
-        return False
+    except ChannelClosed as error:
+        refused = here or isinstance(error.__cause__, ConnectionRefusedError)
+        return False if refused else None
     except TimeoutError:
-        return here  # its queue of connections is full
+        return True if here else None  # its queue of connections is full
     return True
 
 
