@@ -27,7 +27,7 @@ import torch
 
 from backhaul import rpc
 
-_START_SECONDS = 60
+_START_SECONDS = 180
 _WRITE_SECONDS = 5
 _PRELOADED = ["pytest", "hypothesis", "torch", "torch.distributed", "torch.nn.parallel", "backhaul.rpc", "backhaul.nn"]
 

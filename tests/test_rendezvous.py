@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
-from backhaul.agent.membership import Membership
+from backhaul.agent.membership import Member, Membership, goes_on
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import Addresses
 from backhaul.rendezvous import INIT_METHOD_VARIABLE, Place, meet, place_from
@@ -356,6 +357,48 @@ def test_a_rank_whose_others_died_while_they_waited_for_it(tmp_path: Path) -> No
         alone.join("a", 0, NOWHERE, 0.0)
     first, second = join_both(method)
     assert first.group == second.group != alone.group
+
+
+def started(size: int) -> dist.Store:
+    """The store of a fixed group of three in which the first ranks wait for the others."""
+    store = dist.HashStore()
+    for rank in range(size):
+        member = Member(
+            rank, f"worker{rank}", Addresses(host=f"host{rank}", tcp=("10.0.0.1", 1 + rank)), incarnation="aa"
+        )
+        store.set(f"member/{rank}", msgspec.json.encode(member).decode())
+    return store
+
+
+@pytest.mark.parametrize("rank", [1, 2], ids=["one that comes again", "the last one"])
+def test_hosts_that_are_cut_off_for_a_moment_do_not_split_a_group(rank: int) -> None:
+    looks: list[str] = []
+
+    def look(addresses: Addresses) -> bool | None:
+        looks.append(addresses.host)
+        return None if len(looks) < 6 else addresses.host == "host0"
+
+    assert goes_on(started(2), rank, 3, look, lambda: False, 60.0)
+    assert looks.count("host0") > 1
+
+
+@pytest.mark.parametrize(
+    ("look", "moved", "rank", "joins"),
+    [
+        (False, False, 1, False),  # all have died, and so had this one
+        (False, False, 2, False),  # they have died while they waited for this one, and meet anew
+        (None, True, 2, False),
+        (True, True, 2, True),
+    ],
+)
+def test_a_group_that_is_looked_at_once(look: bool | None, moved: bool, rank: int, joins: bool) -> None:
+    begun = time.monotonic()
+    assert goes_on(started(2), rank, 3, lambda addresses: look, lambda: moved, 60.0) is joins
+    assert time.monotonic() - begun < 30.0
+
+
+def test_hosts_that_stay_away_are_given_up() -> None:
+    assert not goes_on(started(2), 2, 3, lambda addresses: None, lambda: False, 0.2)
 
 
 def test_two_groups_of_different_kinds_do_not_meet(tmp_path: Path) -> None:

@@ -10,19 +10,31 @@ CallId = NewType("CallId", int)
 """Numbers a call among those of one direction between two workers; never reused."""
 
 
+_LIFE_DIGITS = 8
+
 GUEST = -1
 """The rank of a visitor that is not a member of the group and may only look (`seeing.guest`)."""
 
 
-class RefId(msgspec.Struct, frozen=True, order=True, array_like=True):
+class RefId(msgspec.Struct, frozen=True, order=True, array_like=True, omit_defaults=True):
     """A value that lives on one worker: its owner, who made the reference, and that one's count."""
 
     owner: int
     creator: int
     number: int
+    life: int = 0
+    """Tells the owner's process from others that have its rank (`life_of`); 0 if the creator does not know it."""
 
     def __str__(self) -> str:
         return f"{self.owner}/{self.creator}.{self.number}"
+
+
+def life_of(incarnation: str) -> int:
+    """The part of an incarnation that references carry."""
+    try:
+        return int(incarnation[:_LIFE_DIGITS], 16)
+    except ValueError:
+        return 0
 
 
 class ShareId(msgspec.Struct, frozen=True, order=True, array_like=True):

@@ -248,6 +248,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "device_pool_bytes": _bytes,
     "devices": _devices,
     "metrics_port": _port_or_none,
+    "checksum": _flag,
     "tracing": _flag,
     "edges": check_edges,
     "fabric": _fabric,
@@ -283,6 +284,8 @@ class RpcOptions:
       on the number of processors: 1 ms for each but one, up to 3 ms.
     - ``segment_pool_bytes``: how much shared memory this worker may keep for sending large tensors to workers of the
       same host; 0 means that they go through the socket.
+    - ``checksum``: what goes through unix sockets has checksums, and a connection with a wrong bit ends. One of two
+      workers that wants it is enough. TLS checks what goes over TCP in any case.
     - ``forbid_leaks``: a graceful shutdown raises `LeakError` if references to values of this worker are left.
     - ``key_file``: a file that has the secret, made by ``backhaul keygen`` and copied to every host.
     - ``tls``: certificates of your own, as `TLS`, instead of a secret.
@@ -323,6 +326,7 @@ class RpcOptions:
     max_unsent_bytes: int = 64 << 20
     busy_poll: float | None = None
     segment_pool_bytes: int = 512 << 20
+    checksum: bool = False
     forbid_leaks: bool = False
     key_file: str | None = None
     tls: TLS | None = None

@@ -27,12 +27,14 @@ from backhaul.agent.membership import goes_on
 from backhaul.environments import table as environments
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
 from backhaul.ids import Addresses
-from backhaul.transport.stream import is_listening
+from backhaul.transport.stream import look_for
 
 INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
 """What ``env://`` stands for when our launcher has set it."""
 
 _LOOK_SECONDS = 1.0
+_CUT_OFF_SECONDS = 15.0
+"""For so long the hosts of a fixed group that do not answer are looked for before it counts as over."""
 _RENEW_SECONDS = 5.0
 _LOOK_PAUSE = 0.02
 
@@ -98,7 +100,14 @@ def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False)
     times = int(store.compare_set(key, "", "1"))
     part = Part(f"backhaul/{times}", store, init_method, place)
     restarted = environments.read().agent_store
-    while not goes_on(part, rank, place.world_size, _is_there, restarted=restarted):
+
+    def moved_on() -> bool:
+        others = [
+            key for id in range(place.world_size or 0) if id != rank and store.check([key := f"backhaul/times/{id}"])
+        ]
+        return any(int(store.get(each)) > times for each in others)
+
+    while not goes_on(part, rank, place.world_size, _look, moved_on, _CUT_OFF_SECONDS, restarted=restarted):
         times = int(store.compare_set(key, str(times), str(times + 1)))
         part = Part(f"backhaul/{times}", store, init_method, place)
     part.times = times
@@ -148,8 +157,8 @@ class Part(dist.PrefixStore):
         return found
 
 
-def _is_there(addresses: Addresses) -> bool:
-    return is_listening(addresses, time.monotonic() + _LOOK_SECONDS)
+def _look(addresses: Addresses) -> bool | None:
+    return look_for(addresses, time.monotonic() + _LOOK_SECONDS)
 
 
 def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.Store:

@@ -79,6 +79,14 @@ def send_zeros(to: str, count: int) -> int:
     return found
 
 
+def multiplied(text: str, count: int) -> str:
+    return text * count
+
+
+def complain(size: int) -> None:
+    raise ValueError("x" * size)
+
+
 def weigh(x: torch.Tensor) -> torch.Tensor:
     return (x * torch.arange(x.numel())).sum()
 
@@ -214,6 +222,33 @@ def test_a_message_over_the_limit_of_its_receiver(kind: Any, pool: int) -> None:
         with pytest.raises(MemoryError, match="over the limit of 1048576"):
             callee.rpc_sync("worker0", torch.zeros, (1 << 19,))
         assert callee.rpc_sync("worker0", identity, (1,)) == 1
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_values_over_the_limit_of_their_receiver(kind: Any) -> None:
+    """The same without tensors: a call, the creation of a value, a result and an exception that are too large."""
+    large = "x" * (2 << 20)
+    mine = RpcOptions(transport=kind, secret=bytes(32))
+    theirs = RpcOptions(transport=kind, secret=bytes(32), max_message_bytes=1 << 20)
+    with workers_with(mine, theirs) as (caller, callee):
+        caller.rpc_sync("worker1", identity, (1,))
+        callee.rpc_sync("worker0", identity, (1,))
+        (line,), (back,) = caller.agent.calling(), callee.agent.calling()
+        others = [caller.rpc_async("worker1", identity, (number,)) for number in range(10)]
+        with pytest.raises(MemoryError, match=r"2097\d+ bytes is over the limit of 1048576"):
+            caller.rpc_sync("worker1", identity, (large,))
+        with caller.as_current():
+            rref = rpc.remote("worker1", identity, (large,))
+            with pytest.raises(MemoryError, match="over the limit of 1048576"):
+                rref.to_here()
+        assert [other.wait() for other in others] == list(range(10))
+        with pytest.raises(MemoryError, match="over the limit of 1048576"):
+            callee.rpc_sync("worker0", multiplied, ("x", 2 << 20))
+        with pytest.raises(MemoryError, match="over the limit of 1048576"):
+            callee.rpc_sync("worker0", complain, (2 << 20,))
+        assert callee.rpc_sync("worker0", identity, (1,)) == 1
+        assert caller.agent.calling() == [line]
+        assert callee.agent.calling() == [back]
 
 
 def test_a_pass_whose_gradients_have_no_room_fails() -> None:

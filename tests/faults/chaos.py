@@ -3,7 +3,7 @@
 One seed is one program::
 
     python tests/faults/chaos.py SEED        # replays it, and prints all that happens
-    python tests/faults/chaos.py FROM TO     # runs many, on all processors, and prints how much happened
+    python tests/faults/chaos.py FROM TO     # runs many, on all processors; prints how much happened, and which fail
 
 A program makes some training steps. Each worker but the first has a stage of the model. The first worker holds the
 references; any worker may drive a step, with references that it is given for it: calls through the stages, a backward
@@ -429,7 +429,6 @@ def run(seeds: Iterable[int]) -> Counter[str]:
 
 def main(arguments: list[str]) -> None:
     _prepare()
-    warm_up()
     numbers = [int(text) for text in arguments]
     start = time.monotonic()
     if len(numbers) == 1:
@@ -440,15 +439,34 @@ def main(arguments: list[str]) -> None:
     first, last = numbers
     chunks = [range(at, min(at + _CHUNK, last)) for at in range(first, last, _CHUNK)]
     tally: Counter[str] = Counter()
+    failed = 0
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), _prepare) as pool:
-        for found in pool.imap_unordered(run, chunks):
+        for found, errors in pool.imap_unordered(run_all, chunks):
             tally += found
-            print(f"{time.monotonic() - start:7.1f} s {dict(tally)}", flush=True)
+            failed += len(errors)
+            print("\n".join([*errors, f"{time.monotonic() - start:7.1f} s {dict(tally)}"]), flush=True)
+    if failed:
+        sys.exit(f"{failed} programs have failed")
+
+
+def run_all(seeds: Iterable[int]) -> tuple[Counter[str], list[str]]:
+    """Run the programs of these seeds, also after one has failed; what happened in them, and what was wrong."""
+    tally: Counter[str] = Counter()
+    errors = []
+    for seed in seeds:
+        try:
+            tally += run([seed])
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return tally, errors
 
 
 def _prepare() -> None:
     torch.set_num_threads(1)
     logging.getLogger("backhaul").setLevel(logging.ERROR)  # workers warn of everyone that they suspect
+    warm_up()
+    gc.collect()
+    gc.freeze()  # each program collects garbage at its end: objects created at import are most of what it would look at
 
 
 if __name__ == "__main__":

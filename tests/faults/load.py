@@ -104,6 +104,13 @@ def call_within(seconds: float, to: str, function: Any, *args: Any) -> Outcome:
     return call(to, function, *args, timeout=seconds)
 
 
+def time_call(to: str, seconds: float) -> float:
+    """How long a small call takes."""
+    start = time.monotonic()
+    rpc.rpc_sync(to, who, timeout=seconds)
+    return time.monotonic() - start
+
+
 def call_until_good(to: str, seconds: float) -> float:
     """Call until one call works; how long it took."""
     start = time.monotonic()
@@ -338,6 +345,15 @@ def try_large(to: str, elements: int) -> str:
     except (rpc.BackhaulError, MemoryError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     assert found == elements, found
+    return "sent"
+
+
+def try_text(to: str, size: int) -> str:
+    """Send a text; "sent", or type and text of what is raised."""
+    try:
+        assert rpc.rpc_sync(to, len, args=("x" * size,), timeout=60) == size
+    except (rpc.BackhaulError, MemoryError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
     return "sent"
 
 

@@ -5,6 +5,7 @@ Each mistake below is one that a distributed system makes easily. The simulation
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -23,8 +24,8 @@ from backhaul.optim import DistributedOptimizer
 from backhaul.refs.holdings import Holdings
 
 SEEDS_VARIABLE = "BACKHAUL_CHAOS_SEEDS"
-"""How many programs `make test` runs."""
-_DEFAULT_SEEDS = 20
+"""How many programs `make test` runs. So many take some 20 s of a processor."""
+_DEFAULT_SEEDS = 150
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,15 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _short_collections() -> Iterator[None]:
+    """Each program collects garbage at its end: what was there before is not looked at."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.timeout(300)

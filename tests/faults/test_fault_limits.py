@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,39 +41,52 @@ def join(place: dict[str, Any], changes: dict[str, Any]) -> None:
     rpc.init_rpc(**place)
 
 
-def too_large(crew: Crew, elements: int, measure: Measure, *, error: str = "") -> None:
+def too_large(
+    crew: Crew, size: int, measure: Measure, *, error: str = "", attempt: Callable[[str, int], str] = load.try_large
+) -> None:
     """Send worker1 what it cannot take: that call fails and says why, and nothing else does."""
     crew[0].run(load.start_calls, ["worker1", "worker2"])
     running = crew[2].start(load.call, "worker1", load.block, "unrelated")
     crew[1].run(load.await_entered, "unrelated")
     begun = time.time()
-    found = crew[0].run(load.try_large, "worker1", elements)
+    found = crew[0].run(attempt, "worker1", size)
     assert found.startswith(error), found
     assert "LostError" not in found, found
     assert "bytes" in found, "it names the sizes"
     measure.note(found.splitlines()[0][:150])
     measure.seconds("after", time.time() - begun, within=RECOVERED_WITHIN)
+    crew[1].run(load.open_gate, "unrelated")
+    assert not running.result(20).error
     books = crew[0].run(load.stop_calls)
     load.assert_sound(books, [crew[rank].run(load.runs) for rank in (1, 2)])
     assert not books[0].failed, books[0].failed
-    crew[1].run(load.open_gate, "unrelated")
-    assert not running.result(20).error
     crew[0].run(load.call_until_good, "worker1", RECOVERED_WITHIN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
-@pytest.mark.fault("a message larger than the callee's max_message_bytes", "that call fails and says so; no other does")
-def test_a_message_larger_than_the_limit(measure: Measure, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["unix", "tcp"])
+def limited(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
+    """worker1 takes messages of up to 8 MiB, and the others do not know."""
     monkeypatch.setenv("BACKHAUL_SECRET", "5a" * 32)
-    with Crew(3, group=False, transport=transport) as crew:
+    with Crew(3, group=False, transport=request.param) as crew:
         joining = [
             hand.start(join, crew.place(rank, 3), {"max_message_bytes": 8 << 20} if rank == 1 else {})
             for rank, hand in enumerate(crew)
         ]
         for each in joining:
             each.result(60)
-        too_large(crew, 8 << 20, measure)
+        yield crew
+
+
+@pytest.mark.slow
+@pytest.mark.fault("a message larger than the callee's max_message_bytes", "that call fails and says so; no other does")
+def test_a_message_larger_than_the_limit(measure: Measure, limited: Crew) -> None:
+    too_large(limited, 8 << 20, measure)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("values larger than the callee's max_message_bytes", "that call fails and says so; no other does")
+def test_values_larger_than_the_limit(measure: Measure, limited: Crew) -> None:
+    too_large(limited, 20 << 20, measure, error="MemoryError", attempt=load.try_text)
 
 
 @pytest.mark.slow

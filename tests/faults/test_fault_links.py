@@ -121,27 +121,35 @@ def test_four_hosts_cut_and_healed_at_random(measure: Measure) -> None:
     cut_at_random(50, 2.0, measure)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.xfail(reason="at 1 Mbit/s a few small calls take 2 s behind packets that are already on the way")
-@pytest.mark.fault("1 Mbit/s with 64 MiB", "the tensor arrives; small calls beside it take less than 1 s")
-def test_a_link_of_1_mbit(measure: Measure) -> None:
+def send_slowly(elements: int, settle: float, measure: Measure) -> None:
+    """A large tensor over 1 Mbit/s, and small calls beside it."""
     with Hosts(2, mtu=1500) as hosts:
         hosts[0].run(load.call, "worker1", load.who)
         hosts.switch.change(rate=125_000.0, queue=32 << 10)
         started = time.monotonic()
-        hosts[0].run(load.start_large, "worker1", 16 << 20)
-        time.sleep(5.0)
-        slowest = 0.0
+        hosts[0].run(load.start_large, "worker1", elements)
+        time.sleep(settle)
+        took = []
         while not hosts[0].run(load.large_done):
-            begun = time.monotonic()
-            found = hosts[0].run(load.call_within, 60.0, "worker1", load.who, timeout=90)
-            slowest = max(slowest, time.monotonic() - begun)
-            assert not found.error, found
-            time.sleep(0.5)
+            took.append(hosts[0].run(load.time_call, "worker1", 60.0, timeout=90))
+            time.sleep(0.2)
         assert not hosts[0].run(load.large_outcome).error
         measure.note(f"arrived after {time.monotonic() - started:.0f} s")
-        measure.seconds("the slowest small call took", slowest, within=1.0)
+        measure.note(f"{len(took)} small calls, median {statistics.median(took):.2f} s")
+        measure.seconds("the slowest small call took", max(took), within=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.fault("1 Mbit/s with 4 MiB", "the tensor arrives; small calls beside it take less than 1 s")
+def test_a_link_of_1_mbit_sampled(measure: Measure) -> None:
+    send_slowly(1 << 20, 2.0, measure)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.fault("1 Mbit/s with 64 MiB", "the tensor arrives; small calls beside it take less than 1 s")
+def test_a_link_of_1_mbit(measure: Measure) -> None:
+    send_slowly(16 << 20, 5.0, measure)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-@pytest.fixture(params=["memory", "unix", "tcp", "plain"])
+@pytest.fixture(params=["memory", "unix", "checked", "tcp", "plain"])
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     made = Group(request.param)
     yield made

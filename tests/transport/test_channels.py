@@ -15,7 +15,8 @@ from backhaul.errors import ProtocolError
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Call, Goodbye, Ping, Result
+from backhaul.wire.messages import Call, Failed, Goodbye, Pass, Ping, Result
+from backhaul.wire.tensors import land
 
 
 def test_messages_go_both_ways(group: Group) -> None:
@@ -104,7 +105,14 @@ def test_messages_over_the_limit_are_refused(group: Group) -> None:
     near, far = group.pair(max_message_bytes=1000)
     send(near, Result(1, "x" * 900))
     assert receive(far).message == Result(1, "x" * 900)
-    send(near, Result(1, "x" * 1000))
+    send(near, Result(2, "x" * 1000))
+    send(near, Ping(3))
+    found = receive(far)
+    assert found.message == Result(2, [])  # its number is all that is taken of it
+    with pytest.raises(MemoryError, match="over the limit of 1000 at the receiver; option max_message_bytes"):
+        land(found.tensors)
+    assert receive(far).message == Ping(3)
+    send(near, Failed(Pass(1, 1, 1, False, False), "worker1", "ValueError", "x" * 1000, ""))
     with pytest.raises(ProtocolError, match="over the limit of 1000; option max_message_bytes"):
         receive(far)
 

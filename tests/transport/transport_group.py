@@ -120,7 +120,9 @@ class Group:
             made = MemoryTransport(self._network, RpcOptions(**options))
         else:
             given: dict[str, Any] = {"transport": self.kind}
-            if self.kind in ("tcp", "plain"):
+            if self.kind == "checked":
+                given = {"transport": "unix", "checksum": True}
+            elif self.kind in ("tcp", "plain"):
                 given = {"transport": "tcp", "secret": SECRET, "fabric": "tls" if self.kind == "tcp" else "plain"}
             made = StreamTransport(RpcOptions(**{**given, **options}))
         made.introduce(name)
@@ -136,6 +138,7 @@ class Group:
     def connect(self, there: Transport) -> Channel:
         channel, welcome = self.transport().connect(there.addresses, HELLO, soon())
         assert (welcome.id, welcome.name) == (WELCOME.id, WELCOME.name)
+        assert welcome.checks == (self.kind == "checked")
         self._ends.append(channel.close)
         return channel
 

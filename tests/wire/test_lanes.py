@@ -10,9 +10,21 @@ import torch
 from backhaul.errors import ProtocolError
 from backhaul.ids import RefId, ShareId
 from backhaul.wire.decoder import Decoder
-from backhaul.wire.frames import HEADER, MAGIC, SLICE, VERSION, Frame, encode, join
+from backhaul.wire.frames import HEADER, MAGIC, SLICE, VERSION, Frame, encode, join, with_trace
 from backhaul.wire.lanes import LEAST_SLICE, MOST_SLICE, SMALL, Pace, Slices, may_pass
-from backhaul.wire.messages import Call, Create, Fetch, Inquire, Leave, Notices, Ping, Result
+from backhaul.wire.messages import (
+    KIND_OF,
+    Call,
+    Create,
+    Failure,
+    Fetch,
+    Inquire,
+    Leave,
+    Notices,
+    Ping,
+    Register,
+    Result,
+)
 
 REFS = ((RefId(1, 2, 3), ShareId(4, 5)),)
 
@@ -137,6 +149,45 @@ def test_a_message_over_the_limit_is_drained(lane: str, cut: int) -> None:
     assert [envelope.message for envelope in found] == [Call(5, ["x"]), Ping(6)]
     with pytest.raises(MemoryError, match=f"a message of {frame.size} bytes is over the limit of 100000"):
         found[0].tensors.land()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("cut", [1, 1000, 1 << 30])
+@pytest.mark.parametrize("lane", ["direct", "slices"])
+@pytest.mark.parametrize("trace", ["", "a tracer's mark"])
+@pytest.mark.parametrize("id", [5, 200, 60_000, 1 << 20, 1 << 40])
+def test_values_over_the_limit_are_drained(lane: str, cut: int, trace: str, id: int) -> None:
+    values = "x" * 20_000
+    ref = RefId(1, 2, 3)
+    large = [
+        encode(Call(id, values)),
+        encode(Call(id, values), [torch.ones(3)]),
+        encode(Create(id, ref, values)),
+        encode(Result(id, values)),
+        encode(Failure(id, "worker1", "ValueError", values, "")),
+    ]
+    for frame, stands in zip(large, [Call, Call, Call, Result, Result], strict=True):
+        sent = with_trace(frame, trace) if trace else frame
+        data = bytes(sent) if lane == "direct" else b"".join(sliced(sent, 4096))
+        data += bytes(encode(Ping(6)))
+        decoder = Decoder(10_000, drains=True)
+        found = [each for at in range(0, len(data), cut) for each in decoder.receive_data(data[at : at + cut])]
+        assert [envelope.message for envelope in found] == [stands(id, []), Ping(6)]
+        with pytest.raises(MemoryError, match=f"a message of {sent.size} bytes is over the limit of 10000"):
+            found[0].tensors.land()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        encode(Notices(1, 2, 3, tuple(Register(RefId(1, 1, number)) for number in range(5000)))),
+        Frame([HEADER.pack(MAGIC, VERSION, KIND_OF[Call], 20_000, 0, 0) + bytes(20_000)], HEADER.size + 20_000),
+        Frame([HEADER.pack(MAGIC, VERSION, KIND_OF[Call], 20_000, 0, 0) + b"\x92\xc0" * 10_000], HEADER.size + 20_000),
+    ],
+    ids=["what nobody waits for", "no array", "no number"],
+)
+def test_other_values_over_the_limit_end_the_connection(frame: Frame) -> None:
+    with pytest.raises(ProtocolError):
+        Decoder(10_000, drains=True).receive_data(bytes(frame))
 
 
 @pytest.mark.parametrize("cut", [1000, 64 * 1024, 1 << 30])

@@ -452,6 +452,12 @@ class Agent:
             ending = self.endings.wait(addresses.process) if self._may_be_told(addresses) else None
         return "its process has ended" if ending is None else f"it {ending.ending}"
 
+    def is_elsewhere(self, info: WorkerInfo) -> bool:
+        """Whether a worker is on another machine, as far as is known."""
+        member = self.membership.known(info)
+        addresses = self.link(info).addresses if member is None else member.addresses
+        return addresses is not None and addresses.host != self._transport.addresses.host
+
     def cut_off(self, rank: int) -> None:
         """End the connections with a worker that is as good as dead; returns when they have been read to the end."""
         link = self._links.get(rank)
@@ -571,7 +577,13 @@ class Agent:
         except ChannelClosed as error:
             process = self._process_of(member)
             ending = None if process is None else self.endings.wait(process)
-            how = f"cannot be reached: {error}" if ending is None else f"is lost: it {ending.ending}"
+            fate = self.link(member.info).fate
+            if ending is not None:
+                how = f"is lost: it {ending.ending}"
+            elif fate.over and fate.certain and fate.incarnation in ("", member.incarnation):
+                how = f"is lost: {fate.reason}"
+            else:
+                how = f"cannot be reached: {error}"
             raise WorkerLostError(f"worker {member.name!r} {how}", member.name) from error
         if (welcome.id, welcome.name) != (member.id, member.name):
             channel.close()

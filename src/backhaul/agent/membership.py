@@ -460,15 +460,40 @@ def _encode(member: Member) -> str:
     return msgspec.json.encode(member).decode()
 
 
+Look = Callable[[Addresses], bool | None]
+"""Whether a worker listens at its addresses; None if its host does not answer."""
+
+
 def goes_on(
-    store: Store, rank: int, world_size: int, is_there: Callable[[Addresses], bool], *, restarted: bool = False
+    store: Store,
+    rank: int,
+    world_size: int,
+    look: Look,
+    moved_on: Callable[[], bool],
+    patience: float,
+    *,
+    restarted: bool = False,
 ) -> bool:
     """Whether the fixed group that meets in this store is the one for a worker of that rank to join.
 
-    It is not if that worker has shut it down, or if it has died and so have all others. ``restarted``: the launcher
-    never starts one worker again without all others. Then a record of another process in this place is enough: what
-    listens at the addresses of its group may be the next one, on the same ports.
+    It is not if that worker has shut it down, or if it has died and so have all others. A host that does not answer
+    may be cut off for a moment: a worker that gave it up would wait in a group of its own, and the others for it. So it
+    is looked for until ``patience`` seconds have passed, or ``moved_on`` says that others have left this group.
+    ``restarted``: the launcher never starts one worker again without all others. Then a record of another process in
+    this place is enough: what listens at the addresses of its group may be the next one, on the same ports.
     """
+    deadline = time.monotonic() + patience
+    while True:
+        found = _look_at(store, rank, world_size, look, restarted=restarted)
+        if found is not None:
+            return found
+        if time.monotonic() >= deadline or moved_on():
+            return False
+        time.sleep(_LONGEST_PAUSE)
+
+
+def _look_at(store: Store, rank: int, world_size: int, look: Look, *, restarted: bool) -> bool | None:
+    """`goes_on`, as far as can be seen now; None if nobody is there, and some may be."""
     came = store.check([f"member/{rank}"])
     mine = store.get(f"member/{rank}") if came else b""
     if mine == _ENDED.encode():
@@ -476,13 +501,18 @@ def goes_on(
     before = Membership._decode(mine) if restarted else None
     if before is not None and before.addresses.process != own_name():
         return False
-    found = False
+    found = silent = False
     for id in range(world_size):
         record = store.get(key) if store.check([key := f"member/{id}"]) else b""
         member = Membership._decode(record)
-        if member is not None and is_there(member.addresses):
-            return True  # nearly always the first one
+        if member is not None:
+            there = look(member.addresses)
+            if there:
+                return True  # nearly always the first one
+            silent = silent or (there is None and id != rank)
         if record == _ENDED.encode():
             return False
         found = found or member is not None
+    if silent:
+        return None
     return not came and not found

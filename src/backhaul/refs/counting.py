@@ -36,7 +36,8 @@ confirmed by the reply. It releases only after that. If it never learns whether 
 sends `Release` all the same. It may share the reference at once, so that a `Register`, or the reference itself, can
 reach the owner before the creation: the owner then makes the entry and lists the creator, and the value follows, or
 else the creator's `Release`. A creation is *settled* once either has come. The owner remembers which are: of a
-reference that it has no entry for, it tells by that whether its value is still to come, or gone for ever.
+reference that it has no entry for, it tells by that whether its value is still to come, or gone for ever. A reference
+names the process of its owner as well (``life``): what was made by another process is not to come.
 
 **Deaths.** A worker may die after it has sent a reference on and before the receiver is listed. If the
 owner struck the dead worker off at once, the value could go although the receiver has it. So whoever
@@ -185,9 +186,10 @@ class _Question:
 class Counting:
     """One worker's part. ``me`` is its rank."""
 
-    def __init__(self, me: int, first_number: int = 0, *, strict: bool = False) -> None:
-        """``first_number`` must be far from that of any other process that ever has this rank."""
+    def __init__(self, me: int, first_number: int = 0, *, strict: bool = False, life: int = 0) -> None:
+        """``first_number`` must be far from that of any other process that ever has this rank, and ``life`` another."""
         self.me = me
+        self.life = life
         self._strict = strict
         self._first_number = first_number
         self._owned: dict[RefId, _Owned] = {}
@@ -274,10 +276,10 @@ class Counting:
             return all(share.sharer == peer for share in notice.shares)
         return False  # a Sweep, which nobody needs
 
-    def new_ref(self, owner: int) -> RefId:
-        """A name for a value. If it is another worker's, `creating` and `created` must follow."""
+    def new_ref(self, owner: int, life: int = 0) -> RefId:
+        """A name for a value. If it is another worker's, which has ``life``, `creating` and `created` must follow."""
         number = self._refs[owner] = self._refs.get(owner, self._first_number) + 1
-        return RefId(owner, self.me, number)
+        return RefId(owner, self.me, number, self.life if owner == self.me else life)
 
     def own(self, ref: RefId) -> None:
         """A value of ours has come to be; who made it has a copy."""
@@ -426,12 +428,18 @@ class Counting:
         known = self._owned.get(ref)
         if known is not None:
             return not known.gone
+        if self.is_stale(ref):
+            return False
         if ref.creator == self.me or ref.creator in self._dead or ref.number in self._settled.get(ref.creator, ()):
             return False
         entry = self._owned[ref] = _Owned()
         entry.expected = True
         self._list(entry, ref.creator)  # it will release it, whether its creation arrives or not
         return True
+
+    def is_stale(self, ref: RefId) -> bool:
+        """Whether it names a value of an earlier process that had our rank."""
+        return ref.owner == self.me and ref.life not in (0, self.life) and self.life != 0
 
     def _settle(self, ref: RefId) -> bool:
         """Its creation has come, or will not come any more. False if that was known."""

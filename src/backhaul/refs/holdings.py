@@ -40,7 +40,7 @@ from backhaul.errors import (
     fresh,
     kept,
 )
-from backhaul.ids import RefId, WorkerInfo
+from backhaul.ids import RefId, WorkerInfo, life_of
 from backhaul.refs.cell import Cell
 from backhaul.refs.counting import Action, Counting, Free, Send, Void
 from backhaul.refs.mailbox import Inbox, Outbox
@@ -79,7 +79,9 @@ class Holdings:
         # Guarded by _lock:
         self._process = secrets.randbits(_PROCESS_BITS) + 1  # tells this process from others that have had its rank
         strict, limits = agent.options.trust == "federation", agent.options.limits
-        self._counting = Counting(agent.me.id, first_number=self._process << _NUMBER_BITS, strict=strict)
+        # Peers of a federation need not know one process from another: what they were given is listed.
+        life = 0 if strict else life_of(agent.membership.incarnation)
+        self._counting = Counting(agent.me.id, first_number=self._process << _NUMBER_BITS, strict=strict, life=life)
         self._rights = Rights(
             self._counting,
             None if limits is None else limits.references,
@@ -129,6 +131,8 @@ class Holdings:
             cell = self._cells.get(ref)
             if cell is None:
                 if not self._counting.expects(ref):
+                    if self._counting.is_stale(ref):
+                        raise self._stale(ref)
                     raise MisuseError(f"there is no value {ref} on worker {self.me.name!r} any more")
                 cell = self._cells[ref] = Cell()
             return cell
@@ -175,8 +179,10 @@ class Holdings:
     def new_ref(self, owner: WorkerInfo) -> RefId:
         """A reference that nobody has yet: see `creating`."""
         self._names[owner.id] = owner
+        member = None if self._rights.strict else self._agent.membership.known(owner)
+        life = 0 if member is None else life_of(member.incarnation)
         with self._lock:
-            return self._counting.new_ref(owner.id)
+            return self._counting.new_ref(owner.id, life)
 
     def creating(self, ref: RefId) -> None:
         """Its owner is about to be asked for the value; the caller has a copy of the reference.
@@ -226,12 +232,12 @@ class Holdings:
     def _on_answer(self, ref: RefId, done: Any) -> None:
         try:
             done.value()
-        except BackhaulError as error:
+        except Exception as error:  # a MemoryError of the owner, too, which had no room for the request
             self.created(ref, error)
         else:
             self.created(ref, None)
 
-    def created(self, ref: RefId, error: BackhaulError | None) -> None:
+    def created(self, ref: RefId, error: Exception | None) -> None:
         """The owner has answered; or, with an error, it is not known whether it makes the value."""
         with self._lock:
             if error is not None:  # first: who finds no creation under way looks at this next, without the lock
@@ -444,7 +450,13 @@ class Holdings:
             after = self._apply(actions)
         self._act(after)
 
+    def _stale(self, ref: RefId) -> WorkerLostError:
+        text = f"the value {ref} is gone: another process was worker {self.me.name!r} when it was made. Make it anew"
+        return WorkerLostError(text, self.me.name)
+
     def _lost_creation(self, ref: RefId) -> BackhaulError:
+        if self._counting.is_stale(ref):
+            return self._stale(ref)
         info = self._names.get(ref.creator)
         name = f"rank {ref.creator}" if info is None else info.name
         return WorkerLostError(f"the value {ref} will not be made: the request of worker {name!r} for it is lost", name)
@@ -513,9 +525,25 @@ class Holdings:
             self._mail(peer.id, *again)
 
     def _on_over(self, peer: WorkerInfo, reason: str) -> None:
-        fate = self._agent.link(peer).fate
-        known = fate.certain and fate.incarnation
-        self._bury(peer.id, Obituary(peer.id, fate.incarnation, reason) if known else None)
+        link = self._agent.link(peer)
+        obituary = None
+        if link.fate.certain and link.fate.incarnation:
+            obituary = Obituary(peer.id, link.fate.incarnation, reason)
+            # The kernel or the launcher tells those on the same machine. Members on other machines hear it from them.
+            if not self._agent.is_elsewhere(peer):
+                self._spread(obituary)
+        self._bury(peer.id, obituary)
+
+    def _spread(self, obituary: Obituary) -> None:
+        """Tell the workers on other machines that there is a connection with how a worker of this machine has ended."""
+        if self._rights.strict:
+            return
+        far = [
+            info.id for info in self._agent.members() if self._agent.is_elsewhere(info) and self._agent.link(info).up
+        ]
+        with self._lock:
+            after = self._apply([] if self._closed else [Send(rank, obituary) for rank in far])
+        self._act(after)
 
     def _bury(self, rank: int, obituary: Obituary | None = None) -> None:
         """A worker is dead, and everything that it sent has been read."""

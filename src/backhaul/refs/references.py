@@ -217,10 +217,10 @@ class References:
         self._holdings.require(rref._ref)
         ref = rref._ref
         packing.attach(ref, rref)
-        return ref.owner, ref.creator, ref.number
+        return ref.owner, ref.creator, ref.number, ref.life
 
     def _lift(self, value: Any, unpacking: Unpacking) -> RRef[Any]:
-        if type(value) is not tuple or len(value) != 3 or not all(type(part) is int for part in value):
+        if type(value) is not tuple or len(value) not in (3, 4) or not all(type(part) is int for part in value):
             raise ProtocolError("a reference that is none")
         ref = RefId(*value)
         known = unpacking.announced is None or ref in unpacking.announced

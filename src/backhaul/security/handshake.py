@@ -58,6 +58,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """The version of the frames that it speaks."""
     fabric: str = "tls"
     """What its TCP connections are after the greeting: ``tls``, or ``plain``, without encryption."""
+    checks: bool = False
+    """It wants checksums on this connection: see `wire.records`."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +71,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     incarnation: str = ""
     fabric: str = "tls"
     """As in `Hello`. Both say it inside of TLS, so nobody between them can change it."""
+    checks: bool = False
+    """There are checksums on this connection from now on."""
 
 
 LEAVING = "it is shutting down"

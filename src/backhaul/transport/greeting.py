@@ -38,6 +38,9 @@ _EVENTS: dict[Want, int] = {"read": select.POLLIN, "write": select.POLLOUT}
 class Line(ABC):
     """A new connection, on which two workers are about to greet each other."""
 
+    checks = False
+    """Whether this side wants checksums; after the greeting, whether there are some, since one of two wants them."""
+
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
 
@@ -109,6 +112,9 @@ def receive_visitor(
         refused = disagreement(hello.name, hello.fabric, welcome.name, expected)
         welcome = msgspec.structs.replace(welcome, refused=refused)
     welcome = msgspec.structs.replace(welcome, fabric=expected)
+    line.checks = line.checks or hello.checks
+    if line.checks:
+        welcome = msgspec.structs.replace(welcome, checks=True)
     yield from line.say(server.answer(welcome))
     if welcome.refused:
         raise AuthenticationError(f"refused worker {hello.name!r}: {welcome.refused}")
@@ -118,6 +124,8 @@ def receive_visitor(
 def visit(line: Line, hello: Hello) -> Steps[Welcome]:
     """The connecting side."""
     names = yield from line.open()
+    if line.checks:
+        hello = msgspec.structs.replace(hello, checks=True)
     client = ClientHandshake(_NO_KEY, hello)
     challenge = yield from line.hear(handshake.CHALLENGE_SIZE)
     yield from line.say(client.receive_challenge(challenge))
@@ -129,6 +137,7 @@ def visit(line: Line, hello: Hello) -> Steps[Welcome]:
         )
     if welcome.fabric != hello.fabric:  # an older version does not look at what the hello says
         raise AuthenticationError(disagreement(hello.name, hello.fabric, welcome.name, welcome.fabric))
+    line.checks = welcome.checks
     return welcome
 
 

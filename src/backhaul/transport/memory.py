@@ -70,7 +70,8 @@ class _Bell:
 
 
 def _decoder(options: RpcOptions) -> Decoder:
-    return Decoder(options.message_limit, None, options.head_limit, strict=options.trust == "federation")
+    strict, drains = options.trust == "federation", options.limits is None
+    return Decoder(options.message_limit, None, options.head_limit, strict=strict, drains=drains)
 
 
 class MemoryChannel(Channel):

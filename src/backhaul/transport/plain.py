@@ -38,6 +38,7 @@ from backhaul.transport.sockets import (
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.lanes import MOST_SLICE, Pace, Slices
+from backhaul.wire.records import Records, seal
 
 # Plain integers: combining the enumeration's members costs a microsecond each time.
 _NO_WAIT_FOR_DESCRIPTORS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
@@ -63,6 +64,7 @@ class StreamChannel(Channel):
         self._decoder = Decoder(
             options.message_limit, self._borrowing, options.head_limit, drains=drains, check_room=check_room
         )
+        self._sink: Decoder | Records = self._decoder  # takes what comes
         self.next = self._decoder.next  # type: ignore[method-assign]
         self._unsent: list[memoryview] = []
         self._slices: Slices | None = None  # what else there is of a large frame
@@ -124,8 +126,12 @@ class StreamChannel(Channel):
             self._slices = Slices(frame.pieces)
             self.between = True
         else:
-            self._unsent = [memoryview(piece) for piece in frame.pieces]
+            self._unsent = self._seal([memoryview(piece) for piece in frame.pieces])
         return self.flush()
+
+    def _seal(self, pieces: list[memoryview]) -> list[memoryview]:
+        """What is written for these bytes."""
+        return pieces
 
     def _is_read(self) -> bool:
         """Whether the peer reads what was put into segments. If it does not, the next tensors fill the socket instead.
@@ -142,7 +148,7 @@ class StreamChannel(Channel):
 
     def interject(self, frame: Frame) -> bool:
         self.sent += frame.size
-        self._unsent = [memoryview(piece) for piece in frame.pieces]
+        self._unsent = self._seal([memoryview(piece) for piece in frame.pieces])
         self._taken = 0
         self.between = False
         self.flush()
@@ -158,7 +164,7 @@ class StreamChannel(Channel):
             self.between = False
             self._began = time.monotonic()
             self._taken = min(self._pace.size, self._slices.left)
-            self._unsent = self._slices.take(self._pace.size)
+            self._unsent = self._seal(self._slices.take(self._pace.size))
         while self._unsent:
             beside: Sequence[tuple[int, int, array.array[int]]] = ()
             if self._passing:
@@ -201,10 +207,10 @@ class StreamChannel(Channel):
             if timeout != 0 and not self._readable.wait(timeout):
                 return False
             if self._borrowing is None:
-                count = self._socket.recv_into(self._decoder.writable(), 0, NO_WAIT)
+                count = self._socket.recv_into(self._sink.writable(), 0, NO_WAIT)
             else:
                 count, beside, flags, _ = self._socket.recvmsg_into(
-                    (self._decoder.writable(),), _DESCRIPTOR_ROOM, _NO_WAIT_FOR_DESCRIPTORS
+                    (self._sink.writable(),), _DESCRIPTOR_ROOM, _NO_WAIT_FOR_DESCRIPTORS
                 )
                 if beside or flags & _TRUNCATED:
                     self._borrow(self._borrowing, beside, flags)
@@ -215,7 +221,7 @@ class StreamChannel(Channel):
         if not count:
             raise ChannelClosed("the connection ended")
         self.received += count
-        self._decoder.wrote(count)
+        self._sink.wrote(count)
         return True
 
     def _borrow(self, borrowing: Borrowing, beside: Sequence[tuple[int, int, bytes]], flags: int) -> None:
@@ -257,7 +263,7 @@ class TcpChannel(StreamChannel):
         super().__init__(sock, options, budget)
         self._pace_changed()
         if rest:
-            self._decoder.writable()[: len(rest)] = rest
+            self._sink.writable()[: len(rest)] = rest
             self._decoder.wrote(len(rest))
 
     def _pace_changed(self) -> None:
@@ -267,8 +273,34 @@ class TcpChannel(StreamChannel):
         return way_of(self._socket)
 
 
+class CheckedChannel(StreamChannel):
+    """The same, with checksums: nothing is decoded that is not what the peer has sent. See `wire.records`.
+
+    What lies in segments has not travelled, and has none.
+    """
+
+    def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
+        super().__init__(sock, options, budget)
+        self._sink = records = Records(self._decoder)
+        self.next = records.next  # type: ignore[method-assign]
+
+    def write(self, frame: Frame) -> bool:
+        if len(frame.pieces) > 1 or frame.places or frame.size > MOST_SLICE:
+            return self._write_large(frame)
+        self.sent += frame.size
+        self._unsent = self._seal([memoryview(frame.pieces[0])])
+        return self.flush()
+
+    def _seal(self, pieces: list[memoryview]) -> list[memoryview]:
+        return seal(pieces)
+
+
 class UnixLine(Line):
     """The kernel says whose process is at the other end."""
+
+    def __init__(self, sock: socket.socket, *, checks: bool = False) -> None:
+        super().__init__(sock)
+        self.checks = checks
 
     def open(self) -> Steps[frozenset[str] | None]:
         yield from ()
@@ -285,7 +317,7 @@ class UnixLine(Line):
         return bytes(data)
 
     def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
-        return StreamChannel(self.socket, options, budget)
+        return (CheckedChannel if self.checks else StreamChannel)(self.socket, options, budget)
 
 
 def _drop(pieces: list[memoryview], count: int) -> list[memoryview]:

@@ -18,6 +18,8 @@ from backhaul.transport.base import ChannelClosed, Way
 # Plain integers: combining the enumeration's members costs a microsecond each time.
 NO_WAIT = int(socket.MSG_DONTWAIT)
 SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+# TCP adds what is written to its last packet of up to 64 KiB, whatever the limits say, unless that one is closed so.
+SEND_SLICE_FLAGS = SEND_FLAGS | int(socket.MSG_EOR)
 
 UNIX: Any = getattr(socket, "AF_UNIX", None)
 """The family of unix sockets, or None where there are none."""
@@ -40,6 +42,16 @@ _SIOCOUTQ = 0x5411
 # Of struct tcp_info: the size of a packet, the packets that are not acknowledged, the bytes that are, and those that
 # have not left.
 _TCP_INFO = struct.Struct("16xI4xI92xQ16xI")
+# The bytes that are acknowledged, and the shortest round trip in microseconds.
+_TCP_RATE = struct.Struct("120xQ20xI")
+
+# What is on its way over a slow link, and everything behind it, takes this many seconds beyond a round trip.
+_QUEUE_SECONDS = 0.15
+_WINDOW = 0.1  # seconds over which the rate of a link is measured
+_LEAST_BUFFER = 8 << 10
+_LEAST_SLICE = 4 << 10
+_SLICES = 4
+_SLACK = 1.25  # a buffer that is wrong by less stays
 
 
 def tune(sock: socket.socket, keepalive: float) -> None:
@@ -64,6 +76,61 @@ def keep_unsent(sock: socket.socket, size: int) -> None:
     """Let a TCP socket be full when that many bytes have not left: what is written next need not wait for more."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, size)
+
+
+def fitting(rate: float, round_trip: float) -> int:
+    """The bytes that keep a link of ``rate`` bytes a second busy, without a long queue before it."""
+    return min(_SOCKET_BUFFER, max(_LEAST_BUFFER, int(rate * (round_trip + _QUEUE_SECONDS))))
+
+
+class SendBuffer:
+    """The send buffer of a TCP socket, which fits the link: what is written next leaves soon.
+
+    With a large one, TCP fills the queues before a slow link until they overflow, and a small message waits until what
+    was lost has been sent again.
+
+    The rate is measured here. The one that the system tells is the largest of late while this buffer is the limit.
+    """
+
+    __slots__ = ("_arrived", "_since", "_size", "_socket", "slice")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._size = _SOCKET_BUFFER
+        self._since = 0.0  # when `_arrived` was true; 0 if nothing is measured
+        self._arrived = 0
+        self.slice = _SOCKET_BUFFER // _SLICES
+        """The bytes to write at once at the most: the system checks its limits before it takes them, not while."""
+
+    def begin(self) -> None:
+        """A large frame begins: there was a pause before it."""
+        self._since = 0.0
+
+    def fit(self, now: float, waited: bool) -> None:
+        """Fit the link as it is now. ``waited``: the last slice did not leave at once."""
+        if not waited and self._size == _SOCKET_BUFFER:
+            return  # a fast link
+        if self._since and now - self._since < _WINDOW:
+            return
+        try:
+            data = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_RATE.size)
+            arrived, microseconds = _TCP_RATE.unpack(data)
+        except (OSError, struct.error):
+            return  # a system that does not tell
+        since, before = self._since, self._arrived
+        self._since, self._arrived = now, arrived
+        if since:
+            self._set(fitting((arrived - before) / (now - since), microseconds / 1e6))
+
+    def _set(self, size: int) -> None:
+        if size == self._size or 1 / _SLACK < size / self._size < _SLACK:
+            return
+        # The system takes twice as much, for what it adds to each packet; it adds little to large ones.
+        value = size if size == _SOCKET_BUFFER else size // 2
+        with contextlib.suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, value)
+        self._size = size
+        self.slice = max(_LEAST_SLICE, size // _SLICES)
 
 
 def way_of(sock: socket.socket) -> Way:

@@ -52,6 +52,11 @@ def is_listening(addresses: Addresses, deadline: float) -> bool:
 
     A process that is stopped listens, since the kernel takes connections for it. A host that does not answer does not.
     """
+    return bool(look_for(addresses, deadline))
+
+
+def look_for(addresses: Addresses, deadline: float) -> bool | None:
+    """The same, with None for a host that does not answer: the process may be there."""
     here = addresses.unix is not None and addresses.host == host_id()
     try:
         if addresses.unix is not None and here:
@@ -60,10 +65,11 @@ def is_listening(addresses: Addresses, deadline: float) -> bool:
             connect_tcp(*addresses.tcp, deadline).close()
         else:
             return False
-    except ChannelClosed:
-        return False
+    except ChannelClosed as error:
+        refused = here or isinstance(error.__cause__, ConnectionRefusedError)
+        return False if refused else None
     except TimeoutError:
-        return here  # its queue of connections is full
+        return True if here else None  # its queue of connections is full
     return True
 
 
@@ -182,6 +188,9 @@ class StreamTransport(Transport):
         self._addresses = Addresses(host=self._host, unix=unix, tcp=tcp, process=process)
         return self._listeners
 
+    def _unix_line(self, sock: socket.socket) -> Line:
+        return UnixLine(sock, checks=self._options.checksum)
+
     def introduce(self, name: str) -> None:
         if self._options.tls is not None:
             self._credentials = OwnCredentials(self._options.tls, name)
@@ -265,7 +274,7 @@ class StreamTransport(Transport):
         except BaseException:
             sock.close()
             raise
-        self._listeners.append(StreamListener(sock, UnixLine, self._options, self._budget))
+        self._listeners.append(StreamListener(sock, self._unix_line, self._options, self._budget))
         return path
 
     def _listen_tcp(self, site: Site) -> tuple[str, int]:
@@ -300,7 +309,7 @@ class StreamTransport(Transport):
     def _reach(self, addresses: Addresses, deadline: float) -> Line:
         """A connected socket, and how to greet on it."""
         if self._has_unix and addresses.unix is not None and addresses.host == self._host:
-            return UnixLine(connect_unix(addresses.unix, deadline))
+            return self._unix_line(connect_unix(addresses.unix, deadline))
         if self._has_tcp and addresses.tcp is not None:
             return TlsLine(connect_tcp(*addresses.tcp, deadline), self._shown(), server=False)
         raise ChannelClosed(

@@ -28,16 +28,27 @@ from backhaul.transport.plain import TcpChannel
 from backhaul.transport.readable import Readable
 from backhaul.transport.room import check_room
 from backhaul.transport.segments import Budget
-from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, await_ready, closed, keep_unsent, tune, way_of
+from backhaul.transport.sockets import (
+    NO_WAIT,
+    SEND_FLAGS,
+    SEND_SLICE_FLAGS,
+    SendBuffer,
+    await_ready,
+    closed,
+    keep_unsent,
+    tune,
+    way_of,
+)
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
-from backhaul.wire.lanes import Pace, Slices
+from backhaul.wire.lanes import SHORT, Pace, Slices
 
 _CHUNK = 16 * RECORD
 # So much is encrypted at a time. The records are written twice before the kernel has them, so they stay in the cache.
 _SEND_CHUNK = 8 * RECORD
 _FIRST_CHUNK = RECORD
 _SMALL = 4096
+_LARGE_SLICE = 64 * 1024
 _GREETING_CHUNK = 4096
 _OVERHEAD = 22  # bytes of a record besides its data: header, type, authentication tag
 # Bytes of records that bring no data. A peer may ask for new keys as often as it likes, and each time takes a while; no
@@ -147,6 +158,7 @@ class TlsChannel(Channel):
         self._silent = 0  # bytes that came and brought no data
         tune(sock, options.keepalive)
         keep_unsent(sock, self._pace.size)
+        self._buffer = SendBuffer(sock)
         self._decrypt(0)  # what came together with the end of the greeting
 
     def fileno(self) -> int:
@@ -159,6 +171,7 @@ class TlsChannel(Channel):
             self._keep = frame.keep
             if frame.size > self._pace.size:
                 self._slices = Slices(pieces)
+                self._buffer.begin()
                 self.between = True
             else:
                 self._plain = _joined(pieces)
@@ -191,13 +204,15 @@ class TlsChannel(Channel):
         if self.between and self._slices is not None:
             self.between = False
             self._began = time.monotonic()
-            self._taken = min(self._pace.size, self._slices.left)
-            self._plain = self._slices.take(self._pace.size)
+            size = min(self._pace.size, self._buffer.slice)
+            self._taken = min(size, self._slices.left)
+            self._plain = self._slices.take(size)
             self._plain.reverse()
+        flags = SEND_SLICE_FLAGS if self._pace.size < _LARGE_SLICE else SEND_FLAGS
         while True:
             while self._unsent:
                 try:
-                    sent = self._socket.send(self._unsent, SEND_FLAGS)
+                    sent = self._socket.send(self._unsent, flags)
                 except BlockingIOError:
                     return False
                 except OSError as error:
@@ -210,8 +225,11 @@ class TlsChannel(Channel):
     def _finish_slice(self) -> bool:
         """All that was begun has left. True if that is the whole frame."""
         if self._slices is not None:
-            if self._taken and self._pace.took(self._taken, time.monotonic() - self._began):
-                keep_unsent(self._socket, self._pace.size)
+            if self._taken:
+                now = time.monotonic()
+                if self._pace.took(self._taken, now - self._began):
+                    keep_unsent(self._socket, self._pace.size)
+                self._buffer.fit(now, now - self._began > SHORT)
             if self._slices.left:
                 self.between = True
                 return False

@@ -11,7 +11,8 @@ header claims it: metadata is collected in a buffer that grows with what has arr
 large tensor's memory is reserved, not touched, until its bytes come.
 
 A message whose tensors have no room here is taken all the same, without them: whoever wants the tensors gets a
-`MemoryError`, and the connection goes on.
+`MemoryError`, and the connection goes on. So does a call or a reply whose values are over the limit: nothing but its
+number is read.
 
 Slices of a large frame go to a second decoder, which sees a stream of whole frames as this one does. Its memory is what
 `writable()` gives out during a slice.
@@ -27,7 +28,7 @@ import msgspec
 import torch
 
 from backhaul.errors import ProtocolError
-from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
+from backhaul.wire.frames import DEVICE_PLACE, HEADER, LONGEST_TRACE, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
 from backhaul.wire.headers import split_places
 from backhaul.wire.messages import KIND_OF, KINDS, Call, Create, Failed, Failure, Inspect, Result
 from backhaul.wire.plain import refuse_maps
@@ -46,6 +47,12 @@ _BITS = PLACED | TRACED
 # The kinds with values that msgpack decodes as they come, and those that no peer of a federation has to send.
 _UNTYPED = frozenset(KIND_OF[message] for message in (Call, Result, Failure, Create, Failed))
 _FOR_CLUSTERS = frozenset({KIND_OF[Inspect]})
+
+# What stands for a message whose values are over the limit. The creation of a value fails like any call. Its tree, an
+# empty list, is not a value: to open it, the tensors are asked for first, and say why.
+_STAND_INS = {KIND_OF[Call]: Call, KIND_OF[Create]: Call, KIND_OF[Result]: Result, KIND_OF[Failure]: Result}
+_LONGEST_START = 1 + LONGEST_TRACE + 5 + 9  # a mark of a tracer, the head of an array, a number
+_OVER = "is over the limit of {} at the receiver; option max_message_bytes sets it"
 
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
@@ -212,6 +219,8 @@ class Decoder:
             if self._strict and kind & ~_BITS in _FOR_CLUSTERS:
                 raise ProtocolError(f"a {KINDS[kind & ~_BITS].__name__}, in a federation")
             drains = self._drains and payload <= _MOST_DRAINED
+            if drains and size > self._limit and kind & ~TRACED in _STAND_INS and table <= MAX_TABLE:
+                return self._read_id(available, kind, metadata, size + payload)
             if table > MAX_TABLE or size > self._limit or (size + payload > self._limit and not drains):
                 raise ProtocolError(
                     f"a message of {size + payload} bytes (tensor table {table}) is over the limit of "
@@ -243,7 +252,7 @@ class Decoder:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"metadata that is no {KINDS[kind].__name__}: {error}") from None
         if table and size + payload > self._limit:
-            self._miss(f"is over the limit of {self._limit} at the receiver; option max_message_bytes sets it", payload)
+            self._miss(_OVER.format(self._limit), payload)
         elif table:
             self._index = 0
             headers = bytes(self._view[body + metadata : start + size])
@@ -267,6 +276,26 @@ class Decoder:
                 )
         self._start = start + size
         self._wanted = HEADER.size
+        return True
+
+    def _read_id(self, available: int, kind: int, metadata: int, size: int) -> bool:
+        """Of a message whose values are over the limit, take the number alone: whoever waits for it is told.
+
+        References that it brings are not seen. Their sender keeps its pins until the connection ends.
+        """
+        peek = HEADER.size + min(metadata, _LONGEST_START)
+        if available < peek:
+            self._wanted = peek
+            return False
+        body = self._start + HEADER.size
+        if kind & TRACED:
+            skipped = 1 + len(self._read_trace(body, metadata))
+            body += skipped
+        self._message = _STAND_INS[kind & ~TRACED](_first_number(self._view[body : self._start + peek]), [])
+        self._trace = ""
+        self._size = size
+        self._start += HEADER.size
+        self._miss(_OVER.format(self._limit), size - HEADER.size)
         return True
 
     def _in_slice(self) -> bool:
@@ -417,3 +446,17 @@ class Decoder:
         self._buffer = buffer
         self._view = memoryview(buffer)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def _first_number(data: memoryview) -> int:
+    """The first element of an array in msgpack, which is the id of a message. Raises `ProtocolError` if it is none."""
+    head = {0xDC: 3, 0xDD: 5}.get(data[0], 1)
+    if head == 1 and not 0x91 <= data[0] <= 0x9F:
+        raise ProtocolError("metadata that is no array")
+    first = data[head]
+    if first < 0x80:
+        return first
+    size = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}.get(first, 0)
+    if not size:
+        raise ProtocolError("a message whose id is not a number")
+    return int.from_bytes(data[head + 1 : head + 1 + size], "big")

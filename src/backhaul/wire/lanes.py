@@ -24,7 +24,8 @@ SMALL = 64 * 1024
 LEAST_SLICE = 4 * 1024
 MOST_SLICE = 1 << 20
 _FIRST_SLICE = 16 * 1024
-_SHORT = 0.02
+SHORT = 0.02
+"""Seconds that a slice takes at least if the connection is not faster than it is used."""
 _LONG = 0.1
 
 _ORDERED = (Create, Fetch, Notices, Leave, Inquire)
@@ -45,7 +46,7 @@ class Pace:
         before = self.size
         if seconds > _LONG:
             self.size = max(LEAST_SLICE, self.size // 2)
-        elif seconds < _SHORT and size >= self.size:
+        elif seconds < SHORT and size >= self.size:
             self.size = min(MOST_SLICE, self.size * 2)
         return self.size != before
 
