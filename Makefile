@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 OTHER := .venv-third-party
 FUZZ := .venv-fuzz
+RAY := .venv-ray
 INPUTS ?= 1000000
 CHAOS_SEEDS ?= 20000
 SOAK_SECONDS ?= 1200
@@ -31,7 +32,7 @@ LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing t
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-pure test-layers test-rest lint slow faults chaos soak attacks conformance cuda third-party \
-	fuzz bench bench-pinned bench-check coverage clean
+	ray fuzz bench bench-pinned bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -50,7 +51,7 @@ test-layers: $(STAMP)
 	$(BIN)/pytest -q -m "not slow" $(LAYER_TESTS) $(PURE_TESTS:%=--ignore=%)
 
 test-rest: $(STAMP)
-	$(BIN)/pytest -q -m "not slow" $(PURE_TESTS:%=--ignore=%) $(LAYER_TESTS:%=--ignore=%)
+	$(BIN)/pytest -q -m "not slow" --ignore=tests/ray $(PURE_TESTS:%=--ignore=%) $(LAYER_TESTS:%=--ignore=%)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check
@@ -58,7 +59,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/mypy
 
 slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 random programs, the speed floor
-	$(BIN)/pytest -q -m slow --ignore=tests/faults
+	$(BIN)/pytest -q -m slow --ignore=tests/faults --ignore=tests/ray
 
 # Some need root, for network namespaces, TUN devices and cgroups; without it they are skipped, and say so.
 faults: $(STAMP) ## every row of docs/reliability.md, in real processes, with the table of what was measured; an hour
@@ -87,6 +88,10 @@ cuda: ## what needs a GPU: tests, random programs, torch's own CUDA tests, speed
 
 third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyPI, on Backhaul
 	$(OTHER)/bin/pytest -q third_party
+
+# The test of two hosts needs root, for network namespaces; without it that test is skipped, and says so.
+ray: $(RAY)/.stamp ## backhaul.ray on a real Ray of this machine, with several nodes and kills; some minutes
+	$(RAY)/bin/pytest -q tests/ray
 
 fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUTS=...); some half an hour
 	$(FUZZ)/bin/python fuzz/run.py --inputs $(INPUTS)
@@ -121,6 +126,12 @@ $(OTHER)/.stamp: pyproject.toml constraints.txt third_party/requirements.txt
 	$(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
 		-r third_party/requirements.txt -e .
+	@touch $@
+
+$(RAY)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+		"pytest>=8" "pytest-timeout>=2.3" "numpy>=1.26" "ray[train]" -e ".[ray]"
 	@touch $@
 
 $(FUZZ)/.stamp: pyproject.toml constraints.txt

@@ -61,7 +61,7 @@ from backhaul.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from backhaul.ids import GUEST, WorkerInfo
+from backhaul.ids import GUEST, Addresses, WorkerInfo
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import LEAVING, Hello, LeavingError, Welcome
 from backhaul.security.penalties import Penalties
@@ -130,6 +130,9 @@ class Agent:
         """What is answered to those who look at this worker: topic and arguments to plain data. For upper layers."""
         self.idle_checks: list[Callable[[], bool]] = []
         """Whether nothing of an upper layer's is under way; asked before a graceful shutdown ends."""
+        self.ask_engine: Callable[[Addresses], Ending | None] = lambda addresses: None
+        """How a worker that does not answer has ended, if the engine that started the workers knows that it has. Asked
+        on a thread that may wait for a moment."""
 
         self._listeners: Sequence[Listener] = transport.listen()
         self.endings = Endings()
@@ -437,16 +440,20 @@ class Agent:
                     raise
 
     def how_ended(self, info: WorkerInfo) -> str | None:
-        """How the process of a worker ended, if the machine itself says that it did. None if that is not known here."""
+        """How the process of a worker ended, if the machine or the engine says that it did. None if neither knows."""
         addresses = self.link(info).addresses
         if addresses is None:
             try:
                 addresses = self.membership.find(info).addresses
             except UnknownWorkerError:
                 return "it has left the group"
+        ending: Ending | None = None
         if not self._transport.is_over(addresses):
-            return None
-        ending = self.endings.wait(addresses.pid) if addresses.host == self._transport.addresses.host else None
+            ending = self.ask_engine(addresses)
+            if ending is None:
+                return None
+        elif addresses.host == self._transport.addresses.host:
+            ending = self.endings.wait(addresses.pid) or self.ask_engine(addresses)
         return "its process has ended" if ending is None else f"it {ending.ending}"
 
     def cut_off(self, rank: int) -> None:
@@ -602,10 +609,10 @@ class Agent:
         return member.addresses.pid or None
 
     def is_replaced(self, info: WorkerInfo) -> bool:
-        """Whether the launcher starts another process in the place of a dead worker; True once that has come."""
+        """Whether the launcher or engine replaces the process of a dead worker; True once the replacement has come."""
         member = self.membership.find(info)
         pid = self._process_of(member)
-        ending = None if pid is None else self.endings.wait(pid)
+        ending = self.ask_engine(member.addresses) if pid is None else self.endings.wait(pid)
         if ending is None or not ending.replaced:
             return False
 
