@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,6 @@ try:
     import backhaul.ray  # noqa: F401
 except ImportError:
     collect_ignore_glob = ["test_*.py"]
-
-PATIENCE = 60.0
-NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,9 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[Any]:
     """Ray's processes, with nodes that tests may add to or kill. This process is connected to it."""
-    from ray.cluster_utils import Cluster
-
     import ray
+    from eventually import NODE
+    from ray.cluster_utils import Cluster
 
     here = str(Path(__file__).parent)
     # The workers import `parts`; and they inherit this from the processes of the nodes.
@@ -46,24 +42,3 @@ def nodes() -> Iterator[Any]:
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-def eventually(condition: Callable[[], Any], within: float = PATIENCE) -> Any:
-    """The first true value of the condition; Ray has no event for what others hold."""
-    deadline = time.monotonic() + within
-    while not (found := condition()):
-        assert time.monotonic() < deadline, condition
-        time.sleep(0.02)
-    return found
-
-
-def living_actors() -> list[str]:
-    from ray._private.state import actors
-
-    return [each["ActorClassName"] for each in actors().values() if each["State"] != "DEAD"]
-
-
-def placements() -> list[str]:
-    import ray
-
-    return [each["state"] for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]

@@ -9,11 +9,11 @@ from typing import Any
 
 import parts
 import pytest
+import ray
 import torch
 
 import backhaul.autograd as dist_autograd
 import backhaul.ray
-import ray
 from backhaul import rpc
 from backhaul.cluster.handles import WorkerHandle
 from backhaul.errors import MisuseError, OptionError
@@ -78,7 +78,8 @@ def test_unix_sockets_and_shared_memory_within_a_machine(workers: backhaul.ray.R
         for other in ("driver", *(each.name for each in workers if each is not worker)):
             assert worker.rpc_sync(parts.peer_sum, (other, large)) == 1 << 20
         assert {path for path, _ in worker.rpc_sync(parts.ways).values()} == {"unix"}
-        assert all(shared >= large.nbytes for _, shared in worker.rpc_sync(parts.ways).values())
+        ways = worker.rpc_sync(parts.ways)
+        assert all(shared >= large.nbytes for _, shared in ways.values()), ways
 
 
 def test_gradients_are_those_of_one_process(workers: backhaul.ray.RayCluster) -> None:

@@ -141,13 +141,13 @@ def cluster(
     resources = {"CPU": 1} if resources is None else resources
     bundle_of(resources)
     check_strategy(strategy)
+    wanted = closed_options(options, "cluster()")
     existing = current_or_none()
     if driver and existing is not None:
         raise MisuseError(
             f"this process is already worker {existing.info.name!r} of a group; close that cluster, call "
             "rpc.shutdown(), or leave this process outside of the new group with driver=False"
         )
-    wanted = closed_options(options, "cluster()")
     require_ray("cluster()")
     return RayCluster(
         name if driver else None, names, resources, strategy, restarts, on_rejoin, env or {}, wanted, timeout

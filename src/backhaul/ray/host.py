@@ -18,7 +18,7 @@ from backhaul.launch.interactive import Definition, apply
 from backhaul.launch.main_module import MainModule, load
 from backhaul.launch.session import free_port
 from backhaul.options import RpcOptions
-from backhaul.ray.joining import Meeting, join
+from backhaul.ray.joining import Meeting, join, own_address
 
 if TYPE_CHECKING:
     from backhaul.worker import Worker
@@ -106,4 +106,4 @@ class Host:
 
 
 def own_spot() -> Spot:
-    return Spot(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid(), free_port())
+    return Spot(ray.get_runtime_context().get_node_id(), own_address(), os.getpid(), free_port())

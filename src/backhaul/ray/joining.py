@@ -62,7 +62,7 @@ class Group:
     def __init__(self, world_size: int, options: RpcOptions) -> None:
         self.world_size = world_size
         self._options = options
-        address = ray.util.get_node_ip_address()
+        address = own_address()
         self._store: Store | None
         self._store, port = host_store(address, JOIN_SECONDS)
         self._meeting = Meeting(address, port)
@@ -141,11 +141,17 @@ def join_in(
     if rank is None:
         rank = _take_rank(store, world_size)
     if options.host is None:
-        options = dataclasses.replace(options, host=ray.util.get_node_ip_address())
+        options = dataclasses.replace(options, host=own_address())
     become_worker(Place(name or f"worker{rank}", rank, world_size), options, check, store)
     worker = current()
     worker.agent.ask_engine = obituaries
     return worker
+
+
+def own_address() -> str:
+    """The address of this node, as Ray's other nodes know it."""
+    here = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
 
 
 def require_ray(what: str) -> None:
