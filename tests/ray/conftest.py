@@ -27,16 +27,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nodes() -> Iterator[Any]:
     """Ray's processes, with nodes that tests may add to or kill. This process is connected to it."""
     import ray
-    from eventually import NODE
+    from eventually import NODE, patiently
     from ray.cluster_utils import Cluster
 
     here = str(Path(__file__).parent)
     # The workers import `parts`; and they inherit this from the processes of the nodes.
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     os.environ["OMP_NUM_THREADS"] = "1"
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    cluster = Cluster()
     try:
-        cluster.add_node(**NODE)
+        patiently(lambda: cluster.add_node(**NODE, include_dashboard=False))
+        patiently(lambda: cluster.add_node(**NODE))
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
     finally:

@@ -22,6 +22,18 @@ def eventually(condition: Callable[[], Any], within: float = PATIENCE) -> Any:
     return found
 
 
+def patiently(start: Callable[[], Any]) -> Any:
+    """Start a node. Ray itself gives one half a minute, which is not enough on a machine that is busy otherwise."""
+    for _ in range(4):
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            last = error
+    raise last
+
+
 def living_actors() -> list[str]:
     return [each["ActorClassName"] for each in actors().values() if each["State"] != "DEAD"]
 

@@ -76,10 +76,11 @@ def test_unix_sockets_and_shared_memory_within_a_machine(workers: backhaul.ray.R
     large = torch.ones(1 << 20)
     for worker in workers:
         for other in ("driver", *(each.name for each in workers if each is not worker)):
-            assert worker.rpc_sync(parts.peer_sum, (other, large)) == 1 << 20
-        assert {path for path, _ in worker.rpc_sync(parts.ways).values()} == {"unix"}
+            for _ in range(2):  # the first large tensor goes through the socket
+                assert worker.rpc_sync(parts.peer_sum, (other, large)) == 1 << 20
         ways = worker.rpc_sync(parts.ways)
-        assert all(shared >= large.nbytes for _, shared in ways.values()), ways
+        assert {path for path, _ in ways.values()} == {"unix"}
+        assert all(shared > large.nbytes / 2 for _, shared in ways.values()), ways
 
 
 def test_gradients_are_those_of_one_process(workers: backhaul.ray.RayCluster) -> None:

@@ -12,7 +12,7 @@ import parts
 import pytest
 import ray
 import torch
-from eventually import NODE, eventually
+from eventually import NODE, eventually, patiently
 
 import backhaul.ray
 from backhaul import rpc
@@ -101,12 +101,12 @@ def test_what_on_rejoin_raises_is_raised_at_the_end(nodes: Any) -> None:
 
 def test_a_node_that_dies(nodes: Any) -> None:
     """Its workers are lost at once; Ray finds another node for them, when it is sure that theirs is dead."""
-    doomed = nodes.add_node(**NODE, resources={"here": 2})
+    doomed = patiently(lambda: nodes.add_node(**NODE, resources={"here": 2}))
     with backhaul.ray.cluster(2, resources={"CPU": 1, "here": 1}, restarts=1) as workers:
         assert {worker.node for worker in workers} == {doomed.node_id}
         pids = [worker.pid for worker in workers]
         waiting = [worker.rpc_async(parts.sleep, (100,)) for worker in workers]
-        other = nodes.add_node(**NODE, resources={"here": 2})
+        other = patiently(lambda: nodes.add_node(**NODE, resources={"here": 2}))
         try:
             began = time.monotonic()
             nodes.remove_node(doomed, allow_graceful=False)

@@ -33,9 +33,9 @@ NODES = [
 
 
 def test_what_is_missing() -> None:
-    assert missing({"CPU": 2.0, "GPU": 1.0}, 3, "PACK", NODES).splitlines() == [
-        "Ray has no room for 3 workers. Asked for: 3 times CPU 2, GPU 1, strategy 'PACK'; there is room for 0 now, and "
-        "for 1 when nothing else runs",
+    assert missing({"CPU": 2.0, "GPU": 1.0}, 3, "PACK", NODES, 30.0).splitlines() == [
+        "in 30 s Ray has found no room for 3 workers. Asked for: 3 times CPU 2, GPU 1, strategy 'PACK'; there is room "
+        "for 0 now, and for 1 when nothing else runs",
         "  node 10.0.0.1: CPU 1 free of 4, GPU 1 free of 1",
         "  node 10.0.0.2: CPU 4 free of 4, GPU 0 free of 0",
         "  missing: CPU: 6 asked for, 5 free, 8 in the cluster",
@@ -52,19 +52,19 @@ def test_what_is_missing() -> None:
     ],
 )
 def test_what_a_strategy_misses(strategy: str, n: int, line: str) -> None:
-    assert line in missing({"CPU": 1.0}, n, strategy, NODES).splitlines()
+    assert line in missing({"CPU": 1.0}, n, strategy, NODES, 1.0).splitlines()
 
 
 def test_without_what_is_free() -> None:
     """Another version of Ray may not tell."""
-    assert "  node a: CPU 2" in missing({"CPU": 4.0}, 1, "PACK", [Node("a", {"CPU": 2.0})]).splitlines()
+    assert "  node a: CPU 2" in missing({"CPU": 4.0}, 1, "PACK", [Node("a", {"CPU": 2.0})], 1.0).splitlines()
 
 
 def test_no_room(nodes: Any) -> None:
     with pytest.raises(RpcTimeoutError) as caught:
         backhaul.ray.cluster(2, resources={"CPU": 1, "GPU": 1}, timeout=1.0)
     text = str(caught.value)
-    assert text.startswith("Ray has no room for 2 workers. Asked for: 2 times CPU 1, GPU 1, strategy 'PACK'; ")
+    assert "Ray has found no room for 2 workers. Asked for: 2 times CPU 1, GPU 1, strategy 'PACK'; " in text
     assert "  missing: GPU: 2 asked for, 0 free, 0 in the cluster\n" in text
     assert text.count("CPU 2 free of 2, GPU 0 free of 0") == 2
     eventually(lambda: not living_actors() and not placements())

@@ -1,8 +1,10 @@
-"""The driver of `test_two_hosts`: runs on the first host, with a worker there and two on the second."""
+"""The driver of `test_two_hosts`: runs on the first host, with a worker there and two on the second.
+
+It prints what shall happen to the second host, which it cannot reach into.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
@@ -13,8 +15,6 @@ import torch
 import backhaul.ray
 from backhaul import rpc
 from backhaul.worker import current
-
-KILL, CUT = sys.argv[2:]
 
 
 def verdict(name: str, within: float) -> tuple[str, float]:
@@ -36,7 +36,8 @@ def main() -> None:
         large = torch.ones(1 << 20)
         for worker in workers:
             for other in ("driver", *(each.name for each in workers if each is not worker)):
-                assert worker.rpc_sync(parts.peer_sum, (other, large)) == 1 << 20
+                for _ in range(2):  # the first large tensor goes through the socket
+                    assert worker.rpc_sync(parts.peer_sum, (other, large)) == 1 << 20
         ways = {worker.name: worker.rpc_sync(parts.ways) for worker in workers}
         assert {name: way for name, (way, _) in ways["far"].items()} == {
             "driver": "tls",
@@ -45,7 +46,7 @@ def main() -> None:
         }
         assert ways["near"]["driver"][0] == "unix"
         assert ways["far"]["driver"][1] == 0  # nothing is shared between hosts
-        assert ways["far"]["farther"][1] >= large.nbytes
+        assert ways["far"]["farther"][1] > large.nbytes / 2
         print("ways", flush=True)
 
         # A process on the other host dies. Only Ray knows; its host sees the end, this one a closed connection.
@@ -53,8 +54,7 @@ def main() -> None:
         assert value.to_here() == [1]
         waiting = farther.rpc_async(parts.sleep, (1000,))
         began = time.monotonic()
-        print("kill", flush=True)
-        os.system(f"{KILL} {farther.pid}")
+        print("kill", farther.pid, flush=True)
         try:
             waiting.wait()
         except rpc.WorkerLostError as error:
@@ -73,7 +73,7 @@ def main() -> None:
             print("restarted", flush=True)
 
         # The other host is cut off. Ray takes its node for dead after a while, and so the group does.
-        os.system(CUT)
+        print("cut", flush=True)
         for name in ("far", "farther"):
             reason, seconds = verdict(name, 120.0)
             print(f"{name}: {reason}", flush=True)

@@ -42,8 +42,8 @@ class Placement:
         try:
             while not self._group.wait(_WAIT_SECONDS):
                 if time.monotonic() >= deadline:
-                    waited = f"waited for {time.monotonic() - began:.0f} s"
-                    raise RpcTimeoutError(f"{missing(self._bundle, n, strategy, nodes())} (cluster() has {waited})")
+                    seconds = time.monotonic() - began
+                    raise RpcTimeoutError(missing(self._bundle, n, strategy, nodes(), seconds))
         except BaseException:
             self.remove()
             raise
@@ -113,13 +113,13 @@ def _free_by_node() -> Mapping[str, Mapping[str, float]] | None:
     return found
 
 
-def missing(bundle: Mapping[str, float], n: int, strategy: str, nodes: Sequence[Node]) -> str:
+def missing(bundle: Mapping[str, float], n: int, strategy: str, nodes: Sequence[Node], seconds: float) -> str:
     """What to tell a user whose workers find no room."""
     free = [node.total if node.free is None else node.free for node in nodes]
     now, ever = _room(bundle, strategy, free), _room(bundle, strategy, [node.total for node in nodes])
     lines = [
-        f"Ray has no room for {n} workers. Asked for: {n} times {_amounts(bundle)}, strategy {strategy!r}; there is "
-        f"room for {min(now, n)} now, and for {min(ever, n)} when nothing else runs"
+        f"in {seconds:.0f} s Ray has found no room for {n} workers. Asked for: {n} times {_amounts(bundle)}, strategy "
+        f"{strategy!r}; there is room for {min(now, n)} now, and for {min(ever, n)} when nothing else runs"
     ]
     lines += [f"  node {node.address}: {_offer(node, bundle)}" for node in nodes]
     for name, amount in bundle.items():
