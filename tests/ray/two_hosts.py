@@ -30,7 +30,7 @@ def verdict(name: str, within: float) -> tuple[str, float]:
 
 def main() -> None:
     ray.init(address=sys.argv[1], log_to_driver=False)
-    with backhaul.ray.cluster(3, names=["near", "far", "farther"]) as workers:
+    with backhaul.ray.cluster(3, names=["near", "far", "farther"], timeout=200.0) as workers:
         near, far, farther = workers
         assert near.node != far.node == farther.node
         large = torch.ones(1 << 20)

@@ -130,12 +130,11 @@ class Actors:
 
 
 def value_of(actor: Actor, reference: Any) -> Any:
-    """What an actor has answered. Raises what it raised there, and `WorkerLostError` if it has ended."""
+    """What an actor has answered. Raises what it raised there, and `WorkerLostError` if Ray does not reach it."""
     try:
         return ray.get(reference)
     except RayActorError as error:
-        actor.ending = actor.ending or ending_of(error)
-        raise WorkerLostError(f"worker {actor.name!r} is lost: it has ended; Ray says:\n{error}", actor.name) from error
+        raise WorkerLostError(f"worker {actor.name!r} is lost; Ray says: {error}", actor.name) from error
 
 
 def ending_of(error: RayError) -> str:

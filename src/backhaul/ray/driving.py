@@ -35,7 +35,7 @@ from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, WorkerLos
 from backhaul.ids import WorkerInfo
 from backhaul.launch import interactive
 from backhaul.launch.main_module import stop_if_loading
-from backhaul.ray.actors import GRACE, LOOK_SECONDS, PAUSE, Actor, Actors, ending_of, value_of
+from backhaul.ray.actors import GRACE, LOOK_SECONDS, Actor, Actors, ending_of, value_of
 from backhaul.ray.host import Spot, Start, own_spot
 from backhaul.ray.joining import JOIN_SECONDS, Meeting, closed_options, join_in, require_ray
 from backhaul.ray.placement import Placement, bundle_of, check_strategy, ranks
@@ -305,7 +305,7 @@ class RayCluster(Workers[RayWorker]):
         except ActorUnavailableError:
             # Ray does not reach the actor, and does not know yet whether it has ended.
             actor.over = None
-            self._actors.stopping.wait(PAUSE)
+            self._actors.stopping.wait(LOOK_SECONDS)
             return
         except RayError as error:
             actor.ending = ending_of(error)
@@ -448,10 +448,10 @@ class RayCluster(Workers[RayWorker]):
                 except WorkerLostError:
                     continue
 
-    def _await_revivals(self) -> None:
+    def _await_revivals(self, seconds: float | None = None) -> None:
         for thread in self._revivals:
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(seconds)
 
     def _leave(self, graceful: bool, timeout: float) -> None:
         """This process leaves the group, if it is in it."""
@@ -464,7 +464,7 @@ class RayCluster(Workers[RayWorker]):
         self._actors.stopping.set()
         if self._watching.ident is not None and self._watching is not threading.current_thread():
             self._watching.join()
-        self._await_revivals()
+        self._await_revivals(GRACE)  # an `on_rejoin` that goes on does so without its worker
         self._actors.dismantle()
         self._store = None
 
