@@ -9,13 +9,14 @@ STAMP := $(VENV)/.stamp
 OTHER := .venv-third-party
 FUZZ := .venv-fuzz
 CLUSTERS := .venv-clusters
+RAY := .venv-ray
 INPUTS ?= 1000000
 CHAOS_SEEDS ?= 20000
 SOAK_SECONDS ?= 1200
 CUDA_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint slow hosts clusters faults chaos soak attacks conformance cuda third-party \
+.PHONY: help demo test quick lint slow hosts clusters ray faults chaos soak attacks conformance cuda third-party \
 	mutants fuzz bench bench-pinned bench-check coverage clean
 
 help: ## show this list
@@ -77,6 +78,10 @@ third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyP
 mutants: $(STAMP) ## mistakes in the core, made one at a time: which of them the tests do not notice
 	$(BIN)/python tests/mutants/run.py
 
+# The test of two hosts needs root, for network namespaces; without it that test is skipped, and says so.
+ray: $(RAY)/.stamp ## backhaul.ray on a real Ray of this machine, with several nodes and kills; some minutes
+	$(RAY)/bin/pytest -q tests/ray
+
 fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUTS=...); some half an hour
 	$(FUZZ)/bin/python fuzz/run.py --inputs $(INPUTS)
 
@@ -114,6 +119,12 @@ $(OTHER)/.stamp: pyproject.toml constraints.txt third_party/requirements.txt
 
 $(CLUSTERS)/.stamp: tests/clusters/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade $(PIP_ARGS) --target $(CLUSTERS) -r $<
+	@touch $@
+
+$(RAY)/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+		"pytest>=8" "pytest-timeout>=2.3" "numpy>=1.26" "ray[train]" -e ".[ray]"
 	@touch $@
 
 $(FUZZ)/.stamp: pyproject.toml constraints.txt

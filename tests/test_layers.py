@@ -53,6 +53,7 @@ LAYERS = [
     "checkpoint",
     "federation",
     "cluster",
+    "ray",
     "testing",
     "dropin",
     "doctor",
@@ -282,11 +283,20 @@ def test_what_the_testing_tools_are() -> None:
     assert sorted(testing.__all__) == ["Faults", "FaultyTransport", "InProcessCluster", "Scheduler"]
 
 
+EXTRAS = ("ray",)
+"""Packages that parts of this one need, and that need not be installed."""
+
+
 def public_modules() -> Iterator[types.ModuleType]:
     yield backhaul
     for info in pkgutil.walk_packages(backhaul.__path__, "backhaul."):
         if not info.name.endswith("__main__"):
-            module = importlib.import_module(info.name)
+            try:
+                module = importlib.import_module(info.name)
+            except ImportError as error:
+                if error.name not in EXTRAS:
+                    raise
+                continue
             if hasattr(module, "__all__"):
                 yield module
 

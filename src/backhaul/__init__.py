@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         seeing,
         worker,
     )
+    from backhaul import ray as ray
     from backhaul.options import RpcOptions
     from backhaul.security.tls import TLS
     from backhaul.worker import Worker
@@ -48,6 +49,9 @@ __all__ = [
     "worker",
 ]
 
+_EXTRAS = ("ray",)
+"""Modules that need a package of their own. Not in ``__all__``: the rest can be imported without."""
+
 _CLASSES = {"RpcOptions": "backhaul.options", "TLS": "backhaul.security.tls", "Worker": "backhaul.worker"}
 
 
@@ -55,6 +59,6 @@ def __getattr__(name: str) -> Any:
     """Import the rest when it is first used: most of it needs torch, the launcher does not."""
     if name in _CLASSES:
         return getattr(importlib.import_module(_CLASSES[name]), name)
-    if name in __all__:
+    if name in __all__ or name in _EXTRAS:
         return importlib.import_module(f"backhaul.{name}")
     raise AttributeError(f"module 'backhaul' has no attribute {name!r}")

@@ -95,6 +95,36 @@ def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False)
                 "workers the same world_size, or none of them"
             )
         return Part("backhaul/dynamic", store, init_method, place)
+    return _fixed_part(store, place, place.world_size, init_method)
+
+
+def meet_in(store: dist.Store, place: Place) -> dist.Store:
+    """The part of a store that the engine which started the workers keeps for a fixed group. See `meet`."""
+    if place.world_size is None:
+        raise OptionError("a group that meets in a store of its engine needs a world_size")
+    return _fixed_part(store, place, place.world_size, "")
+
+
+def host_store(host: str, timeout: float) -> tuple[dist.Store, int]:
+    """A store that this process hosts, member or not, and its port; it listens at that address only."""
+    listening = _listen(host, 0)
+    if listening is None:
+        raise MisuseError(f"cannot host the store at {host}: no port is free")
+    port: int = listening.getsockname()[1]
+    return _store(host, port, datetime.timedelta(seconds=timeout), listening, hosts=True), port
+
+
+def visit_store(host: str, port: int, timeout: float) -> dist.Store:
+    """The store that another process hosts there. Raises `RpcTimeoutError`."""
+    try:
+        return _store(host, port, datetime.timedelta(seconds=timeout), None, hosts=False)
+    except dist.DistError as error:
+        raise RpcTimeoutError(
+            f"no store at {host}:{port}; does the process that made the group live? {error}"
+        ) from error
+
+
+def _fixed_part(store: dist.Store, place: Place, world_size: int, init_method: str) -> Part:
     rank = 0 if place.rank is None else place.rank
     key = f"backhaul/times/{rank}"
     times = int(store.compare_set(key, "", "1"))
@@ -102,12 +132,10 @@ def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False)
     restarted = environments.read().agent_store
 
     def moved_on() -> bool:
-        others = [
-            key for id in range(place.world_size or 0) if id != rank and store.check([key := f"backhaul/times/{id}"])
-        ]
+        others = [key for id in range(world_size) if id != rank and store.check([key := f"backhaul/times/{id}"])]
         return any(int(store.get(each)) > times for each in others)
 
-    while not goes_on(part, rank, place.world_size, _look, moved_on, _CUT_OFF_SECONDS, restarted=restarted):
+    while not goes_on(part, rank, world_size, _look, moved_on, _CUT_OFF_SECONDS, restarted=restarted):
         times = int(store.compare_set(key, str(times), str(times + 1)))
         part = Part(f"backhaul/{times}", store, init_method, place)
     part.times = times

@@ -36,7 +36,7 @@ from backhaul.refs.references import References
 from backhaul.refs.rref import RRef
 from backhaul.remote_profile import caller as _profiled
 from backhaul.remote_profile import profilers as _profilers
-from backhaul.rendezvous import Place, meet
+from backhaul.rendezvous import Place, meet, meet_in
 from backhaul.transport.base import Addresses, Transport
 from backhaul.transport.stream import StreamTransport
 from backhaul.wire.values import Codec
@@ -336,8 +336,13 @@ def current_or_none() -> Worker | None:
     return worker
 
 
-def become_worker(place: Place, options: RpcOptions, check: Callable[[], None] = lambda: None) -> None:
-    """Make this process the worker of that place. See `backhaul.rpc.init_rpc`."""
+def become_worker(
+    place: Place, options: RpcOptions, check: Callable[[], None] = lambda: None, store: Store | None = None
+) -> None:
+    """Make this process the worker of that place. See `backhaul.rpc.init_rpc`.
+
+    ``store`` is that of an engine which started the workers. Without one, the option ``init_method`` decides.
+    """
     with _becoming:
         existing = current_or_none()
         if existing is not None and not existing.forked:
@@ -345,7 +350,10 @@ def become_worker(place: Place, options: RpcOptions, check: Callable[[], None] =
                 f"RPC is already initialized here, as worker {existing.info.name!r}; call shutdown() first"
             )
         set_up_logging(place.name)
-        store = meet(options.init_method, place, max(_JOIN_SECONDS, options.rpc_timeout))
+        if store is None:
+            store = meet(options.init_method, place, max(_JOIN_SECONDS, options.rpc_timeout))
+        else:
+            store = meet_in(store, place)
         _current.set_process_worker(Worker(*place, store=store, options=options, check=check))
 
 

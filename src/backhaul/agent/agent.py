@@ -131,6 +131,9 @@ class Agent:
         """What is answered to those who look at this worker: topic and arguments to plain data. For upper layers."""
         self.idle_checks: list[Callable[[], bool]] = []
         """Whether nothing of an upper layer's is under way; asked before a graceful shutdown ends."""
+        self.ask_engine: Callable[[Addresses], Ending | None] = lambda addresses: None
+        """How a worker that does not answer has ended, if the engine that started the workers knows that it has. Asked
+        on a thread that may wait for a moment."""
 
         self._listeners: Sequence[Listener] = transport.listen()
         self.endings = Endings()
@@ -438,7 +441,7 @@ class Agent:
                     raise
 
     def how_ended(self, info: WorkerInfo) -> str | None:
-        """How the process of a worker ended, if the machine or the launcher says that it did. None if neither does."""
+        """How the process of a worker ended, if the machine, the launcher or the engine says that it did, else None."""
         addresses = self.link(info).addresses
         if addresses is None:
             try:
@@ -446,10 +449,13 @@ class Agent:
             except UnknownWorkerError:
                 return "it has left the group"
         ending = self.endings.of(addresses.process)
-        if ending is None:
-            if not self._transport.is_over(addresses):
+        if ending is None and not self._transport.is_over(addresses):
+            ending = self.ask_engine(addresses)
+            if ending is None:
                 return None
-            ending = self.endings.wait(addresses.process) if self._may_be_told(addresses) else None
+        elif ending is None:
+            told = self.endings.wait(addresses.process) if self._may_be_told(addresses) else None
+            ending = told or self.ask_engine(addresses)
         return "its process has ended" if ending is None else f"it {ending.ending}"
 
     def is_elsewhere(self, info: WorkerInfo) -> bool:
@@ -621,10 +627,10 @@ class Agent:
         return self.endings.expected and (here or self.endings.of_all_hosts)
 
     def is_replaced(self, info: WorkerInfo) -> bool:
-        """Whether the launcher starts another process in the place of a dead worker; True once that has come."""
+        """Whether the launcher or engine replaces the process of a dead worker; True once the replacement has come."""
         member = self.membership.find(info)
         process = self._process_of(member)
-        ending = None if process is None else self.endings.wait(process)
+        ending = self.ask_engine(member.addresses) if process is None else self.endings.wait(process)
         if ending is None or not ending.replaced:
             return False
 

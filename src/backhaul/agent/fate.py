@@ -15,9 +15,9 @@ A broken connection is no death. A suspected peer may be stopped, cut off by the
 once, but nothing that it holds or owns is given up: after a while it may go on as if nothing had happened.
 
 An incarnation is *over* only if that is known: the kernel of this machine says that its process has ended, the peer
-has said goodbye, its launcher has said so, another incarnation of the same name has greeted, or the peer has been
-suspected for as long as the option ``lost_after`` says. The last one is a guess, and the only one: `certain` tells it
-from knowledge. What was over does not come back; the next greeting begins another fate.
+has said goodbye, its launcher or the engine that started it has said so, another incarnation of the same name has
+greeted, or the peer has been suspected for as long as the option ``lost_after`` says. The last one is a guess, and the
+only one: `certain` tells it from knowledge. What was over does not come back; the next greeting begins another fate.
 """
 
 from __future__ import annotations

@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from types import FunctionType, ModuleType, TracebackType
-from typing import IO, TYPE_CHECKING, Any, overload
+from types import FunctionType, ModuleType
+from typing import IO, TYPE_CHECKING, Any
 
-from backhaul.errors import MisuseError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
+from backhaul.cluster.handles import WorkerHandle, Workers
+from backhaul.errors import MisuseError, RpcTimeoutError, WorkerLostError
 from backhaul.launch import interactive
 from backhaul.launch.main_module import describe, load
 from backhaul.launch.members import JOIN, Members, Start
@@ -30,8 +31,6 @@ from backhaul.launch.supervisor import GRACE, Process, Sink, drop
 from backhaul.options import RpcOptions
 
 if TYPE_CHECKING:
-    from backhaul.agent.future import Future
-    from backhaul.agent.retrying import Retry
     from backhaul.ids import WorkerInfo
     from backhaul.worker import Worker
 
@@ -41,20 +40,15 @@ _LOOK_SECONDS = 0.2
 _RESTART_SECONDS = 60.0
 
 
-class LocalWorker:
-    """A worker process of a cluster, as the driver sees it."""
+class LocalWorker(WorkerHandle):
+    """A worker process of a cluster on this machine, as the driver sees it."""
 
     def __init__(self, driver: Worker, process: Process) -> None:
-        self._driver = driver
+        super().__init__(driver, driver.get_worker_info(process.name))
         self._process = process
-        self.info: WorkerInfo = driver.get_worker_info(process.name)
 
     def __repr__(self) -> str:
         return f"<{self.name}: {f'pid {self.pid}' if self.alive else self._process.ending}>"
-
-    @property
-    def name(self) -> str:
-        return self.info.name
 
     @property
     def pid(self) -> int:
@@ -65,32 +59,8 @@ class LocalWorker:
         """Whether its process runs."""
         return self._process.returncode is None
 
-    def rpc_sync(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float = -1.0,
-        *,
-        retry: Retry | int = 0,
-    ) -> Any:
-        """`backhaul.rpc.rpc_sync` to this worker."""
-        return self._driver.rpc_sync(self.name, func, args, kwargs, timeout, retry=retry)
 
-    def rpc_async(
-        self,
-        func: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float = -1.0,
-        *,
-        retry: Retry | int = 0,
-    ) -> Future[Any]:
-        """`backhaul.rpc.rpc_async` to this worker."""
-        return self._driver.rpc_async(self.name, func, args, kwargs, timeout, retry=retry)
-
-
-class Cluster(Sequence[LocalWorker]):
+class Cluster(Workers[LocalWorker]):
     """The workers of a cluster, by rank. Made by `cluster`; a context manager."""
 
     def __init__(
@@ -112,8 +82,6 @@ class Cluster(Sequence[LocalWorker]):
                 f"this process is already worker {existing.info.name!r} of a group; close that cluster, or call "
                 "rpc.shutdown(), before cluster()"
             )
-        self._owner = os.getpid()
-        self._closed = False
         self._restarting = threading.Lock()
         main = sys.modules["__main__"]
         world_size = len(names) + 1
@@ -135,31 +103,13 @@ class Cluster(Sequence[LocalWorker]):
             raise
         self._members.serving()
         self._driver = current()
-        self._workers = [LocalWorker(self._driver, process) for process in self._members.processes]
+        super().__init__([LocalWorker(self._driver, process) for process in self._members.processes])
         self._shipper = interactive.Shipper(self._define, vars(main), _at_home(main, loaded))
         self._driver.before_call.append(self._before_call)
         atexit.register(self.close)
 
-    def __repr__(self) -> str:
-        return f"<Cluster{' (closed)' if self._closed else ''} {self._workers}>"
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    @overload
-    def __getitem__(self, index: int) -> LocalWorker: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[LocalWorker]: ...
-    def __getitem__(self, index: int | slice) -> LocalWorker | list[LocalWorker]:
-        return self._workers[index]
-
     def __enter__(self) -> Cluster:
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(graceful=kind is None)
 
     def restart(self, name: str, timeout: float = _RESTART_SECONDS) -> LocalWorker:
         """Start another process in the place of worker ``name``, under its name and rank; returns that worker.
@@ -170,13 +120,7 @@ class Cluster(Sequence[LocalWorker]):
         `RpcTimeoutError` if it takes longer than ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
-        if self._closed:
-            raise MisuseError(f"this cluster is closed, and worker {name!r} with it; start another one")
-        found = [worker for worker in self._workers if worker.name == name]
-        if not found:
-            names = ", ".join(repr(worker.name) for worker in self._workers)
-            raise UnknownWorkerError(f"there is no worker {name!r} to restart; this cluster has {names}")
-        worker = found[0]
+        worker = self._of_name(name)
         with self._restarting:
             process = self._members.restart(_SERVE, self._starts[worker.info.id - 1], self._env, timeout)
             self._await_joined(worker.info, process, deadline)
@@ -212,40 +156,17 @@ class Cluster(Sequence[LocalWorker]):
         atexit.unregister(self.close)
         try:
             if not self._driver.closed:
-                self._shut_down(graceful, timeout)
+                self._driver.before_call.remove(self._before_call)
+                self._shut_down(self._driver, graceful, timeout)
             if graceful:
                 self._members.wait()
         finally:
             self._members.stop()
 
-    def _shut_down(self, graceful: bool, timeout: float) -> None:
-        from backhaul import rpc
-
-        self._driver.before_call.remove(self._before_call)
-        try:
-            with self._driver.as_current():
-                rpc.shutdown(graceful, timeout)
-        except WorkerLostError:
-            pass  # logged when it happened, and raised by every call that was waiting for it
-
     def _before_call(self, target: WorkerInfo, func: Any, args: Any, kwargs: Any) -> None:
         """Let the workers have what a call refers to. A hook of the driver's `Worker`."""
         if target != self._driver.info:
             self._shipper(func, args, kwargs)
-
-    def _define(self, definitions: list[interactive.Definition]) -> None:
-        """Make the definitions on every worker; one that is lost needs none, and the next call to it will tell."""
-        futures = []
-        for worker in self._workers:
-            try:
-                futures.append(worker.rpc_async(interactive.apply, (definitions,)))
-            except WorkerLostError:
-                continue
-        for future in futures:
-            try:
-                future.wait()
-            except WorkerLostError:
-                continue
 
 
 def serve(fd: int) -> None:

@@ -1,0 +1,45 @@
+"""A real Ray on this machine, with two nodes. `make ray` runs these tests in an environment that has Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+try:
+    import backhaul.ray  # noqa: F401
+except ImportError:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.filterwarnings("default"))  # Ray warns of its own affairs
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[Any]:
+    """Ray's processes, with nodes that tests may add to or kill. This process is connected to it."""
+    import ray
+    from eventually import NODE, patiently
+    from ray.cluster_utils import Cluster
+
+    here = str(Path(__file__).parent)
+    # The workers import `parts`; and they inherit this from the processes of the nodes.
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    cluster = Cluster()
+    try:
+        patiently(lambda: cluster.add_node(**NODE, include_dashboard=False))
+        patiently(lambda: cluster.add_node(**NODE))
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

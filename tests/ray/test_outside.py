@@ -1,0 +1,48 @@
+"""A driver that stays outside of the group: Ray starts functions, in which the workers call each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import parts
+import pytest
+import torch
+from eventually import eventually
+
+import backhaul.ray
+from backhaul.errors import MisuseError, RpcTimeoutError, WorkerLostError
+from backhaul.worker import current_or_none
+
+
+@pytest.fixture
+def workers(nodes: Any) -> Iterator[backhaul.ray.RayCluster]:
+    with backhaul.ray.cluster(2, driver=False, restarts=1, on_rejoin=restore) as found:
+        yield found
+
+
+def restore(worker: backhaul.ray.RayWorker) -> None:
+    worker.run(parts.keep, ("restored", True))
+
+
+def test_a_driver_outside(workers: backhaul.ray.RayCluster) -> None:
+    assert current_or_none() is None
+    assert [worker.name for worker in workers] == ["worker0", "worker1"]
+    assert workers.run(parts.name_here) == ["worker0", "worker1"]
+    assert workers.run(parts.peer_sum, ("worker0", torch.ones(3))) == [3.0, 3.0]
+    assert workers[1].run(os.getpid) == workers[1].pid
+    with pytest.raises(MisuseError, match=r"not in the group of worker 'worker0' .*: start functions .* with run\(\)"):
+        workers[0].rpc_sync(os.getpid)
+    with pytest.raises(ValueError, match="spoiled"):
+        workers.run(parts.fail, ("spoiled",))
+    with pytest.raises(RpcTimeoutError, match=r"run\(\): worker 'worker0', 'worker1' had not returned after 0.2 s"):
+        workers.run(parts.sleep, (3.0,), timeout=0.2)
+    # Rank 0 is an ordinary worker, and may be lost.
+    pid = workers[0].pid
+    os.kill(pid, 9)
+    with pytest.raises(WorkerLostError, match="worker 'worker0' is lost"):
+        workers.run(parts.peer_sum, ("worker0", torch.ones(3)))
+    eventually(lambda: workers[0].alive and workers[0].pid != pid, 200)
+    eventually(lambda: workers[0].run(parts.fetch, ("restored",)))
+    assert workers.run(parts.peer_sum, ("worker0", torch.ones(3))) == [3.0, 3.0]

@@ -1,0 +1,78 @@
+"""Where Ray puts workers, and what a user is told if there is no room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from eventually import eventually, living_actors, placements
+
+import backhaul.ray
+from backhaul.errors import RpcTimeoutError
+from backhaul.ray.placement import Node, missing, ranks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first", "found"),
+    [
+        ("aabb", None, [0, 1, 2, 3]),
+        ("abab", None, [0, 2, 1, 3]),
+        ("abab", "b", [1, 3, 0, 2]),
+        ("abc", "elsewhere", [0, 1, 2]),
+        ("", None, []),
+    ],
+)
+def test_ranks(nodes: str, first: str | None, found: list[int]) -> None:
+    assert ranks(list(nodes), first) == found
+
+
+NODES = [
+    Node("10.0.0.1", {"CPU": 4.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}),
+    Node("10.0.0.2", {"CPU": 4.0}, {"CPU": 4.0}),
+]
+
+
+def test_what_is_missing() -> None:
+    assert missing({"CPU": 2.0, "GPU": 1.0}, 3, "PACK", NODES, 30.0).splitlines() == [
+        "in 30 s Ray has found no room for 3 workers. Asked for: 3 times CPU 2, GPU 1, strategy 'PACK'; there is room "
+        "for 0 now, and for 1 when nothing else runs",
+        "  node 10.0.0.1: CPU 1 free of 4, GPU 1 free of 1",
+        "  node 10.0.0.2: CPU 4 free of 4, GPU 0 free of 0",
+        "  missing: CPU: 6 asked for, 5 free, 8 in the cluster",
+        "  missing: GPU: 3 asked for, 1 free, 1 in the cluster",
+        "Ask for less, end other jobs, add nodes, or give cluster() a longer timeout.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "n", "line"),
+    [
+        ("STRICT_SPREAD", 3, "  missing: nodes: STRICT_SPREAD puts each worker on its own node, and there are 2"),
+        ("STRICT_PACK", 5, "  missing: one node that has all of it, which STRICT_PACK asks for"),
+    ],
+)
+def test_what_a_strategy_misses(strategy: str, n: int, line: str) -> None:
+    assert line in missing({"CPU": 1.0}, n, strategy, NODES, 1.0).splitlines()
+
+
+def test_without_what_is_free() -> None:
+    """Another version of Ray may not tell."""
+    assert "  node a: CPU 2" in missing({"CPU": 4.0}, 1, "PACK", [Node("a", {"CPU": 2.0})], 1.0).splitlines()
+
+
+def test_no_room(nodes: Any) -> None:
+    with pytest.raises(RpcTimeoutError) as caught:
+        backhaul.ray.cluster(2, resources={"CPU": 1, "GPU": 1}, timeout=1.0)
+    text = str(caught.value)
+    assert "Ray has found no room for 2 workers. Asked for: 2 times CPU 1, GPU 1, strategy 'PACK'; " in text
+    assert "  missing: GPU: 2 asked for, 0 free, 0 in the cluster\n" in text
+    assert text.count("CPU 2 free of 2, GPU 0 free of 0") == 2
+    eventually(lambda: not living_actors() and not placements())
+
+
+def test_room_that_others_have(nodes: Any) -> None:
+    with (
+        backhaul.ray.cluster(3),
+        pytest.raises(RpcTimeoutError, match=r"room for 1 now, and for 2 when nothing else runs"),
+    ):
+        backhaul.ray.cluster(2, driver=False, timeout=1.0)

@@ -1,0 +1,30 @@
+"""Parts of the package that need another one say so when it is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys, types
+sys.modules["ray"] = {found}
+import backhaul
+assert "ray" not in backhaul.__all__
+{use}
+"""
+ABSENT = "None"  # what `import` takes for a package that is not there
+UNRELATED = "types.ModuleType('ray')"  # such as a folder of that name on the search path
+
+
+@pytest.mark.parametrize(
+    ("found", "use"), [(ABSENT, "import backhaul.ray"), (ABSENT, "backhaul.ray"), (UNRELATED, "import backhaul.ray")]
+)
+def test_without_ray(found: str, use: str) -> None:
+    program = PROGRAM.format(found=found, use=use)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: backhaul.ray needs Ray 2.40 or later, on this machine and on all nodes: ")
+    assert last.endswith("pip install 'backhaul[ray]'")
