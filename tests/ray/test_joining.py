@@ -35,11 +35,11 @@ HERE = {"State": "ALIVE", "Pid": 7, "Address": {"NodeID": "node"}}
     [
         (HERE, True, None),
         (None, True, None),  # Ray does not know it
-        ({"State": "DEAD"}, True, Ending(7, "has ended; Ray says: the actor is dead")),
-        ({**HERE, "State": "RESTARTING"}, True, Ending(7, "has ended; Ray restarts its actor", True)),
-        ({**HERE, "Pid": 8}, True, Ending(7, "has ended; Ray restarts its actor", True)),
-        ({**HERE, "Address": {"NodeID": "other"}}, True, Ending(7, "has ended; Ray restarts its actor", True)),
-        (HERE, False, Ending(7, "has ended; Ray says: node node is dead")),
+        ({"State": "DEAD"}, True, Ending("7", "has ended; Ray says: the actor is dead")),
+        ({**HERE, "State": "RESTARTING"}, True, Ending("7", "has ended; Ray restarts its actor", True)),
+        ({**HERE, "Pid": 8}, True, Ending("7", "has ended; Ray restarts its actor", True)),
+        ({**HERE, "Address": {"NodeID": "other"}}, True, Ending("7", "has ended; Ray restarts its actor", True)),
+        (HERE, False, Ending("7", "has ended; Ray says: node node is dead")),
     ],
 )
 def test_what_ray_says_about_a_process(actor: Any, node_lives: bool, found: Ending | None) -> None:

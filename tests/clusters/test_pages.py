@@ -1,0 +1,137 @@
+"""The commands of docs/clusters*.md, run as they stand there. The first line of a block says how:
+
+- ``sh``               on the host ``login``
+- ``sh hosts``         on ``node1`` and ``node2`` at the same time
+- ``sh needs=program`` if that program is installed
+- ``bash file=x``      not run: what a file holds that a later block uses
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from machines import PATIENCE, ROOT, Host
+
+_BLOCK = re.compile(r"^```(sh|bash)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    kind: str
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    found = [Block(kind.strip(), text) for _, kind, text in _BLOCK.findall((ROOT / "docs" / page).read_text())]
+    assert found
+    return found
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """Where the user works: it has the program."""
+    folder = tmp_path / "desk"
+    folder.mkdir()
+    shutil.copy(ROOT / "deploy" / "train.py", folder / "train.py")
+    return folder
+
+
+def run(where: list[Host], text: str, desk: Path, environment: dict[str, str]) -> str:
+    """What the block prints, on all hosts together."""
+    (desk / "block.sh").write_text(text)
+    outputs = [desk.parent / f"{host.name}.out" for host in where]
+    processes = []
+    try:
+        for host, output in zip(where, outputs, strict=True):
+            output.write_bytes(b"")
+            processes.append(host.start("exec bash -e block.sh", desk, environment, output))
+        codes = [process.wait(PATIENCE) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    said = "".join(output.read_text() for output in outputs)
+    assert codes == [0] * len(where), f"{text}\n{said}"
+    return said
+
+
+def check_training(said: str) -> int:
+    """How many workers have taken part; all of them are done."""
+    found = re.search(r"(\d+) workers, loss \d+\.\d+ -> \d+\.\d+", said)
+    assert found is not None, said
+    for rank in range(int(found[1])):
+        assert f"worker{rank} is done" in said
+    return int(found[1])
+
+
+CLUSTERS = blocks("clusters.md")
+TRAINING = [number for number, block in enumerate(CLUSTERS) if "train.py" in block.text]
+
+
+@pytest.mark.parametrize("number", TRAINING, ids=lambda number: CLUSTERS[number].text.split()[0])
+def test_clusters(number: int, hosts: list[Host], desk: Path, environment: dict[str, str]) -> None:
+    *_, option = ["", *CLUSTERS[number].kind.split()]
+    for earlier in CLUSTERS[:number]:
+        if "train.py" not in earlier.text:  # the key
+            run(hosts[2:], earlier.text, desk, environment)
+    program = option.partition("needs=")[2]
+    if program and shutil.which(program, path=environment["PATH"].split(":")[0]) is None:
+        pytest.skip(f"there is no {program}: apt-get install openmpi-bin mpich")
+    where = hosts[:2] if option == "hosts" else hosts[2:]
+    said = run(where, CLUSTERS[number].text, desk, environment)
+    assert check_training(said) == (4 if option == "hosts" else 3)
+
+
+def test_slurm(slurm: str, hosts: list[Host], desk: Path, environment: dict[str, str]) -> None:
+    environment = {**environment, "SLURM_CONF": slurm}
+    trained = 0
+    for block in blocks("clusters-slurm.md"):
+        option, _, name = block.kind.partition("=")
+        if option == "file":
+            (desk / name).write_text(block.text)
+            continue
+        said = run(hosts[2:], block.text, desk, environment)
+        if "sbatch" in block.text:
+            assert check_training(said) == 4
+            trained += 1
+        elif "doctor" in block.text:
+            text = (ROOT / "docs" / "clusters-slurm.md").read_text().partition("    1: place\n")[2].partition("\n\n")[0]
+            for line in text.splitlines():
+                assert line.strip() in said
+    assert trained == 2
+
+
+SHIM = """#!/bin/sh
+echo "{name} $*" >> {log}
+case "{name} $*" in
+"kubectl create secret"*) exec {program} "$@" --dry-run=client -o yaml ;;
+"kubectl apply -f"*) test -f "$3" ;;
+"docker build -f"*) test -f "$3" ;;
+esac
+"""
+
+
+def test_kubernetes(hosts: list[Host], tmp_path: Path, environment: dict[str, str]) -> None:
+    """There is no cluster here: `test_manifests` runs what is applied. The commands are only looked at."""
+    desk = tmp_path / "desk"
+    desk.mkdir()
+    (desk / "deploy").symlink_to(ROOT / "deploy")
+    log = tmp_path / "log"
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("there is no kubectl")
+    for name in ("kubectl", "docker"):
+        path = Path(environment["PATH"].split(":")[0]) / name
+        path.write_text(SHIM.format(name=name, log=log, program=program))
+        path.chmod(0o755)
+    said = "".join(run(hosts[2:], block.text, desk, environment) for block in blocks("clusters-kubernetes.md"))
+    assert "cluster.key: " in said  # in the Secret
+    assert "name: backhaul-key" in said
+    commands = log.read_text().splitlines()
+    assert [command.split()[1] for command in commands] == ["build", "push", "create", "apply", "apply", "wait", "logs"]
+    page = (ROOT / "docs" / "clusters-kubernetes.md").read_text()
+    for path in (ROOT / "deploy" / "kubernetes").glob("*.yaml"):
+        assert f"(../deploy/kubernetes/{path.name})" in page
