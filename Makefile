@@ -88,6 +88,7 @@ fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUT
 bench: $(STAMP) ## measure calls and gradients beside torch.distributed and bare limits; into bench-results/
 	$(BIN)/backhaul bench --json bench-results/bench.json --plot bench-results
 	$(BIN)/backhaul bench --looking
+	$(BIN)/backhaul bench --between --json bench-results/between.json
 
 bench-pinned: $(STAMP) ## the same with all processes on one processor, where nothing may be slower than torch
 	$(BIN)/backhaul bench --pin --json bench-results/bench-pinned.json

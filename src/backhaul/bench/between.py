@@ -32,7 +32,13 @@ from backhaul.bench.table import host, ratio_text, text
 from backhaul.bench.workloads import Figure, Workload
 
 _PLAIN_WIDTH = 250
-_RATIOS = ((TORCH, TLS), (TORCH, PLAIN), (SSL, TLS), (TCP, PLAIN))
+_RATIOS = {
+    "torch/TLS": (TORCH, TLS),
+    "torch/plain": (TORCH, PLAIN),
+    "ssl/TLS": (SSL, TLS),
+    "TCP/plain": (TCP, PLAIN),
+}
+"""How many times longer the first takes than the second."""
 
 
 class Floor(NamedTuple):
@@ -137,12 +143,12 @@ def write(result: Result, file: TextIO) -> None:
     console.print(f"between {result.where}; rounds: {rounds}; load before: {result.load:.2f}; medians (quartiles)")
     table = Table(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
     table.add_column("work", no_wrap=True)
-    for heading in (*SYSTEMS, *(f"{over} / {under}" for over, under in _RATIOS)):
+    for heading in (*SYSTEMS, *_RATIOS):
         table.add_column(heading, justify="right", no_wrap=not terminal)
     table.add_column("wanted", no_wrap=True)
     for row in result.rows:
         times = (row.notes.get(system) or text(row.spread(system), row.figure) for system in SYSTEMS)
-        ratios = (ratio_text(row.ratio(*pair)) for pair in _RATIOS)
+        ratios = (ratio_text(row.ratio(*pair)) for pair in _RATIOS.values())
         table.add_row(row.figure.name, *times, *ratios, _standing(row))
     console.print(table)
 
@@ -174,9 +180,7 @@ def as_json(result: Result) -> dict[str, Any]:
                 },
                 "notes": dict(row.notes),
                 "ratios": {
-                    f"{over} / {under}": ratio._asdict()
-                    for over, under in _RATIOS
-                    if (ratio := row.ratio(over, under)) is not None
+                    name: ratio._asdict() for name, pair in _RATIOS.items() if (ratio := row.ratio(*pair)) is not None
                 },
             }
             for row in result.rows
