@@ -85,6 +85,9 @@ asked: set[str] = set()
 active: set[str] = set()
 """Attempts that some worker is at. The caller of a lost driver hears of it before the driver stops."""
 
+_stopped = threading.Condition()
+"""Notified when an attempt is over."""
+
 Part = tuple["RRef[Stage]", "RRef[torch.nn.Parameter]"]
 
 
@@ -109,7 +112,9 @@ def drive(id: str, step: int, parts: list[Part]) -> str:
             asked.add(id)
             optimizer.step(context)
     finally:
-        active.discard(id)
+        with _stopped:
+            active.discard(id)
+            _stopped.notify_all()
     return id
 
 
@@ -297,14 +302,13 @@ class Program:
 
     def _settle(self, id: str) -> None:
         """Wait until no part of a failed step runs any more, or is on its way."""
-        deadline = time.monotonic() + PATIENCE
-        while id in active or not self._group.scheduler.idle():
-            if time.monotonic() > deadline:
-                raise ChaosError(
-                    f"step {id} has failed, and parts of it still run after {PATIENCE} s: {sorted(active)}, "
-                    f"{self._group.scheduler.describe()}"
-                )
-            time.sleep(0.001)
+        with _stopped:
+            over = _stopped.wait_for(lambda: id not in active, PATIENCE)
+        if not over or not self._group.scheduler.await_idle(PATIENCE):
+            raise ChaosError(
+                f"step {id} has failed, and parts of it still run after {PATIENCE} s: {sorted(active)}, "
+                f"{self._group.scheduler.describe()}"
+            )
 
     def _check(self, parts: dict[int, Any], after: dict[int, Tensor], what: str) -> None:
         for rank, (key, _) in parts.items():
@@ -378,7 +382,8 @@ class Program:
             except rpc.WorkerLostError as error:
                 if time.monotonic() > deadline or "is gone" in str(error):
                     raise ChaosError(f"after healing, stage {rank} cannot be used: {error}") from error
-                time.sleep(0.005)
+                first = self._group.workers[0]
+                first.agent.fates.await_verdict(first.agent.membership.find(rank).info, deadline, "the end")
             else:
                 if not same(found.detach(), self._twins[rank]):
                     raise ChaosError(f"after healing, stage {rank} has another weight")

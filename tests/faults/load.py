@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from awaiting import await_events
 from backhaul import rpc
 from backhaul.rpc import RRef
 from backhaul.worker import current
@@ -26,6 +27,8 @@ PATIENCE = 30.0
 # Callee's side.
 
 ran: Counter[str] = Counter()
+_ran = threading.Condition()
+"""Notified whenever something has run."""
 _gates: dict[str, threading.Event] = {}
 _entered: dict[str, threading.Event] = {}
 
@@ -34,8 +37,14 @@ def who() -> str:
     return rpc.get_worker_info().name
 
 
+def note_run(id: str) -> None:
+    with _ran:
+        ran[id] += 1
+        _ran.notify_all()
+
+
 def once(id: str, x: torch.Tensor) -> torch.Tensor:
-    ran[id] += 1
+    note_run(id)
     return x + 1
 
 
@@ -49,7 +58,7 @@ def entered(name: str) -> threading.Event:
 
 def block(name: str, seconds: float = 120.0) -> str:
     """Run until the test opens the gate of that name."""
-    ran[name] += 1
+    note_run(name)
     entered(name).set()
     gate(name).wait(seconds)
     return name
@@ -271,9 +280,8 @@ def values() -> int:
 
 def await_values(count: int, seconds: float) -> float:
     start = time.monotonic()
-    while (found := values()) != count:
-        assert time.monotonic() - start < seconds, f"after {seconds} s: {found} values, not {count}"
-        threading.Event().wait(0.01)
+    came = await_events(current(), lambda: values() == count, seconds)
+    assert came, f"after {seconds} s: {values()} values, not {count}"
     return time.monotonic() - start
 
 
@@ -292,10 +300,8 @@ def send_large(to: str, elements: int, timeout: float = 0) -> Outcome:
 
 
 def await_runs(id: str, count: int, seconds: float = PATIENCE) -> None:
-    start = time.monotonic()
-    while ran[id] != count:
-        assert time.monotonic() - start < seconds, f"{id} ran {ran[id]} times, not {count}"
-        threading.Event().wait(0.01)
+    with _ran:
+        assert _ran.wait_for(lambda: ran[id] == count, seconds), f"{id} ran {ran[id]} times, not {count}"
 
 
 _large: list[Future[Outcome]] = []

@@ -273,7 +273,8 @@ class Soak:
         start = time.monotonic()
         victims = itertools.cycle(range(2, SIZE))
         next_kill, next_reset, next_look = start + self._kill_every, start + RESET_EVERY, start
-        while (now := time.monotonic()) < start + self._seconds:
+        end = start + self._seconds
+        while (now := time.monotonic()) < end:
             if now >= next_look:
                 next_look = now + max(2.0, self._seconds / 100)
                 self._memory.append((now - start, sum(hosts[rank].run(limits.resident) for rank in (0, 1)) / 2))
@@ -284,7 +285,7 @@ class Soak:
                 next_reset += RESET_EVERY * (0.5 + self._chance.random())
                 hosts.switch.reset()
                 self.resets += 1
-            time.sleep(0.05)
+            time.sleep(max(0.0, min(next_kill, next_reset, next_look, end) - time.monotonic()))
 
     def _replace(self, hosts: Hosts, rank: int) -> None:
         hosts[rank].kill()

@@ -47,7 +47,7 @@ def _short_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_training_under_chaos() -> None:
     seeds = int(os.environ.get(SEEDS_VARIABLE, _DEFAULT_SEEDS))
     tally = run(range(seeds))

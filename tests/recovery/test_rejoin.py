@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import backhaul.autograd as dist_autograd
+from awaiting import await_events
 from backhaul import rpc
 from backhaul.errors import OptionError, WorkerLostError
 from backhaul.security.handshake import Hello, Welcome
@@ -33,11 +34,8 @@ def three(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
         yield workers
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.005)
+def eventually(worker: Worker, holds: Callable[[], bool]) -> None:
+    assert await_events(worker, holds, 10), "it did not come to be"
 
 
 def number() -> int:
@@ -91,7 +89,7 @@ def test_a_stale_reference_of_a_worker_that_has_not_heard_of_the_restart() -> No
             stale = rpc.remote("worker1", torch.ones, args=(2,))
             stale.to_here()
         pair[1].shutdown(graceful=False)
-        eventually(lambda: not pair[0].agent.is_connected(1))
+        eventually(pair[0], lambda: not pair[0].agent.is_connected(1))
         again = Worker("worker1", 1, 2, store=pair._store, transport=Unsociable(pair.network))
         try:
             with pair[0].as_current(), pytest.raises(WorkerLostError, match="is gone: "):
@@ -109,11 +107,11 @@ def test_what_the_old_process_held_is_freed(three: InProcessCluster) -> None:
         mine = rpc.RRef(torch.ones(3))
         three[0].rpc_sync("worker2", keep, args=(mine,))
     owned = three[0].references.counts
-    eventually(lambda: owned()["holders"] == 1)
+    eventually(three[0], lambda: owned()["holders"] == 1)
     three[2].agent.close(0.0)
     three.restart(2)
     three[0].rpc_sync("worker2", number)
-    eventually(lambda: owned()["holders"] == owned()["pinned"] == 0)
+    eventually(three[0], lambda: owned()["holders"] == owned()["pinned"] == 0)
     held.clear()
     assert mine.local_value().tolist() == [1.0, 1.0, 1.0]
 

@@ -70,9 +70,12 @@ class Witness(logging.Handler):
     watching: ClassVar[bool] = False
     events: ClassVar[list[str]] = []
     lines: ClassVar[list[str]] = []
+    written: ClassVar[threading.Condition] = threading.Condition()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(self.format(record))
+        with self.written:
+            self.lines.append(self.format(record))
+            self.written.notify_all()
 
     @classmethod
     def hook(cls, event: str, args: tuple[Any, ...]) -> None:
@@ -116,6 +119,11 @@ def report() -> tuple[list[str], int]:
 
 def logged() -> list[str]:
     return list(Witness.lines)
+
+
+def await_logged(words: str, seconds: float) -> bool:
+    with Witness.written:
+        return Witness.written.wait_for(lambda: words in "\n".join(Witness.lines), seconds)
 
 
 def resident() -> int:
@@ -250,10 +258,7 @@ class Besieged:
 
     def assert_logged(self, words: str) -> None:
         """That the attacked worker writes this down, which it may do a moment after it has ended the connection."""
-        deadline = time.monotonic() + 5
-        while words not in (log := self.log()):
-            assert time.monotonic() < deadline, f"{words!r} is not in the log:\n{log}"
-            time.sleep(0.02)
+        assert self.victim.run(await_logged, words, 5.0), f"{words!r} is not in the log:\n{self.log()}"
 
     def close(self) -> None:
         for hand in self._hands:

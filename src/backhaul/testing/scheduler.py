@@ -191,8 +191,16 @@ class Scheduler(Network):
         What has arrived among replies, and nobody waits for any more, may be left unread.
         """
         with self._changed:
-            unread = any(not _has_replies(channel) for channel in self._unsettled)
-            return not (self._queues or unread) and all(account.is_quiet() for account in self._accounts.values())
+            return self._is_idle()
+
+    def await_idle(self, seconds: float) -> bool:
+        """Wait until it is `idle`. False if it is not in time."""
+        with self._changed:
+            return self._changed.wait_for(self._is_idle, seconds)
+
+    def _is_idle(self) -> bool:
+        unread = any(not _has_replies(channel) for channel in self._unsettled)
+        return not (self._queues or unread) and all(account.is_quiet() for account in self._accounts.values())
 
     def describe(self) -> str:
         """What keeps it from being idle, for people."""

@@ -1,0 +1,33 @@
+"""Waiting for something about a worker that comes to be because of what the worker does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from backhaul.agent.observing import Event
+from backhaul.worker import Worker
+
+_LOOK_AGAIN = 0.5  # some events are emitted a moment before what they tell is true
+
+
+def await_events(worker: Worker, holds: Callable[[], bool], seconds: float) -> bool:
+    """Wait until ``holds()``, which is asked again after each event of this worker's. False if time is up."""
+    happened = threading.Event()
+
+    def observe(event: Event) -> None:
+        happened.set()
+
+    deadline = time.monotonic() + seconds
+    end = worker.agent.observers.add(observe)
+    try:
+        while not holds():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            happened.wait(min(left, _LOOK_AGAIN))
+            happened.clear()
+        return True
+    finally:
+        end()
