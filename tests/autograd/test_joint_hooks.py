@@ -154,3 +154,23 @@ def test_hooks_that_are_gone_are_forgotten() -> None:
     handle.remove()
     assert len(list(joint_hooks.groups())) == before
     assert not joint_hooks.on_any(nodes)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_leaves_of_which_there_may_be_one(pair: InProcessCluster, mode: Any, count: int) -> None:
+    leaves = [leaf(2, 2), leaf(2, 2, seed=2)]
+    seen: Seen = []
+    handle = register_multi_grad_hook(leaves[:count], lambda gradients: seen.append(tolist(gradients)), mode=mode)
+    try:
+        with pair[0].as_current(), dist_autograd.context() as context_id:
+            context_id.backward((call("worker1", double, leaves[0]) * leaves[0] * leaves[1]).sum())
+            assert len(context_id.gradients()) == 2
+        found, seen = seen, []
+        with alone():
+            (call("worker1", double, leaves[0]) * leaves[0] * leaves[1]).sum().backward()
+    finally:
+        handle.remove()
+    assert len(found) == 1
+    if mode == "all":
+        assert found == seen

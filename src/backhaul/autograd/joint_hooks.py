@@ -5,6 +5,8 @@ all its tensors (``mode="all"``) would count those of each run by themselves; so
 hook are run together. A hook for the first of its tensors (``"any"``) would be called in each run; so it is called in
 the first run of a pass only. This module has torch tell it of such hooks.
 
+Torch also refuses to capture the gradient of a leaf that has such a hook, be it the only one: `on_any` tells of these.
+
 Torch never frees a hook over computed tensors, because the hook and the graph refer to each other. So a hook that
 was made inside of a context counts as long as the context goes on. One over leaves counts until it is removed, and of
 the others the latest few do.
@@ -39,11 +41,13 @@ def _notice(self: Any, handles: Sequence[Any]) -> None:
     _init(self, handles)  # type: ignore[arg-type]
     places = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
     functions = [(hooks, id, hooks[id]) for hooks, id in places if hooks is not None and id in hooks]
-    if len(functions) < 2:
+    if not functions or not hasattr(functions[0][2], "__code__"):
         return
     nodes = _nodes(functions[0][2])
     if nodes is not None:
         of_leaves = all(type(node) is _AccumulateGrad for node in nodes)
+        if len(nodes) < 2 and not of_leaves:
+            return  # one node is in one run; a leaf has to be in one that accumulates, which torch insists on
         made_in = _OF_LEAVES if of_leaves else current.get() or _OF_NO_CONTEXT
         _hooks[weakref.ref(functions[0][2])] = made_in
         if made_in == _OF_NO_CONTEXT:
