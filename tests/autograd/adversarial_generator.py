@@ -41,7 +41,7 @@ TRACED = ("times", "product", "sum", "tanh", "softmax", "norm", "transposed", "f
 CASTS = ("double", "float", "half")
 
 OTHERS: dict[str, tuple[str, str, str]] = {
-    # How it is made, what is done with it, and how a dense tensor comes of it. All but one take what they are named for.
+    # How it is made, what is done with it, and how a dense tensor comes of it. All but one take what their name says.
     "pair": ("pair", "pair work", "joined"),
     "labelled": ("labelled", "labelled work", "unlabelled"),
     "jagged": ("jagged", "jagged work", "values"),

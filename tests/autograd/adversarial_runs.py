@@ -1,7 +1,7 @@
 """Adversarial programs run: in one process with plain torch, and on Backhaul; and their outcomes compared.
 
-Both run the same text. In one process ``rpc`` is a stand-in that calls functions right here, between clones as a message
-makes them: the receiver may change a tensor in place, and the graph goes on through it. A function runs as at a callee,
+Both run the same text. In one process ``rpc`` is a stand-in that calls functions right here, between clones as a
+message makes them: the receiver may change a tensor in place, and the graph goes on through it. A function runs as at a callee,
 on a thread of its own, with the autocast of its caller.
 """
 
