@@ -1,8 +1,8 @@
 """Adversarial programs run: in one process with plain torch, and on Backhaul; and their outcomes compared.
 
 Both run the same text. In one process ``rpc`` is a stand-in that calls functions right here, between clones as a
-message makes them: the receiver may change a tensor in place, and the graph goes on through it. A function runs as at a callee,
-on a thread of its own, with the autocast of its caller.
+message makes them: the receiver may change a tensor in place, and the graph goes on through it. A function runs as
+at a callee, on a thread of its own, with the autocast of its caller.
 """
 
 from __future__ import annotations
