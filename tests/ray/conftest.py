@@ -34,6 +34,8 @@ def nodes() -> Iterator[Any]:
     # The workers import `parts`; and they inherit this from the processes of the nodes.
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     os.environ["OMP_NUM_THREADS"] = "1"
+    # By default 15: on a busy machine workers would hardly start.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     cluster = Cluster()
     try:
         patiently(lambda: cluster.add_node(**NODE, include_dashboard=False))

@@ -81,7 +81,7 @@ def started(host: str, directory: Path, *arguments: str) -> subprocess.Popen[Any
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, **QUICK, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **QUICK, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 
 
 def test_tls_between_hosts(network: None, tmp_path: Path) -> None:
