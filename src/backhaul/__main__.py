@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="backhaul", description="Differentiable RPC for PyTorch.")
     parser.add_argument("--version", action="version", version=f"backhaul {backhaul.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    run_command.add_parser(commands)
+    run_command.add_parser(commands, backhaul.__version__)
     keygen_command.add_parser(commands)
     doctor_command.add_parser(commands)
     bench_command.add_parser(commands)

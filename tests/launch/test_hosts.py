@@ -285,7 +285,7 @@ def test_command_lines_that_are_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    add_parser(parser.add_subparsers(), "0.9")
     given = parser.parse_args(["run", *options])
     with pytest.raises(SystemExit) as ended:
         given.handle(given)

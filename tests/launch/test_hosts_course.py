@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-import backhaul
 from backhaul.launch import protocol
 from backhaul.launch.course import Action, Connect, Course, Disconnect, Say, Send
 from backhaul.launch.job import Outcome
 from backhaul.launch.placement import Host, seats
 from backhaul.launch.terms import Terms
 
+VERSION = "0.9"
 HELLO = {0: "10.0.0.1", 1: "10.0.0.2"}
 
 
@@ -22,7 +22,13 @@ class Play:
 
     def __init__(self, hosts: Sequence[Host] = (Host("a", 2), Host("b", 2)), **terms: object) -> None:
         names = [f"worker{rank}" for rank in range(sum(host.slots for host in hosts))]
-        given = {"argv": ["-u", "x.py"], "environment": {"BACKHAUL_SECRET": "s"}, "workdir": "/w", "script": "x.py"}
+        given = {
+            "version": VERSION,
+            "argv": ["-u", "x.py"],
+            "environment": {"BACKHAUL_SECRET": "s"},
+            "workdir": "/w",
+            "script": "x.py",
+        }
         self.terms = Terms(hosts=hosts, seats=seats(hosts, names), **{**given, "host_timeout": 10.0, **terms})  # type: ignore[arg-type]
         self.course = Course(self.terms, {"10.0.0.2": "10.0.0.9"}.get)
         self.now = 1000.0
@@ -54,7 +60,7 @@ class Play:
         return "\n".join(each.text for each in self.did if isinstance(each, Say))
 
     def greet(self, host: int) -> list[Action]:
-        return self.hear(host, protocol.Hello(protocol.VERSION, backhaul.__version__, HELLO[host]), protocol.Ready())
+        return self.hear(host, protocol.Hello(protocol.VERSION, VERSION, HELLO[host]), protocol.Ready())
 
     def run(self) -> Play:
         """Up to where all workers run."""
@@ -93,7 +99,7 @@ class Play:
 def test_all_hosts_are_called_and_set_up() -> None:
     play = Play()
     assert play.did == [Connect(0), Connect(1)]
-    play.hear(1, protocol.Hello(protocol.VERSION, backhaul.__version__, "10.0.0.2"))
+    play.hear(1, protocol.Hello(protocol.VERSION, VERSION, "10.0.0.2"))
     assert play.did == [Send(1, protocol.Setup("b", {"BACKHAUL_SECRET": "s"}, "/w", "x.py", 10.0))]
 
 
@@ -142,9 +148,7 @@ def test_workers_start_when_all_hosts_have_reached_the_first() -> None:
 def test_where_the_group_meets(hosts: Sequence[Host], terms: dict[str, object], address: str) -> None:
     play = Play(hosts, **terms)
     for number, host in enumerate(hosts):
-        play.hear(
-            number, protocol.Hello(protocol.VERSION, backhaul.__version__, "" if host.is_local else HELLO[number])
-        )
+        play.hear(number, protocol.Hello(protocol.VERSION, VERSION, "" if host.is_local else HELLO[number]))
         play.hear(number, protocol.Ready())
     assert play.did == [Send(0, protocol.Listen(address, int(str(terms.get("master_port", 0)))))]
 
@@ -152,11 +156,11 @@ def test_where_the_group_meets(hosts: Sequence[Host], terms: dict[str, object], 
 def test_an_address_that_is_not_known_is_asked_for() -> None:
     play = Play()
     play.greet(1)
-    play.hear(0, protocol.Hello(protocol.VERSION, backhaul.__version__, ""), protocol.Ready())
+    play.hear(0, protocol.Hello(protocol.VERSION, VERSION, ""), protocol.Ready())
     assert play.course.phase == "listening"  # towards("10.0.0.2") says it
     play = Play()
     for host in (0, 1):
-        play.hear(host, protocol.Hello(protocol.VERSION, backhaul.__version__, ""), protocol.Ready())
+        play.hear(host, protocol.Hello(protocol.VERSION, VERSION, ""), protocol.Ready())
     assert "give it with --master-addr, or as address= in a hostfile" in play.course.outcome.why
 
 
@@ -185,7 +189,7 @@ def test_all_hosts_that_cannot_be_used_are_named_at_once() -> None:
     play = Play((Host("a"), Host("b"), Host("c")))
     assert play.drop(1, "host b: no key") == []  # the others may fail as well
     play.greet(0)
-    play.hear(2, protocol.Hello(protocol.VERSION, backhaul.__version__, "10.0.0.3"))
+    play.hear(2, protocol.Hello(protocol.VERSION, VERSION, "10.0.0.3"))
     play.hear(2, protocol.Refused("it has no directory /w"))
     assert play.course.done
     assert play.course.outcome == Outcome(255, "host b: no key\nhost c: it has no directory /w", stopped=False)

@@ -27,7 +27,8 @@ _SHORTEST_HOST_TIMEOUT = 1.0
 _ONLY_WITH_HOSTS = ("ssh", "python", "workdir", "master_addr", "master_port", "host_timeout", "connect_timeout")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], version: str) -> None:
+    """``version`` is that of this package, which all hosts have to have."""
     parser = commands.add_parser(
         "run",
         usage="backhaul run [-h] [-n N | --hosts A:N,B:N,… | --hostfile FILE] [-m] [OPTIONS] SCRIPT [ARGS …]",
@@ -78,7 +79,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_hosts(parser.add_argument_group("several hosts, over ssh"))
     parser.add_argument("script", metavar="SCRIPT", help="what to run, followed by its own arguments")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
-    parser.set_defaults(handle=run, parser=parser)
+    parser.set_defaults(handle=run, parser=parser, package_version=version)
 
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
@@ -164,6 +165,7 @@ def _run_over_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace
     if options.ssh is not None and not _words(options.ssh):
         parser.error(f"--ssh {options.ssh!r} is not a command, as in --ssh 'ssh -p 2222 -i key'")
     wishes = over_hosts.Wishes(
+        version=options.package_version,
         script=options.script,
         module=options.module,
         argv=argv,

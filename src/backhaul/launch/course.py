@@ -38,7 +38,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import backhaul
 from backhaul.launch import protocol
 from backhaul.launch.job import Cause, Outcome, exit_code
 from backhaul.launch.lease import Grants
@@ -224,7 +223,7 @@ class Course:
         return Connect(berth.number)
 
     def _greeted(self, berth: _Berth, hello: protocol.Hello, now: float) -> list[Action]:
-        ours = backhaul.__version__
+        ours = self.terms.version
         if (hello.protocol, hello.version) != (protocol.VERSION, ours):
             reason = f"it has Backhaul {hello.version}, and the launcher {ours}: install the same version on both"
             return self._unusable(berth, f"host {berth.host.name}: {reason}", now)

@@ -24,6 +24,8 @@ from backhaul.security.keys import KEY_FILE_VARIABLE, read_key_file
 class Wishes:
     """What the command line says. None is what it leaves out."""
 
+    version: str
+    """That of Backhaul here."""
     script: str
     module: bool = False
     argv: Sequence[str] = ()
@@ -62,6 +64,7 @@ def terms_of(
     key_file = wishes.key_file or os.environ.get(KEY_FILE_VARIABLE)
     secret = read_key_file(key_file).hex() if key_file else secrets.token_hex(32)
     return Terms(
+        version=wishes.version,
         hosts=hosts,
         seats=seats(hosts, names),
         argv=wishes.argv,

@@ -24,7 +24,7 @@ BOOT = (
     "import sys;sys.path[:1]=[];import json;"
     'given=json.loads(open(0,"rb",0,closefd=False).readline() or "null") or sys.exit(1);'
     'sys.path[:0]=given["path"];'
-    "from backhaul.launch.steward import main;main()"
+    "import backhaul;from backhaul.launch.steward import main;main(backhaul.__version__)"
 )
 
 _ADVICE = (

@@ -19,7 +19,6 @@ import sys
 import threading
 from queue import Empty, SimpleQueue
 
-import backhaul
 from backhaul.directories import PrivateDirectory
 from backhaul.errors import ProtocolError
 from backhaul.launch import protocol
@@ -40,7 +39,8 @@ _BACKLOG = 64
 class Steward:
     """See the module's docstring. ``source`` and ``target`` are descriptors of the launcher's pipes."""
 
-    def __init__(self, source: int, target: int, directory: PrivateDirectory) -> None:
+    def __init__(self, version: str, source: int, target: int, directory: PrivateDirectory) -> None:
+        self._version = version
         self._source = source
         self._directory = directory.path
         self._guardian = Guardian(directory.path)
@@ -61,7 +61,7 @@ class Steward:
         """Serve the launcher until it is gone; then all workers are gone, too."""
         self._supervisor.attend(self._source, self._on_input)
         self._feed.send(protocol.MARK)
-        self._send(protocol.Hello(protocol.VERSION, backhaul.__version__, _ssh_address()))
+        self._send(protocol.Hello(protocol.VERSION, self._version, _ssh_address()))
         try:
             while not self._launcher_gone:
                 self._look_after_lease()
@@ -228,8 +228,11 @@ def _ssh_address() -> str:
     return parts[2] if len(parts) == 4 else ""
 
 
-def main() -> None:
-    """Be the steward of this host. Its standard input and output belong to the launcher; no print may hit them."""
+def main(version: str) -> None:
+    """Be the steward of this host, which has that version of Backhaul.
+
+    Standard input and output belong to the launcher; no print may hit them.
+    """
     source, target = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -240,6 +243,6 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     directory = PrivateDirectory()
     try:
-        Steward(source, target, directory).run()
+        Steward(version, source, target, directory).run()
     finally:
         directory.remove()

@@ -14,6 +14,8 @@ from backhaul.options import HOST_VARIABLE
 class Terms:
     """What is launched, where and how."""
 
+    version: str
+    """That of Backhaul, which all hosts have to have."""
     hosts: Sequence[Host]
     seats: Sequence[Seat]
     argv: Sequence[str]
