@@ -41,7 +41,7 @@ class Channel(ABC):
     device_lending: DeviceLending | None = None
     """Puts tensors on GPUs into segments that the peer opens, where that is possible."""
     path = "memory"
-    """How the bytes go, for people: ``memory``, ``unix`` or ``tls``."""
+    """How the bytes go, for people: ``memory``, ``unix``, ``tls`` or ``tcp``."""
     sent = 0
     """Bytes that were written, without those in segments."""
     shared = 0

@@ -45,7 +45,7 @@ from backhaul.wire.lanes import SHORT, Pace, Slices
 
 _CHUNK = 16 * RECORD
 # So much is encrypted at a time. The records are written twice before the kernel has them, so they stay in the cache.
-_SEND_CHUNK = 8 * RECORD
+_SEND_CHUNK = 4 * RECORD
 _FIRST_CHUNK = RECORD
 _SMALL = 4096
 _LARGE_SLICE = 64 * 1024
