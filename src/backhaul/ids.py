@@ -16,7 +16,7 @@ GUEST = -1
 """The rank of a visitor that is not a member of the group and may only look (`seeing.guest`)."""
 
 
-class RefId(msgspec.Struct, frozen=True, order=True, array_like=True, omit_defaults=True):
+class RefId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A value that lives on one worker: its owner, who made the reference, and that one's count."""
 
     owner: int

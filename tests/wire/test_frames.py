@@ -52,13 +52,13 @@ from backhaul.wire.messages import (
 HEAD = "42 48 01"
 NO_TENSORS = "00000000 0000000000000000"
 
-REF, SHARE = RefId(1, 2, 3), ShareId(4, 5)
+REF, SHARE = RefId(1, 2, 3, 6), ShareId(4, 5)
 PASS, PASS_BYTES = Pass(1, 2, 3, True, False), "95 01 02 03 c3 c2"
 
 LITERAL = [
     (Call(1, None), f"{HEAD} 01 07000000 {NO_TENSORS} 96 01 c0 90 c0 90 90"),
     (Call(1, None, (), Mark(2, 3, False)), f"{HEAD} 01 0b000000 {NO_TENSORS} 96 01 c0 90 94 02 03 c2 c0 90 90"),
-    (Call(1, None, ((REF, SHARE),)), f"{HEAD} 01 0f000000 {NO_TENSORS} 96 01 c0 91 92 93010203 920405 c0 90 90"),
+    (Call(1, None, ((REF, SHARE),)), f"{HEAD} 01 10000000 {NO_TENSORS} 96 01 c0 91 92 9401020306 920405 c0 90 90"),
     (Result(2, [0, True, 1.5]), f"{HEAD} 02 11000000 {NO_TENSORS} 95 02 93 00 c3 cb3ff8000000000000 90 c0 90"),
     (
         Result(2, None, (), None, (Coded(0, "topk", "float32", (4,), True),)),
@@ -73,11 +73,11 @@ LITERAL = [
     (AwaitEnd(6, 1), f"{HEAD} 06 03000000 {NO_TENSORS} 92 06 01"),
     (Tally(300), f"{HEAD} 07 04000000 {NO_TENSORS} 91 cd012c"),
     (Goodbye(), f"{HEAD} 08 01000000 {NO_TENSORS} 90"),
-    (Create(7, REF, None), f"{HEAD} 09 0b000000 {NO_TENSORS} 97 07 93010203 c0 90 c0 90 90"),
-    (Fetch(8, REF), f"{HEAD} 0a 07000000 {NO_TENSORS} 93 08 93010203 c0"),
+    (Create(7, REF, None), f"{HEAD} 09 0c000000 {NO_TENSORS} 97 07 9401020306 c0 90 c0 90 90"),
+    (Fetch(8, REF), f"{HEAD} 0a 08000000 {NO_TENSORS} 93 08 9401020306 c0"),
     (
         Notices(9, 12, 10, (Register(REF), Registered(REF, False), Unpin(SHARE), Release(REF))),
-        f"{HEAD} 0b 1d000000 {NO_TENSORS} 94 09 0c 0a 94 9201 93010203 9302 93010203 c2 9203 920405 9204 93010203",
+        f"{HEAD} 0b 20000000 {NO_TENSORS} 94 09 0c 0a 94 9201 9401020306 9302 9401020306 c2 9203 920405 9204 9401020306",
     ),
     (
         Notices(9, 12, 11, (Sweep((1, 2)), Swept(()), Recall((SHARE,)))),
