@@ -77,7 +77,8 @@ LITERAL = [
     (Fetch(8, REF), f"{HEAD} 0a 08000000 {NO_TENSORS} 93 08 9401020306 c0"),
     (
         Notices(9, 12, 10, (Register(REF), Registered(REF, False), Unpin(SHARE), Release(REF))),
-        f"{HEAD} 0b 20000000 {NO_TENSORS} 94 09 0c 0a 94 9201 9401020306 9302 9401020306 c2 9203 920405 9204 9401020306",
+        f"{HEAD} 0b 20000000 {NO_TENSORS} 94 09 0c 0a 94 9201 9401020306 9302 9401020306 c2 9203 920405 9204"
+        " 9401020306",
     ),
     (
         Notices(9, 12, 11, (Sweep((1, 2)), Swept(()), Recall((SHARE,)))),
