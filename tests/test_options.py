@@ -47,6 +47,7 @@ GOOD: dict[str, list[Any]] = {
     "metrics_port": [None, 0, 9400, 65535],
     "tracing": [True, False],
     "edges": [None, {}, {"bank": OPEN, "shop-*": OPEN}],
+    "fabric": ["tls", "plain"],
 }
 
 BAD: list[tuple[str, Any, str]] = [
@@ -123,6 +124,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("edges", OPEN, "must be a dict of edges by the names of peers"),
     ("edges", {"bank": []}, "must be a dict of edges by the names of peers"),
     ("edges", {"": OPEN}, "as in {'bank': Edge(...), '*': Edge(...)}"),
+    ("fabric", "none", "'none' must be 'tls', or 'plain' for a network whose every machine and cable you trust"),
+    ("fabric", None, "None must be 'tls', or 'plain'"),
 ]
 
 

@@ -36,6 +36,9 @@ class Ending(msgspec.Struct, frozen=True):
     replaced: bool = False
 
 
+_ending_decoder = msgspec.json.Decoder(Ending)
+
+
 class Endings:
     """What the launcher of this worker has told. Thread-safe."""
 
@@ -76,7 +79,7 @@ class Endings:
         found: list[Ending] = []
         while self._socket is not None:
             try:
-                found.append(msgspec.json.decode(self._socket.recv(_LARGEST), type=Ending))
+                found.append(_ending_decoder.decode(self._socket.recv(_LARGEST)))
             except OSError:
                 break
             except msgspec.MsgspecError:

@@ -73,6 +73,10 @@ class Member(msgspec.Struct, frozen=True):
         return WorkerInfo(self.id, self.name)
 
 
+# Made once, at import: msgspec crashes if two threads are the first to decode a type.
+_member_decoder = msgspec.json.Decoder(Member)
+
+
 class Membership:
     """The members of one group, as seen by one of them. Thread-safe."""
 
@@ -451,7 +455,7 @@ class Membership:
     @staticmethod
     def _decode(raw: bytes) -> Member | None:
         try:
-            return msgspec.json.decode(raw, type=Member)
+            return _member_decoder.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 

@@ -115,8 +115,12 @@ class RpcPort:
         self._roles = roles
         self._init = init
 
-    def __enter__(self) -> RpcPort:
+    def join(self) -> None:
+        """Become a worker of the group."""
         self._init()
+
+    def __enter__(self) -> RpcPort:
+        self.join()
         if self.role != SERVER:
             self.noop()
         return self

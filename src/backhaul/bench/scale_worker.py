@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import torch
 
-from backhaul import autograd as our_autograd
-from backhaul import rpc as our_rpc
-from backhaul.bench.ports import BACKHAUL, torch_has_rpc
+from backhaul.bench.ports import BACKHAUL, backhaul_port, torch_has_rpc, torch_port
 from backhaul.worker import current
 
 _WIDTH = 16
 _SECONDS = 600.0
 
-if torch_has_rpc():
-    from torch.distributed import autograd as torch_autograd
-    from torch.distributed import rpc as torch_rpc
+torch_has_rpc()  # which imports it, before the fork
 
 
 def nothing() -> None:
@@ -40,22 +35,19 @@ class Member:
         torch.set_num_threads(1)
         self._system = system
         self._rank = rank
-        self._size = size
-        self._where = f"file://{directory}/meeting-point"
-        self._rpc: Any = our_rpc if system == BACKHAUL else torch_rpc
-        self._autograd: Any = our_autograd if system == BACKHAUL else torch_autograd
-        self._others = [f"worker{other}" for other in range(size) if other != rank]
+        names = [f"worker{each}" for each in range(size)]
+        self._others = [name for name in names if name != names[rank]]
+        if system == BACKHAUL:
+            more: dict[str, Any] = {"rpc_timeout": _SECONDS, "connect_timeout": 120.0}
+            self._port = backhaul_port(names[rank], names, directory, **more)
+        else:
+            self._port = torch_port(names[rank], names, directory, rpc_timeout=_SECONDS)
+        self._rpc, self._autograd = self._port.rpc, self._port.autograd
         self._references: list[Any] = []
 
     def start(self) -> int | None:
         """Join the group; how many connections this worker has then, if that can be known."""
-        if self._system == BACKHAUL:
-            options: Any = our_rpc.RpcOptions(init_method=self._where, rpc_timeout=_SECONDS, connect_timeout=120.0)
-        else:
-            warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
-            options = torch_rpc.TensorPipeRpcBackendOptions(init_method=self._where, rpc_timeout=_SECONDS)
-        name = f"worker{self._rank}"
-        self._rpc.init_rpc(name, rank=self._rank, world_size=self._size, rpc_backend_options=options)
+        self._port.join()
         if self._system != BACKHAUL:
             return None
         agent = current().agent

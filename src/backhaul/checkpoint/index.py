@@ -92,6 +92,11 @@ class _Head(msgspec.Struct):
     version: int
 
 
+# Made once, at import: msgspec crashes if two threads are the first to decode a type.
+_head_decoder = msgspec.json.Decoder(_Head)
+_index_decoder = msgspec.json.Decoder(Index)
+
+
 def encode(index: Index) -> bytes:
     """The bytes of the file. Raises `BackhaulError` for an index that `decode` would refuse."""
     content = msgspec.json.encode(index) + b"\n"
@@ -102,7 +107,7 @@ def encode(index: Index) -> bytes:
 def decode(content: bytes) -> Index:
     """The index that these bytes are. Raises `BackhaulError` if they are none that can be used."""
     try:
-        head = msgspec.json.decode(content, type=_Head)
+        head = _head_decoder.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
         raise BackhaulError(f"it is damaged, or not the index of a checkpoint: {error}") from None
     if head.format != FORMAT:
@@ -113,7 +118,7 @@ def decode(content: bytes) -> Index:
             "install the Backhaul that has written it, or a newer one"
         )
     try:
-        index = msgspec.json.decode(content, type=Index)
+        index = _index_decoder.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
         raise BackhaulError(f"it is damaged: {error}") from None
     wrong = _first_wrong(index)
