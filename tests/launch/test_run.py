@@ -198,6 +198,7 @@ def test_with_rejoin_a_failure_leaves_the_others_alone(run: RunScript, tmp_path:
         """
     launch = run(source, options=("--rejoin",))
     assert launch.line() == "[worker1] fails\n"
+    assert launch.complaint() == "backhaul: worker1 exited with code 3; the other workers go on\n"
     (tmp_path / "gate").write_text("")
     assert launch.finish() == (3, "[worker0] done\n", "backhaul: worker1 exited with code 3\n")
 

@@ -238,16 +238,18 @@ def _run(session: Session, commands: list[Command], restarts: int, rejoin: bool,
         tell(session.directory, process.identity, process.ending, replaced=again)
         if again:
             left -= 1
-            print(
-                f"backhaul: {process.name} {process.ending}; it is restarted, and {left} restarts are left",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"{process.name} {process.ending}; it is restarted, and {left} restarts are left")
+
+    def on_missing(process: Process) -> None:
+        say(f"{process.name} {process.ending}; the other workers go on")
+
+    def say(text: str) -> None:
+        print(f"backhaul: {text}", file=sys.stderr, flush=True)
 
     guardian = Guardian(session.directory)
     try:
         with Supervisor(output, guardian) as supervisor:
-            return run_job(supervisor, commands, restarts=restarts, on_end=on_end, rejoin=rejoin)
+            return run_job(supervisor, commands, restarts=restarts, on_end=on_end, rejoin=rejoin, on_missing=on_missing)
     finally:
         guardian.close()
 

@@ -63,11 +63,13 @@ def run_job(
     restarts: int = 0,
     on_end: OnEnd = lambda process, again: None,
     rejoin: bool = False,
+    on_missing: Callable[[Process], None] = lambda process: None,
 ) -> Outcome:
     """Run ``commands`` to their end. Main thread only, since it handles signals.
 
     Workers that fail are started again, ``restarts`` times altogether. With ``rejoin``, a worker that is not started
-    again leaves the others alone. SIGINT, SIGTERM and SIGHUP are passed on once; a second one kills at once.
+    again leaves the others alone, and ``on_missing`` is told. SIGINT, SIGTERM and SIGHUP are passed on once; a second
+    one kills at once.
     """
     cause = Cause()
     missing = Cause()  # of what the others go on without
@@ -98,6 +100,7 @@ def run_job(
                     )
                     if rejoin and cause.outcome is None:
                         missing.claim(failure)
+                        on_missing(process)
                     elif cause.claim(failure):
                         supervisor.stop(grace=grace)
             for process in [process for process in leaving if process.over.is_set()]:
