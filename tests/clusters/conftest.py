@@ -133,9 +133,9 @@ def slurm(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterat
             argv = ["munged", "--foreground", "--force", *paths.split(), f"--socket={munge}/socket"]
             started.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
         await_that(lambda: (munge / "socket").exists(), here)
-        started.append(login.start("exec slurmctld -D", here, env, here / "slurmctld.out"))
+        started.append(login.start("slurmctld -D", here, env, here / "slurmctld.out"))
         for node in nodes:
-            started.append(node.start(f"exec slurmd -D -N {node.name}", here, env, here / f"{node.name}.out"))
+            started.append(node.start(f"slurmd -D -N {node.name}", here, env, here / f"{node.name}.out"))
 
         def both_are_idle() -> bool:
             output = here / "sinfo"
