@@ -61,12 +61,15 @@ def environment(tmp_path: Path) -> dict[str, str]:
     home.mkdir()
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, choices in {"mpirun": ["mpirun.openmpi"], "mpiexec": ["mpiexec.hydra"]}.items():
-        found = next(filter(None, map(shutil.which, choices)), None)
+    python = shlex.quote(sys.executable)
+    commands = {"torchrun": f"{python} -m torch.distributed.run", "backhaul": f"{python} -m backhaul"}
+    # Both MPIs have both names; these are the ones that the pages mean. Hydra looks for its helpers beside itself.
+    for name, program in {"mpirun": "mpirun.openmpi", "mpiexec": "mpiexec.hydra"}.items():
+        found = shutil.which(program)
         if found is not None:
-            (programs / name).symlink_to(found)
-    for name, module in {"torchrun": "torch.distributed.run", "backhaul": "backhaul"}.items():
-        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m {module} "$@"\n')
+            commands[name] = found
+    for name, command in commands.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         (programs / name).chmod(0o755)
     return {
         "PATH": f"{programs}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -130,9 +133,9 @@ def slurm(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterat
             argv = ["munged", "--foreground", "--force", *paths.split(), f"--socket={munge}/socket"]
             started.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
         await_that(lambda: (munge / "socket").exists(), here)
-        started.append(login.start("exec slurmctld -D", here, env, here / "slurmctld.out"))
+        started.append(login.start("slurmctld -D", here, env, here / "slurmctld.out"))
         for node in nodes:
-            started.append(node.start(f"exec slurmd -D -N {node.name}", here, env, here / f"{node.name}.out"))
+            started.append(node.start(f"slurmd -D -N {node.name}", here, env, here / f"{node.name}.out"))
 
         def both_are_idle() -> bool:
             output = here / "sinfo"

@@ -23,9 +23,17 @@ class Host:
 
     def start(self, command: str, cwd: Path, env: dict[str, str], output: Path) -> subprocess.Popen[bytes]:
         """Run a shell command there. All that it has started ends with the process that is returned."""
+        # The shell stays as the first process of its namespace, and reaps what the others leave: Slurm waits for that.
         prepare = f"mount --bind {self._hosts} /etc/hosts; mount -t proc proc /proc; hostname {self.name}"
         unshare = "unshare --mount --uts --pid --fork --kill-child --propagation private"
-        argv = ["nsenter", f"--net=/run/netns/{self._space}", *unshare.split(), "bash", "-c", f"{prepare} && {command}"]
+        argv = [
+            "nsenter",
+            f"--net=/run/netns/{self._space}",
+            *unshare.split(),
+            "bash",
+            "-c",
+            f"{prepare} && {command}; exit $?",
+        ]
         with output.open("ab") as file:
             return subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 

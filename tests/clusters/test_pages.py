@@ -47,7 +47,7 @@ def run(where: list[Host], text: str, desk: Path, environment: dict[str, str]) -
     try:
         for host, output in zip(where, outputs, strict=True):
             output.write_bytes(b"")
-            processes.append(host.start("exec bash -e block.sh", desk, environment, output))
+            processes.append(host.start("bash -e block.sh", desk, environment, output))
         codes = [process.wait(PATIENCE) for process in processes]
     finally:
         for process in processes:

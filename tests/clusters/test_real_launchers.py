@@ -18,7 +18,7 @@ def test_torchrun_starts_the_group_again(hosts: list[Host], tmp_path: Path, envi
     make_key_file(str(tmp_path / "cluster.key"))
     script = ROOT / "tests" / "scripts" / "elastic.py"
     command = (
-        "exec torchrun --nnodes 2 --nproc-per-node 1 --max-restarts 3 --rdzv-id 7 --rdzv-backend c10d "
+        "torchrun --nnodes 2 --nproc-per-node 1 --max-restarts 3 --rdzv-id 7 --rdzv-backend c10d "
         f"--rdzv-endpoint 10.0.0.1:29400 --rdzv-conf join_timeout=200 {script}"
     )
     processes = []
