@@ -311,6 +311,9 @@ class Soak:
         end = self._memory[-1][0]
         before = [size for at, size in self._memory if 0.25 * end <= at <= 0.35 * end]
         after = [size for at, size in self._memory if at >= 0.9 * end]
+        if not before:
+            self._problems.append(f"too few looks at memory to judge it: {len(self._memory)}")
+            return 0.0
         return sum(after) / len(after) / (sum(before) / len(before)) - 1
 
 
