@@ -396,6 +396,25 @@ def test_an_end_that_tls_announces(tcp: Group, more: bytes) -> None:
         receive(far)
 
 
+@pytest.mark.timeout(20)
+def test_an_end_that_tls_announces_in_the_middle_of_a_tensor(tcp: Group) -> None:
+    """And whatever follows: the reading thread does not go on for ever."""
+    near, far = tcp.pair()
+    assert isinstance(near, TlsChannel)
+    half = bytes(encode(Result(1, None), [torch.zeros(1 << 18)]))[: 1 << 19]
+    while half:
+        half = half[near._stream.write(half) :]
+    with pytest.raises(ssl.SSLWantReadError):
+        near._stream.unwrap()
+    sending = threading.Thread(target=near._socket.sendall, args=(near._outgoing.read() + bytes(1 << 16),))
+    sending.start()
+    with pytest.raises(ChannelClosed):
+        receive(far)
+    far.close()
+    near._socket.shutdown(socket.SHUT_RDWR)
+    sending.join(SOON)
+
+
 def test_the_memory_of_an_idle_connection_is_small(tcp: Group) -> None:
     near, far = tcp.pair()
     assert isinstance(far, TlsChannel)

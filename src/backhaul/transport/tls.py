@@ -331,7 +331,10 @@ class TlsChannel(Channel):
         # With so many bytes there is a whole record; what else may be there, the caller finds out.
         try:
             while filled < size and incoming.pending >= RECORD + _OVERHEAD:
-                filled += read(RECORD, place[filled:])  # type: ignore[operator]
+                count: int = read(RECORD, place[filled:])  # type: ignore[assignment]
+                if not count:  # the peer has said that it closes; the caller sees it, too
+                    break
+                filled += count
                 records += 1
         except ssl.SSLWantReadError:
             pass
