@@ -24,7 +24,7 @@ import torch
 
 from backhaul import rpc
 
-_START_SECONDS = 60
+_START_SECONDS = 110
 _WRITE_SECONDS = 5
 
 
