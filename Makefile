@@ -1,4 +1,4 @@
-# From a fresh clone with Python 3.10 or later, pip and make: `make demo`, `make test`.
+# From a fresh clone with Python 3.10 to 3.13, pip and make: `make demo`, `make test`.
 # Everything lives in .venv. PYTHON chooses the interpreter, PIP_ARGS is handed to pip.
 
 PYTHON ?= python3
@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 OTHER := .venv-third-party
 FUZZ := .venv-fuzz
+MATRIX_ARGS ?=
 INPUTS ?= 1000000
 CHAOS_SEEDS ?= 20000
 SOAK_SECONDS ?= 1200
@@ -31,7 +32,7 @@ LAYER_TESTS := tests/agent tests/autograd tests/calls tests/refs tests/testing t
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-pure test-layers test-rest lint slow faults chaos soak attacks conformance cuda third-party \
-	fuzz bench bench-pinned bench-check coverage clean
+	fuzz matrix bench bench-pinned bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -90,6 +91,10 @@ third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyP
 
 fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUTS=...); some half an hour
 	$(FUZZ)/bin/python fuzz/run.py --inputs $(INPUTS)
+
+# Any Python runs the script; each pair of a Python and a torch has an environment in .venv-matrix.
+matrix: ## the tests with several Pythons and torches, and a table (MATRIX_ARGS="--pairs 3.12:2.11.0"; see matrix/run.py)
+	$(PYTHON) matrix/run.py $(MATRIX_ARGS)
 
 bench: $(STAMP) ## measure calls and gradients beside torch.distributed and bare limits; into bench-results/
 	$(BIN)/backhaul bench --json bench-results/bench.json --plot bench-results
