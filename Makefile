@@ -1,4 +1,4 @@
-# From a fresh clone with Python 3.10 or later, pip and make: `make demo`, `make test`.
+# From a fresh clone with Python 3.10 to 3.13, pip and make: `make demo`, `make test`.
 # Everything lives in .venv. PYTHON chooses the interpreter, PIP_ARGS is handed to pip.
 
 PYTHON ?= python3
@@ -10,6 +10,7 @@ OTHER := .venv-third-party
 FUZZ := .venv-fuzz
 CLUSTERS := .venv-clusters
 RAY := .venv-ray
+MATRIX_ARGS ?=
 INPUTS ?= 1000000
 CHAOS_SEEDS ?= 20000
 SOAK_SECONDS ?= 1200
@@ -17,7 +18,7 @@ CUDA_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick lint slow hosts clusters ray faults chaos soak attacks conformance cuda third-party \
-	mutants fuzz bench bench-pinned bench-check coverage clean
+	mutants fuzz matrix bench bench-pinned bench-check coverage clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -84,6 +85,10 @@ ray: $(RAY)/.stamp ## backhaul.ray on a real Ray of this machine, with several n
 
 fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUTS=...); some half an hour
 	$(FUZZ)/bin/python fuzz/run.py --inputs $(INPUTS)
+
+# Any Python runs the script; each pair of a Python and a torch has an environment in .venv-matrix.
+matrix: ## the tests with several Pythons and torches, and a table (MATRIX_ARGS="--pairs 3.12:2.11.0"; see matrix/run.py)
+	$(PYTHON) matrix/run.py $(MATRIX_ARGS)
 
 bench: $(STAMP) ## measure calls and gradients beside torch.distributed and bare limits; into bench-results/
 	$(BIN)/backhaul bench --json bench-results/bench.json --plot bench-results

@@ -27,7 +27,7 @@ import torch
 
 from backhaul import rpc
 
-_START_SECONDS = 180
+_START_SECONDS = 110
 _WRITE_SECONDS = 5
 _PRELOADED = ["pytest", "hypothesis", "torch", "torch.distributed", "torch.nn.parallel", "backhaul.rpc", "backhaul.nn"]
 

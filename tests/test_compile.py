@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from backhaul import autograd, rpc
+from backhaul.eager import without_compiled_autograd
 from backhaul.nn import RemoteModule
 from backhaul.optim import DistributedOptimizer
 from backhaul.testing import InProcessCluster
 
 # Torch's compiler looks at .grad of every tensor with which a graph begins after a break, also in one process.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
+]
 
 STEPS = 4
 
@@ -172,6 +176,26 @@ def test_compiled_autograd_leaves_a_distributed_pass_to_the_engine(workers: InPr
             # The reference is compiled here, which shows that it is still on.
             torch.testing.assert_close(gradient, gradient_here(here, x))
         assert torch._dynamo.compiled_autograd.compiled_autograd_enabled
+
+
+def compiler_is_on() -> bool:
+    """Whether torch's engine would compile a pass now."""
+    before = torch._C._dynamo.compiled_autograd.set_autograd_compiler(None, False)
+    torch._C._dynamo.compiled_autograd.set_autograd_compiler(*before)
+    return before[0] is not None
+
+
+def test_compiled_autograd_is_off_until_the_last_run_ends() -> None:
+    """Torch has one compiler for all threads, and runs overlap in any order."""
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        first, second = without_compiled_autograd(), without_compiled_autograd()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not compiler_is_on()
+        second.__exit__(None, None, None)
+        assert compiler_is_on()
+    assert not compiler_is_on()
 
 
 def test_importing_backhaul_does_not_import_the_compiler() -> None:

@@ -20,6 +20,7 @@ ROOT = Path(backhaul.__file__).parent
 
 # From the bottom up: each imports only from itself and from those before it.
 LAYERS = [
+    "compat",
     "errors",
     "ids",
     "environments",

@@ -10,12 +10,14 @@ seconds, and puts a wrapper around every call. The marks below are those that it
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from torch._C._dynamo import compiled_autograd as _compiled
-from torch._C._dynamo import eval_frame as _frames
+
+from backhaul.compat import never_compile
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,12 +27,12 @@ _REASON = "it calls other workers, which a graph cannot"
 
 def eager(function: F) -> F:
     """Have ``torch.compile`` break its graph at calls of this function, and compile nothing inside of it."""
-    marked: Any = function
+    marked: Any = never_compile(function)
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON
     marked._torchdynamo_disable_recursive = True
-    _skip(marked.__code__)
-    return function
+    left: F = marked
+    return left
 
 
 def without_compiled_autograd() -> AbstractContextManager[Any]:
@@ -39,23 +41,33 @@ def without_compiled_autograd() -> AbstractContextManager[Any]:
     A distributed pass stops at gates and goes on when gradients come: there is no graph to compile beforehand.
     """
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    return _compiler_off() if compiled is not None and compiled.compiled_autograd_enabled else _NOTHING
+    return _off.while_inside(compiled) if compiled is not None and compiled.compiled_autograd_enabled else _NOTHING
 
 
-@contextmanager
-def _compiler_off() -> Iterator[None]:
-    """For this thread alone. Torch's own function for that changes a variable of all threads."""
-    before = _compiled.set_autograd_compiler(None, False)
-    try:
-        yield
-    finally:
-        _compiled.set_autograd_compiler(*before)
+class _Off:
+    """Compiled autograd is off while a thread is inside. Torch has one compiler for all threads.
+
+    Torch's own function for that would have the first thread that leaves switch it on under the others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before: Any = None
+
+    @contextmanager
+    def while_inside(self, compiled: Any) -> Iterator[None]:
+        with self._lock:
+            if not self._inside:
+                self._before = _compiled.set_autograd_compiler(None, False)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside and compiled.compiled_autograd_enabled:  # or the user has switched it off meanwhile
+                    _compiled.set_autograd_compiler(*self._before)
 
 
-def _skip(code: Any) -> None:
-    strategy = getattr(_frames, "_FrameExecStrategy", None)
-    if strategy is None:  # before torch 2.7
-        _frames.skip_code(code)  # type: ignore[attr-defined]
-        return
-    skip = _frames._FrameAction.SKIP
-    _frames.set_code_exec_strategy(code, strategy(skip, skip))
+_off = _Off()

@@ -364,7 +364,7 @@ def test_a_task_that_was_cancelled_is_not_woken() -> None:
         return await future
 
     async def main() -> None:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(wrap(), 0.01)
         future.settle(1)
         await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -18,6 +19,9 @@ PEER = WorkerInfo(1, "worker1")
 ANCHOR = torch.zeros((), requires_grad=True)
 LEAF = "torch::autograd::AccumulateGrad"
 RECV = "RecvRpcBackward"
+
+_tops: deque[Tensor] = deque(maxlen=10_000)
+"""What was sent last. Before torch 2.12 the node of a Function dies with its tensor, which contexts keep, too."""
 
 
 def leaf() -> Tensor:
@@ -37,12 +41,14 @@ def recv_of(tensor: Tensor) -> Node:
 
 def sent(source: int, tensor: Tensor) -> Node:
     """The node of a tensor that was sent."""
-    return send(source, [tensor]).grad_fn
+    _tops.append(send(source, [tensor]))
+    return _tops[-1].grad_fn
 
 
 def rooted(*tensors: Tensor) -> Node:
     """The node of the roots."""
-    return start(tensors).grad_fn
+    _tops.append(start(tensors))
+    return _tops[-1].grad_fn
 
 
 def ignore(*_: object) -> None: ...

@@ -20,7 +20,7 @@ from backhaul.testing import InProcessCluster
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, of the first make_dual
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's own, of the first make_dual
 @pytest.mark.parametrize("in_context", [False, True])
 def test_forward_mode_tangents_are_refused(pair: InProcessCluster, in_context: bool) -> None:
     context = dist_autograd.context() if in_context else nullcontext()

@@ -25,7 +25,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own plan for TorchScript
+    warnings.simplefilter("ignore")  # torch's own plan for TorchScript
     scripted = torch.jit.script(scripted)
 
 

@@ -313,6 +313,7 @@ def test_an_optimizer_over_parameters_without_state(trio: InProcessCluster, tmp_
     ],
     ids=["MultiStepLR", "OneCycleLR", "ReduceLROnPlateau", "LambdaLR", "SequentialLR"],
 )
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # SequentialLR of torch 2.8 and older itself gives it
 def test_schedulers(make: Any, trio: InProcessCluster, tmp_path: Path) -> None:
     with trio[0].as_current():
         model = RemoteModule("worker1", nn.Linear, (2, 2))

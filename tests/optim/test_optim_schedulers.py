@@ -14,6 +14,9 @@ from torch.optim.swa_utils import SWALR
 from backhaul.optim import DistributedOptimizer
 from backhaul.testing import InProcessCluster
 
+# SequentialLR of torch 2.8 and older itself gives it.
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in")
+
 Make = Callable[[torch.optim.Optimizer], Any]
 
 STEPS = 7

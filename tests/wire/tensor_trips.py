@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from backhaul.compat import use_up_warning
 from backhaul.wire import headers, spans
 from backhaul.wire.tensors import Landing, Packed, pack_tensors
 
@@ -73,6 +74,7 @@ def dense() -> torch.Tensor:
 
 def coo(indices: list[list[int]], values: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
     where = torch.tensor(indices, dtype=torch.long)
+    use_up_warning(torch.sparse_coo)
     return torch.sparse_coo_tensor(where, values, size, check_invariants=True)
 
 

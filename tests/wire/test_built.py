@@ -90,9 +90,9 @@ def test_a_dataclass_is_made_by_its_init() -> None:
     ):
         with pytest.raises(ProtocolError):
             strict.unpack([trees.DATACLASS, cls, *fields], ())
-    with pytest.raises(UnsendableError, match="is an InitVar"):
+    with pytest.raises(UnsendableError, match="InitVar"):  # which Python 3.10 cannot evaluate, and says so
         strict.pack(WithInitVar(1))
-    with pytest.raises(MisuseError, match="is an InitVar"):
+    with pytest.raises(MisuseError, match="InitVar"):
         strict.unpack([trees.DATACLASS, name(WithInitVar)], ())
     # In a cluster its sender has checked it.
     assert lax.unpack([trees.DATACLASS, cls, "amount", 0, "to", "me", "total", 5], ()).total == 5

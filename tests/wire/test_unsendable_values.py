@@ -54,7 +54,7 @@ def cyclic_object() -> Any:
 
 def deep_pickle() -> Any:
     value: Any = Opaque(1)
-    for _ in range(3000):
+    for _ in range(30_000):
         value = Opaque(value)
     return value
 

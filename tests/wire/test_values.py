@@ -137,7 +137,7 @@ SAFE_VALUES = [
     np.bytes_(b"ab"),
     np.datetime64("2020-02-29T12:00", "s"),
     np.timedelta64(3, "D"),
-    np.datetime64("NaT"),
+    np.datetime64("NaT", "s"),
 ]
 
 PICKLED_VALUES = [

@@ -22,6 +22,7 @@ import os
 from typing import Any
 
 from backhaul.agent.naming import name_of_request
+from backhaul.compat import StreamHandler
 from backhaul.devices.segments import DeviceLending
 from backhaul.errors import OptionError
 from backhaul.ids import WorkerInfo
@@ -152,7 +153,7 @@ def _describe(message: Any, sender: str, receiver: str) -> str:
     return " ".join(words)
 
 
-class _Fallback(logging.StreamHandler[Any]):
+class _Fallback(StreamHandler):
     """Writes to stderr as long as the program has set up no logging of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -6,20 +6,17 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
 
+from backhaul.compat import dtype_of_gradient
+
 Captured = Sequence[torch.Tensor | None]
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 _LOOK_AGAIN = 0.05
-
-_dtype_of_gradient: Callable[[torch.Tensor], torch.dtype | None]
-# A user can set another one than that of the leaf, or None for any, since torch 2.10.
-_dtype_of_gradient = attrgetter("grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype")
 
 
 class _Lending:
@@ -87,7 +84,7 @@ def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict
         if type(start) is not GradientEdge or type(start.node) is not _AccumulateGrad:
             return None
         leaf: torch.Tensor = start.node.variable  # type: ignore[attr-defined]
-        if leaf._backward_hooks or _dtype_of_gradient(leaf) is not value.dtype or leaf.shape != value.shape:
+        if leaf._backward_hooks or dtype_of_gradient(leaf) is not value.dtype or leaf.shape != value.shape:
             return None
         if getattr(leaf, "_post_accumulate_grad_hooks", None):
             return None

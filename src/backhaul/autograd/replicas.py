@@ -29,6 +29,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from backhaul.compat import shard_groups
 from backhaul.errors import MisuseError
 
 _composed: Mapping[torch.nn.Module, Any] = {}
@@ -130,20 +131,13 @@ class Sharded:
     scratch: list[torch.Tensor] = []  # noqa: RUF012 nobody adds to it
 
     def __init__(self, states: Sequence[Any]) -> None:
-        parts = [part for state in states for group in _groups(state) for part in group.fsdp_params]
+        parts = [part for state in states for group in shard_groups(state) for part in group.fsdp_params]
         self.parameters: list[torch.Tensor] = [part.sharded_param for part in parts if part.sharded_param.requires_grad]
         self.leaves: list[torch.Tensor] = [
             part._unsharded_param for part in parts if getattr(part, "_unsharded_param", None) is not None
         ]
 
     def check(self) -> None: ...
-
-
-def _groups(state: Any) -> Sequence[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # there was one at most, before torch 2.10
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
 
 
 _NONE: Mapping[int, Sequence[Replica]] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from backhaul.compat import tolerate_streams
 from backhaul.devices import driver, maps, names
 from backhaul.devices.maps import Devices
 from backhaul.devices.segments import MAX_NEW, DeviceLending
@@ -107,7 +108,7 @@ class WorkerDevices:
         for name in all:
             mine.update(_indices(maps.map_between(all, me, name)))
             mine.update(_indices(maps.inverted(maps.map_between(all, name, me))))
-        _tolerate_streams()
+        tolerate_streams()
         self.streams = Streams(sorted(mine))
         self._codes: dict[tuple[str, bool], dict[str, int]] = {}
         self._warned = False
@@ -141,13 +142,6 @@ class WorkerDevices:
         if not self._warned:
             self._warned = True
             _log.warning("%s", text)
-
-
-def _tolerate_streams() -> None:
-    """A leaf is used on the streams of several threads here, about which torch would warn."""
-    tolerate = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
-    if tolerate is not None:
-        tolerate(False)
 
 
 def needs_devices(all: Mapping[str, Devices]) -> bool:

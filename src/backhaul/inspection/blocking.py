@@ -21,6 +21,8 @@ from functools import lru_cache
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+from backhaul.compat import is_at
+
 _LOCK: Any = type(threading.Lock())
 _RLOCK: Any = type(threading.RLock())
 _DEEPEST = 64
@@ -85,12 +87,7 @@ def _at_lock(frame: FrameType) -> Blocked | None:
 
 def _is_at(frame: FrameType, node: ast.expr | ast.stmt) -> bool:
     """Whether the instruction that the frame is at was made from this part of the source."""
-    if sys.version_info < (3, 11):
-        return node.lineno == frame.f_lineno
-    for number, place in enumerate(frame.f_code.co_positions()):
-        if number == frame.f_lasti // 2:
-            return place == (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
-    return False
+    return is_at(frame, (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset))
 
 
 def _holder(lock: Any, waiting: int, frames: Mapping[int, FrameType]) -> int | None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from backhaul import rpc
+from backhaul.compat import asked_by_compiler
 from backhaul.errors import OptionError
 from backhaul.rpc import Future, RRef
 
@@ -77,6 +78,8 @@ class Spread(nn.Module):
         return self._list("parameters", prefix, recurse, remove_duplicate)
 
     def parameters(self, recurse: bool = True) -> Iterator[RRef[nn.Parameter]]:  # type: ignore[override]
+        if asked_by_compiler():
+            return iter(())
         return (rref for _, rref in self.named_parameters(recurse=recurse))
 
     def named_buffers(  # type: ignore[override]
@@ -85,6 +88,8 @@ class Spread(nn.Module):
         return self._list("buffers", prefix, recurse, remove_duplicate)
 
     def buffers(self, recurse: bool = True) -> Iterator[RRef[torch.Tensor]]:  # type: ignore[override]
+        if asked_by_compiler():
+            return iter(())
         return (rref for _, rref in self.named_buffers(recurse=recurse))
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import profiler as _kineto
 
+from backhaul.compat import records_cuda
 from backhaul.ids import WorkerInfo
 from backhaul.remote_profile import chrome
 from backhaul.remote_profile.rows import Report, Span, graft, report_of
@@ -176,7 +177,7 @@ def watching() -> tuple[list[dict[int, Span]], Options | None]:
         profile.with_stack,
         profile.with_flops,
         profile.with_modules,
-        bool(profile.use_cuda) or getattr(profile, "use_device", None) == "cuda",
+        records_cuda(profile),
     )
     return [vars(profile).setdefault(_SPANS, {})], options
 

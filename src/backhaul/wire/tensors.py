@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn import Parameter
 
+from backhaul.compat import use_up_warning
 from backhaul.errors import BackhaulError, ProtocolError, UnsendableError
 from backhaul.wire import headers, spans
 from backhaul.wire.headers import Header
@@ -333,7 +333,7 @@ def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
         return None
     dtype, shape, requires_grad = plain
     if dtype is torch.complex32:
-        _use_up_warning(torch.complex32)
+        use_up_warning(torch.complex32)
     try:
         # Unpacked: torch takes twice as long to make sense of a tuple.
         tensor = torch.empty(*shape or ((),), dtype=dtype, device=_CPU)
@@ -528,7 +528,7 @@ class Landing:
         if strides is None:
             strides = spans.contiguous_strides(header.sizes)
         if header.dtype is torch.complex32:
-            _use_up_warning(torch.complex32)
+            use_up_warning(torch.complex32)
         offset = header.offset // header.dtype.itemsize
         # Another tensor over that storage, not a view of `memory` for autograd.
         return torch.empty(0, dtype=header.dtype, device=target).set_(
@@ -543,10 +543,11 @@ class Landing:
             raise ProtocolError(f"a sparse tensor of {header.dtype} with values of {values.dtype}")
         sizes = tuple(header.sizes)
         if header.layout == headers.COO:
+            use_up_warning(torch.sparse_coo)
             coalesced = bool(header.flags & headers.COALESCED)
             return torch.sparse_coo_tensor(indices[0], values, sizes, is_coalesced=coalesced, check_invariants=True)
-        _use_up_warning(header.layout)
         layout = headers.LAYOUTS[header.layout]
+        use_up_warning(layout)
         return torch.sparse_compressed_tensor(
             indices[0], indices[1], values, sizes, layout=layout, check_invariants=True
         )
@@ -573,28 +574,11 @@ def _fresh(owner: Header | None, size: int) -> torch.Tensor:
 
 def _empty(header: Header, device: torch.device) -> torch.Tensor:
     if header.dtype is torch.complex32:
-        _use_up_warning(torch.complex32)
+        use_up_warning(torch.complex32)
     if header.strides is None:
         # Unpacked: torch takes twice as long to make sense of a tuple.
         return torch.empty(*header.sizes or ((),), dtype=header.dtype, device=device)
     return torch.empty_strided(header.sizes, header.strides, dtype=header.dtype, device=device)
-
-
-@lru_cache(maxsize=16)
-def _use_up_warning(kind: Any) -> None:
-    """Take the warning that torch gives once, at the first such tensor: it is not about the user's code."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if kind is torch.complex32:
-            torch.empty(1, dtype=kind, device=_CPU)
-            return
-        values = torch.ones(1, device=_CPU)
-        if kind in (headers.BSR, headers.BSC):
-            values = values.reshape(1, 1, 1)
-        bounds = torch.arange(2, device=_CPU)
-        torch.sparse_compressed_tensor(
-            bounds, bounds[:1], values, (1, 1), layout=headers.LAYOUTS[kind], check_invariants=True
-        )
 
 
 @lru_cache(maxsize=1)
