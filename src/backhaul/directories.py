@@ -32,8 +32,11 @@ class PrivateDirectory:
             parent = "/tmp"
         remove_dead(parent)
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)  # mode 0700
-        self._lock = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Locked before it has its name: nobody finds a lock that is free, and takes the maker for dead.
+        making = os.path.join(self.path, f"{_LOCK}-making")
+        self._lock = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.rename(making, os.path.join(self.path, _LOCK))
 
     def remove(self) -> None:
         """Remove it with all that is in it; nothing if that was done already."""
