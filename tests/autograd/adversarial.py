@@ -64,6 +64,7 @@ LINES: dict[str, str] = {
     "jagged work": "{0} = {a}.sin() * {a}",
     "values": "{0} = {a}.values()",
     "masked": "{0} = masked({a})",
+    "masked bare": "{0} = masked_bare({a})",
     "masked work": "{0} = torch.exp({a}) * {a}",
     "unmasked": "{0} = unmasked({a})",
     "embedded": "{0} = embedded({a}, {n}, sparse=True)",

@@ -306,6 +306,8 @@ class _Generator:
         make, work, back = OTHERS[kind]
         if not scope.has(kind):
             ins = [self.pick(scope, "r") for _ in range(2 if kind == "complex" else 1)]
+            if make == "masked" and self.chance(0.1):
+                make = "masked bare"
             return [self.make(scope, make, kind, ins)]
         name = self.pick(scope, kind)
         if self.chance(0.4):
@@ -449,7 +451,10 @@ class _Generator:
     def program(self) -> Program:
         self.make_leaves()
         scope = _Scope(0, 0)
-        steps = self.fill(scope, self.random.choice([4, 6, 9, 12]))
+        self.leaf(0, "parameter")
+        always = self.name()
+        first = Step("load", (always,), key=self.leaves[-1].name)
+        steps = [first, *self.fill(scope, self.random.choice([4, 6, 9, 12]))]
         while not any(step.do in ("call", "remote module") for step in steps):
             steps += self.call(scope)
         for kind, (_, _, back) in OTHERS.items():
@@ -458,7 +463,10 @@ class _Generator:
         roots = []
         for _ in range(self.random.choice([1, 1, 2])):
             latest = scope.names["r"][-4:]
-            ins = list(dict.fromkeys([*self.random.sample(latest, min(3, len(latest))), self.pick(scope, "r")]))
+            picked = [self.pick(scope, "r") for _ in range(3)]
+            ins = list(dict.fromkeys([*self.random.sample(latest, min(3, len(latest))), *picked]))
+            if self.chance(0.9):
+                ins.append(always)
             root = self.name()
             steps.append(Step("total", (root,), tuple(ins)))
             roots.append(root)
@@ -468,6 +476,9 @@ class _Generator:
         elif self.chance(0.15):
             passes = [Pass((0,), True), Pass((0,))]
         if any(module.kind in ("ddp", "fsdp", "listening") for module in self.modules):
+            passes = [Pass(tuple(range(len(roots))))]
+        fragile = any(leaf.kind == "jagged leaf" for leaf in self.leaves)
+        if fragile:  # torch cannot add to its .grad
             passes = [Pass(tuple(range(len(roots))))]
         optimizer = ""
         if self.chance(0.3):
@@ -483,7 +494,7 @@ class _Generator:
             tuple(passes),
             self.random.choice(["context", "grad"]),
             optimizer,
-            2 if self.chance(0.4) else 1,
+            2 if self.chance(0.4) and not fragile else 1,
             self.chance(0.3),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +39,8 @@ class Failed(AssertionError):
 
     def __init__(self, program: Program, error: BaseException) -> None:
         again = f"python tests/autograd/adversarial_programs.py {program.seed}"
-        super().__init__(f"seed {program.seed}: {type(error).__name__}: {error}\n{program}\n# {again}")
+        where = "" if isinstance(error, Mismatch) else "".join(traceback.format_exception(error)[-8:])
+        super().__init__(f"seed {program.seed}: {type(error).__name__}: {error}\n{where}\n{program}\n# {again}")
         self.seed = program.seed
 
 

@@ -43,8 +43,9 @@ def without_notices() -> Iterator[None]:
             "Sparse (CSR|CSC|BSR|BSC) tensor support is in beta state",
             "The .grad attribute of a Tensor that is not a leaf",
             "Full backward hook is firing when gradients are computed",
+            "None of the inputs have requires_grad=True",
+            "Sparse invariant checks are implicitly disabled",
             "Dynamo does not know how to trace",
-            ".*functionality can be found in torch.masked",
         ):
             warnings.filterwarnings("ignore", text, UserWarning)
         yield
@@ -285,7 +286,24 @@ def jagged(x: Tensor) -> Any:
     return torch.nested.nested_tensor_from_jagged(x, OFFSETS)
 
 
+class Plainly(torch.autograd.Function):
+    """The gradient of what goes through it is a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient.to_tensor(0.0) if isinstance(gradient, MaskedTensor) else gradient
+
+
 def masked(x: Tensor) -> Any:
+    return as_masked_tensor(Plainly.apply(x), MASK)  # type: ignore[no-untyped-call]
+
+
+def masked_bare(x: Tensor) -> Any:
+    """The gradient of what it is made from is a MaskedTensor, with which few operations of torch work."""
     return as_masked_tensor(x, MASK)
 
 
