@@ -1,8 +1,8 @@
 """Adversarial programs as plain data: they have a text, which is run as it stands, and can be made smaller.
 
-A program is a tree of *blocks*. The block ``main`` runs on worker0. A step may have a block as its body: a function that
-another worker is called with, a part that is compiled, checkpointed or given to ``torch.func``, or what stands under a
-``with``. All names are different, so a step needs exactly the steps that make the names it uses.
+A program is a tree of *blocks*. The block ``main`` runs on worker0. A step may have a block as its body: a function for
+another worker, a part that is compiled, checkpointed or given to ``torch.func``, or what stands under a ``with``. All
+names are different, so a step needs exactly the steps that make the names it uses.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ TRACED = ("times", "product", "sum", "tanh", "softmax", "norm", "transposed", "f
 CASTS = ("double", "float", "half")
 
 OTHERS: dict[str, tuple[str, str, str]] = {
-    # How it is made, what is done with it, and how a dense tensor comes of it. All but one take what they are named for.
+    # How it is made, what is done with it, and how a dense tensor comes of it.
     "pair": ("pair", "pair work", "joined"),
     "labelled": ("labelled", "labelled work", "unlabelled"),
     "jagged": ("jagged", "jagged work", "values"),
@@ -101,7 +101,7 @@ class _Generator:
         self.random = random.Random(seed)
         draw = self.random.random
         self.size = self.random.choice([2, 2, 3])
-        self.coarse = draw() < 0.3
+        self.coarse = draw() < 0.4
         self.compiles = compiles and draw() < 0.5
         self.rng = not self.compiles and draw() < 0.15
         self.funcs = not self.compiles and draw() < 0.1
@@ -411,6 +411,8 @@ class _Generator:
         before = {kind: set(names) for kind, names in inner.names.items()}
         inner.depth = scope.depth + (0 if how.startswith("autocast") else 1)
         steps = self.fill(inner, self.random.choice([1, 2, 4]), where="with")
+        if how.startswith("autocast") and inner.depth < 2 and self.chance(0.5):
+            steps += [self.dense(inner, ("times",)), *self.call(inner, "with")]
         made = {
             kind: [name for name in names if name not in before.get(kind, set())] for kind, names in inner.names.items()
         }
@@ -481,8 +483,9 @@ class _Generator:
         if fragile:  # torch cannot add to its .grad
             passes = [Pass(tuple(range(len(roots))))]
         optimizer = ""
-        if self.chance(0.3):
-            sparse = any(leaf.kind in ("table", "csr", "csc", "bsr") for leaf in self.leaves)
+        # Torch has dense gradients for some products with CSR tensors, which no assignment to .grad takes.
+        if self.chance(0.3) and not any(leaf.kind == "csr" for leaf in self.leaves):
+            sparse = any(leaf.kind == "table" for leaf in self.leaves)
             wrapped = any(leaf.kind in ("pair leaf", "jagged leaf", "labelled leaf") for leaf in self.leaves)
             optimizer = self.random.choice(OPTIMIZERS if not sparse and not wrapped else ["SGD"])
         return Program(

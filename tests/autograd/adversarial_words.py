@@ -107,13 +107,13 @@ def _copy(value: Any) -> Tensor | None:
 
 @eager
 def see(name: str, *values: Any) -> None:
-    """Note what these values are."""
+    """Note what these values are when they are seen first: a checkpoint may run the function again."""
     notes = place_here().seen
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
             grad = value.requires_grad and torch.is_grad_enabled()
             kind = f"{type(value).__name__} {value.dtype} {value.layout} {'requires grad' if grad else ''}"
-            notes[f"{name}[{index}]"] = kind, value.detach().clone()
+            notes.setdefault(f"{name}[{index}]", (kind, value.detach().clone()))
 
 
 # Hooks. Each has a name; a tensor that requires no grad gets none.

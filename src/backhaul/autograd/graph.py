@@ -4,8 +4,8 @@ The **sources** of a pass on a worker are the Sends that take part, one for each
 pass was started the Send of its roots (`ROOT`). Two sources are in one **component** when they reach a common node.
 Each component is one run of torch's engine, so that every node of it is run once, with the sum of all its gradients,
 as in one process. A leaf does not join components, since adding to its gradient can be done in parts, unless it has
-hooks, which must see the sum, or a layout whose gradients torch does not add up in ``.grad``. So do sources that reach tensors of one hook (see `joint_hooks`). All leaves that
-processes work on together join theirs (see `replicas`).
+hooks, which must see the sum, or a layout whose gradients torch does not add up in ``.grad``. So do sources that reach
+tensors of one hook (see `joint_hooks`). All leaves that processes work on together join theirs (see `replicas`).
 
 Why gates cannot deadlock
 -------------------------
