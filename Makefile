@@ -57,7 +57,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 random programs, the speed floor
+slow: $(STAMP) ## the suites that take minutes: 10,000 simulated, 20,000 random and 2,000 adversarial programs, the speed floor
 	$(BIN)/pytest -q -m slow --ignore=tests/faults
 
 # Some need root, for network namespaces, TUN devices and cgroups; without it they are skipped, and say so.

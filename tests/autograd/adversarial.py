@@ -45,6 +45,7 @@ LINES: dict[str, str] = {
     "nothing": "{0} = nothing_of({a})",
     "with nothing": "{0} = with_nothing({a}, {b})",
     "cloned": "{0} = {a}.clone()",
+    "restored": "{0} = {a}.detach().clone()",
     "total": "{0} = total({all})",
     # Other kinds, and ways back.
     "complex": "{0} = to_complex({a}, {b})",

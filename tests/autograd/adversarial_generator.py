@@ -422,7 +422,7 @@ class _Generator:
                 if how != "inference_mode":
                     scope.add(kind, name)
                 elif kind == "r":
-                    found.append(self.make(scope, "cloned", "r", [name]))
+                    found.append(self.make(scope, "restored", "r", [name]))
         return found
 
     def part(self, scope: _Scope) -> list[Step]:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from adversarial import LINES, PARTS, WITH
+from adversarial import LINES, PARTS, WITH, steps_of
 from adversarial_generator import OPTIMIZERS, generate
-from adversarial_programs import Failed, check_many_here, fails, run
+from adversarial_programs import Failed, check_many_here, fails, run, shrink
+from adversarial_runs import Mismatch
 from adversarial_words import MODULES
 from programs import left_here
 
@@ -86,6 +87,11 @@ def test_2000_programs() -> None:
     require_most_to_be_equal(tally)
     rare = {feature: tally[feature] for feature in FEATURES if tally[feature] < 5}
     assert not rare, f"hardly tested: {rare}"
+
+
+def test_a_seed_is_one_program() -> None:
+    for seed in range(40):
+        assert str(generate(seed)) == str(generate(seed))
 
 
 # Mistakes that are made on purpose, each in one place of the core. The programs find all of them.
@@ -222,3 +228,16 @@ def test_a_mistake_is_found(mistake: Callable[..., None], monkeypatch: pytest.Mo
     assert failed is not None
     monkeypatch.undo()
     assert fails(generate(failed.seed)) is None
+
+
+def test_a_mistake_is_shown_by_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks_of_the_node_of_a_leaf_are_ignored(monkeypatch)
+    failed = first_to_fail(range(20_001, 20_008))
+    assert failed is not None
+    assert isinstance(failed.__cause__, Mismatch)
+    program = generate(failed.seed)
+    assert str(program) in str(failed)
+    assert f"adversarial_programs.py {failed.seed}" in str(failed)
+    least = shrink(program, failed.__cause__)
+    assert len(list(steps_of(least.main))) <= 6
+    assert "accumulate" in str(fails(least))
