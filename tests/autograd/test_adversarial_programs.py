@@ -22,7 +22,7 @@ from adversarial_words import MODULES
 from programs import left_here
 
 from backhaul.agent import autocast
-from backhaul.autograd import engine, functions, gradients, graph, joint_hooks, node_hooks, recording
+from backhaul.autograd import engine, gradients, graph, joint_hooks, node_hooks, recording
 from backhaul.wire import subclasses
 from crew import Crew
 
@@ -61,6 +61,7 @@ def require_most_to_be_equal(tally: Counter[str]) -> None:
     assert tally["refused by torch"] < 0.1 * tally["programs"], dict(tally)
 
 
+@pytest.mark.timeout(400)  # 3 s on a quiet machine; 54 s have been seen where thirty wanted its two processors
 def test_a_sample() -> None:
     """Without those that compile: these take a second each."""
     tally = run(seed for seed in range(1, 33) if seed % 8)
@@ -148,10 +149,6 @@ def a_gradient_in_a_context_is_added_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gradients, "store", store_twice)
 
 
-def a_tensor_that_is_sent_on_forgets_its_hooks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(functions, "passes_on", lambda node: hasattr(node, "hooks"))
-
-
 def tensors_of_one_message_share_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(recording, "_separate", lambda tensors, places: [tensors[place].data for place in places])
 
@@ -201,7 +198,6 @@ MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     autocast_stays_behind: 60,
     compiled_code_loses_the_mark: 60,
     a_gradient_in_a_context_is_added_twice: 60,
-    a_tensor_that_is_sent_on_forgets_its_hooks: 300,
     tensors_of_one_message_share_memory: 300,
     no_grad_stays_behind: 60,
     gradients_have_the_dtype_of_the_leaf: 300,
@@ -230,6 +226,7 @@ def test_a_mistake_is_found(mistake: Callable[..., None], monkeypatch: pytest.Mo
     assert fails(generate(failed.seed)) is None
 
 
+@pytest.mark.timeout(400)
 def test_a_mistake_is_shown_by_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks_of_the_node_of_a_leaf_are_ignored(monkeypatch)
     failed = first_to_fail(range(20_001, 20_008))
