@@ -54,6 +54,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ("part: reentrant checkpoint", r"When use_reentrant=True, torch\.utils\.checkpoint is incompatible"),
     ("masked bare", "the gradient of a tensor from another worker is a MaskedTensor"),
     ("masked", "the gradient of a MaskedTensor from another worker has another mask"),
+    ("masked bare", "_set_data_mask"),  # torch cannot add one to a .grad that is there
     ("jagged", "Recomputed values for the following tensors have different metadata"),
     ("part: func.grad", r"torch\.func"),
     ("part: vmap", r"torch\.func"),
