@@ -149,10 +149,6 @@ def a_gradient_in_a_context_is_added_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gradients, "store", store_twice)
 
 
-def tensors_of_one_message_share_memory(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recording, "_separate", lambda tensors, places: [tensors[place].data for place in places])
-
-
 def no_grad_stays_behind(patch: pytest.MonkeyPatch) -> None:
     record = recording.Recorder._record
 
@@ -162,16 +158,6 @@ def no_grad_stays_behind(patch: pytest.MonkeyPatch) -> None:
         return (None, tensors) if context is None else record(self, context, tensors, to)
 
     patch.setattr(recording.Recorder, "asking", ask)
-
-
-def gradients_have_the_dtype_of_the_leaf(patch: pytest.MonkeyPatch) -> None:
-    store = gradients.store
-
-    def cast(into: Any, leaves: Sequence[Any], captured: Any) -> None:
-        found = [None if each is None else each.to(leaf.dtype) for leaf, each in zip(leaves, captured, strict=False)]
-        store(into, leaves, found)
-
-    patch.setattr(gradients, "store", cast)
 
 
 def what_a_run_calls_is_outside_of_the_context(patch: pytest.MonkeyPatch) -> None:
@@ -198,9 +184,7 @@ MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     autocast_stays_behind: 60,
     compiled_code_loses_the_mark: 60,
     a_gradient_in_a_context_is_added_twice: 60,
-    tensors_of_one_message_share_memory: 300,
     no_grad_stays_behind: 60,
-    gradients_have_the_dtype_of_the_leaf: 300,
     what_a_run_calls_is_outside_of_the_context: 300,
 }
 
