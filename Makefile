@@ -37,7 +37,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-slow: $(STAMP) ## the suites that take minutes: 10,000 simulated and 20,000 random programs, the speed floor
+slow: $(STAMP) ## the suites that take minutes: 10,000 simulated, 20,000 random and 2,000 adversarial programs, the speed floor
 	$(BIN)/pytest -q -m slow --ignore=tests/faults --ignore-glob='tests/launch/test_hosts*'
 
 # Needs root, for network namespaces, and Debian's openssh-server; without them it is skipped, and says so.

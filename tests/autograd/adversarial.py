@@ -1,8 +1,8 @@
 """Adversarial programs as plain data: they have a text, which is run as it stands, and can be made smaller.
 
-A program is a tree of *blocks*. The block ``main`` runs on worker0. A step may have a block as its body: a function
-that another worker is called with, a part that is compiled, checkpointed or given to ``torch.func``, or what
-stands under a ``with``. All names are different, so a step needs exactly the steps that make the names it uses.
+A program is a tree of *blocks*. The block ``main`` runs on worker0. A step may have a block as its body: a function for
+another worker, a part that is compiled, checkpointed or given to ``torch.func``, or what stands under a ``with``. All
+names are different, so a step needs exactly the steps that make the names it uses.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ LINES: dict[str, str] = {
     "nothing": "{0} = nothing_of({a})",
     "with nothing": "{0} = with_nothing({a}, {b})",
     "cloned": "{0} = {a}.clone()",
+    "restored": "{0} = {a}.detach().clone()",
     "total": "{0} = total({all})",
     # Other kinds, and ways back.
     "complex": "{0} = to_complex({a}, {b})",
@@ -64,6 +65,7 @@ LINES: dict[str, str] = {
     "jagged work": "{0} = {a}.sin() * {a}",
     "values": "{0} = {a}.values()",
     "masked": "{0} = masked({a})",
+    "masked bare": "{0} = masked_bare({a})",
     "masked work": "{0} = torch.exp({a}) * {a}",
     "unmasked": "{0} = unmasked({a})",
     "embedded": "{0} = embedded({a}, {n}, sparse=True)",

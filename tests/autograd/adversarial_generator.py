@@ -41,7 +41,7 @@ TRACED = ("times", "product", "sum", "tanh", "softmax", "norm", "transposed", "f
 CASTS = ("double", "float", "half")
 
 OTHERS: dict[str, tuple[str, str, str]] = {
-    # How it is made, what is done with it, and how a dense tensor comes of it. All but one take what their name says.
+    # How it is made, what is done with it, and how a dense tensor comes of it.
     "pair": ("pair", "pair work", "joined"),
     "labelled": ("labelled", "labelled work", "unlabelled"),
     "jagged": ("jagged", "jagged work", "values"),
@@ -101,7 +101,7 @@ class _Generator:
         self.random = random.Random(seed)
         draw = self.random.random
         self.size = self.random.choice([2, 2, 3])
-        self.coarse = draw() < 0.3
+        self.coarse = draw() < 0.4
         self.compiles = compiles and draw() < 0.5
         self.rng = not self.compiles and draw() < 0.15
         self.funcs = not self.compiles and draw() < 0.1
@@ -306,6 +306,8 @@ class _Generator:
         make, work, back = OTHERS[kind]
         if not scope.has(kind):
             ins = [self.pick(scope, "r") for _ in range(2 if kind == "complex" else 1)]
+            if make == "masked" and self.chance(0.1):
+                make = "masked bare"
             return [self.make(scope, make, kind, ins)]
         name = self.pick(scope, kind)
         if self.chance(0.4):
@@ -409,6 +411,8 @@ class _Generator:
         before = {kind: set(names) for kind, names in inner.names.items()}
         inner.depth = scope.depth + (0 if how.startswith("autocast") else 1)
         steps = self.fill(inner, self.random.choice([1, 2, 4]), where="with")
+        if how.startswith("autocast") and inner.depth < 2 and self.chance(0.5):
+            steps += [self.dense(inner, ("times",)), *self.call(inner, "with")]
         made = {
             kind: [name for name in names if name not in before.get(kind, set())] for kind, names in inner.names.items()
         }
@@ -418,7 +422,7 @@ class _Generator:
                 if how != "inference_mode":
                     scope.add(kind, name)
                 elif kind == "r":
-                    found.append(self.make(scope, "cloned", "r", [name]))
+                    found.append(self.make(scope, "restored", "r", [name]))
         return found
 
     def part(self, scope: _Scope) -> list[Step]:
@@ -449,7 +453,10 @@ class _Generator:
     def program(self) -> Program:
         self.make_leaves()
         scope = _Scope(0, 0)
-        steps = self.fill(scope, self.random.choice([4, 6, 9, 12]))
+        self.leaf(0, "parameter")
+        always = self.name()
+        first = Step("load", (always,), key=self.leaves[-1].name)
+        steps = [first, *self.fill(scope, self.random.choice([4, 6, 9, 12]))]
         while not any(step.do in ("call", "remote module") for step in steps):
             steps += self.call(scope)
         for kind, (_, _, back) in OTHERS.items():
@@ -458,7 +465,10 @@ class _Generator:
         roots = []
         for _ in range(self.random.choice([1, 1, 2])):
             latest = scope.names["r"][-4:]
-            ins = list(dict.fromkeys([*self.random.sample(latest, min(3, len(latest))), self.pick(scope, "r")]))
+            picked = [self.pick(scope, "r") for _ in range(3)]
+            ins = list(dict.fromkeys([*self.random.sample(latest, min(3, len(latest))), *picked]))
+            if self.chance(0.9):
+                ins.append(always)
             root = self.name()
             steps.append(Step("total", (root,), tuple(ins)))
             roots.append(root)
@@ -469,9 +479,13 @@ class _Generator:
             passes = [Pass((0,), True), Pass((0,))]
         if any(module.kind in ("ddp", "fsdp", "listening") for module in self.modules):
             passes = [Pass(tuple(range(len(roots))))]
+        fragile = any(leaf.kind == "jagged leaf" for leaf in self.leaves)
+        if fragile:  # torch cannot add to its .grad
+            passes = [Pass(tuple(range(len(roots))))]
         optimizer = ""
-        if self.chance(0.3):
-            sparse = any(leaf.kind in ("table", "csr", "csc", "bsr") for leaf in self.leaves)
+        # Torch has dense gradients for some products with CSR tensors, which no assignment to .grad takes.
+        if self.chance(0.3) and not any(leaf.kind == "csr" for leaf in self.leaves):
+            sparse = any(leaf.kind == "table" for leaf in self.leaves)
             wrapped = any(leaf.kind in ("pair leaf", "jagged leaf", "labelled leaf") for leaf in self.leaves)
             optimizer = self.random.choice(OPTIMIZERS if not sparse and not wrapped else ["SGD"])
         return Program(
@@ -483,7 +497,7 @@ class _Generator:
             tuple(passes),
             self.random.choice(["context", "grad"]),
             optimizer,
-            2 if self.chance(0.4) else 1,
+            2 if self.chance(0.4) and not fragile else 1,
             self.chance(0.3),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,10 +23,22 @@ import adversarial_runs
 import torch
 from adversarial import Program, smaller
 from adversarial_generator import generate
-from adversarial_runs import Mismatch, NotRefused, Outcome, compare, drive, forget_all, prepare, refusal, run_locally
+from adversarial_runs import (
+    Mismatch,
+    NotRefused,
+    Outcome,
+    compare,
+    drive,
+    forget_all,
+    prepare,
+    prepare_seed,
+    refusal,
+    run_locally,
+)
 from adversarial_words import without_notices
 from programs import cluster_of, left_on
 
+from backhaul import rpc
 from backhaul.errors import PartialError
 from backhaul.testing import InProcessCluster
 from backhaul.worker import Worker
@@ -38,7 +51,8 @@ class Failed(AssertionError):
 
     def __init__(self, program: Program, error: BaseException) -> None:
         again = f"python tests/autograd/adversarial_programs.py {program.seed}"
-        super().__init__(f"seed {program.seed}: {type(error).__name__}: {error}\n{program}\n# {again}")
+        where = "" if isinstance(error, Mismatch) else "".join(traceback.format_exception(error)[-8:])
+        super().__init__(f"seed {program.seed}: {type(error).__name__}: {error}\n{where}\n{program}\n# {again}")
         self.seed = program.seed
 
 
@@ -103,6 +117,34 @@ def check(program: Program, cluster: Sequence[Worker], tally: Counter[str]) -> N
     finally:
         if any("compiled" in feature for feature in program.features):
             torch._dynamo.reset()
+
+
+def check_many_here(seeds: Sequence[int]) -> tuple[list[str], Counter[str]]:
+    """Check programs with workers that are processes, of which this one is worker0. What went wrong."""
+    failures: list[str] = []
+    tally: Counter[str] = Counter()
+    for seed in seeds:
+        program = generate(seed)
+        tally["programs"] += 1
+        try:
+            with without_notices():
+                run_twice(program, lambda program=program: _run_on_processes(program), tally)  # type: ignore[misc]
+        except Exception as error:
+            failures.append(str(Failed(program, error)))
+    return failures, tally
+
+
+def _run_on_processes(program: Program) -> list[Outcome]:
+    def at(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        return rpc.rpc_sync(f"worker{rank}", function, args=args) if rank else function(*args)
+
+    for rank in range(program.size):
+        at(rank, prepare_seed, program.seed)
+    try:
+        return drive(program, f"adversarial_{program.seed}", at)
+    finally:
+        for rank in range(program.size):
+            at(rank, forget_all)
 
 
 def run(seeds: Iterable[int], failed: Callable[[BaseException], None] | None = None) -> Counter[str]:

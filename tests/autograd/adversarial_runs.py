@@ -1,8 +1,8 @@
 """Adversarial programs run: in one process with plain torch, and on Backhaul; and their outcomes compared.
 
-Both run the same text. In one process ``rpc`` is a stand-in that calls functions right here, between clones as a
-message makes them: the receiver may change a tensor in place, and the graph goes on through it. A function runs as
-at a callee, on a thread of its own, with the autocast of its caller.
+Both run the same text. In one process ``rpc`` is a stand-in that calls functions here, between clones as a message
+makes them: the receiver may change a tensor in place, and the graph goes on through it. A function runs as at a callee,
+on a thread of its own, with the autocast of its caller.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     # The feature that a program has, and what it is refused with. All of these are in docs/autograd.md.
     ("part: reentrant checkpoint", "give it use_reentrant=False"),
     ("part: reentrant checkpoint", r"When use_reentrant=True, torch\.utils\.checkpoint is incompatible"),
-    ("masked", "the gradient of a tensor from another worker is a MaskedTensor"),
+    ("masked bare", "the gradient of a tensor from another worker is a MaskedTensor"),
     ("masked", "the gradient of a MaskedTensor from another worker has another mask"),
+    ("masked bare", "_set_data_mask"),  # torch cannot add one to a .grad that is there
+    ("jagged", "Recomputed values for the following tensors have different metadata"),
     ("part: func.grad", r"torch\.func"),
     ("part: vmap", r"torch\.func"),
     ("part: vjp", r"torch\.func"),
@@ -209,8 +211,11 @@ def _orders(place: Place) -> list[tuple[str, str]]:
 def optimize(program: Program, place: Place) -> None:
     """A step of the worker's own optimizer, with what is in ``.grad``."""
     if place.optimizer is None:
+        params = list(trainable(place).values())
+        if not params:
+            return
         kind, options = OPTIMIZERS[program.optimizer]
-        place.optimizer = kind(list(trainable(place).values()), **options)
+        place.optimizer = kind(params, **options)
     place.optimizer.step()
     place.optimizer.zero_grad()
 

@@ -43,8 +43,9 @@ def without_notices() -> Iterator[None]:
             "Sparse (CSR|CSC|BSR|BSC) tensor support is in beta state",
             "The .grad attribute of a Tensor that is not a leaf",
             "Full backward hook is firing when gradients are computed",
+            "None of the inputs have requires_grad=True",
+            "Sparse invariant checks are implicitly disabled",
             "Dynamo does not know how to trace",
-            ".*functionality can be found in torch.masked",
         ):
             warnings.filterwarnings("ignore", text, UserWarning)
         yield
@@ -106,13 +107,13 @@ def _copy(value: Any) -> Tensor | None:
 
 @eager
 def see(name: str, *values: Any) -> None:
-    """Note what these values are."""
+    """Note what these values are when they are seen first: a checkpoint may run the function again."""
     notes = place_here().seen
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
             grad = value.requires_grad and torch.is_grad_enabled()
             kind = f"{type(value).__name__} {value.dtype} {value.layout} {'requires grad' if grad else ''}"
-            notes[f"{name}[{index}]"] = kind, value.detach().clone()
+            notes.setdefault(f"{name}[{index}]", (kind, value.detach().clone()))
 
 
 # Hooks. Each has a name; a tensor that requires no grad gets none.
@@ -285,7 +286,24 @@ def jagged(x: Tensor) -> Any:
     return torch.nested.nested_tensor_from_jagged(x, OFFSETS)
 
 
+class Plainly(torch.autograd.Function):
+    """The gradient of what goes through it is a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient.to_tensor(0.0) if isinstance(gradient, MaskedTensor) else gradient
+
+
 def masked(x: Tensor) -> Any:
+    return as_masked_tensor(Plainly.apply(x), MASK)  # type: ignore[no-untyped-call]
+
+
+def masked_bare(x: Tensor) -> Any:
+    """The gradient of what it is made from is a MaskedTensor, with which few operations of torch work."""
     return as_masked_tensor(x, MASK)
 
 

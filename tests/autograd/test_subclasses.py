@@ -231,6 +231,18 @@ def test_a_leaf_that_is_a_jagged_nested_tensor(pair: InProcessCluster) -> None:
             assert torch.equal(context_id.gradients()[nested].values(), passes * expected.values())
 
 
+@pytest.mark.parametrize("accumulate", ["context", "grad"])
+def test_a_jagged_leaf_that_is_used_here_and_there(pair: InProcessCluster, accumulate: Any) -> None:
+    """Torch cannot add to its .grad: so all of a pass goes there at once."""
+    nested: Any = jagged(leaf(6, 4).detach()).detach().requires_grad_()
+    expected: Any = torch.autograd.grad((on_jagged("a", nested).values() + nested.values()).sum(), nested)[0]
+    with pair[0].as_current(), dist_autograd.context() as context_id:
+        y: Any = rpc.rpc_sync("worker1", on_jagged, args=("a", nested))
+        context_id.backward((y.values() + nested.values()).sum(), accumulate=accumulate)
+        found = nested.grad if accumulate == "grad" else context_id.gradients()[nested]
+    torch.testing.assert_close(found.values(), expected.values())
+
+
 MASK = torch.tensor([[True, False], [True, True]])
 
 

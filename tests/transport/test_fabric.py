@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from relay import Relay
+from tls_relay import Relay
 from transport_group import (
     HELLO,
     SOON,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from relay import Relay
+from tls_relay import Relay
 from transport_group import (
     HELLO,
     SOON,

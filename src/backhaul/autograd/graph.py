@@ -4,8 +4,8 @@ The **sources** of a pass on a worker are the Sends that take part, one for each
 pass was started the Send of its roots (`ROOT`). Two sources are in one **component** when they reach a common node.
 Each component is one run of torch's engine, so that every node of it is run once, with the sum of all its gradients,
 as in one process. A leaf does not join components, since adding to its gradient can be done in parts, unless it has
-hooks, which must see the sum. So do sources that reach tensors of one hook (see `joint_hooks`). All leaves that
-processes work on together join theirs (see `replicas`).
+hooks, which must see the sum, or a layout whose gradients torch does not add up in ``.grad``. So do sources that reach
+tensors of one hook (see `joint_hooks`). All leaves that processes work on together join theirs (see `replicas`).
 
 Why gates cannot deadlock
 -------------------------
@@ -44,6 +44,9 @@ SMALL = 64
 MOST_FORESEEN = 4
 """A message tells of no more sources than this that its tensors depend on: they make it longer."""
 _MOST_NODES = 64
+
+_ADDED_UP = {torch.strided, torch.sparse_coo}
+"""Layouts of which torch adds a gradient to a ``.grad`` that is there."""
 
 _LIFT = 1 << ID_BITS
 _COUNT = _LIFT - 1
@@ -131,7 +134,7 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
                 if other != source:
                     if type(node) is _AccumulateGrad:
                         mine[node] = None
-                        if not _has_hooks(node, look):
+                        if not _wants_one_sum(node, look):
                             continue
                     groups.join(other, source)
         sizes[source] = len(owner) - before
@@ -275,11 +278,14 @@ def put_gates_last(component: Component) -> None:
             node._set_sequence_nr(number + _LIFT)
 
 
-def _has_hooks(node: Node, look: bool) -> bool:
-    """Whether a leaf has hooks. ``look``: its node may have some of its own."""
+def _wants_one_sum(node: Node, look: bool) -> bool:
+    """Whether the gradient of a leaf has to come as one sum. ``look``: its node may have hooks of its own."""
     leaf = node.variable
     return bool(
-        leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None) or (look and node_hooks.on(node))
+        leaf._backward_hooks
+        or getattr(leaf, "_post_accumulate_grad_hooks", None)
+        or leaf.layout not in _ADDED_UP
+        or (look and node_hooks.on(node))
     )
 
 
