@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from backhaul.autograd import joint_hooks, node_hooks
 from backhaul.testing import InProcessCluster
 
 _GONE_WITHIN = 5.0
@@ -41,6 +42,13 @@ def _no_thread_stays() -> Iterator[None]:
             thread.join(max(0.0, deadline - time.monotonic()))
     left = [t.name for t in threading.enumerate() if t.name.startswith("backhaul") and t not in before]
     assert not left, f"threads that a test left behind: {left}"
+
+
+@pytest.fixture
+def no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process without hooks: tensors of other tests may still have some, and a pass looks for them then."""
+    monkeypatch.setattr(joint_hooks, "_hooks", {})
+    monkeypatch.setattr(node_hooks, "_seen", [])
 
 
 @pytest.fixture(params=["memory", "sockets"])

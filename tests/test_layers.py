@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import re
 import types
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,6 +118,15 @@ def imports_of(module: str) -> set[str]:
 
 
 IMPORTS = {module: imports_of(module) for module in FILES}
+
+
+def test_no_two_files_of_the_tests_have_one_name() -> None:
+    """One run may import all of them, and their folders are not packages."""
+    tests = Path(__file__).parent
+    apart = (tests / "ray", tests / "clusters")
+    names = Counter(path.name for path in tests.rglob("*.py") if not any(each in path.parents for each in apart))
+    del names["conftest.py"]
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_every_file_has_a_layer() -> None:

@@ -387,6 +387,7 @@ def test_a_late_reply_is_dropped(pair: InProcessCluster, listener: Listener) -> 
 # Backward.
 
 
+@pytest.mark.usefixtures("no_hooks")
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("sockets", [False, True], ids=["memory", "sockets"])
 def test_the_thread_of_backward_runs_what_comes_back(workers: int, sockets: bool) -> None:

@@ -15,7 +15,7 @@ from backhaul.autograd.gradients import without_a_run
 from backhaul.autograd.part import Part
 from backhaul.testing import InProcessCluster
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "no_hooks")
 
 
 @pytest.fixture

@@ -245,6 +245,7 @@ def test_the_stamps_of_a_call() -> None:
     assert theirs[first : first + 7] == [Read, Began, Invoked, Returned, Packed, Encoded, Ended]
 
 
+@pytest.mark.usefixtures("no_hooks")
 def test_the_stamps_of_a_pass() -> None:
     seen = stages.Stamps()
     with InProcessCluster(2) as workers, workers[0].as_current(), autograd.context() as context:

@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -347,6 +348,13 @@ def test_a_port_that_is_taken(doctor: Doctor, key: Path) -> None:
     assert "must be a port below 65536" in doctor("--port", 70000).wrong[0]
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory whose name leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -357,9 +365,9 @@ def test_a_port_that_is_taken(doctor: Doctor, key: Path) -> None:
     ids=["open to others", "a file", "missing"],
 )
 def test_a_directory_for_sockets_that_will_not_do(
-    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None], text: str
+    doctor: Doctor, short_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None], text: str
 ) -> None:
-    place = tmp_path / "run"
+    place = short_path / "run"
     make(place)
     monkeypatch.setenv("BACKHAUL_RUNTIME_DIR", str(place))
     found = doctor()
