@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def can_connect(address: str, port: int) -> bool:
 
 
 records: list[str] = []
+written = threading.Condition()
 
 
 def record() -> None:
@@ -86,12 +88,17 @@ def record() -> None:
 
     class Notes(logging.Handler):
         def emit(self, entry: logging.LogRecord) -> None:
-            records.append(entry.getMessage())
+            with written:
+                records.append(entry.getMessage())
+                written.notify_all()
 
     logging.getLogger("backhaul").addHandler(Notes())
 
 
-def recorded() -> str:
+def recorded(text: str = "") -> str:
+    """The log, once it has this text: the two ends of a connection notice things at different times."""
+    with written:
+        assert written.wait_for(lambda: any(text in record for record in records) or not text, 20), records
     return "\n".join(records)
 
 
@@ -170,7 +177,7 @@ def test_another_key_is_told_to_both(hosts: Crew, key: str, tmp_path: Path) -> N
         "AuthenticationError: no connection to worker 'worker1': the peer's certificate is refused: "
     )
     assert "it comes from another cluster" in told
-    assert "the peer does not accept this worker's certificate: it comes from another cluster" in hosts[1].run(recorded)
+    hosts[1].run(recorded, "the peer does not accept this worker's certificate: it comes from another cluster")
     for each in keys:
         assert Path(each).read_text().strip() not in told + hosts[0].run(recorded) + hosts[1].run(recorded)
     leave_all(hosts, graceful=False)
