@@ -24,7 +24,7 @@ from backhaul.optim import DistributedOptimizer
 from backhaul.refs.holdings import Holdings
 
 SEEDS_VARIABLE = "BACKHAUL_CHAOS_SEEDS"
-"""How many programs `make test` runs. So many take some 20 s of a processor."""
+"""How many programs `make test` runs. They take about 20 s of processor time."""
 _DEFAULT_SEEDS = 150
 
 

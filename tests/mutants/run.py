@@ -41,7 +41,7 @@ def outcome(mutant: Mutant) -> str:
         try:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS)
         except subprocess.TimeoutExpired:
-            return "caught"  # something waits for ever
+            return "caught"  # the mutant makes a test hang
     if done.returncode > 1 and "error" not in done.stdout:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
     return "caught" if done.returncode else "survived"

@@ -398,7 +398,7 @@ def test_an_end_that_tls_announces(tcp: Group, more: bytes) -> None:
 
 @pytest.mark.timeout(20)
 def test_an_end_that_tls_announces_in_the_middle_of_a_tensor(tcp: Group) -> None:
-    """And whatever follows: the reading thread does not go on for ever."""
+    """Whatever follows, the reading thread stops."""
     near, far = tcp.pair()
     assert isinstance(near, TlsChannel)
     half = bytes(encode(Result(1, None), [torch.zeros(1 << 18)]))[: 1 << 19]

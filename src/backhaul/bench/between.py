@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="size", action="store_const", const="quick", help="a minute")
     size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="seconds; means nothing")
-    parser.add_argument("--rounds", type=int, metavar="N", help="so many rounds")
+    parser.add_argument("--rounds", type=int, metavar="N", help="the number of rounds")
     parser.add_argument("--only", action="append", choices=list(_REPETITIONS), help="this work only; may be repeated")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
     parser.set_defaults(size="full")

@@ -37,7 +37,7 @@ class Outlet:
         return write
 
     def mark(self, host: int, size: int) -> None:
-        """Have `written` tell of so many bytes of a host when all that was put before is written."""
+        """Report this many bytes of a host through `written` once everything put before is written."""
         self._jobs.put(lambda: self._written.put((host, size)))
 
     def written(self) -> list[tuple[int, int]]:

@@ -36,7 +36,7 @@ confirmed by the reply. It releases only after that. If it never learns whether 
 sends `Release` all the same. It may share the reference at once, so that a `Register`, or the reference itself, can
 reach the owner before the creation: the owner then makes the entry and lists the creator, and the value follows, or
 else the creator's `Release`. A creation is *settled* once either has come. The owner remembers which are: of a
-reference that it has no entry for, it tells by that whether its value is still to come, or gone for ever. A reference
+reference that it has no entry for, it tells by that whether its value is still to come or has been freed. A reference
 names the process of its owner as well (``life``): what was made by another process is not to come.
 
 **Deaths.** A worker may die after it has sent a reference on and before the receiver is listed. If the

@@ -328,7 +328,7 @@ class TlsChannel(Channel):
         """
         read, incoming, size = self._stream.read, self._incoming, len(place)
         filled = records = 0
-        # With so many bytes there is a whole record; what else may be there, the caller finds out.
+        # This many bytes hold a whole record. The caller handles whatever remains.
         try:
             while filled < size and incoming.pending >= RECORD + _OVERHEAD:
                 count: int = read(RECORD, place[filled:])  # type: ignore[assignment]
