@@ -27,7 +27,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--ready", action="store_true", help="only say whether a worker of this user is up on this machine; for probes"
     )
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="with --ready: how many workers must be up (default: 1)")
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="with --ready: how many workers must be up (default: 1)"
+    )
     parser.set_defaults(handle=run, parser=parser)
 
 
