@@ -51,7 +51,7 @@ from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
 from backhaul.autograd.passes import Running
 from backhaul.autograd.replicas import Replica, replicas
-from backhaul.autograd.run import Parcel, Run
+from backhaul.autograd.run import Mine, Outcome, Parcel, Run, destination
 from backhaul.autograd.share import Share, Starts
 from backhaul.eager import without_compiled_autograd
 from backhaul.edges.compression import devices_of, expanded
@@ -202,6 +202,7 @@ class Engine:
             with self.agent.listeners.listen(share.backward.id, record.workers) as listener:
                 running.listener = share.listener = listener
                 components, ask = share.arrive({ROOT: gradients})
+                self._find_shortcuts(share)
                 if observers.active:
                     observers.emit(Planned(backward=share.backward.id))
                 if ask:
@@ -258,6 +259,13 @@ class Engine:
             raise gone(record.id, self._me)
         return running
 
+    def _find_shortcuts(self, share: Share) -> None:
+        """See which gradients of a pass that begins here need not come through this worker."""
+        if self._strict or self.agent.execution.edges is not None or node_hooks.are_there() or joint_hooks.are_there():
+            return
+        if len(share.record.sends) > 1:
+            share.find_shortcuts(self._me.id)
+
     def run(self, share: Share, component: Component) -> None:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
         devices = self.agent.devices
@@ -275,29 +283,25 @@ class Engine:
         devices.streams.leave_word()
 
     def _run_and_report(self, share: Share, component: Component) -> None:
-        observers = self.agent.observers
-        if observers.active:
-            sources = tuple(component.sources)
-            observers.emit(RunBegan(context=share.backward.context, backward=share.backward.id, sources=sources))
-        began = time.perf_counter_ns()
-        try:
-            run = self._run(share, component)
-        except BaseException as error:
-            self.fail(share, error)
-            return
-        finally:
-            component.leaves, component.recvs = (), {}
-            share.record.note_run(share.backward.id, component.sources, began, component.waits, share.failed)
-            if observers.active:
-                observers.emit(RunEnded(backward=share.backward.id, sources=tuple(component.sources)))
-        if not share.backward.retain_graph:
-            share.record.spend(component.sources)
-        emitted, late = run
+        """Run a component and what follows from it on this worker, and report once."""
+        consumed: list[int] = []
+        emitted: list[int] = []
+        late: Parcel | None = None
+        following: Component | None = component
+        while following is not None:
+            consumed += following.sources
+            outcome = self._run_one(share, following)
+            if outcome is None:
+                return
+            emitted += outcome.emitted
+            late = outcome.late
+            following = self._follow(share, outcome.mine) if outcome.mine else None
         if late is None:
-            self._report(share, False, component.sources, emitted)
+            self._report(share, False, consumed, emitted)
             return
         # The gradients that go to the starter take the report along.
-        message = late.message(share.backward, tuple(component.sources), tuple(emitted))
+        message = late.message(share.backward, tuple(consumed), tuple(emitted))
+        observers = self.agent.observers
         if observers.active:
             observers.emit(GradientsSent(backward=share.backward.id, peer=late.to.name, sources=message.sources))
         try:
@@ -305,12 +309,50 @@ class Engine:
         except BackhaulError as error:
             self.fail(share, error)
 
-    def _run(self, share: Share, component: Component) -> tuple[Sequence[int], Parcel | None]:
-        """Run a component: what it has emitted gradients for, and those of them that have not left."""
+    def _run_one(self, share: Share, component: Component) -> Outcome | None:
+        """Run a component. None if that has failed the pass."""
+        observers = self.agent.observers
+        if observers.active:
+            sources = tuple(component.sources)
+            observers.emit(RunBegan(context=share.backward.context, backward=share.backward.id, sources=sources))
+        began = time.perf_counter_ns()
+        try:
+            outcome = self._run(share, component)
+        except BaseException as error:
+            self.fail(share, error)
+            return None
+        finally:
+            component.leaves, component.recvs = (), {}
+            share.record.note_run(share.backward.id, component.sources, began, component.waits, share.failed)
+            if observers.active:
+                observers.emit(RunEnded(backward=share.backward.id, sources=tuple(component.sources)))
+        if not share.backward.retain_graph:
+            share.record.spend(component.sources)
+        return outcome
+
+    def _follow(self, share: Share, gradients: Mine) -> Component | None:
+        """A run has gradients for this worker itself: the component that the calling thread runs next, if any."""
+        if self.agent.devices is not None:
+            self.agent.devices.streams.catch_up()
+        components, ask = share.arrive(gradients)
+        if ask:
+            self._ask_to_resolve(share)
+        for component in components[:-1]:
+            self.agent.pool.run(partial(self.run, share, component))
+        return components[-1] if components else None
+
+    def _hand_over(self, share: Share, gradients: Mine) -> None:
+        """The same in the middle of a run, for other threads."""
+        component = self._follow(share, gradients)
+        if component is not None:
+            self.agent.pool.run(partial(self.run, share, component))
+
+    def _run(self, share: Share, component: Component) -> Outcome:
+        """Run a component."""
         if len(component.sources) == len(component.recvs) == 1 and not component.leaves and not component.waits:
-            emitted = self._pass_on(share, component)
-            if emitted is not None:
-                return emitted, None
+            passed_on = self._pass_on(share, component)
+            if passed_on is not None:
+                return passed_on
         leaves = [leaf.variable for leaf in component.leaves]
         averaged = replicas.of(leaves)
         is_joint = replicas.is_joint()
@@ -329,7 +371,7 @@ class Engine:
                 found = [direct.get(leaf) for leaf in leaves]
                 starts = direct = None  # who stores the gradients will be the only one to have them
                 self._store(share, leaves, found)
-                return (), None
+                return Outcome()
         listener = share.listener
         if joint and listener is not None and listener.is_mine():
             self.agent.listeners.step_away(listener)  # the run may wait for other processes
@@ -341,6 +383,8 @@ class Engine:
             check=self.check,
             held=self._held,
             tell=self._tell,
+            hand_over=self._hand_over,
+            waits=joint or component.waits,
             # What is held may be sent by another thread, which has other streams.
             hold=not joint and self.agent.devices is None,
         )
@@ -367,9 +411,9 @@ class Engine:
             functions.thread.run = before
             current.reset(token)
             self._runs.discard(run)
-        return run.emitted, run.late
+        return run.outcome
 
-    def _pass_on(self, share: Share, component: Component) -> Sequence[int] | None:
+    def _pass_on(self, share: Share, component: Component) -> Outcome | None:
         """Send back the gradient of a tensor that was sent on as it had come. None if there is more to do."""
         if self._strict or node_hooks.are_there():
             return None
@@ -379,16 +423,21 @@ class Engine:
         (node,) = component.recvs
         recv: Recv = node.recv
         self.require(share, recv)
-        share.giving_to(recv.sender.id)
-        parcel = Parcel(recv.sender)
-        parcel.add(recv.message, gradient)
-        message = parcel.message(share.backward)
+        to, source = destination(self.agent, share, recv) if share.shortcuts else (recv.sender, recv.message)
+        if to is None:
+            return Outcome((source,), None, {source: (gradient,)})
+        share.giving_to(to.id)
+        parcel = Parcel(to)
+        parcel.add(source, gradient)
+        to_starter = to.id == share.starter
+        shortcuts = () if to_starter or not share.shortcuts else share.onward(component.sources[0], recv)
+        message = parcel.message(share.backward, shortcuts=shortcuts)
         observers = self.agent.observers
         if observers.active:
             observers.emit(RecvReached(backward=share.backward.id, peer=recv.sender.name))
-            observers.emit(GradientsSent(backward=share.backward.id, peer=recv.sender.name, sources=message.sources))
-        self._tell(share, recv.sender.id, message, parcel.tensors)
-        return message.sources
+            observers.emit(GradientsSent(backward=share.backward.id, peer=to.name, sources=message.sources))
+        self._tell(share, to.id, message, parcel.tensors)
+        return Outcome(message.sources)
 
     def _run_engine(
         self, share: Share, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
@@ -514,6 +563,8 @@ class Engine:
         running = self._running.get(report.backward.id)
         if running is None:
             return
+        if not report.resolving:
+            running.share.reported(report.emitted)
         askers = running.report(report.resolving, report.consumed, report.emitted)
         # This worker last: what it runs then may wait for what the others have to run.
         for rank in sorted(askers, key=lambda rank: rank == self._me.id):
@@ -695,8 +746,14 @@ class Engine:
             raise ProtocolError("gradients of places that are not in order")
         for source in message.sources:
             send = share.record.sends.get(source)
-            if send is None or send.to.id != line.peer.id:
+            # What the starter was sent, it may have sent on: then a shortcut leads here.
+            expected = (line.peer.id,) if self._strict else (line.peer.id, share.starter)
+            if send is None or send.to.id not in expected:
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {line.peer.name!r}")
+        if message.shortcuts:
+            if self._strict:
+                raise ProtocolError("gradients with shortcuts, in a federation")
+            share.shortcuts.update((each.source, each) for each in message.shortcuts)
         share.got_from(line.peer.id)
         if self.agent.observers.active:
             came = GradientsCame(backward=share.backward.id, peer=line.peer.name, sources=message.sources)
@@ -715,14 +772,18 @@ class Engine:
         if self.agent.observers.active:
             self.agent.observers.emit(Planned(backward=share.backward.id))
         if ask:
-            running = self._running.get(share.backward.id)
-            if running is not None:
-                self._ask(running, self._me.id)
-            elif share.starter != self._me.id:
-                self.agent.post(share.starter, Resolve(share.backward))
+            self._ask_to_resolve(share)
         # A thread that listens for this pass has to go on listening.
         listener = share.listener
         self._run_all(share, components, may_wait=listener is None or not listener.is_mine())
+
+    def _ask_to_resolve(self, share: Share) -> None:
+        """This worker has gradients that it cannot use before the pass is resolved."""
+        running = self._running.get(share.backward.id)
+        if running is not None:
+            self._ask(running, self._me.id)
+        elif share.starter != self._me.id:
+            self.agent.post(share.starter, Resolve(share.backward))
 
     def _on_take_part(self, line: Line, envelope: Envelope, share: Share) -> None:
         for source in envelope.message.sources:

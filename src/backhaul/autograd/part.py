@@ -178,6 +178,14 @@ class Part:
         self._component.update({source: component for component in components for source in component.sources})
         return components
 
+    def passed_on(self) -> list[tuple[int, Node]]:
+        """The sources that lead to one Recv and to nothing else, and those Recvs."""
+        return [
+            (source, next(iter(component.recvs)))
+            for source, component in self._component.items()
+            if len(component.sources) == len(component.recvs) == 1 and not component.leaves and source != ROOT
+        ]
+
     def _start(self, component: Component) -> list[Component]:
         """A run begins with its first source. It would only wait for it, otherwise."""
         if component.started or component.sources[0] not in self._arrived:

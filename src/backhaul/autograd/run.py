@@ -6,6 +6,11 @@ small gradients are *held* until the last of them, but not for long: not while a
 the run, and not beyond a tick or two of the watch thread. And not at all in a run that may wait for other processes
 at its end (``hold=False``). The last gradients of a small run with several Recvs, if they go to the starter of the
 pass, wait for the end of the run and take its report along: one message instead of two.
+
+A tensor that came from the starter may have been sent on by it as it came. If the starter has said so (`Shortcut`), its
+gradient goes straight to the worker that made the tensor. If that is this worker, the gradient is kept (``mine``) and
+what it starts is run next, or at once by another thread if this run may wait for something. If there is no connection
+to that worker, one is made for later passes, and the gradient goes through the starter as usual.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,11 +29,15 @@ from backhaul.autograd.graph import SMALL, Component
 from backhaul.autograd.share import Share
 from backhaul.errors import ContextError
 from backhaul.ids import WorkerInfo
-from backhaul.wire.messages import Gradients, Pass
+from backhaul.wire.messages import Gradients, Pass, Shortcut
 from backhaul.wire.subclasses import plain
 
 _MAX_HELD_BYTES = 64 * 1024
 _SMALL = 8 * 1024
+
+
+Mine = dict[int, tuple[torch.Tensor | None]]
+"""Gradients for tensors of this worker itself, by source."""
 
 
 class Parcel:
@@ -54,8 +63,41 @@ class Parcel:
             self.nbytes += gradient.nbytes if gradient.layout is torch.strided else 0
         self.sources.append(source)
 
-    def message(self, backward: Pass, consumed: tuple[int, ...] = (), emitted: tuple[int, ...] = ()) -> Gradients:
-        return Gradients(backward, tuple(self.sources), tuple(self.present), consumed, emitted)
+    def message(
+        self,
+        backward: Pass,
+        consumed: tuple[int, ...] = (),
+        emitted: tuple[int, ...] = (),
+        shortcuts: tuple[Shortcut, ...] = (),
+    ) -> Gradients:
+        return Gradients(backward, tuple(self.sources), tuple(self.present), consumed, emitted, (), shortcuts)
+
+
+class Outcome(NamedTuple):
+    """What has become of a run."""
+
+    emitted: Sequence[int] = ()
+    """The tensors that it has emitted gradients for."""
+    late: Parcel | None = None
+    """The last of these gradients, for the starter of the pass. They have not left: the report goes with them."""
+    mine: Mine | None = None
+
+
+def destination(agent: Agent, share: Share, recv: Recv) -> tuple[WorkerInfo | None, int]:
+    """The worker that the gradients of a Recv go to, and the first of its tensors that they are for.
+
+    None if a shortcut leads back to this worker.
+    """
+    shortcut = share.shortcuts.pop(recv.message, None)
+    if shortcut is None or agent.execution.edges is not None:  # what crosses an edge must not go around it
+        return recv.sender, recv.message
+    if shortcut.to == agent.me.id:
+        return None, shortcut.message
+    to = agent.connected(shortcut.to)
+    if to is None:
+        agent.reach_out(shortcut.to)
+        return recv.sender, recv.message
+    return to, shortcut.message
 
 
 class Run:
@@ -71,8 +113,11 @@ class Run:
         check: Callable[[Share], None],
         held: Callable[[Run], None],
         tell: Callable[[Share, int, Any, Sequence[torch.Tensor]], None],
+        hand_over: Callable[[Share, Mine], None],
         hold: bool = True,
+        waits: bool = False,
     ) -> None:
+        """``waits``: this run may wait for something that depends on its own gradients."""
         self.share = share
         self.backward = share.backward.id
         self.sources = component.sources
@@ -86,8 +131,10 @@ class Run:
         self._check = check
         self._on_held = held
         self._tell = tell
-        self.late: Parcel | None = None
-        """The last gradients of the run, for the starter of the pass. They have not left: the report goes with them."""
+        self._hand_over = hand_over
+        self._waits = waits
+        self._late: Parcel | None = None
+        self._mine: Mine = {}
         self._max_held = _MAX_HELD_BYTES if hold else -1
         self._recvs = dict(component.recvs)  # that are to come
         self._is_alone = len(self._recvs) == 1
@@ -95,12 +142,14 @@ class Run:
         self._rides = hold and not component.waits and not self._is_alone and component.size <= SMALL
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._left: dict[int, int] = {}  # Recvs to come, by the rank of their senders
+        self._left: dict[int, int] = {}  # Recvs to come, by the ranks that their gradients go to
         self._parcels: dict[int, Parcel] = {}
+        self._to: dict[Any, tuple[WorkerInfo | None, int]] = {}  # of each Recv, if there are several: see `destination`
         if not self._is_alone:
             for node in component.recvs:
-                rank = node.recv.sender.id
-                self._left[rank] = self._left.get(rank, 0) + 1
+                self._to[node] = to, _ = self._destination(node.recv)
+                if to is not None:
+                    self._left[to.id] = self._left.get(to.id, 0) + 1
 
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
         if self._parcels and not self.share.has(source):
@@ -119,21 +168,25 @@ class Run:
                 "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
             )
         self._require(self.share, recv)
-        rank = recv.sender.id
+        to, first = self._destination(recv) if self._is_alone else self._to.pop(node)
+        if to is None:
+            self._keep(first, gradients[0])
+            return
+        rank = to.id
         self.share.giving_to(rank)
         if self._is_alone:
-            parcel = Parcel(recv.sender)
+            parcel = Parcel(to)
             for output in sorted(outputs):
-                parcel.add(recv.message + output, gradients[output])
+                parcel.add(first + output, gradients[output])
             self.emitted += parcel.sources
-            self._post(parcel)
+            self._post(parcel, recv)
             return
         with self._lock:
             held = self._parcels.get(rank)
-            parcel = held or self._parcels.setdefault(rank, Parcel(recv.sender))
+            parcel = held or self._parcels.setdefault(rank, Parcel(to))
             for output in sorted(outputs):
-                parcel.add(recv.message + output, gradients[output])
-                self.emitted.append(recv.message + output)
+                parcel.add(first + output, gradients[output])
+                self.emitted.append(first + output)
             self._left[rank] -= 1
             full = not self._left[rank] or parcel.nbytes > self._max_held
             if full:
@@ -142,6 +195,24 @@ class Run:
             self._post(parcel)
         elif held is None:
             self._on_held(self)
+
+    def _destination(self, recv: Recv) -> tuple[WorkerInfo | None, int]:
+        return destination(self._agent, self.share, recv) if self.share.shortcuts else (recv.sender, recv.message)
+
+    def _keep(self, source: int, gradient: torch.Tensor | None) -> None:
+        """Keep a gradient for this worker, as if it had come in a message: with memory of its own."""
+        kept = (None if gradient is None else plain(gradient).clone(),)
+        self.emitted.append(source)
+        if self._agent.devices is not None:
+            self._agent.devices.streams.leave_word()
+        if self._waits:
+            self._hand_over(self.share, {source: kept})
+        else:
+            self._mine[source] = kept
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(self.emitted, self._late, self._mine)
 
     def flush(self) -> None:
         """Send what is held."""
@@ -152,11 +223,14 @@ class Run:
         for parcel in parcels.values():
             self._post(parcel)
 
-    def _post(self, parcel: Parcel) -> None:
-        if self._rides and not self._recvs and parcel.to.id == self.share.starter and parcel.nbytes <= _MAX_HELD_BYTES:
-            self.late = parcel
+    def _post(self, parcel: Parcel, recv: Recv | None = None) -> None:
+        """Send gradients, or have them wait for the report. ``recv`` is where all of them come from, if it is one."""
+        to_starter = parcel.to.id == self.share.starter
+        if to_starter and self._rides and not self._recvs and not self._mine and parcel.nbytes <= _MAX_HELD_BYTES:
+            self._late = parcel
             return
-        message = parcel.message(self.share.backward)
+        shortcuts = () if to_starter or not self.share.shortcuts else self.share.onward(self.sources[0], recv)
+        message = parcel.message(self.share.backward, shortcuts=shortcuts)
         if self._agent.observers.active:
             sent = GradientsSent(backward=self.share.backward.id, peer=parcel.to.name, sources=message.sources)
             self._agent.observers.emit(sent)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from heapq import nlargest
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from backhaul.agent.observing import GateOpens, GateWaits
 from backhaul.autograd import joint_hooks
 from backhaul.autograd.checking import Box, Charges
 from backhaul.autograd.contexts import Record
-from backhaul.autograd.functions import NOTHING, ROOT, passes_on, rank_of
+from backhaul.autograd.functions import NOTHING, ROOT, Recv, passes_on, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
 from backhaul.autograd.part import Part, Source
 from backhaul.errors import ContextError, RpcTimeoutError, fresh, kept
 from backhaul.ids import WorkerInfo
-from backhaul.wire.messages import Pass
+from backhaul.wire.messages import Pass, Shortcut
 
 Gradients = Sequence[torch.Tensor | None]
 """Of the inputs of a Send: one, but for that of the roots."""
@@ -32,6 +33,9 @@ Gradients = Sequence[torch.Tensor | None]
 
 Starts = tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]
 """What torch's engine is to start from, and with which gradients."""
+
+MOST_SHORTCUTS = 64
+"""A message tells of no more shortcuts than this. Where they end, gradients go through the starter, which has more."""
 
 _OVER = ContextError("the autograd context of this backward pass has been left")
 
@@ -75,6 +79,9 @@ class Share:
         self.round = 0
         self.listener: Listener | None = None
         """The thread of `backward`, at the worker that started the pass, once it listens."""
+        self.shortcuts: dict[int, Shortcut] = {}
+        """Those that this worker knows and that have not been taken here, by their sources."""
+        self._passed: dict[int, int] = {}  # at the starter: where a shortcut leads -> its source
 
     def arrive(self, gradients: Mapping[int, Gradients], peer: int | None = None) -> tuple[list[Component], bool]:
         """Gradients of a peer, or the roots, have arrived. Returns what can run now, and whether to resolve the pass.
@@ -141,6 +148,48 @@ class Share:
                 return None
             del self._box[source]
             return found[0]
+
+    def find_shortcuts(self, me: int) -> None:
+        """At the starter: find the tensors that were sent on as they had come, and to whom their gradients can go.
+
+        Only tensors that were alone in their messages, both times: gradients of one message come together.
+        """
+        sends = self.record.sends
+        with self._lock:
+            passed = [] if self._part is None else self._part.passed_on()
+            for source, node in passed:
+                send = sends[source]
+                recv: Recv = node.recv
+                following = sends.get(source + 1)
+                if (
+                    send.message == source
+                    and (following is None or following.message != source)
+                    and send.node.next_functions[0][0] is node  # it was alone in its message when it came
+                    and me not in (send.to.id, recv.sender.id)
+                    and recv.context == self.backward.context
+                    and passes_on(node)
+                ):
+                    self.shortcuts[source] = Shortcut(source, recv.sender.id, recv.message)
+                    self._passed[recv.message] = source
+
+    def onward(self, source: int, recv: Recv | None) -> tuple[Shortcut, ...]:
+        """The shortcuts for a worker that is given gradients, of a Recv if it is one, since those of ``source`` came.
+
+        Where it leads, it leads to tensors that the starter sent before.
+        """
+        found = list(self.shortcuts.values())
+        if rank_of(source) != self.starter:
+            source = recv.message if recv is not None and recv.sender.id == self.starter else ROOT
+        if source != ROOT:
+            found = [each for each in found if each.source < source]
+        if len(found) > MOST_SHORTCUTS:
+            found = nlargest(MOST_SHORTCUTS, found, key=lambda each: each.source)
+        return tuple(found)
+
+    def reported(self, emitted: Iterable[int]) -> None:
+        """At the starter: gradients have gone to these. If a shortcut led there, its source has been used up."""
+        if self._passed and not self.backward.retain_graph:
+            self.record.spend(self._passed[each] for each in emitted if each in self._passed)
 
     def starts(self, component: Component) -> Starts:
         """Where the run of a component begins. Raises what the pass has failed with.

@@ -223,14 +223,25 @@ class Pass(msgspec.Struct, frozen=True, array_like=True, gc=False):
     into_grad: bool
 
 
+class Shortcut(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A tensor that the starter of a pass has sent on as it came: its gradient need not go through the starter.
+
+    The gradient for ``source``, a tensor of the starter's, can go to worker ``to`` instead, for ``message`` there.
+    """
+
+    source: int
+    to: int
+    message: int
+
+
 class Gradients(msgspec.Struct, frozen=True, array_like=True):
-    """The gradients of a message, to who sent it. One-way.
+    """The gradients of a message, to the worker that sent it, or where a `Shortcut` leads. One-way.
 
     ``sources`` are its recorded tensors that take part in the pass, by id; the frame's tensors are the gradients of
     those at the places ``present``. Those of the others are undefined.
 
     To the starter of the pass, the last gradients of a run may take the `Report` of that run along: then ``consumed``
-    is not empty.
+    is not empty. To others, they bring the shortcuts that the rest of the pass may take.
     """
 
     backward: Pass
@@ -239,6 +250,7 @@ class Gradients(msgspec.Struct, frozen=True, array_like=True):
     consumed: tuple[int, ...] = ()
     emitted: tuple[int, ...] = ()
     coded: tuple[Coded, ...] = ()
+    shortcuts: tuple[Shortcut, ...] = ()
 
 
 class TakePart(msgspec.Struct, frozen=True, array_like=True):

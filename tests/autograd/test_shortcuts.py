@@ -1,0 +1,191 @@
+"""Shortcuts: if the starter of a pass has sent a tensor on as it came, its gradient does not go through the starter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from models import W, await_no_leftovers, call, check, layer, leaf, new_weights
+from torch import Tensor
+
+import backhaul.autograd as dist_autograd
+from awaiting import await_events
+from backhaul.agent.observing import Event, GradientsCame
+from backhaul.autograd.share import MOST_SHORTCUTS
+from backhaul.testing import InProcessCluster
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+Hop = tuple[str, str]
+"""A worker, and the name of the weight that it applies."""
+
+
+@contextmanager
+def gradients_to(workers: InProcessCluster, rank: int) -> Iterator[list[str]]:
+    """The names of the workers that gradients come from meanwhile."""
+    seen: list[str] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, GradientsCame):
+            seen.append(event.peer)
+
+    remove = workers[rank].agent.observers.add(note)
+    try:
+        yield seen
+    finally:
+        remove()
+
+
+def along(hops: list[Hop], x: Tensor, between: Callable[[Tensor], Tensor] = lambda v: v) -> Tensor:
+    for to, name in hops:
+        x = between(call(to, layer, name, x))
+    return x.sum()
+
+
+def connect(workers: InProcessCluster, one: int, other: int) -> None:
+    for mine, theirs in ((one, other), (other, one)):
+        workers[mine].rpc_sync(f"worker{theirs}", torch.ones, args=(1,))
+
+
+def test_a_worker_that_gets_its_own_tensors_back_keeps_their_gradients(trio: InProcessCluster) -> None:
+    x = leaf(3, 4)
+    hops = [("worker1", name) for name in "abcd"]
+    with gradients_to(trio, 0) as seen:
+        check(trio, lambda: [along(hops, x)], {0: [x], 1: [W[name] for name in "abcd"]})
+    assert seen == ["worker1"]  # for x
+
+
+def test_gradients_go_from_worker_to_worker(trio: InProcessCluster) -> None:
+    connect(trio, 1, 2)
+    x = leaf(3, 4)
+    hops = [("worker1", "a"), ("worker2", "b"), ("worker1", "c"), ("worker2", "d")]
+    leaves = {0: [x], 1: [W["a"], W["c"]], 2: [W["b"], W["d"]]}
+    with gradients_to(trio, 0) as starter, gradients_to(trio, 1) as first, gradients_to(trio, 2) as second:
+        check(trio, lambda: [along(hops, x)], leaves)
+    assert starter == ["worker1"]
+    assert first == ["worker2", "worker2"]
+    assert second == ["worker0", "worker1"]
+
+
+def test_workers_that_do_not_know_each_other_are_connected_for_the_next_pass(trio: InProcessCluster) -> None:
+    x = leaf(3, 4)
+    hops = [("worker1", "a"), ("worker2", "b")]
+    leaves = {0: [x], 1: [W["a"]], 2: [W["b"]]}
+    assert trio[2].agent.connected(1) is None
+    with gradients_to(trio, 0) as seen:
+        check(trio, lambda: [along(hops, x)], leaves)
+    assert seen == ["worker2", "worker1"]
+    assert await_events(trio[2], lambda: trio[2].agent.connected(1) is not None, 10)
+    with gradients_to(trio, 0) as seen:
+        check(trio, lambda: [along(hops, x)], leaves)
+    assert seen == ["worker1"]
+
+
+def test_a_tensor_that_is_used_again_goes_through_the_starter(trio: InProcessCluster) -> None:
+    x = leaf(3, 4)
+
+    def program() -> list[Tensor]:
+        v = call("worker1", layer, "a", x)
+        return [call("worker1", layer, "b", v).sum() + (v * v).sum()]
+
+    with gradients_to(trio, 0) as seen:
+        check(trio, program, {0: [x], 1: [W["a"], W["b"]]})
+    assert len(seen) == 2
+
+
+def test_a_tensor_that_is_sent_on_twice_goes_through_the_starter(trio: InProcessCluster) -> None:
+    x = leaf(3, 4)
+
+    def program() -> list[Tensor]:
+        v = call("worker1", layer, "a", x)
+        return [call("worker1", layer, "b", v).sum() + call("worker2", layer, "c", v).sum()]
+
+    check(trio, program, {0: [x], 1: [W["a"], W["b"]], 2: [W["c"]]})
+
+
+def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.sin(x @ W["a"]), torch.cos(y @ W["a"])
+
+
+def test_tensors_that_share_a_message_go_through_the_starter(trio: InProcessCluster) -> None:
+    """The gradients of a message come together: nobody could know whether another one is to come."""
+    x, y = leaf(3, 4), leaf(3, 4, seed=2)
+
+    def program() -> list[Tensor]:
+        u, v = call("worker1", both, x, y)
+        u, v = call("worker1", both, v, u)
+        return [call("worker1", layer, "b", u).sum() + v.sum()]
+
+    check(trio, program, {0: [x, y], 1: [W["a"], W["b"]]}, exact=False)
+
+
+STATE: dict[str, Tensor] = {}
+
+
+def remember(x: Tensor) -> Tensor:
+    STATE["h"] = x @ W["a"]
+    return torch.sin(STATE["h"])
+
+
+def with_memory(x: Tensor) -> Tensor:
+    return (x * STATE["h"]) @ W["b"]
+
+
+def test_a_run_that_waits_for_what_it_has_given_itself(trio: InProcessCluster) -> None:
+    """The two sources of worker 1 reach a common node. The second one's gradient is made by the run that needs it."""
+    x = leaf(3, 4)
+
+    def program() -> list[Tensor]:
+        return [call("worker1", with_memory, call("worker1", remember, x)).sum()]
+
+    check(trio, program, {0: [x], 1: [W["a"], W["b"]]})
+    STATE.clear()
+
+
+@pytest.mark.parametrize("to", [["worker1"], ["worker1", "worker2"]])
+def test_a_chain_with_more_hops_than_a_message_tells_of(trio: InProcessCluster, to: list[str]) -> None:
+    connect(trio, 1, 2)
+    new_weights("ab")
+    x = leaf(3, 4)
+    hops = [(to[i % len(to)], "ab"[i % len(to)]) for i in range(2 * MOST_SHORTCUTS + 2)]
+    leaves = {0: [x], **{rank: [W["ab"[rank - 1]]] for rank in range(1, len(to) + 1)}}
+    with gradients_to(trio, 0) as seen:
+        check(trio, lambda: [along(hops, x)], leaves, exact=False)
+    assert len(seen) == 3  # for x, and where the shortcuts of a message end
+
+
+def test_a_graph_that_is_retained_can_be_run_again_and_one_that_is_not_cannot(trio: InProcessCluster) -> None:
+    connect(trio, 1, 2)
+    x = leaf(3, 4)
+    with trio[0].as_current(), dist_autograd.context() as context:
+        loss = along([("worker1", "a"), ("worker2", "b"), ("worker1", "c")], x)
+        dist_autograd.backward(context, [loss], retain_graph=True)
+        once = dist_autograd.get_gradients(context)[x].clone()
+        dist_autograd.backward(context, [loss])
+        assert torch.equal(dist_autograd.get_gradients(context)[x], 2 * once)
+        assert not trio[0].autograd.contexts.find(context).unspent
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            dist_autograd.backward(context, [loss])
+    await_no_leftovers(trio)
+
+
+def failing(gradient: Tensor) -> Tensor:
+    raise ValueError("no gradient for you")
+
+
+def layer_that_fails(name: str, x: Tensor) -> Tensor:
+    y = layer(name, x)
+    y.register_hook(failing)
+    return y
+
+
+def test_what_fails_behind_a_shortcut_reaches_the_starter(trio: InProcessCluster) -> None:
+    connect(trio, 1, 2)
+    with trio[0].as_current(), dist_autograd.context() as context:
+        v = call("worker1", layer_that_fails, "a", leaf(3, 4))
+        loss = along([("worker2", "b")], v)
+        with pytest.raises(ValueError, match="no gradient for you"):
+            dist_autograd.backward(context, [loss])
+    await_no_leftovers(trio)
