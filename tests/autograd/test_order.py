@@ -59,11 +59,24 @@ def test_a_chain_says_no_more_than_its_gradients_and_that_each_run_is_over(pair:
     with pair[0].as_current(), dist_autograd.context() as ctx:
         y = x
         for _ in range(5):
-            y = call("worker1", layer, "a", y)
+            y = torch.sin(call("worker1", layer, "a", y))
         with counting(pair) as counts:
             dist_autograd.backward(ctx, [y.sum()])
         # Worker 0's own runs need no report; what it waits for is the last of worker 1's.
         assert counts == {"Gradients": 10, "Report": 5}
+
+
+def test_a_chain_whose_values_are_only_sent_on_is_run_as_one_by_the_worker_that_makes_them(
+    pair: InProcessCluster,
+) -> None:
+    x = leaf(4, 4)
+    with pair[0].as_current(), dist_autograd.context() as ctx:
+        y = x
+        for _ in range(5):
+            y = call("worker1", layer, "a", y)
+        with counting(pair) as counts:
+            dist_autograd.backward(ctx, [y.sum()])
+        assert counts == {"Gradients": 2, "Report": 1}
 
 
 def test_a_small_run_with_several_gradients_for_the_starter_sends_one_message(pair: InProcessCluster) -> None:
