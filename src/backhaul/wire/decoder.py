@@ -21,6 +21,7 @@ Slices of a large frame go to a second decoder, which sees a stream of whole fra
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -55,6 +56,11 @@ _LONGEST_START = 1 + LONGEST_TRACE + 5 + 9  # a mark of a tracer, the head of an
 _OVER = "is over the limit of {} at the receiver; option max_message_bytes sets it"
 
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
+
+# The header as `_next_plain` reads it: what all frames begin with, and the rest.
+_HEADER = struct.Struct("<3sBIIQ")
+_LEAD = MAGIC + bytes((VERSION,))
+_DECODE = {kind: decoder.decode for kind, decoder in _decoders.items()}
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):
@@ -157,6 +163,11 @@ class Decoder:
 
     def next(self) -> Envelope | None:
         """The next complete message, or None when more bytes are needed."""
+        if self._landing is None and self._large is None and not self._strict:
+            if self._end - self._start < self._wanted:
+                return None
+            if (envelope := self._next_plain()) is not None:
+                return envelope
         if self._landing is None:
             if self._large is not None and (envelope := self._next_large()) is not None:
                 return envelope
@@ -184,6 +195,40 @@ class Decoder:
         message = self._message
         self._message = self._landing = None
         return Envelope(message, tensors, self._trace, self._size)
+
+    def _next_plain(self) -> Envelope | None:
+        """A message that has arrived as a whole, with no tensor or a small one: what most are.
+
+        None if it is another one, or not right: then the general way says so.
+        """
+        start = self._start
+        view = self._view
+        lead, kind, metadata, table, payload = _HEADER.unpack_from(view, start)
+        body = start + _HEADER.size
+        data = body + metadata
+        payload_start = data + table
+        end = payload_start + payload
+        decode = _DECODE.get(kind)
+        if end > self._end or lead != _LEAD or decode is None or payload > _COLLECT_BELOW or end - start > self._limit:
+            return None
+        if payload_start - start > self._head_limit:
+            return None
+        if table:
+            tensor = land_small(bytes(view[data:payload_start]), self._address + payload_start, payload)
+            if tensor is None:
+                return None
+            tensors = [tensor]
+        elif payload:
+            return None
+        else:
+            tensors = []
+        try:
+            message = decode(view[body:data])
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"metadata that is no {KINDS[kind].__name__}: {error}") from None
+        self._start = end
+        self._wanted = HEADER.size
+        return Envelope(message, tensors, "", end - start)
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[Envelope]:
         """Take all of ``data``; return the messages that it completes."""
