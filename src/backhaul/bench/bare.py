@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import json
 import os
 import statistics
@@ -21,8 +20,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 _QUESTIONS = ("profiler_is_on", "_profiler_is_on")
 _COUNTED = 40
@@ -34,6 +34,7 @@ class _Strip(ast.NodeTransformer):
 
     def __init__(self) -> None:
         self.count = 0
+        self.lines: set[int] = set()
         self._noted: list[set[str]] = [set()]
         """For each function that this is in: its names for the notes of threads."""
 
@@ -71,13 +72,16 @@ class _Strip(ast.NodeTransformer):
         (target,) = node.targets if len(node.targets) == 1 else (None,)
         names = self._noted[-1]
         if names and isinstance(target, ast.Name) and target.id in names | {"thread", "before"}:
-            return self._nothing()
+            self._take(node)
+            return None
         if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id in names:
-            return self._nothing()
+            self._take(node)
+            return None
         return self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt] | None:
         if self._noted[-1] and isinstance(node.test, ast.Compare) and _last_name(node.test.left) == "before":
+            self._take(node, places=0)  # the end of a note that is counted where it begins
             return ast.Pass()  # a finally has to have something in it
         found = self.generic_visit(node)
         if isinstance(found, ast.If) and isinstance(found.test, ast.Constant) and not found.test.value:
@@ -86,24 +90,25 @@ class _Strip(ast.NodeTransformer):
 
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
-        kept = [item for item in node.items if not _is_wait_note(item.context_expr)]
-        self.count += len(node.items) - len(kept)
-        node.items = kept
-        return node if kept else node.body
+        for item in [item for item in node.items if _is_wait_note(item.context_expr)]:
+            self._take(item.context_expr)
+            node.items.remove(item)
+        return node if node.items else node.body
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         call = node.value
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _NOTES:
-            self.count += 1
+            self._take(node)
             return ast.Pass()
         return self.generic_visit(node)
 
-    def _constant(self, node: ast.AST, value: Any) -> ast.AST:
-        self.count += 1
+    def _constant(self, node: ast.expr, value: bool | None) -> ast.expr:
+        self._take(node)
         return ast.copy_location(ast.Constant(value), node)
 
-    def _nothing(self) -> None:
-        self.count += 1
+    def _take(self, node: ast.expr | ast.stmt, places: int = 1) -> None:
+        self.count += places
+        self.lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
 
 def _last_name(node: ast.AST) -> str:
@@ -132,6 +137,13 @@ def strip(source: str) -> tuple[ast.Module, int]:
     stripping = _Strip()
     tree = stripping.visit(ast.parse(source))
     return ast.fix_missing_locations(tree), stripping.count
+
+
+def lines_that_look(source: str) -> set[int]:
+    """The lines of a module that `strip` leaves out."""
+    stripping = _Strip()
+    stripping.visit(ast.parse(source))
+    return stripping.lines
 
 
 class Loader(importlib.machinery.SourceFileLoader):
@@ -187,52 +199,61 @@ def entrant(how: str, place: str) -> None:
         print(json.dumps(Loader.places), flush=True)
         for line in sys.stdin:
             work, seconds = json.loads(line)
-            print(json.dumps(measure(lambda work=work: works[work](names[1:]), seconds)), flush=True)
+            print(json.dumps(measure(partial(works[work], names[1:]), seconds)), flush=True)
     rpc.shutdown()
 
 
-def count(how: str, *_: str) -> None:
-    """Print, as JSON, how many bytecodes of Backhaul each work executes at both ends; workers are in this process."""
-    Loader.stripped = how == "bare"
-    sys.meta_path.insert(0, Finder())
+def count() -> dict[str, tuple[int, int]]:
+    """How many bytecodes each work executes at both ends: those of places that look, and those of all of Backhaul.
+
+    The workers are in this process. The first number is exact, up to threads that have to wait more or less often.
+    """
     from backhaul.bench import looking
     from backhaul.testing import InProcessCluster
 
     counting = _Counting()
     threading.settrace(counting.enter)  # for threads to come
     found = {}
-    with InProcessCluster(3) as workers, workers[0].as_current():
-        names = [worker.info.name for worker in workers[1:]]
-        for work, do in looking.WORKS.items():
-            for _ in range(_COUNTED):
+    try:
+        with InProcessCluster(3) as workers, workers[0].as_current():
+            names = [worker.info.name for worker in workers[1:]]
+            for work, do in looking.WORKS.items():
                 do(names)
-            sys.settrace(counting.enter)
-            counts = []
-            for _ in range(_COUNTED):
-                before = counting.total
-                do(names)
-                counts.append(counting.total - before)
-            sys.settrace(None)
-            found[work] = min(counts)  # without what the watch of a worker does now and then
-    threading.settrace(None)  # type: ignore[arg-type]
-    print(json.dumps(found))
+                counting.looking = counting.all = 0
+                sys.settrace(counting.enter)
+                for _ in range(_COUNTED):
+                    do(names)
+                sys.settrace(None)
+                found[work] = counting.looking // _COUNTED, counting.all // _COUNTED
+    finally:
+        sys.settrace(None)
+        threading.settrace(cast(Any, None))
+    return found
 
 
 class _Counting:
     """A trace function for all threads. Two that count at once may lose one of a million."""
 
     def __init__(self) -> None:
-        self.total = 0
+        self.all = 0
+        self.looking = 0
+        self._lines: dict[str, set[int]] = {}
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if "/backhaul/" not in frame.f_code.co_filename:
+        name = frame.f_code.co_filename
+        if "/backhaul/" not in name or "/backhaul/bench/" in name:
             return None
+        if name not in self._lines:
+            with open(name, encoding="utf-8") as file:
+                self._lines[name] = lines_that_look(file.read())
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self.count
 
     def count(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "opcode":
-            self.total += 1
+            self.all += 1
+            if frame.f_lineno in self._lines[frame.f_code.co_filename]:
+                self.looking += 1
         return self.count
 
 
@@ -251,4 +272,4 @@ def measure(do: Callable[[], None], seconds: float) -> float:
 
 if __name__ == "__main__":
     sys.path[:] = [each for each in sys.path if os.path.abspath(each) != os.path.dirname(os.path.abspath(__file__))]
-    {"entrant": entrant, "count": count}[sys.argv[1]](*sys.argv[2:])
+    entrant(*sys.argv[1:])

@@ -5,9 +5,9 @@ meter of every worker counting (as for metrics), with a dashboard that looks at 
 under a profile of the cluster, and under torch's own profiler at the caller. All take turns in every round.
 
 ``--off`` measures what it costs to be ready for all that, with nothing switched on: Backhaul as it is beside Backhaul
-without the places that ask whether somebody looks, or take notes (`bare`). Each has a driver and two workers of its own.
-They take turns in short rounds and change who is first, so that both see the same machine. The ratio is the median of
-the rounds' ratios. Bytecodes are counted, too: their number does not depend on what else the machine does.
+without the places that ask whether somebody looks, or take notes (`bare`). Each has a driver and two workers. They take
+turns in short rounds and change who is first, so that both see the same machine. The ratio is the median of the rounds'
+ratios. The bytecodes of these places are counted, too: their number does not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _measure_lookers(given: argparse.Namespace) -> None:
 def _measure_off(rounds: int) -> None:
     """Backhaul as it is, and without the places that look."""
     found: dict[tuple[str, str], list[float]] = {(work, how): [] for work in WORKS for how in _VARIANTS}
-    counted = {how: _run_bare("count", how) for how in _VARIANTS}
+    counted = bare.count()
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
         entrants = {how: stack.enter_context(_entrant(how, place)) for how in _VARIANTS}
         places = {how: json.loads(entrants[how].readline()) for how in _VARIANTS}
@@ -89,9 +89,9 @@ def _measure_off(rounds: int) -> None:
     for work in WORKS:
         ratios = [a / b - 1 for a, b in zip(found[work, _SEEN], found[work, _BARE], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        seen, bare = (statistics.median(found[work, how]) * 1e6 for how in _VARIANTS)
-        codes = f"{counted[_SEEN][work]} and {counted[_BARE][work]}"
-        table.add_row(work, f"{seen:.1f}", f"{bare:.1f}", f"{middle:+.1%}", f"{low:+.1%} to {high:+.1%}", codes)
+        seen, without = (statistics.median(found[work, how]) * 1e6 for how in _VARIANTS)
+        codes = "{} of {}".format(*counted[work])
+        table.add_row(work, f"{seen:.1f}", f"{without:.1f}", f"{middle:+.1%}", f"{low:+.1%} to {high:+.1%}", codes)
     Console().print(table)
 
 
@@ -117,7 +117,7 @@ class _Entrant:
 
 @contextlib.contextmanager
 def _entrant(how: str, place: str) -> Iterator[_Entrant]:
-    command = [sys.executable, bare.__file__, "entrant", how, place]
+    command = [sys.executable, bare.__file__, how, place]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment())
     assert process.stdin is not None
     assert process.stdout is not None
@@ -127,11 +127,6 @@ def _entrant(how: str, place: str) -> Iterator[_Entrant]:
         process.stdin.close()  # its loop ends, and it shuts its group down
         process.stdout.close()
         process.wait()
-
-
-def _run_bare(*arguments: str) -> Any:
-    command = [sys.executable, bare.__file__, *arguments]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=_environment()).stdout)
 
 
 def _environment() -> dict[str, str]:
