@@ -184,7 +184,7 @@ def entrant(how: str, place: str) -> None:
 
     torch.set_num_threads(1)
     from backhaul import rpc
-    from backhaul.bench import looking
+    from backhaul.bench.watched_work import WORKS
 
     names = [f"{how}{rank}" for rank in range(3)]
     rank = 0
@@ -195,11 +195,10 @@ def entrant(how: str, place: str) -> None:
     options = rpc.RpcOptions(init_method=f"file://{place}/{how}")
     rpc.init_rpc(names[rank], rank=rank, world_size=3, rpc_backend_options=options)
     if rank == 0:
-        works: dict[str, Callable[[Sequence[str]], None]] = looking.WORKS
         print(json.dumps(Loader.places), flush=True)
         for line in sys.stdin:
             work, seconds = json.loads(line)
-            print(json.dumps(measure(partial(works[work], names[1:]), seconds)), flush=True)
+            print(json.dumps(measure(partial(WORKS[work], names[1:]), seconds)), flush=True)
     rpc.shutdown()
 
 
@@ -208,7 +207,7 @@ def count() -> dict[str, tuple[int, int]]:
 
     The workers are in this process. The first number is exact, up to threads that have to wait more or less often.
     """
-    from backhaul.bench import looking
+    from backhaul.bench.watched_work import WORKS
     from backhaul.testing import InProcessCluster
 
     counting = _Counting()
@@ -217,7 +216,7 @@ def count() -> dict[str, tuple[int, int]]:
     try:
         with InProcessCluster(3) as workers, workers[0].as_current():
             names = [worker.info.name for worker in workers[1:]]
-            for work, do in looking.WORKS.items():
+            for work, do in WORKS.items():
                 do(names)
                 counting.looking = counting.all = 0
                 sys.settrace(counting.enter)

@@ -28,8 +28,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backhaul import autograd, rpc
+from backhaul import rpc
 from backhaul.bench import bare
+from backhaul.bench.watched_work import WORKS
 from backhaul.cluster import cluster
 from backhaul.worker import current
 
@@ -37,8 +38,6 @@ _WARM_UP_SECONDS = 0.15
 _NOTHING = "nothing"
 _OFF_SECONDS = 0.2
 _VARIANTS = _SEEN, _BARE = ("seen", "bare")
-_layers = [torch.nn.Linear(64, 64) for _ in range(4)]
-_x = torch.rand(16, 64, requires_grad=True)
 _holds: list[Callable[[], None]] = []
 
 
@@ -160,33 +159,6 @@ def _show(found: dict[tuple[str, str], list[float]]) -> None:
             cells.append(text if looker == _NOTHING else f"{text} ({more:+.1%})")
         table.add_row(work, *cells)
     Console().print(table)
-
-
-# The work.
-
-
-def nothing() -> None:
-    pass
-
-
-def layer(number: int, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = _layers[number](x)
-    return y
-
-
-def _no_op(names: Sequence[str]) -> None:
-    rpc.rpc_sync(names[0], nothing)
-
-
-def _chain(names: Sequence[str]) -> None:
-    with autograd.context() as context:
-        x = _x
-        for number in range(4):
-            x = rpc.rpc_sync(names[number % 2], layer, args=(number, x))
-        autograd.backward(context, [x.sum()])
-
-
-WORKS: dict[str, Callable[[Sequence[str]], None]] = {"no-op": _no_op, "chain of 4 over 2, with gradients": _chain}
 
 
 # Those who look.
