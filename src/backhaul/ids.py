@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NewType
-
 import msgspec
-
-CallId = NewType("CallId", int)
-"""Numbers a call among those of one direction between two workers; never reused."""
-
 
 _LIFE_DIGITS = 8
 

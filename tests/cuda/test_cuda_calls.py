@@ -69,6 +69,15 @@ def test_a_call_sends_what_is_enqueued_and_waits_for_nothing() -> None:
     assert issued < done / 2
 
 
+def test_bytes_in_device_memory_are_counted() -> None:
+    with InProcessCluster(2, sockets=True, options=RpcOptions(device_maps="same")) as workers:
+        x = torch.ones(1 << 20, device=GPU)
+        for _ in range(3):
+            workers[0].rpc_sync("worker1", double, args=(x,))
+        (peer,) = [each for each in workers[0].inspection.snapshot()["peers"] if each["name"] == "worker1"]
+    assert peer["bytes"]["device"]["sent"] >= 3 * 4 * x.numel()
+
+
 def test_the_streams_of_the_caller_count(pair: InProcessCluster) -> None:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):

@@ -27,8 +27,22 @@ def call_inside(to: str, x: Tensor) -> Tensor:
 
 
 @torch.jit.script
+def takes_reference(x: rpc.RRef[Tensor]) -> Tensor:
+    return x.to_here()
+
+
+@torch.jit.script
 def takes_anything(x: Any) -> Any:
     return x
+
+
+class CallsInside(torch.nn.Module):
+    def forward(self, to: str, x: Tensor) -> Tensor:
+        return rpc.rpc_async(to, add_one, (x,)).wait()
+
+
+def call_scripted(to: str, x: Tensor) -> Tensor:
+    return call_inside(to, x)
 
 
 def error_of(call: Callable[[], Any]) -> dict[str, Any]:
@@ -66,6 +80,11 @@ def main() -> None:
     found = {
         "profile": profiled(),
         "a call inside": error_of(lambda: rpc.rpc_sync("worker0", call_inside, args=("worker0", x))),
+        "for a reference": error_of(lambda: rpc.remote("worker0", call_inside, args=("worker0", x)).to_here()),
+        "below Python": error_of(lambda: rpc.rpc_sync("worker0", call_scripted, args=("worker0", x))),
+        "a function here": error_of(lambda: call_inside("worker0", x)),
+        "a module here": error_of(lambda: torch.jit.script(CallsInside())("worker0", x)),
+        "an RRef here": error_of(lambda: takes_reference(rref)),
         "an RRef": error_of(lambda: rpc.rpc_sync("worker0", takes_anything, args=(rref,))),
         "an RRef inside a list": error_of(lambda: rpc.rpc_async("worker0", takes_anything, kwargs={"x": [rref]})),
         "scripted": rpc.rpc_sync("worker0", add_one, args=(x,)).tolist(),

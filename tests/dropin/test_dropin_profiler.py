@@ -36,11 +36,24 @@ def test_a_reference_that_no_profiler_saw_has_no_profiling_future(found: dict[st
     assert "Profiling future has not been set: no profiler was on" in problem["text"]
 
 
-def test_a_call_inside_torchscript_says_at_once_why_it_cannot_be(found: dict[str, Any]) -> None:
-    problem = found["a call inside"]
+@pytest.mark.parametrize(
+    ("case", "function"),
+    [
+        ("a call inside", "call_inside"),
+        ("for a reference", "call_inside"),
+        ("below Python", "call_inside"),
+        ("a function here", "call_inside"),
+        ("a module here", "forward"),
+    ],
+)
+def test_a_call_inside_torchscript_says_at_once_why_it_cannot_be(
+    case: str, function: str, found: dict[str, Any]
+) -> None:
+    problem = found[case]
     assert problem["is_runtime_error"]
     assert problem["text"].startswith("a call made inside TorchScript needs torch's own RPC agent")
-    assert "call_inside" in problem["text"]
+    assert problem["text"].count("backhaul.dropin has taken its place") == 1
+    assert function in problem["text"]
     assert problem["seconds"] < 5
 
 
@@ -50,6 +63,12 @@ def test_a_reference_cannot_go_into_torchscript(case: str, found: dict[str, Any]
     assert problem["is_runtime_error"]
     assert "takes_anything, a TorchScript function, cannot take <OwnerRRef" in problem["text"]
     assert "Give it the value" in problem["text"]
+
+
+def test_a_reference_cannot_go_into_torchscript_here(found: dict[str, Any]) -> None:
+    problem = found["an RRef here"]
+    assert problem["is_runtime_error"]
+    assert "takes_reference, a TorchScript function, cannot take <OwnerRRef" in problem["text"]
 
 
 def test_scripted_functions_work_as_ever(found: dict[str, Any]) -> None:

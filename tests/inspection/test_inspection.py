@@ -80,6 +80,16 @@ def test_bytes_in_segments_have_a_path_of_their_own() -> None:
         assert found["shared"] >= 4 << 20
 
 
+def test_bytes_on_devices_have_a_path_of_their_own() -> None:
+    """The channel is told of what lies on a GPU as it is of any large frame; tests/cuda has the real thing."""
+    with InProcessCluster(2, sockets=True) as pair:
+        pair[0].rpc_sync("worker1", watched.double, (torch.ones(1),))
+        line = pair[0].agent.calling()[0]
+        assert "device" not in peer(pair[0], "worker1")["bytes"]
+        line.channel.on_devices += 4096
+        assert peer(pair[0], "worker1")["bytes"]["device"] == {"sent": 4096, "received": 0}
+
+
 def test_what_runs_and_what_is_awaited(pair: InProcessCluster) -> None:
     gate = watched.new_gate(f"runs-{id(pair)}")
     future = pair[0].rpc_async("worker1", watched.wait_at, (gate,))

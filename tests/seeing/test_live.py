@@ -221,6 +221,10 @@ def test_the_dashboard_in_a_browser(crew: Crew, where: str, browser: Any) -> Non
         now = text("pulse")  # the rest goes on
         until_true(f"document.getElementById('pulse').textContent !== {now!r}")
         assert script("return document.querySelectorAll('#rows tr.live').length") == 2
+
+        open_tab("stuck")
+        until("worker2: its process has ended", lambda: " ".join(text("stuck-text").split()))
+        assert "a cycle, none of them can go on" in text("stuck-text")
         assert browser.get_log("browser") == []
 
 

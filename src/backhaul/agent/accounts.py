@@ -128,6 +128,8 @@ def _add(exchange: Exchange, line: Line) -> None:
     _add_bytes(exchange["bytes"], channel.path, channel.sent, channel.received)
     if channel.shared:
         _add_bytes(exchange["bytes"], "segment", channel.shared, 0)
+    if channel.on_devices:
+        _add_bytes(exchange["bytes"], "device", channel.on_devices, 0)
     exchange["calls_sent"] += line.calls_sent
     exchange["calls_settled"] += line.calls_settled
     exchange["calls_received"] += line.calls_started

@@ -76,6 +76,10 @@ class LoggedChannel(Channel):
         return self._inside.shared
 
     @property
+    def on_devices(self) -> int:  # type: ignore[override]
+        return self._inside.on_devices
+
+    @property
     def received(self) -> int:  # type: ignore[override]
         return self._inside.received
 

@@ -113,8 +113,9 @@ class _Segment:
 class Placed:
     """Data in a segment that the receiver has not been told of yet. If it never is, the segment is free again."""
 
-    def __init__(self, segment: _Segment) -> None:
+    def __init__(self, segment: _Segment, size: int) -> None:
         self.id = segment.id
+        self.size = size
         self.descriptors = segment.descriptors
         segment.descriptors = []
         self._segment = segment
@@ -158,7 +159,7 @@ class DeviceLending:
             segment.page[0] = 1
             segment.used_at = time.monotonic()
         segment.outgoing.fill(memory.data_ptr(), size, driver.current_stream(device))
-        return Placed(segment)
+        return Placed(segment, size)
 
     def _take(self, device: int, size: int) -> _Segment | None:
         free = [each for each in self._segments if each.device == device and each.is_free]

@@ -83,6 +83,7 @@ def install() -> None:
     tell_children()
     importlib.import_module("backhaul.dropin.futures").adopt()
     importlib.import_module("backhaul.dropin.rpc.rrefs").adopt()
+    importlib.import_module("backhaul.dropin.torchscript").adopt()
     _installed = True
 
 

@@ -173,7 +173,11 @@ class _Families:
         self.running = gauge("requests_running", "Requests of peers that are being handled.")
         self.frames = counter("frames", "Frames.", "direction")
         self.bytes = counter(
-            "bytes", "Bytes by path: memory, unix, tls, tcp; segment is shared memory.", "peer", "direction", "path"
+            "bytes",
+            "Bytes by path: memory, unix, tls, tcp; segment is shared memory, device that of GPUs.",
+            "peer",
+            "direction",
+            "path",
         )
         self.errors = counter("errors", "What has failed, by the type of the error.", "direction", "kind")
         self.lost = counter("links_lost", "How often a peer was lost.", "peer")

@@ -34,6 +34,7 @@ from backhaul.worker import Worker
 
 CLOCK_ROUNDS = 20
 MAX_EVENTS = 1_000_000
+_ROWS_AT_ONCE = 5_000
 _FLAGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 _PASSED = (*_FLAGS, "experimental_config", "post_processing_timeout_s")
 _RECORDING = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
@@ -203,10 +204,16 @@ class profile:
     def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write one trace of all workers, for Perfetto or chrome://tracing. A name that ends in .gz is compressed."""
         # Perfetto shows escaped characters as they are escaped.
-        content = json.dumps(self.chrome_trace(), ensure_ascii=False).encode()
         name = os.fspath(path)
+        trace = self.chrome_trace()
+        rows = trace.pop("traceEvents")
         with gzip.open(name, "wb") if name.endswith(".gz") else open(name, "wb") as file:
-            file.write(content)
+            # Some rows at a time: to encode all would keep the interpreter from other threads for seconds.
+            file.write(json.dumps(trace, ensure_ascii=False).encode()[:-1] + b', "traceEvents": [')
+            for at in range(0, len(rows), _ROWS_AT_ONCE):
+                part = json.dumps(rows[at : at + _ROWS_AT_ONCE], ensure_ascii=False).encode()[1:-1]
+                file.write((b",\n" if at else b"") + part)
+            file.write(b"]}")
 
     def chrome_trace(self) -> dict[str, Any]:
         """What `export_chrome_trace` writes."""

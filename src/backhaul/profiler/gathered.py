@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from backhaul.agent.observing import Event
+from backhaul.profiler import parcel
 from backhaul.profiler.clocks import Alignment
 from backhaul.profiler.recorder import KINDS
 
@@ -94,10 +95,10 @@ class Gathered(msgspec.Struct):
 
 
 def unpack(
-    worker: str, rank: int, host: str, alignment: Alignment, parcel: bytes
+    worker: str, rank: int, host: str, alignment: Alignment, blocks: list[bytes]
 ) -> tuple[Recording, list[dict[str, Any]]]:
     """The recording of a worker, and its operators, still without workers: others may share its process."""
-    data: dict[str, Any] = msgspec.msgpack.decode(parcel)
+    data = parcel.unpack(blocks)
     monotonic, unix = data["clock"]
     recording = Recording(
         worker=worker,

@@ -26,6 +26,9 @@ from backhaul.worker import Worker
 _PATIENCE = 120.0
 """Seconds that a worker has to do what the holder of a profile asks for."""
 
+_ASK_EVERY = 5.0
+"""Seconds between two questions whether a worker has packed its recording."""
+
 _LOSSES = (WorkerLostError, RpcTimeoutError, MisuseError)
 
 
@@ -109,13 +112,14 @@ class Holder:
         begin, self._begin = self._begin, 0
         with self._unheard() as mine:
             mine.recorder.on = False
-            sizes = self._on_others(session.stop, lambda info: (self._id,))
-            size = mine.stop()
-            parcels = {self._me: b"".join(mine.fetch(at) for at in range(0, size, session.CHUNK))}
-            for name, size in sizes.items():
-                parcel = self._fetch(self._members[name], size)
-                if parcel is not None:
-                    parcels[name] = parcel
+            stopped = self._on_others(session.stop, lambda info: (self._id,))
+            mine.stop()
+            parcels: dict[str, list[bytes]] = {}
+            for name in stopped:
+                blocks = self._fetch(self._members[name])
+                if blocks is not None:
+                    parcels[name] = blocks
+            parcels[self._me] = [mine.fetch(number) for number in range(mine.packed(None) or 0)]
         if self._lost:
             listed = "; ".join(f"worker {name!r}: {reason}" for name, reason in self._lost.items())
             text = f"the profile is without workers that were lost during it: {listed}"
@@ -132,7 +136,7 @@ class Holder:
             lost=sorted(self._lost),
         )
 
-    def _unpack(self, parcels: dict[str, bytes]) -> tuple[list[Recording], list[Operator]]:
+    def _unpack(self, parcels: dict[str, list[bytes]]) -> tuple[list[Recording], list[Operator]]:
         """The recordings, that of this worker first, and the operators in order of time."""
         recordings: list[Recording] = []
         rows: dict[str, list[dict[str, Any]]] = {}
@@ -163,10 +167,13 @@ class Holder:
         with mine.recorder.deaf():
             yield mine
 
-    def _fetch(self, info: WorkerInfo, size: int) -> bytes | None:
-        """What a worker has recorded; None if it is lost."""
+    def _fetch(self, info: WorkerInfo) -> list[bytes] | None:
+        """What a worker has recorded, as soon as it is packed; None if the worker is lost."""
         try:
-            return b"".join(self._call(info, session.fetch, self._id, at) for at in range(0, size, session.CHUNK))
+            count = None
+            while count is None:  # a worker may pack for minutes: it is lost only if it does not say so
+                count = self._call(info, session.packed, self._id, _ASK_EVERY)
+            return [self._call(info, session.fetch, self._id, number) for number in range(count)]
         except BackhaulError as error:
             self._lose(info, error)
             return None

@@ -1,9 +1,12 @@
 """Session: a worker's part in a profile of the cluster. The functions here are what its holder calls by rpc.
 
-    introduce ─► arm ─► (warm) ─► record ─► stop ─► fetch … ─► arm or disarm
+    introduce ─► arm ─► (warm) ─► record ─► stop ─► packed … ─► fetch … ─► record or disarm
 
 All that they take and give back is plain data. A worker takes part in one profile at a time. If the holder of the
 profile is lost, the worker ends its part by itself.
+
+A large recording takes minutes to pack. A thread of its own does that. The holder asks again and again whether it is
+done, which tells a worker that packs from one that hangs.
 """
 
 from __future__ import annotations
@@ -12,21 +15,17 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import msgspec
 
 from backhaul import worker as workers
 from backhaul.agent.observing import Event, LinkLost
 from backhaul.errors import MisuseError
+from backhaul.profiler import parcel
 from backhaul.profiler.recorder import Recorder
 from backhaul.profiler.torch_session import Probe, TorchSession
 from backhaul.transport.stream import host_id
 from backhaul.worker import Worker
-
-CHUNK = 16 * 1024 * 1024
-"""What is fetched in one call has at most this many bytes."""
 
 
 class Session:
@@ -41,7 +40,7 @@ class Session:
         self._order = order
         self._torch: TorchSession | None = None
         self._probe: Probe | None = None
-        self._parcel = b""
+        self._packing: _Packing | None = None
         self._begin = 0
         self._forget = worker.agent.observers.add(self._observe)
         if order["torch"]:
@@ -70,46 +69,88 @@ class Session:
         self._begin = time.perf_counter_ns()
         self.recorder.on = True
 
-    def stop(self) -> int:
-        """End the recording and pack it; returns its size in bytes."""
+    def stop(self) -> None:
+        """End the recording, and begin to pack it."""
         self.recorder.on = False
         end = time.perf_counter_ns()
         torch_session, self._torch = self._torch, None
-        trace, left_out, disturbed = "", 0, False
-        operators: list[dict[str, Any]] = []
+        name = f"backhaul-{self._worker.info.name}-profile-packing"
+        self._packing = _Packing(name, lambda: self._pack(torch_session, end))
+
+    def _pack(self, torch_session: TorchSession | None, end: int) -> list[bytes]:
+        trace, left_out, disturbed = b"", 0, False
+        operators: Iterable[dict[str, Any]] = ()
         if torch_session is not None:
             disturbed = not torch_session.stop()
             trace = torch_session.trace()
             operators, left_out = torch_session.operators(self._order["max_events"])
-        self._parcel = msgspec.msgpack.encode(
-            {
-                "pid": os.getpid(),
-                "begin": self._begin,
-                "end": end,
-                "clock": read_clock(),
-                "threads": self.recorder.take(),
-                "dropped": self.recorder.dropped,
-                "operators_left_out": left_out,
-                "disturbed": disturbed,
-                "kineto": trace,
-                "operators": operators,
-                "probe": {"looks": [], "sizes": []} if self._probe is None else self._probe.take(),
-            }
-        )
-        return len(self._parcel)
+        threads = self.recorder.take()
+        head = {
+            "pid": os.getpid(),
+            "begin": self._begin,
+            "end": end,
+            "clock": read_clock(),
+            "dropped": self.recorder.dropped,
+            "operators_left_out": left_out,
+            "disturbed": disturbed,
+            "probe": {"looks": [], "sizes": []} if self._probe is None else self._probe.take(),
+        }
+        return parcel.pack(head, threads, operators, trace)
 
-    def fetch(self, at: int) -> bytes:
-        return self._parcel[at : at + CHUNK]
+    def packed(self, seconds: float | None) -> int | None:
+        """How many blocks the recording has; None if it is not packed within that time. Raises what packing raised."""
+        packing = self._packing
+        if packing is None:
+            raise MisuseError(f"worker {self._worker.info.name!r} has not stopped its part in this profile")
+        blocks = packing.wait(seconds)
+        return None if blocks is None else len(blocks)
+
+    def fetch(self, number: int) -> bytes:
+        """A block. It is forgotten here."""
+        blocks = None if self._packing is None else self._packing.wait(0)
+        if blocks is None:
+            raise MisuseError(f"worker {self._worker.info.name!r} has not packed its part in this profile")
+        block, blocks[number] = blocks[number], b""
+        return block
 
     def close(self) -> None:
         self._forget()
         self.recorder.on = False
-        self._parcel = b""
         torch_session, self._torch = self._torch, None
+        packing, self._packing = self._packing, None
         if self._probe is not None:
             self._probe.stop()
         if torch_session is not None:
             torch_session.stop()
+        if packing is not None:
+            packing.join()
+
+
+class _Packing:
+    """A thread that packs a recording."""
+
+    def __init__(self, name: str, pack: Callable[[], list[bytes]]) -> None:
+        self._pack = pack
+        self._blocks: list[bytes] | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with parcel.collector_paused():
+                self._blocks = self._pack()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, seconds: float | None) -> list[bytes] | None:
+        self._thread.join(seconds)
+        if self._error is not None:
+            raise self._error
+        return self._blocks
+
+    def join(self) -> None:
+        self._thread.join()
 
 
 _sessions: weakref.WeakKeyDictionary[Worker, Session] = weakref.WeakKeyDictionary()
@@ -183,12 +224,16 @@ def record(id: str) -> None:
     _hidden(id).record()
 
 
-def stop(id: str) -> int:
-    return _hidden(id).stop()
+def stop(id: str) -> None:
+    _hidden(id).stop()
 
 
-def fetch(id: str, at: int) -> bytes:
-    return _hidden(id).fetch(at)
+def packed(id: str, seconds: float) -> int | None:
+    return _hidden(id).packed(seconds)
+
+
+def fetch(id: str, number: int) -> bytes:
+    return _hidden(id).fetch(number)
 
 
 def disarm(id: str) -> None:

@@ -110,27 +110,27 @@ class TorchSession:
             if _active is not None and _active() is self:
                 _active = None
 
-    def trace(self) -> str:
+    def trace(self) -> bytes:
         """Kineto's own trace as JSON; empty if nothing was recorded."""
         if self._profile is None or not self.recorded:
-            return ""
+            return b""
         handle, path = tempfile.mkstemp(suffix=".json")
         os.close(handle)
         try:
             self._profile.export_chrome_trace(path)
-            with open(path, encoding="utf-8", errors="replace") as file:
+            with open(path, "rb") as file:
                 return file.read()
         finally:
             os.unlink(path)
 
-    def operators(self, most: int) -> tuple[list[dict[str, Any]], int]:
+    def operators(self, most: int) -> tuple[Iterator[dict[str, Any]], int]:
         """The operators as plain data, and how many were left out. Times are nanoseconds of Unix time."""
         if self._profile is None or not self.recorded:
-            return [], 0
+            return iter(()), 0
         start = self._start()
         found: Any = self._profile.events()  # type: ignore[no-untyped-call]
         events = [event for event in found or () if not getattr(event, "is_python_function", False)]
-        return [_plain(event, start) for event in events[:most]], max(0, len(events) - most)
+        return (_plain(event, start) for event in events[:most]), max(0, len(events) - most)
 
 
 def _plain(event: Any, start: int) -> dict[str, Any]:

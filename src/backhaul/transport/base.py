@@ -46,6 +46,8 @@ class Channel(ABC):
     """Bytes that were written, without those in segments."""
     shared = 0
     """Bytes that went in segments of shared memory."""
+    on_devices = 0
+    """Bytes that went in segments of device memory."""
     received = 0
     """Bytes that were read, without those in segments."""
 

@@ -109,7 +109,9 @@ class StreamChannel(Channel):
     def _write_large(self, frame: Frame) -> bool:
         self._close_passed()
         if frame.places:
-            self._passed = [each for placed in frame.keep if type(placed) is Placed for each in placed.leave()]
+            leaving = [each for each in frame.keep if type(each) is Placed]
+            self._passed = [descriptor for each in leaving for descriptor in each.leave()]
+            self.on_devices += sum(each.size for each in leaving)
         placed = 0
         if frame.keep and self._lending is not None and len(frame.pieces) > 1 and self._is_read():
             size = frame.size

@@ -85,20 +85,8 @@ def print_failures(worker: Worker) -> None:
     worker.agent.execution.on_failure = show
 
 
-NO_CALLS_IN_TORCHSCRIPT = (
-    "a call made inside TorchScript needs torch's own RPC agent, written in C++, and backhaul.dropin has taken its "
-    "place: make the call from Python, and script the functions that it runs"
-)
-
-
 def as_torch(error: BaseException, text: str) -> BaseException:
     """What torch would raise: a RuntimeError for TorchScript, and for arguments that do not fit an operator."""
-    if (
-        isinstance(error, RuntimeError)
-        and "Current RPC agent is not set!" in str(error)
-        and "TorchScript" in str(error)
-    ):
-        return RuntimeError(f"{NO_CALLS_IN_TORCHSCRIPT}. {error}")
     if isinstance(error, torch.jit.Error):
         return RuntimeError(str(error))
     of_an_operator = isinstance(error, TypeError) and "  File " not in text

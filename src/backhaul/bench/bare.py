@@ -1,0 +1,274 @@
+"""bare: Backhaul without the places that look at it, to be measured beside Backhaul as it is.
+
+`strip` takes them out of a module's source: questions whether somebody observes, traces or profiles, notes of what each
+thread handles and waits for, notes of waits and runs. What is left computes the same. `entrant` is a process that loads
+Backhaul stripped, or as it is, forks workers, and does the work that it is told to do.
+
+The process must load nothing of Backhaul before its loader is in place, so this file is run by its path, and imports
+nothing of Backhaul at its top.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CodeType, FrameType, ModuleType
+from typing import Any, cast
+
+_QUESTIONS = ("profiler_is_on", "_profiler_is_on")
+_COUNTED = 40
+_NOTES = ("note_run", "note_wait", "note_pass")
+
+
+class _Strip(ast.NodeTransformer):
+    """Removes the places, and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.lines: set[int] = set()
+        self._noted: list[set[str]] = [set()]
+        """For each function that this is in: its names for the notes of threads."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.ctx, ast.Load):
+            return node
+        if node.attr == "active" and _last_name(node.value).endswith("observers"):
+            return self._constant(node, False)
+        if node.attr == "tracing" and _last_name(node.value) in ("execution", "self"):
+            return self._constant(node, None)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in _QUESTIONS:
+            return self._constant(node, False)
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self._noted.append(
+            {
+                target.id
+                for each in ast.walk(node)
+                if isinstance(each, ast.Assign) and _mentions_activity(each.value)
+                for target in each.targets
+                if isinstance(target, ast.Name)
+            }
+        )
+        self.generic_visit(node)
+        self._noted.pop()
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        (target,) = node.targets if len(node.targets) == 1 else (None,)
+        names = self._noted[-1]
+        if names and isinstance(target, ast.Name) and target.id in names | {"thread", "before"}:
+            self._take(node)
+            return None
+        if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id in names:
+            self._take(node)
+            return None
+        return self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt] | None:
+        if self._noted[-1] and isinstance(node.test, ast.Compare) and _last_name(node.test.left) == "before":
+            self._take(node, places=0)  # the end of a note that is counted where it begins
+            return ast.Pass()  # a finally has to have something in it
+        found = self.generic_visit(node)
+        if isinstance(found, ast.If) and isinstance(found.test, ast.Constant) and not found.test.value:
+            return found.orelse or ast.Pass()
+        return found
+
+    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        for item in [item for item in node.items if _is_wait_note(item.context_expr)]:
+            self._take(item.context_expr)
+            node.items.remove(item)
+        return node if node.items else node.body
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        call = node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _NOTES:
+            self._take(node)
+            return ast.Pass()
+        return self.generic_visit(node)
+
+    def _constant(self, node: ast.expr, value: bool | None) -> ast.expr:
+        self._take(node)
+        return ast.copy_location(ast.Constant(value), node)
+
+    def _take(self, node: ast.expr | ast.stmt, places: int = 1) -> None:
+        self.count += places
+        self.lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
+def _last_name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _mentions_activity(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in ("handling", "waiting")
+        and _last_name(node.value) == "activity"
+    )
+
+
+def _is_wait_note(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "waits"
+        and _last_name(node.func.value) == "activity"
+    )
+
+
+def strip(source: str) -> tuple[ast.Module, int]:
+    """The module without the places that look at it, and how many these were."""
+    stripping = _Strip()
+    tree = stripping.visit(ast.parse(source))
+    return ast.fix_missing_locations(tree), stripping.count
+
+
+def lines_that_look(source: str) -> set[int]:
+    """The lines of a module that `strip` leaves out."""
+    stripping = _Strip()
+    stripping.visit(ast.parse(source))
+    return stripping.lines
+
+
+class Loader(importlib.machinery.SourceFileLoader):
+    """Compiles a module anew, stripped or not."""
+
+    stripped = False
+    places = 0
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        source = self.get_data(path).decode()
+        if not self.stripped:
+            return compile(source, path, "exec", dont_inherit=True)
+        tree, count = strip(source)
+        Loader.places += count
+        return compile(tree, path, "exec", dont_inherit=True)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Has all modules of Backhaul come through `Loader`, but for those of the benchmark itself."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] != "backhaul" or name.startswith("backhaul.bench"):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def entrant(how: str, place: str) -> None:
+    """Do what the lines on standard input say, ``work seconds``; answer each with the times of the calls, as JSON."""
+    Loader.stripped = how == "bare"
+    sys.meta_path.insert(0, Finder())
+    import torch
+
+    torch.set_num_threads(1)
+    from backhaul import rpc
+    from backhaul.bench.watched_work import WORKS
+
+    names = [f"{how}{rank}" for rank in range(3)]
+    rank = 0
+    for each in (1, 2):
+        if os.fork() == 0:
+            rank = each
+            break
+    options = rpc.RpcOptions(init_method=f"file://{place}/{how}")
+    rpc.init_rpc(names[rank], rank=rank, world_size=3, rpc_backend_options=options)
+    if rank == 0:
+        print(json.dumps(Loader.places), flush=True)
+        for line in sys.stdin:
+            work, seconds = json.loads(line)
+            print(json.dumps(measure(partial(WORKS[work], names[1:]), seconds)), flush=True)
+    rpc.shutdown()
+
+
+def count() -> dict[str, tuple[int, int]]:
+    """How many bytecodes each work executes at both ends: those of places that look, and those of all of Backhaul.
+
+    The workers are in this process. The first number is exact, up to threads that have to wait more or less often.
+    """
+    from backhaul.bench.watched_work import WORKS
+    from backhaul.testing import InProcessCluster
+
+    counting = _Counting()
+    threading.settrace(counting.enter)  # for threads to come
+    found = {}
+    try:
+        with InProcessCluster(3) as workers, workers[0].as_current():
+            names = [worker.info.name for worker in workers[1:]]
+            for work, do in WORKS.items():
+                do(names)
+                counting.looking = counting.all = 0
+                sys.settrace(counting.enter)
+                for _ in range(_COUNTED):
+                    do(names)
+                sys.settrace(None)
+                found[work] = counting.looking // _COUNTED, counting.all // _COUNTED
+    finally:
+        sys.settrace(None)
+        threading.settrace(cast(Any, None))
+    return found
+
+
+class _Counting:
+    """A trace function for all threads. Two that count at once may lose one of a million."""
+
+    def __init__(self) -> None:
+        self.all = 0
+        self.looking = 0
+        self._lines: dict[str, set[int]] = {}
+
+    def enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        name = frame.f_code.co_filename
+        if "/backhaul/" not in name or "/backhaul/bench/" in name:
+            return None
+        if name not in self._lines:
+            with open(name, encoding="utf-8") as file:
+                self._lines[name] = lines_that_look(file.read())
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self.count
+
+    def count(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            self.all += 1
+            if frame.f_lineno in self._lines[frame.f_code.co_filename]:
+                self.looking += 1
+        return self.count
+
+
+def measure(do: Callable[[], None], seconds: float) -> float:
+    """The median of the times that one takes, after a tenth as much time to warm up."""
+    end = time.perf_counter() + seconds / 10
+    while time.perf_counter() < end:
+        do()
+    taken = []
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        do()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken) if taken else seconds
+
+
+if __name__ == "__main__":
+    sys.path[:] = [each for each in sys.path if os.path.abspath(each) != os.path.dirname(os.path.abspath(__file__))]
+    entrant(*sys.argv[1:])

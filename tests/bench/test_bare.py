@@ -1,0 +1,126 @@
+"""What it costs to be ready for those who look, with nothing switched on."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import backhaul
+from backhaul import autograd, rpc
+from backhaul.bench import bare
+from backhaul.testing import InProcessCluster
+
+PACKAGE = Path(backhaul.__file__).parent
+LOOKING = (
+    *("agent/observing", "agent/tracing", "agent/activity", "agent/accounts", "agent/logs"),
+    *("inspection/", "remote_profile/", "profiler/", "seeing/", "drawing/"),
+)
+MOST_BYTECODES = {"no-op": 300, "chain of 4 over 2, with gradients": 6000}
+"""At both ends together; one takes about 20 ns."""
+
+
+@pytest.mark.parametrize(
+    ("source", "left"),
+    [
+        ("if self.observers.active:\n    emit()\nwork()", "pass\nwork()"),
+        ("if observers.active or x:\n    emit()", "if False or x:\n    emit()"),
+        ("if self._agent.observers.active:\n    emit()\nelse:\n    other()", "other()"),
+        ("if profiler_is_on():\n    return_()\nwork()", "pass\nwork()"),
+        ("tracing = self.execution.tracing", "tracing = None"),
+        ("with self.activity.waits(lambda: 1), lock:\n    work()", "with lock:\n    work()"),
+        ("with self.activity.waits(lambda: 1):\n    work()", "work()"),
+        ("self.record.note_wait(1, 2, 3)", "pass"),
+        ("if self.connection.active:\n    work()", "if self.connection.active:\n    work()"),
+    ],
+)
+def test_the_places_that_look_are_left_out(source: str, left: str) -> None:
+    tree, count = bare.strip(source)
+    assert ast.unparse(tree) == left
+    assert count == (source != left)
+
+
+def test_the_notes_of_a_thread_are_left_out() -> None:
+    source = """
+def wait(self):
+    waiting = self.activity.waiting
+    thread = get_ident()
+    before = waiting.get(thread)
+    waiting[thread] = Wait(before)
+    try:
+        return work()
+    finally:
+        if before is None:
+            del waiting[thread]
+        else:
+            waiting[thread] = before
+"""
+    tree, count = bare.strip(source)
+    assert ast.unparse(tree) == "def wait(self):\n    try:\n        return work()\n    finally:\n        pass"
+    assert count == 4
+
+
+def test_no_place_is_left() -> None:
+    counts: Counter[str] = Counter()
+    for path in PACKAGE.rglob("*.py"):
+        if "bench" in path.parts:
+            continue
+        tree, count = bare.strip(path.read_text())
+        compile(tree, str(path), "exec")
+        counts[str(path.relative_to(PACKAGE))] = count
+        text = ast.unparse(tree)
+        assert not re.search(r"if .*observers\.active|profiler_is_on\(\)|with .*activity\.waits", text), path
+    for hot in ("agent/agent.py", "agent/calling.py", "agent/serving.py", "agent/execution.py", "autograd/engine.py"):
+        assert counts[hot] > 5, hot
+
+
+def nothing() -> None:
+    pass
+
+
+def test_a_call_enters_no_code_for_those_who_look_and_a_pass_enters_only_notes_of_waits() -> None:
+    """With nothing switched on. Counted at both ends, on all threads of the workers."""
+    found: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            name = frame.f_code.co_filename
+            for each in LOOKING:
+                if f"/backhaul/{each}" in name:
+                    found[f"{each} {frame.f_code.co_name}"] += 1
+
+    threading.setprofile(count)  # for the threads of the workers
+    try:
+        with InProcessCluster(2) as workers, workers[0].as_current():
+            rpc.rpc_sync("worker1", nothing)
+            x = torch.ones(3, requires_grad=True)
+            found.clear()
+            sys.setprofile(count)
+            try:
+                for _ in range(20):
+                    rpc.rpc_sync("worker1", nothing)
+                of_calls = dict(found)
+                found.clear()
+                for _ in range(5):
+                    with autograd.context() as context:
+                        autograd.backward(context, [rpc.rpc_sync("worker1", torch.tanh, args=(x,)).sum()])
+                of_passes = dict(found)
+            finally:
+                sys.setprofile(None)
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert of_calls == {}
+    assert set(of_passes) <= {"agent/activity waits"}
+
+
+def test_a_call_executes_few_bytecodes_for_those_who_look() -> None:
+    for work, (looking, everything) in bare.count().items():
+        assert 0 < looking < MOST_BYTECODES[work] < everything
