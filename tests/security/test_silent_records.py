@@ -113,8 +113,8 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 def read_to_the_end(channel: TlsChannel) -> None:
-    while channel.read(SOON):
-        pass
+    for _ in range(1000):
+        channel.read(SOON)
 
 
 def test_a_flood_of_requests_for_new_keys(pair: Pair) -> None:
@@ -134,7 +134,7 @@ def test_requests_for_new_keys_between_messages(pair: Pair) -> None:
         for number in range(100):
             pair.raw.sendall(updates.record(bytes(encode(Ping(number)))) + updates.records(1))
             while (envelope := pair.channel.next()) is None:
-                assert pair.channel.read(SOON)
+                pair.channel.read(SOON)
             seen.append(envelope.message)
 
     with pytest.raises(ProtocolError, match="bring no data"):
@@ -161,7 +161,7 @@ def test_what_a_worker_sends_brings_what_it_promises(pair: Pair) -> None:
             while pair.channel.read(0.01):
                 pass
         while (envelope := pair.channel.next()) is None:
-            assert pair.channel.read(SOON)
+            pair.channel.read(SOON)
         assert envelope.message.id == number
         assert all(map(torch.equal, envelope.tensors, tensors))
     assert pair.channel._records is not None

@@ -302,16 +302,18 @@ class TlsChannel(Channel):
         self.received += count
         if count == len(chunk) < _CHUNK:
             self._chunk = memoryview(bytearray(_CHUNK))
-        self._feed(chunk[:count])
-        return True
+        # A record whose length was damaged on its way takes in all that follows. So part of a record is no sign of life,
+        # and such a connection ends when pings go unanswered.
+        return self._feed(chunk[:count]) > 0
 
-    def _feed(self, data: memoryview) -> None:
+    def _feed(self, data: memoryview) -> int:
+        """Decrypt what has come; how many bytes that brings."""
         records = self._records
         if records is None:
             with self._lock:
                 self._incoming.write(data)
-            self._decrypt()
-            return
+            return self._decrypt()
+        before = self._brought
         start, end = 0, len(data)
         while start < end and self._problem is None:
             stop = records.take(data, start)
@@ -322,6 +324,7 @@ class TlsChannel(Channel):
                 self._problem = ProtocolError("records of TLS that bring no data, such as requests for new keys")
                 self.shutdown()
             start = stop
+        return self._brought - before
 
     def _decrypt(self) -> int:
         """Take all records that are complete; how many bytes these bring.
