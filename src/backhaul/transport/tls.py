@@ -302,8 +302,8 @@ class TlsChannel(Channel):
         self.received += count
         if count == len(chunk) < _CHUNK:
             self._chunk = memoryview(bytearray(_CHUNK))
-        # A record whose length was damaged on its way takes in all that follows. So part of a record is no sign of life,
-        # and such a connection ends when pings go unanswered.
+        # A record whose length was damaged on its way takes in all that follows. So part of a record is no sign of
+        # life, and such a connection ends when pings go unanswered.
         return self._feed(chunk[:count]) > 0
 
     def _feed(self, data: memoryview) -> int:
