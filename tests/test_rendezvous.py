@@ -183,6 +183,32 @@ def test_an_address_of_another_machine_cannot_be_hosted() -> None:
         meet("tcp://no.such.host.invalid:29500", FIRST, 5)
 
 
+def test_one_of_several_addresses() -> None:
+    """Rank 0 hosts the store at the one that is its machine's, and others look at all of them."""
+    port = free_port()
+    method = f"tcp://192.0.2.9:{free_port()},127.0.0.1:{port}"
+    first = meet(method, FIRST, 5)
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        check_meeting(first, meet(method, SECOND, 10))
+
+
+def test_several_addresses_of_other_machines_cannot_be_hosted() -> None:
+    with pytest.raises(MisuseError, match=r"192.0.2.9:29500 or 192.0.2.8:29500: .* an address of its own machine"):
+        meet("tcp://192.0.2.9:29500,192.0.2.8:29500", FIRST, 5)
+
+
+def test_several_addresses_where_there_is_no_store() -> None:
+    method = f"tcp://127.0.0.1:{free_port()},127.0.0.2:{free_port()}"
+    with pytest.raises(RpcTimeoutError, match=r"no store at 127.0.0.1:\d+ or 127.0.0.2:\d+; is rank 0 up"):
+        meet(method, SECOND, 0.1)
+
+
+@pytest.mark.parametrize("method", ["tcp://a:1,b", "tcp://a:1,", "tcp://a:1,b:no", "tcp://a:1,b:0"])
+def test_several_addresses_that_are_wrong(method: str) -> None:
+    with pytest.raises(OptionError, match=r"host and a port|port of its own"):
+        meet(method, SECOND, 0.1)
+
+
 def test_two_groups_of_one_process_share_the_store() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     first, again = meet(method, FIRST, 5), meet(method, Place("c", 0, None), 5)
@@ -506,6 +532,19 @@ def test_the_first_of_a_fixed_group_comes_again_to_a_store_that_was_taken_over()
         again.join("a", 0, NOWHERE, time.monotonic() + 5)
     assert again.group == group
     assert again.replaces
+
+
+def test_a_store_with_several_addresses_is_taken_over() -> None:
+    """The worker that hosts it is gone; another one hosts it at an address of its machine, and all find it there."""
+    method = f"tcp://127.0.0.1:{free_port()},127.0.0.2:{free_port()}"
+    host, second = enter(method, 0), enter(method, 1)
+    group = host.group
+    del host
+    second.check_store()
+    newcomer = enter(method, 5)
+    assert newcomer.group == second.group == group
+    assert [info.name for info in newcomer.members()] == ["w0", "w1", "w5"]
+    assert enter(method, 0).group == group
 
 
 @pytest.mark.slow

@@ -260,7 +260,8 @@ class RpcOptions:
     """Options of `init_rpc`. Each is checked when it is set; a bad one raises `OptionError`.
 
     - ``rpc_timeout``: seconds a call may take unless it says otherwise; 0 means no limit.
-    - ``init_method``: where workers find each other: ``env://``, ``tcp://host:port`` or ``file:///path``.
+    - ``init_method``: where workers find each other: ``env://``, ``tcp://host:port`` (or several of
+      them, ``tcp://a:1,b:2``) or ``file:///path``.
     - ``num_worker_threads``: requests that may run at once before new ones wait a little for a
       thread. It is no hard limit: requests that block each other get more threads.
     - ``transport``: ``"unix"``, ``"tcp"`` (which is TLS, and needs a secret or certificates), or ``"auto"``, which

@@ -6,6 +6,9 @@ there.
 A store that rank 0 hosts dies with it. What a group keeps in the store its members know, so one of them that is on the
 same machine hosts it anew at the same address (`Part.renew`), and all write their part of it again
 (`agent.membership`). Then newcomers find the group as before.
+
+``tcp://a:1,b:2`` lists addresses of several machines. The store is at one of them, and a worker that looks for it tries
+all. If the machine of the store has no member left, or is gone, a member on the next machine of the list hosts it.
 """
 
 from __future__ import annotations
@@ -36,7 +39,13 @@ _LOOK_SECONDS = 1.0
 _CUT_OFF_SECONDS = 15.0
 """For so long the hosts of a fixed group that do not answer are looked for before it counts as over."""
 _RENEW_SECONDS = 5.0
+_GRACE_SECONDS = 3.0
+"""For so long a member on the machine of a lost store has time to host it anew, before one elsewhere does."""
 _LOOK_PAUSE = 0.02
+
+
+Address = tuple[str, int]
+_NEEDS_RANK = "a dynamic group that meets over TCP needs a rank for each worker; rank 0 hosts the store"
 
 
 class Place(NamedTuple):
@@ -157,25 +166,18 @@ class Part(dist.PrefixStore):
     @property
     def renewable(self) -> bool:
         """Whether the store is with a member of the group, and another one can take it over."""
-        return _address_of(self._init_method) is not None
+        return bool(_addresses_of(self._init_method))
 
     def renew(self) -> Part | None:
-        """The same part of a store at the same address, hosted here if nobody else hosts it; None if there is none."""
-        address = _address_of(self._init_method)
-        if address is None:
+        """The same part of a store at an address of the group; None if there is none. May wait for seconds.
+
+        This worker hosts the store if no other member does.
+        """
+        addresses = _addresses_of(self._init_method)
+        if not addresses:
             return None
-        host, port = address
-        try:
-            listening = _listen(host, port)
-        except MisuseError:
-            listening = None  # an address of another machine: a member that is there hosts the store
-        within = datetime.timedelta(seconds=_RENEW_SECONDS)
-        store: dist.Store | None
         run = _run_of(self._init_method, self._place)
-        if listening is None:
-            store = _taken_over(host, port, within, run)
-        else:
-            store = _of_run(_store(host, port, within, listening, hosts=True), run)
+        store = _renewed(*addresses[0], run) if len(addresses) == 1 else _renewed_at_one(addresses)
         if store is None:
             return None
         for rank in range(self._place.world_size or 0):
@@ -185,8 +187,95 @@ class Part(dist.PrefixStore):
         return found
 
 
+def _renewed(host: str, port: int, run: str) -> dist.Store | None:
+    """A store at the only address that there is for it."""
+    try:
+        listening = _listen(host, port)
+    except MisuseError:
+        listening = None  # an address of another machine: a member that is there hosts the store
+    within = datetime.timedelta(seconds=_RENEW_SECONDS)
+    if listening is None:
+        return _taken_over(host, port, within, run)
+    return _of_run(_store(host, port, within, listening, hosts=True), run)
+
+
+def _renewed_at_one(addresses: list[Address]) -> dist.Store | None:
+    """A store at one of several addresses. The first machine of the list that has a member hosts it.
+
+    That machine answers, and refuses connections, as long as no member there has noticed the loss; a machine that does
+    not answer may only be cut off for a moment.
+    """
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < _CUT_OFF_SECONDS + _GRACE_SECONDS:
+        if (store := _found_at_one(addresses)) is not None:
+            return store
+        for host, port in addresses:
+            try:
+                listening = _listen(host, port)
+            except MisuseError:
+                patience = _CUT_OFF_SECONDS if _look_at(host, port) is None else _GRACE_SECONDS
+                if waited < patience:
+                    break
+            else:
+                if listening is None:
+                    break  # another member on this machine hosts it, and is about to write what it knows
+                within = datetime.timedelta(seconds=_RENEW_SECONDS)
+                return _store(host, port, within, listening, hosts=True)
+        time.sleep(_LOOK_PAUSE)
+    return None
+
+
+def _found_at_one(addresses: list[Address]) -> dist.Store | None:
+    """The store of a group that has met, wherever it is by now."""
+    within = datetime.timedelta(seconds=_RENEW_SECONDS)
+    for host, port in addresses:
+        if _look_at(host, port) and (store := _taken_over(host, port, within, "")) is not None:
+            return store
+    return None
+
+
+def _open_at_one(addresses: list[Address], place: Place, timeout: datetime.timedelta) -> dist.Store:
+    """The store at one of several addresses. Rank 0 hosts it at its own machine's, unless the group has one already."""
+    if place.rank is None:
+        raise OptionError(_NEEDS_RANK)
+    if place.rank == 0:
+        return _found_at_one(addresses) or _host_at_one(addresses, timeout)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        for host, port in addresses:
+            if _look_at(host, port):
+                with contextlib.suppress(dist.DistError):
+                    return _store(host, port, timeout, None, hosts=False)
+        if time.monotonic() >= deadline:
+            raise RpcTimeoutError(f"no store at {_listed(addresses)}; is rank 0 up?")
+        time.sleep(_LOOK_PAUSE)
+
+
+def _host_at_one(addresses: list[Address], timeout: datetime.timedelta) -> dist.Store:
+    for host, port in addresses:
+        try:
+            listening = _listen(host, port)
+        except MisuseError:
+            continue  # an address of another machine
+        if listening is None:
+            raise MisuseError(f"cannot host the store at {host}:{port}: another program has that port")
+        return _store(host, port, timeout, listening, hosts=True)
+    raise MisuseError(
+        f"cannot host the store at {_listed(addresses)}: rank 0 hosts it, and needs an address of its own machine there"
+    )
+
+
+def _listed(addresses: list[Address]) -> str:
+    return " or ".join(f"{host}:{port}" for host, port in addresses)
+
+
 def _look(addresses: Addresses) -> bool | None:
     return look_for(addresses, time.monotonic() + _LOOK_SECONDS)
+
+
+def _look_at(host: str, port: int) -> bool | None:
+    """Whether something listens there; None if that host does not answer."""
+    return _look(Addresses(host="", tcp=(host, port)))
 
 
 def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.Store:
@@ -213,13 +302,30 @@ def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.S
         if not os.path.isdir(os.path.dirname(url.path)) or os.path.isdir(url.path):
             raise OptionError(f"init_method {init_method!r}: {url.path} must be a file in a directory that exists")
         return dist.FileStore(url.path, -1)
-    try:
-        port = url.port
-    except ValueError:
-        port = None
-    if not url.hostname or port is None:
-        raise OptionError(f"init_method {init_method!r} needs a host and a port: tcp://127.0.0.1:29500")
-    return _tcp(url.hostname, port, place, timeout, hosted=False)
+    addresses = _parsed(init_method)
+    if len(addresses) > 1:
+        return _open_at_one(addresses, place, timeout)
+    return _tcp(*addresses[0], place, timeout, hosted=False)
+
+
+def _parsed(init_method: str) -> list[Address]:
+    """The addresses of ``tcp://host:port,host:port``. Raises `OptionError`."""
+    found = []
+    for each in urlsplit(init_method).netloc.split(","):
+        url = urlsplit(f"tcp://{each.strip()}")
+        try:
+            host, port = url.hostname, url.port
+        except ValueError:
+            host = port = None
+        if not host or port is None:
+            raise OptionError(
+                f"init_method {init_method!r} needs a host and a port: tcp://127.0.0.1:29500, or several of them with "
+                "commas in between"
+            )
+        found.append((host, port))
+    if len(found) > 1 and not all(port for _, port in found):
+        raise OptionError(f"init_method {init_method!r} lists several addresses, and each needs a port of its own")
+    return found
 
 
 def _hinted(said: environments.Table) -> str:
@@ -259,7 +365,7 @@ def _of_run(store: dist.Store, run: str) -> dist.Store:
 def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hosted: bool, run: str = "") -> dist.Store:
     """A TCPStore, or the part of it that is for a run; rank 0 hosts it unless the launcher does."""
     if place.rank is None and not hosted:
-        raise OptionError("a dynamic group that meets over TCP needs a rank for each worker; rank 0 hosts the store")
+        raise OptionError(_NEEDS_RANK)
     hosts = place.rank == 0 and not hosted
     # Where the store listens: at the address that the others were told, and nowhere else. It asks nobody who they are.
     listening = _listen(host, port) if hosts else None
@@ -313,17 +419,18 @@ def _taken_over(host: str, port: int, timeout: datetime.timedelta, run: str) -> 
     return found[0] if found else None
 
 
-def _address_of(init_method: str) -> tuple[str, int] | None:
-    """Where rank 0 hosts the store; None if no member hosts it."""
+def _addresses_of(init_method: str) -> list[Address]:
+    """Where a member may host the store; none if no member hosts it."""
     inherited = os.environ.get(INIT_METHOD_VARIABLE)
     if init_method.startswith("env://") and inherited and inherited != init_method:
-        return _address_of(inherited)
+        return _addresses_of(inherited)
     if init_method.startswith("env://"):
         said = environments.read()
         host, port = said.address.value, said.port.value
-        return None if said.agent_store or not host or port is None else (host, port)
-    url = urlsplit(init_method)
-    return (url.hostname, url.port) if url.scheme == "tcp" and url.hostname and url.port else None
+        return [] if said.agent_store or not host or port is None else [(host, port)]
+    if not init_method.startswith("tcp://"):
+        return []
+    return [(host, port) for host, port in _parsed(init_method) if port]
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

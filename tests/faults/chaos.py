@@ -147,7 +147,8 @@ class Program:
 
     def run(self) -> None:
         try:
-            with self._group.workers[0].as_current():
+            first = self._group.workers[0]
+            with first.as_current(), self._group.scheduler.follow(first.agent):
                 for rank in range(1, self._size):
                     self._make(rank)
                 self._group.scheduler.before_delivery.append(self._delivery)
@@ -302,9 +303,11 @@ class Program:
 
     def _settle(self, id: str) -> None:
         """Wait until no part of a failed step runs any more, or is on its way."""
-        with _stopped:
-            over = _stopped.wait_for(lambda: id not in active, PATIENCE)
-        if not over or not self._group.scheduler.await_idle(PATIENCE):
+        with self._group.scheduler.unfollowed():
+            with _stopped:
+                over = _stopped.wait_for(lambda: id not in active, PATIENCE)
+            over = over and self._group.scheduler.await_idle(PATIENCE)
+        if not over:
             raise ChaosError(
                 f"step {id} has failed, and parts of it still run after {PATIENCE} s: {sorted(active)}, "
                 f"{self._group.scheduler.describe()}"
@@ -358,7 +361,8 @@ class Program:
         """Nothing may be delivered while all are parted; and whoever is suspected is looked at again soon."""
         self._clock += 5
         self._act()
-        time.sleep(0.002)
+        with self._group.scheduler.unfollowed():
+            time.sleep(0.002)
 
     # The end.
 
@@ -372,7 +376,8 @@ class Program:
         self._parts.clear()
         for left in stages.values():
             left.weight = None  # type: ignore[assignment]
-        self._await_nothing()
+        with self._group.scheduler.unfollowed():
+            self._await_nothing()
 
     def _check_healed(self, rank: int, deadline: float) -> None:
         key, (stage, _) = self._parts[rank]
@@ -383,7 +388,8 @@ class Program:
                 if time.monotonic() > deadline or "is gone" in str(error):
                     raise ChaosError(f"after healing, stage {rank} cannot be used: {error}") from error
                 first = self._group.workers[0]
-                first.agent.fates.await_verdict(first.agent.membership.find(rank).info, deadline, "the end")
+                with self._group.scheduler.unfollowed():
+                    first.agent.fates.await_verdict(first.agent.membership.find(rank).info, deadline, "the end")
             else:
                 if not same(found.detach(), self._twins[rank]):
                     raise ChaosError(f"after healing, stage {rank} has another weight")
@@ -391,13 +397,14 @@ class Program:
 
     def _await_nothing(self) -> None:
         deadline = time.monotonic() + PATIENCE
-        while True:
+        for look in itertools.count():
             left = {rank: found for rank, worker in self._group.workers.items() if (found := _left_on(worker))}
             if not left:
                 return
             if time.monotonic() > deadline:
                 raise ChaosError(f"left over at the end: {left}")
-            gc.collect()
+            if look % 20 == 0:
+                gc.collect()
             threading.Event().wait(0.002)
 
 

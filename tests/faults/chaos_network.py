@@ -7,7 +7,7 @@ order of messages: so a seed makes the same things happen in the same places.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -89,7 +89,7 @@ class Group:
             taken = self._take(lambda pair: rank in pair)
         transport.inside.close()
         for _, _, channel in taken:
-            _end(channel)
+            self.scheduler.end(channel)
         self._dead.append(worker)
         self.scheduler.detach(worker.agent)
         worker.agent.close(0.0)
@@ -111,7 +111,7 @@ class Group:
                 self.scheduler.drop(channel)
                 if channel.peer is not None:
                     self.scheduler.drop(channel.peer)
-            _end(channel)
+            self.scheduler.end(channel)
 
     def part(self, a: int, b: int) -> None:
         """The same; and no connection can be made until `heal`. So both suspect each other, and neither is dead."""
@@ -168,11 +168,3 @@ class Group:
         taken = [entry for entry in self._channels if which(frozenset(entry[:2]))]
         self._channels = [entry for entry in self._channels if entry not in taken]
         return taken
-
-
-def _end(channel: MemoryChannel) -> None:
-    """Both ends find that the connection has ended."""
-    ends: Iterable[MemoryChannel | None] = (channel, channel.peer)
-    for end in ends:
-        if end is not None:
-            end.shutdown()

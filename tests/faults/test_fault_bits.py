@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def flip_over_tls(runs: int, measure: Measure) -> None:
             outcomes.note(found)
             while hosts.switch.counts().get("flipped", 0) <= number:  # it hit nothing that had data yet
                 hosts[0].run(try_call, "worker1", number)
-            hosts[0].run(load.call_until_good, "worker1", 20.0)
+            # Longer than a silence may be: see the test of lengths.
+            hosts[0].run(load.call_until_good, "worker1", 50.0)
     measure.note(f"{runs} flips: {outcomes}")
     assert outcomes.get("as sent", 0) < runs / 2, "the flips have no effect"
 
@@ -82,6 +84,23 @@ def flip_over_tls(runs: int, measure: Measure) -> None:
 @pytest.mark.fault("one flipped bit in transit over TLS, 1,000 runs", "the link dies or the frame is refused")
 def test_a_flipped_bit_over_tls(measure: Measure) -> None:
     flip_over_tls(1000, measure)
+
+
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)], ids=["request", "reply"])
+@pytest.mark.fault("a flipped bit in the length of a TLS record", "the link dies as if the peer were silent")
+def test_a_flipped_bit_in_a_length_over_tls(pair: tuple[int, int], measure: Measure) -> None:
+    """The receiver waits for 8 KiB that are not sent, and takes in all that comes meanwhile."""
+    # The timeouts of the calls are shorter than the pauses after which a waiting thread looks at its peer.
+    with Hosts(2, mtu=1500, unresponsive_after=8.0) as hosts:
+        hosts[0].run(load.call_until_good, "worker1", 20.0)
+        hosts.switch.flip(pair, 8 * 3 + 5)  # the first byte of the length
+        begun = time.monotonic()
+        while found := hosts[0].run(try_call, "worker1", 1):
+            assert found in ("RpcTimeoutError", "WorkerLostError", "WorkerUnresponsiveError"), found
+            assert time.monotonic() - begun < 40, "no call works any more"
+        measure.seconds("calls work after", time.monotonic() - begun, within=30.0)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import load
 import pytest
 import training
 from measuring import Measure
+from network import Hosts, address_of, needs_hosts
 
 import backhaul
 from backhaul import rpc
@@ -253,3 +254,46 @@ def test_the_host_of_the_store_dies(measure: Measure) -> None:
         assert found == "worker3", found
         measure.seconds("a newcomer joined after", time.monotonic() - begun, within=10.0)
         assert crew[1].run(load.call, "worker3", load.who).value == "worker3"
+
+
+def placed_at_two(hosts: Hosts, rank: int) -> dict[str, Any]:
+    place = hosts.place(rank, None)
+    place["rpc_backend_options"].init_method = f"tcp://{address_of(0)}:29500,{address_of(1)}:29500"
+    return place
+
+
+def lose_the_first(hosts: Hosts) -> None:
+    """Workers 0 to 2 join; worker 0, which hosts the store, is killed; the others go on."""
+    for rank in range(3):
+        assert hosts[rank].run(join, placed_at_two(hosts, rank), timeout=60) == f"worker{rank}"
+    hosts[2].run(load.call_until_good, "worker1", 20.0)
+    hosts[0].kill()
+
+
+def join_late(hosts: Hosts, within: float, measure: Measure) -> None:
+    begun = time.monotonic()
+    assert hosts[3].run(join, placed_at_two(hosts, 3), timeout=90) == "worker3"
+    measure.seconds("a newcomer joined after", time.monotonic() - begun, within=within)
+    for rank in (1, 2):
+        assert hosts[rank].run(load.call, "worker3", load.who).value == "worker3"
+
+
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.fault("rank 0, host of the TCP store, dies alone on its machine", "the store moves; newcomers find it")
+def test_the_store_moves_to_another_machine(measure: Measure) -> None:
+    with Hosts(4, join=False) as hosts:
+        lose_the_first(hosts)
+        hosts.replace(0)  # its machine says that nobody listens
+        join_late(hosts, 10.0, measure)
+        assert hosts[0].run(join, placed_at_two(hosts, 0), timeout=60) == "worker0"
+        assert hosts[3].run(load.call, "worker0", load.who).value == "worker0"
+
+
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.fault("the machine of the TCP store is gone", "the store moves; newcomers find it")
+def test_the_machine_of_the_store_is_gone(measure: Measure) -> None:
+    with Hosts(4, join=False) as hosts:
+        lose_the_first(hosts)
+        join_late(hosts, 30.0, measure)

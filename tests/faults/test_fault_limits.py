@@ -107,7 +107,7 @@ def test_a_tensor_larger_than_the_memory_cgroup(measure: Measure, crew: Crew) ->
     assert crew[1].process.pid is not None
     room = crew[1].run(limits.resident) + (200 << 20)
     with limits.cgroup("memory", crew[1].process.pid, {"memory.limit_in_bytes": room}):
-        too_large(crew, 256 << 20, measure, error="MemoryError")
+        too_large(crew, 128 << 20, measure, error="MemoryError")
 
 
 @pytest.mark.slow

@@ -41,13 +41,18 @@ class KeyUpdates:
         """So many requests that the other side change its keys, too."""
         made = []
         for _ in range(count):
-            plain = struct.pack("!B3sB", _KEY_UPDATE, b"\0\0\1", 1) + bytes((_HANDSHAKE,))
-            head = struct.pack("!BHH", _APPLICATION_DATA, 0x0303, len(plain) + 16)
-            nonce = (self._iv ^ self._written).to_bytes(12, "big")
-            made.append(head + self._cipher.encrypt(nonce, plain, head))
+            made.append(self.record(struct.pack("!B3sB", _KEY_UPDATE, b"\0\0\1", 1), _HANDSHAKE))
             self._secret = self._expand(b"traffic upd", 48)
             self._use()
         return b"".join(made)
+
+    def record(self, data: bytes, kind: int = _APPLICATION_DATA, padding: int = 0) -> bytes:
+        """What the next record looks like that brings these data."""
+        plain = data + bytes((kind,)) + bytes(padding)
+        head = struct.pack("!BHH", _APPLICATION_DATA, 0x0303, len(plain) + 16)
+        nonce = (self._iv ^ self._written).to_bytes(12, "big")
+        self._written += 1
+        return head + self._cipher.encrypt(nonce, plain, head)
 
     def send(self, count: int) -> None:
         self._socket.sendall(self.records(count))

@@ -19,7 +19,7 @@ from backhaul.options import Quotas
 def test_an_attack(federation: Besieged, mine: ssl.SSLContext, name: str) -> None:
     figures = run(federation, mine, name, 0.25)
     assert figures.alive
-    assert figures.calls > 5
+    assert figures.calls >= 2
     assert figures.attacked < 5
     assert figures.grown < Quotas().message_bytes + ROOM
     assert figures.left == 0

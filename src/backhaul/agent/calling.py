@@ -344,7 +344,8 @@ class Calling(Line):
                     self._sleep(slot, timeout)
                 if not slot.done:
                     began, now = now, time.monotonic()
-                    if self._state.reads == reads and now - began >= self._patience / 4:
+                    # At the call's deadline, too: shorter ones would never find out that the link is stuck.
+                    if self._state.reads == reads and (now - began >= self._patience / 4 or now >= slot.deadline):
                         self.check_alive()
         finally:
             if before is None:

@@ -91,16 +91,18 @@ def meeting(report: Report, options: RpcOptions, site: Site | None, said: Table)
     if url.scheme == "file":
         _file(report, url.path)
         return
-    try:
-        store_port = url.port
-    except ValueError:
-        store_port = None
-    if url.scheme != "tcp" or not url.hostname or store_port is None:
-        report.fault(
-            f"init method {method!r} ({source}) must be like tcp://10.0.0.1:29500 or file:///tmp/meeting-point"
-        )
-        return
-    _store(report, url.hostname, store_port, site, said)
+    for each in url.netloc.split(","):
+        address = urlsplit(f"{url.scheme}://{each}")
+        try:
+            store_port = address.port
+        except ValueError:
+            store_port = None
+        if url.scheme != "tcp" or not address.hostname or store_port is None:
+            report.fault(
+                f"init method {method!r} ({source}) must be like tcp://10.0.0.1:29500 or file:///tmp/meeting-point"
+            )
+            return
+        _store(report, address.hostname, store_port, site, said)
 
 
 def _file(report: Report, path: str) -> None:

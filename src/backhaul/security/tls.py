@@ -28,6 +28,7 @@ RECORD = 16384
 
 _LONGEST_PEM = 1 << 20
 _HEAD = 5  # of a record: its type, 3, 1 to 4, its length (2)
+_TAIL = 17  # of an encrypted record: the type of what it brings, the authentication tag
 _LONGEST_RECORD = RECORD + 256
 _HANDSHAKE, _ALERT = 22, 21
 
@@ -260,6 +261,54 @@ def first_record(data: bytes | bytearray, *, server: bool) -> bool:
     if not length or length > _LONGEST_RECORD:
         raise ProtocolError(f"a handshake that starts with a record of {length} bytes")
     return len(data) >= _HEAD + length
+
+
+class Records:
+    """Finds the records in the bytes of a connection without its keys, and hands them out a few at a time. Pure.
+
+    The length of a record is in the clear, so how much data it can bring is known before OpenSSL works on it. A record
+    that brings less is padded, or it is a request for new keys, which costs OpenSSL as much as kilobytes of data. A
+    worker sends neither. Not thread-safe.
+    """
+
+    MOST = 16
+    """A slice has at most this many records. A large read of full records is one slice."""
+
+    def __init__(self) -> None:
+        self.promised = 0
+        """The most bytes of data that all complete records can bring."""
+        self._head = b""  # the start of a head, if its rest has not come
+        self._size = 0  # of the record under way, without its head
+        self._due = 0  # bytes of that record that have not come
+
+    def take(self, data: memoryview, start: int) -> int:
+        """Where the slice of ``data`` ends that begins at ``start``: after a record, or where ``data`` ends."""
+        end = len(data)
+        if self._head:
+            missing = _HEAD - len(self._head)
+            self._head += bytes(data[start : start + missing])
+            if len(self._head) < _HEAD:
+                return end
+            self._size = self._due = int.from_bytes(self._head[3:], "big")
+            self._head = b""
+            start += missing
+        at, size, room = start + self._due, self._size, self.MOST
+        while room and at + _HEAD <= end:
+            if size > _TAIL:
+                self.promised += size - _TAIL
+            size = data[at + 3] << 8 | data[at + 4]
+            at += _HEAD + size
+            room -= 1
+        if at > end:
+            self._size, self._due = size, at - end
+            return end
+        if size > _TAIL:
+            self.promised += size - _TAIL
+        self._size = self._due = 0
+        if room:
+            self._head = bytes(data[at:])
+            return end
+        return at
 
 
 def contexts_of(issued: Issued, authority: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:

@@ -11,7 +11,8 @@ blocks in another way (a lock, an event) is waited for at most `PATIENCE` second
 message may free it. Coroutines are not waited for.
 
 Threads of the test are not known to the scheduler. Put ``with scheduler.hold():`` around
-sends that are all to be there before the first is delivered.
+sends that are all to be there before the first is delivered; or have a thread counted, with
+``with scheduler.follow(agent):``, so that messages are delivered only while it waits for a reply.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class Scheduler(Network):
         self._accounts: dict[Agent, _Account] = {}
         self._holds = 0
         self._free = False
+        self._waits_since = 0.0  # when the first message that has not been delivered was sent
+        self._idlers = 0  # threads in `await_idle`
         self._state = _ThreadState()
         self._thread = threading.Thread(target=self._deliver_all, name="backhaul-scheduler", daemon=True)
         self._thread.start()
@@ -109,7 +112,7 @@ class Scheduler(Network):
         """Do not wait for what this agent does any more: it is dead, and what it was at ends without notice."""
         with self._changed:
             self._accounts.pop(agent, None)
-            self._changed.notify_all()
+            self._notice()
 
     def _began(self, _: Event) -> None:
         self._state.running += 1
@@ -145,7 +148,7 @@ class Scheduler(Network):
                 if event.slot is not None:
                     self._state.account.awaited.append(event.slot)
                 self._state.account.running -= running
-                self._changed.notify_all()
+                self._notice()
 
     def _resumes(self, event: Resumes) -> None:
         running = self._state.running = self._state.waiting.pop()
@@ -159,12 +162,12 @@ class Scheduler(Network):
         with self._changed:
             # Replies that came too late for their call need nothing more.
             self._in_hand[event.line] += event.count - self._just_taken.pop(event.line, 0)
-            self._changed.notify_all()
+            self._notice()
 
     def _handed_out(self, event: HandedOut) -> None:
         with self._changed:
             self._in_hand[event.line] -= event.count
-            self._changed.notify_all()
+            self._notice()
 
     def _losing(self, _: Event) -> None:
         self._count(1)
@@ -183,7 +186,30 @@ class Scheduler(Network):
         finally:
             with self._changed:
                 self._holds -= 1
-                self._changed.notify_all()
+                self._notice()
+
+    @contextmanager
+    def follow(self, agent: Agent) -> Iterator[None]:
+        """Count the calling thread as a request of this agent's: nothing is delivered unless it waits for a reply."""
+        self._state.account = self._accounts[agent]
+        self._state.running += 1
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._state.running -= 1
+            self._count(-1)
+
+    @contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Inside, the thread waits in a way that no event tells of, for what others do."""
+        running, self._state.running = self._state.running, 0
+        self._count(-running)
+        try:
+            yield
+        finally:
+            self._state.running = running
+            self._count(running)
 
     def idle(self) -> bool:
         """Nothing is on its way, and the effects of what has arrived have died down.
@@ -196,7 +222,11 @@ class Scheduler(Network):
     def await_idle(self, seconds: float) -> bool:
         """Wait until it is `idle`. False if it is not in time."""
         with self._changed:
-            return self._changed.wait_for(self._is_idle, seconds)
+            self._idlers += 1
+            try:
+                return self._changed.wait_for(self._is_idle, seconds)
+            finally:
+                self._idlers -= 1
 
     def _is_idle(self) -> bool:
         unread = any(not _has_replies(channel) for channel in self._unsettled)
@@ -216,7 +246,7 @@ class Scheduler(Network):
         """From now on deliver at once: the test is over, and all that counts is to end it."""
         with self._changed:
             self._free = True
-            self._changed.notify_all()
+            self._notice()
         self._thread.join()
 
     def delay(self, channel: MemoryChannel, deliveries: int) -> None:
@@ -228,14 +258,26 @@ class Scheduler(Network):
         """Lose what is on its way to this channel."""
         with self._changed:
             self._queues.pop(channel, None)
+            self._notice()
+
+    def end(self, channel: MemoryChannel) -> None:
+        """End the connection, at both ends. What that does is over before the next message is delivered."""
+        ends = [end for end in (channel, channel.peer) if end is not None]
+        with self._changed:
+            # Nobody may be there to notice the end of a connection that nobody waits on.
+            self._unsettled.update(end for end in ends if end not in self._closed and not _has_replies(end))
+        for end in ends:
+            end.shutdown()
 
     def post(self, to: MemoryChannel, data: bytes) -> None:
         with self._changed:
             if to in self._closed:
                 return  # nobody would read it
             if not self._free:
+                if not self._queues:
+                    self._waits_since = time.monotonic()
                 self._queues.setdefault(to, deque()).append(data)
-                self._changed.notify_all()
+                self._notice()
                 return
         to.deliver(data)
 
@@ -261,12 +303,12 @@ class Scheduler(Network):
     def _settle(self, channel: MemoryChannel) -> None:
         with self._changed:
             self._unsettled.discard(channel)
-            self._changed.notify_all()
+            self._notice()
 
     def _count(self, change: int) -> None:
         with self._changed:
             self._state.account.running += change
-            self._changed.notify_all()
+            self._notice()
 
     def _pay(self) -> None:
         owed, self._state.owed = self._state.owed, 0
@@ -280,16 +322,29 @@ class Scheduler(Network):
             and all(account.is_quiet() for account in self._accounts.values())
         )
 
+    def _can_deliver(self) -> bool:
+        """Holds _changed."""
+        return self._free or bool(self._queues and not self._holds and self._quiet())
+
+    def _notice(self) -> None:
+        """Something has changed: wake the threads for which that makes a difference. Holds _changed.
+
+        Most changes make none, and to wake a thread costs more than all the rest of a delivery.
+        """
+        if self._can_deliver() or (self._idlers and self._is_idle()):
+            self._changed.notify_all()
+
+    def _await_delivery(self) -> None:
+        """Wait until something can be delivered, or has waited for `PATIENCE`. Holds _changed."""
+        while not self._can_deliver():
+            self._changed.wait(PATIENCE)
+            if self._queues and not self._holds and time.monotonic() >= self._waits_since + PATIENCE:
+                return
+
     def _deliver_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._free or (self._queues and not self._holds))
-                if not self._free:
-                    deadline = time.monotonic() + PATIENCE
-                    while not (self._free or self._quiet() or time.monotonic() >= deadline):
-                        self._changed.wait(deadline - time.monotonic())
-                    if self._holds and not self._free:
-                        continue
+                self._await_delivery()
                 if self._free:
                     for channel, queue in self._queues.items():
                         for data in queue:
@@ -299,6 +354,8 @@ class Scheduler(Network):
             for callback in self.before_delivery:
                 callback()
             with self._changed:
+                if self.before_delivery and not self._free:
+                    self._await_delivery()
                 if not (self._holds or self._free):
                     self._deliver_one()
 
@@ -317,6 +374,7 @@ class Scheduler(Network):
         data = queue.popleft()
         if not queue:
             del self._queues[channel]
+        self._waits_since = time.monotonic()
         # Nobody may be there to read the end of a connection that nobody waits on.
         if data != END or not _has_replies(channel):
             self._unsettled.add(channel)

@@ -87,7 +87,7 @@ class Channel(ABC):
 
     @abstractmethod
     def read(self, timeout: float | None) -> bool:
-        """Wait for bytes, at most ``timeout`` seconds, and take them. False if none came.
+        """Wait for bytes, at most ``timeout`` seconds, and take them. False if none came, or too few to mean anything.
 
         Raises `ChannelClosed` at the end of the stream, `ProtocolError` for bad bytes.
         """

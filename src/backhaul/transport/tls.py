@@ -7,6 +7,10 @@ another reads, which OpenSSL itself does not allow.
 A read takes all that the socket has, up to a chunk, and decrypts all of it that is complete. So nothing that has
 arrived is left where nobody sees it: the descriptor is readable when there is something to read, and not otherwise.
 
+A member of a federation may be hostile. A request for new keys has 27 bytes and takes OpenSSL microseconds, and one
+call of OpenSSL works through as many as there are. So OpenSSL gets a few records at a time (`Records`), and a
+connection whose records bring less data than their lengths say ends.
+
 Nobody says that it closes, other than with a `Goodbye` of our own: an end that TLS does not announce is what every
 crash looks like, and counts as one.
 """
@@ -21,7 +25,7 @@ import time
 
 from backhaul.errors import AuthenticationError, ProtocolError
 from backhaul.options import RpcOptions
-from backhaul.security.tls import RECORD, Credentials, Tunnel, first_record
+from backhaul.security.tls import RECORD, Credentials, Records, Tunnel, first_record
 from backhaul.transport.base import Channel, ChannelClosed, Way
 from backhaul.transport.greeting import Line, Steps
 from backhaul.transport.plain import TcpChannel
@@ -51,9 +55,10 @@ _SMALL = 4096
 _LARGE_SLICE = 64 * 1024
 _GREETING_CHUNK = 4096
 _OVERHEAD = 22  # bytes of a record besides its data: header, type, authentication tag
-# Bytes of records that bring no data. A peer may ask for new keys as often as it likes, and each time takes a while; no
-# worker does. It includes a record that is not complete.
-_MAX_SILENT = 64 * 1024
+# Bytes that a peer has sent in records that bring no data: a request for new keys has 5. No worker sends any.
+_MAX_SILENT = 160
+# Bytes of a handshake. OpenSSL takes 100 KiB of certificates.
+_LONGEST_HANDSHAKE = 256 * 1024
 
 
 class TlsLine(Line):
@@ -64,13 +69,14 @@ class TlsLine(Line):
         self._credentials = credentials
         self._server = server
         self._tunnel: Tunnel | None = None
+        self._left = _LONGEST_HANDSHAKE
 
     def open(self) -> Steps[frozenset[str] | None]:
         first = bytearray()
         if self._server:
             # Nothing is made for who has not said a whole first record.
             while not first_record(first, server=True):
-                first += yield from self.receive(_GREETING_CHUNK)
+                first += yield from self._receive("a handshake that does not end")
         self._tunnel = tunnel = self._credentials.tunnel(server=self._server)
         tunnel.feed(first)
         while True:
@@ -82,7 +88,7 @@ class TlsLine(Line):
             yield from self.send(tunnel.take())
             if done:
                 return tunnel.names
-            data = yield from self.receive(_GREETING_CHUNK)
+            data = yield from self._receive("a handshake that does not end")
             if not first:
                 first_record(data, server=False)
                 first += data[:1]
@@ -99,13 +105,22 @@ class TlsLine(Line):
     def hear(self, count: int) -> Steps[bytes]:
         tunnel = self._opened()
         data = bytearray()
+        self._left = 2 * (count + _GREETING_CHUNK)
         while len(data) < count:
             piece = tunnel.read(count - len(data))
             if piece:
                 data += piece
             else:
-                tunnel.feed((yield from self.receive(_GREETING_CHUNK)))
+                tunnel.feed((yield from self._receive("a greeting in TLS records that bring no data")))
         return bytes(data)
+
+    def _receive(self, breach: str) -> Steps[bytes]:
+        """Some bytes. Raises `ProtocolError` with ``breach`` if that were more than this part of the greeting needs."""
+        if self._left <= 0:
+            raise ProtocolError(breach)
+        data = yield from self.receive(_GREETING_CHUNK)
+        self._left -= len(data)
+        return data
 
     def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
         if fabric == "plain":
@@ -155,11 +170,14 @@ class TlsChannel(Channel):
         self._keep: object = None
         self._problem: ChannelClosed | ProtocolError | None = None  # with what has come
         self._readable = Readable(sock, options.busy_poll)
-        self._silent = 0  # bytes that came and brought no data
+        self._records = Records() if strict else None
+        self._brought = 0  # bytes of data
         tune(sock, options.keepalive)
         keep_unsent(sock, self._pace.size)
         self._buffer = SendBuffer(sock)
-        self._decrypt(0)  # what came together with the end of the greeting
+        came = tunnel.incoming.read()  # together with the end of the greeting, after the record that OpenSSL is at
+        self._decrypt()
+        self._feed(memoryview(came))
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -278,25 +296,45 @@ class TlsChannel(Channel):
         except BlockingIOError:
             return False
         except OSError as error:
-            raise closed(error) from error
+            raise (self._problem or closed(error)) from error
         if not count:
             raise self._problem or ChannelClosed("the connection ended")
         self.received += count
-        with self._lock:
-            self._incoming.write(chunk[:count])
         if count == len(chunk) < _CHUNK:
             self._chunk = memoryview(bytearray(_CHUNK))
-        self._decrypt(count)
-        return True
+        # A record whose length was damaged on its way takes in all that follows. So part of a record is no sign of
+        # life, and such a connection ends when pings go unanswered.
+        return self._feed(chunk[:count]) > 0
 
-    def _decrypt(self, fed: int) -> None:
-        """Take all records that are complete, now that so many more bytes are here.
+    def _feed(self, data: memoryview) -> int:
+        """Decrypt what has come; how many bytes that brings."""
+        records = self._records
+        if records is None:
+            with self._lock:
+                self._incoming.write(data)
+            return self._decrypt()
+        before = self._brought
+        start, end = 0, len(data)
+        while start < end and self._problem is None:
+            stop = records.take(data, start)
+            with self._lock:
+                self._incoming.write(data[start:stop])
+            self._brought += self._decrypt()
+            if records.promised - self._brought > _MAX_SILENT and self._problem is None:
+                self._problem = ProtocolError("records of TLS that bring no data, such as requests for new keys")
+                self.shutdown()
+            start = stop
+        return self._brought - before
+
+    def _decrypt(self) -> int:
+        """Take all records that are complete; how many bytes these bring.
 
         What came before a bad one is good: the next read raises.
         """
         decoder = self._decoder
         stream = self._stream
         incoming = self._incoming
+        brought = 0
         try:
             with self._lock:
                 while incoming.pending or stream.pending():
@@ -305,29 +343,28 @@ class TlsChannel(Channel):
                     if not count:  # the peer has said that it closes
                         break
                     decoder.wrote(count)
-                    fed -= count + _OVERHEAD
+                    brought += count
                     if count == RECORD and decoder.placed:
-                        fed -= self._decrypt_more(place[count:])
+                        brought += self._decrypt_more(place[count:])
                 else:
-                    self._count_silent(fed)
-                    return
+                    return brought
         except ssl.SSLWantReadError:
-            self._count_silent(fed)
-            return  # the rest of a record is still to come
+            return brought  # the rest of a record is still to come
         except ssl.SSLError as error:
             if "ALERT" in (error.reason or ""):
                 self._problem = ChannelClosed(f"the peer ended the connection: {_text(error)}")
             else:
                 self._problem = ProtocolError(f"bytes that are not what the peer encrypted: {_text(error)}")
         self.shutdown()  # which whoever reads next notices
+        return brought
 
     def _decrypt_more(self, place: memoryview) -> int:
-        """Take the next records into the memory of a tensor, which follow one another. How many bytes they had.
+        """Take the next records into the memory of a tensor, which follow one another; how many bytes these bring.
 
         Holds ``_lock``. OpenSSL gives one record at a time, so what is done for each counts.
         """
         read, incoming, size = self._stream.read, self._incoming, len(place)
-        filled = records = 0
+        filled = 0
         # This many bytes hold a whole record. The caller handles whatever remains.
         try:
             while filled < size and incoming.pending >= RECORD + _OVERHEAD:
@@ -335,21 +372,12 @@ class TlsChannel(Channel):
                 if not count:  # the peer has said that it closes; the caller sees it, too
                     break
                 filled += count
-                records += 1
         except ssl.SSLWantReadError:
             pass
         finally:
             if filled:
                 self._decoder.wrote(filled)
-        return filled + records * _OVERHEAD
-
-    def _count_silent(self, count: int) -> None:
-        self._silent = max(0, self._silent + count)
-        if self._silent > _MAX_SILENT:
-            self._problem = ProtocolError(
-                f"{self._silent} bytes of TLS that bring no data, such as requests for new keys"
-            )
-            self.shutdown()
+        return filled
 
     def next(self) -> Envelope | None:  # replaced in __init__, to save a call
         return self._decoder.next()
