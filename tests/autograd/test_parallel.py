@@ -375,13 +375,6 @@ def refused(to: str, placement: Any, says: str) -> None:
     assert "send tensor.full_tensor()" in str(caught.value)
 
 
-def refused_norm() -> None:
-    """The norm of a sharded tensor is no plain sum of its parts, though its placement is a kind of `Partial`."""
-    _, sent = placed(Shard(0))
-    with pytest.raises(UnsendableError, match=r"its placement .* has no meaning on another worker"):
-        rpc.rpc_sync(f"worker{rank()}", double, args=(torch.linalg.vector_norm(sent),))
-
-
 def test_dtensors_mean_the_same_where_they_arrive(crew: Crew) -> None:
     assert crew[0].run(send_dtensor, "worker1", Replicate()) == [[8.0, 8.0]] * 2
     assert crew[1].run(send_dtensor, "worker1", Shard(0)) == [[16.0, 16.0]] * 2
@@ -389,4 +382,3 @@ def test_dtensors_mean_the_same_where_they_arrive(crew: Crew) -> None:
     other_place = r"coordinate \[0\] of the mesh \[0, 1\], and this worker has coordinate \[1\]"
     crew[0].run(refused, "worker1", Shard(0), other_place)
     crew[1].run(refused, "worker2", Replicate(), "this worker is not part of such a mesh")
-    crew[0].run(refused_norm)
