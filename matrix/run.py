@@ -147,6 +147,8 @@ def run(pair: Pair, python: Path, arguments: Sequence[str]) -> Outcome:
     began = time.monotonic()
     with (FOLDER / f"{pair.folder.name}.log").open("w") as log:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        # Pip has compiled nothing, and each process of a test would compile torch anew.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         status = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
     seconds = time.monotonic() - began
     if not report.exists():

@@ -36,7 +36,7 @@ from adversarial_runs import (
     run_locally,
 )
 from adversarial_words import without_notices
-from programs import cluster_of, left_on
+from programs import cluster_of, least_that_fails, left_on
 
 from backhaul import rpc
 from backhaul.errors import PartialError
@@ -190,21 +190,7 @@ def fails(program: Program, attempts: int = 1) -> BaseException | None:
 def shrink(program: Program, error: BaseException) -> Program:
     """The least of a failing program that fails in the same way."""
     adversarial_runs.BACKWARD_SECONDS = 3.0
-    kind = type(error)
-    progress = True
-    while progress:
-        progress = False
-        tried = 0
-        while True:
-            candidate = next(itertools.islice(smaller(program), tried, None), None)
-            if candidate is None:
-                break
-            if candidate != program and candidate.passes and type(fails(candidate)) is kind:
-                program = candidate
-                progress = True
-            else:
-                tried += 1
-    return program
+    return least_that_fails(program, smaller, fails, type(error))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -305,10 +305,13 @@ def fails(program: Program, attempts: int = 3) -> BaseException | None:
     return None
 
 
-def shrink(program: Program) -> Program:
-    """The least of a failing program that fails in the same way."""
-    program_runs.BACKWARD_SECONDS = 2.0
-    kind = type(fails(program))
+P = TypeVar("P", bound=Any)
+
+
+def least_that_fails(
+    program: P, smaller: Callable[[P], Iterable[P]], fails: Callable[[P], BaseException | None], kind: type
+) -> P:
+    """Take one thing after another away from a program that fails with this kind of error, as long as it does so."""
     progress = True
     while progress:
         progress = False
@@ -323,6 +326,12 @@ def shrink(program: Program) -> Program:
             else:
                 tried += 1
     return program
+
+
+def shrink(program: Program) -> Program:
+    """The least of a failing program that fails in the same way."""
+    program_runs.BACKWARD_SECONDS = 2.0
+    return least_that_fails(program, smaller, fails, type(fails(program)))
 
 
 def main(arguments: Sequence[str]) -> int:

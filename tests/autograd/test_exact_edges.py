@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import WITHIN, W, call, check, double, leaf, multiply
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import backhaul.autograd as dist_autograd
@@ -94,7 +95,9 @@ def call_it(x: Tensor) -> Any:
 
 @pytest.mark.parametrize("in_context", [False, True])
 @pytest.mark.parametrize(
-    "transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda each: each.__name__
+    "transform",
+    [torch.func.grad, torch.func.vmap, torch.func.jacrev, torch.func.functionalize],
+    ids=lambda each: each.__name__,
 )
 def test_calls_inside_of_transforms_are_refused(pair: InProcessCluster, transform: Any, in_context: bool) -> None:
     context = dist_autograd.context() if in_context else nullcontext()
@@ -103,6 +106,23 @@ def test_calls_inside_of_transforms_are_refused(pair: InProcessCluster, transfor
             with pytest.raises(UnsendableError, match=r"a remote call inside of torch\.func\.grad, vmap"):
                 transform(call_it)(torch.ones(3, requires_grad=requires_grad))
         assert call_it(torch.ones(3)) == 6
+
+
+@pytest.mark.parametrize("size", [3, 300_000])
+def test_replies_have_memory_in_any_mode_of_the_reading_thread(pair: InProcessCluster, size: int) -> None:
+    """In these modes `torch.empty` gives a tensor without memory."""
+    wanted = torch.full((size,), 2.0)
+    ones, one = torch.ones(size), torch.ones(())
+    with pair[0].as_current():
+        with FakeTensorMode():
+            got = rpc.rpc_sync("worker1", double, args=(ones,))
+        assert torch.equal(got, wanted)
+        assert type(got) is Tensor
+        for transform in (torch.func.functionalize, torch.func.grad):
+            found = transform(lambda x: x * rpc.rpc_sync("worker1", double, args=(ones,)).sum())(one)
+            assert found == 2 * size
+        sums = torch.func.vmap(lambda x: x + rpc.rpc_sync("worker1", double, args=(ones,)))(torch.ones(2, 1))
+        assert torch.equal(sums, wanted.expand(2, size) + 1)
 
 
 def gradient_there(x: Tensor) -> Tensor:

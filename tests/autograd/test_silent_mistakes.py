@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from models import W, double, layer, leaf, multiply
+from models import WITHIN, W, double, layer, leaf, multiply
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -194,3 +195,127 @@ def test_the_warning_comes_once(pair: InProcessCluster) -> None:
         for _ in range(3):
             rpc.rpc_sync("worker1", multiply, args=("a", leaf(4, 4))).sum().backward()
     assert len([each for each in caught if "a gradient ends" in str(each.message)]) == 1
+
+
+STAGE = nn.Linear(4, 2).double()
+
+
+def run_stage(x: Tensor) -> Tensor:
+    result: Tensor = STAGE(x)
+    return result
+
+
+def stage_rrefs() -> list[Any]:
+    STAGE.requires_grad_(True)
+    return [rpc.RRef(each) for each in STAGE.parameters()]
+
+
+def stage_copies() -> list[Tensor]:
+    return list(STAGE.parameters())
+
+
+def replace_all() -> None:
+    STAGE.load_state_dict({name: each.clone() for name, each in STAGE.state_dict().items()}, assign=True)
+
+
+def freeze() -> None:
+    STAGE.requires_grad_(False)
+
+
+def nothing() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("params", "between", "passes"),
+    [
+        (stage_rrefs, nothing, 0),
+        (stage_rrefs, replace_all, 1),
+        (stage_rrefs, freeze, 1),
+        (stage_copies, nothing, 1),
+    ],
+    ids=["before backward", "parameters that were replaced", "parameters that were frozen", "copies of parameters"],
+)
+def test_a_step_without_any_gradient(pair: InProcessCluster, params: Any, between: Any, passes: int) -> None:
+    says = r"step\(context_id\) has changed nothing: none of the 2 parameters .*parameter_rrefs\(model\)"
+    with pair[0].as_current():
+        optimizer = DistributedOptimizer(torch.optim.SGD, rpc.rpc_sync("worker1", params), lr=0.1)
+        good = DistributedOptimizer(torch.optim.SGD, [x := leaf(4, 4)], lr=0.1)
+        rpc.rpc_sync("worker1", between)
+        with dist_autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", run_stage, args=(x,)).sum()
+            for _ in range(passes):
+                context_id.backward(loss)
+                good.step(context_id)
+            with pytest.warns(UserWarning, match=says) as caught:
+                optimizer.step(context_id)
+            assert caught[0].filename == __file__
+
+
+def test_one_gradient_will_do(pair: InProcessCluster) -> None:
+    """Parameters that a pass does not reach are as common as in one process. Warnings are errors in these tests."""
+    with pair[0].as_current():
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD, [*rpc.rpc_sync("worker1", stage_rrefs), leaf(2), x := leaf(4, 4)], lr=0.1
+        )
+        with dist_autograd.context() as context_id:
+            context_id.backward(x.sum())
+            optimizer.step(context_id)
+
+
+def detached(x: Tensor) -> Tensor:
+    return (x * 2).detach()
+
+
+def by_item(x: Tensor) -> Tensor:
+    return torch.tensor((x * 2).sum().item())
+
+
+@torch.no_grad()
+def without_grad(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize("function", [detached, by_item, without_grad])
+def test_a_function_that_cuts_the_graph(pair: InProcessCluster, function: Any) -> None:
+    with pair[0].as_current(), dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", function, args=(leaf(4, 4),)).sum()
+        with pytest.raises(MisuseError, match="requires_grad not set on root"):
+            context_id.backward(loss)
+
+
+def test_calls_on_a_thread_of_ones_own(pair: InProcessCluster) -> None:
+    """A thread that is started inside of a context is not in it."""
+    x, found = leaf(4, 4), []
+
+    def call() -> None:
+        with pair[0].as_current():
+            found.append(rpc.rpc_sync("worker1", multiply, args=("a", x)))
+
+    with pair[0].as_current(), dist_autograd.context() as context_id:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        with pytest.warns(UserWarning, match=ENDS):
+            context_id.backward(found[0].sum())
+
+
+def test_the_id_of_a_context_of_another_thread(pair: InProcessCluster) -> None:
+    entered, over, ids = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        with pair[0].as_current(), dist_autograd.context() as context_id:
+            ids.append(context_id)
+            entered.set()
+            over.wait(WITHIN)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert entered.wait(WITHIN)
+        with pair[0].as_current(), dist_autograd.context():
+            loss = rpc.rpc_sync("worker1", double, args=(leaf(2),)).sum()
+            with pytest.raises(ContextError, match="gradients cannot go back across contexts"):
+                dist_autograd.backward(ids[0], [loss])
+    finally:
+        over.set()
+        thread.join()

@@ -242,7 +242,7 @@ def await_clean(seconds: float = 10.0) -> None:
 def together(crew: Crew, ranks: Iterable[int], function: Callable[..., Any], *args: Any) -> dict[int, Any]:
     """Run it on these workers at once."""
     futures = {each: crew[each].start(function, *args) for each in ranks}
-    return {each: future.result(60) for each, future in futures.items()}
+    return {each: future.result(300) for each, future in futures.items()}
 
 
 @contextmanager

@@ -114,3 +114,44 @@ def test_a_tensor_as_the_learning_rate(pair: InProcessCluster) -> None:
                 DistributedOptimizer(torch.optim.SGD, [rref], **options)
             with pytest.raises(OptionError, match="requires grad, and no gradient comes back through a remote step"):
                 DistributedOptimizer(torch.optim.SGD, [{"params": [rref], **options}], lr=0.1)
+
+
+def make_csr() -> rpc.RRef[Tensor]:
+    HELD["csr"] = new_csr()
+    return rpc.RRef(HELD["csr"])
+
+
+def new_csr() -> Tensor:
+    return torch.tensor([[1.0, 0.0], [2.0, 3.0]], dtype=torch.float64).to_sparse_csr().requires_grad_()
+
+
+def product(x: Tensor) -> Tensor:
+    return HELD["csr"] @ x
+
+
+def step_alone(kind: Any, leaf: Tensor, x: Tensor) -> None:
+    optimizer = kind([leaf], lr=0.1)
+    (leaf @ x).square().sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def step_there(kind: Any, rref: rpc.RRef[Tensor], x: Tensor) -> None:
+    optimizer = DistributedOptimizer(kind, [rref], lr=0.1)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", product, args=(x,)).square().sum()])
+        optimizer.step(context_id)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+def test_a_leaf_in_csr(pair: InProcessCluster, kind: Any) -> None:
+    """No optimizer of torch's steps with one, here as little as in one process; and both say so."""
+    x = torch.eye(2, dtype=torch.float64)
+    with pytest.raises(RuntimeError):
+        step_alone(kind, new_csr(), x)
+    with pair[0].as_current():
+        rref = rpc.rpc_sync("worker1", make_csr)
+        before = HELD["csr"].detach().to_dense()
+        with pytest.raises(PartialError, match="'worker1' it failed"):
+            step_there(kind, rref, x)
+        assert torch.equal(HELD["csr"].detach().to_dense(), before)

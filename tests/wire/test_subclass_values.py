@@ -18,8 +18,9 @@ from torch.masked import MaskedTensor
 from value_kinds import CODEC
 
 from backhaul.errors import MisuseError, ProtocolError, UnsendableError
-from backhaul.wire import trees
+from backhaul.wire import shards, trees
 from backhaul.wire.subclasses import plain
+from backhaul.wire.trees import Refusal
 from backhaul.wire.values import Codec
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors:UserWarning")
@@ -311,3 +312,14 @@ def test_only_some_gradients_of_a_wrapper() -> None:
     assert _Unwrap.backward(Context, None, None) == (None, None)
     with pytest.raises(MisuseError, match="only some inner tensors of a Wrapping"):
         _Unwrap.backward(Context, torch.ones(1), None)
+
+
+class Norm(Partial):
+    """As the placement of the norm of a sharded tensor: its parts are not simply added up."""
+
+
+@pytest.mark.parametrize("placement", [Norm("sum"), object()])
+def test_placements_of_another_kind_are_refused(placement: Any) -> None:
+    assert shards._describe_placement(Partial("sum")) == ("partial", "sum")
+    with pytest.raises(Refusal, match=r"has no meaning on another worker: send tensor\.full_tensor\(\)"):
+        shards._describe_placement(placement)

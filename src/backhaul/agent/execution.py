@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from msgspec.structs import replace
+from torch._C import _are_functorch_transforms_active
 
 from backhaul.agent import autocast
 from backhaul.agent.accounts import Accounts
@@ -211,6 +212,8 @@ class Execution:
 
     def request(self, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
         """The frame of a request with a packed value, made by the calling thread."""
+        if _are_functorch_transforms_active() and any(map(_stands_for_another, packing.tensors)):
+            raise inside_a_transform()
         try:
             if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None:
                 frame = self._cross(crossing, make, packing, to)
@@ -222,7 +225,7 @@ class Execution:
                     self.observers.emit(SendRecorded())
                 frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
         except RuntimeError as error:
-            if torch._C._are_functorch_transforms_active():
+            if _are_functorch_transforms_active():
                 raise inside_a_transform() from error
             raise
         return frame if self.tracing is None else self.tracing.attach(frame)
@@ -428,6 +431,11 @@ def name_for_people(function: Any) -> str:
     if isinstance(function, types.BuiltinFunctionType):
         return function.__name__  # the qualified name of torch.add has a class in it that nobody knows
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
+
+
+def _stands_for_another(tensor: torch.Tensor) -> bool:
+    """Whether ``torch.func`` has wrapped a tensor. Such a one has no memory, or that of something else."""
+    return torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def inside_a_transform() -> UnsendableError:

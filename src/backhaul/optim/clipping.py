@@ -51,7 +51,7 @@ def clip_grad_norm_(
     found: list[torch.Tensor | None] = [None] * sum(map(len, places.values()))
     for worker, by_type in spread("clipping gradients (their norms)", work).items():
         for mine, values in by_type:
-            for place, value in zip(mine, values.unbind(), strict=True):
+            for place, value in zip(mine, values if isinstance(values, list) else values.unbind(), strict=True):
                 found[places[worker][place]] = value
     total = _total([norm for norm in found if norm is not None], norm_type)
     if error_if_nonfinite and not math.isfinite(total):
@@ -100,10 +100,13 @@ def _params(holder: Holder) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def norms(holder: Holder, context_id: int | None, norm_type: float) -> list[tuple[list[int], torch.Tensor]]:
+def norms(
+    holder: Holder, context_id: int | None, norm_type: float
+) -> list[tuple[list[int], torch.Tensor | list[torch.Tensor]]]:
     """The norms of the gradients of parameters here, with the places of these, for each type of number.
 
-    Hundreds of norms are sent faster as one tensor.
+    Hundreds of norms are sent faster as one tensor. Those of `DTensor`s stay apart: some torches cannot take a stack of
+    norms that several processes have parts of to pieces.
     """
     params = _params(holder)
     by_type: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
@@ -114,7 +117,10 @@ def norms(holder: Holder, context_id: int | None, norm_type: float) -> list[tupl
                 places, found = by_type.setdefault(norm.dtype, ([], []))
                 places.append(place)
                 found.append(norm)
-    return [(places, torch.stack(found)) for places, found in by_type.values()]
+    return [
+        (places, torch.stack(found) if all(type(norm) is torch.Tensor for norm in found) else found)
+        for places, found in by_type.values()
+    ]
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
@@ -138,6 +139,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             apply(each, self._known[number])
         for worker, found in news.items():
             self._learn(worker, found or {})
+        if not any(found is not False for found in news.values()) and not self._parties:
+            self._warn_of_nothing()
+
+    def _warn_of_nothing(self) -> None:
+        warnings.warn(
+            f"step(context_id) has changed nothing: none of the {len(self._places)} parameters of this optimizer has a "
+            "gradient in the context. Call backward(context_id, [loss]) first, and make the optimizer of references to "
+            "the parameters that the forward pass uses (backhaul.nn.parameter_rrefs(model)): not of copies that a call "
+            "has returned, nor of parameters that were frozen, or replaced, as load_state_dict(assign=True) does",
+            stacklevel=4,
+        )
 
     def _changes(self) -> Changes:
         """What has been changed in ``param_groups`` since the workers were told."""

@@ -38,7 +38,10 @@ def replace(params: Sequence[torch.Tensor], gradients: Gradients, context_id: in
 
 
 class as_grad:
-    """Inside the block ``.grad`` is the gradient of the context; afterwards it is again what it was."""
+    """Inside the block ``.grad`` is the gradient of the context; afterwards it is again what it was.
+
+    Gives whether there is a gradient in the context; True without a context.
+    """
 
     __slots__ = ("_before", "_context_id", "_params")
 
@@ -46,9 +49,9 @@ class as_grad:
         self._params = params
         self._context_id = context_id
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
         if self._context_id is None:
-            return
+            return True
         given = gradients_of(self._params, self._context_id)
         self._before = [param.grad for param in self._params]
         try:
@@ -57,6 +60,7 @@ class as_grad:
         except BaseException:
             self.__exit__()
             raise
+        return any(gradient is not None for gradient in given)
 
     def __exit__(self, *_: object) -> None:
         if self._context_id is None:

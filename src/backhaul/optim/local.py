@@ -7,7 +7,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,9 @@ from backhaul.refs.rref import RRef
 
 Changes = dict[int, Change]
 """By the number of the group."""
+
+News = Changes | Literal[False] | None
+"""What a step has changed of the entries, if anything; False if there was no gradient for it in the context."""
 
 
 _ID_BITS = 62
@@ -131,7 +134,7 @@ class LocalOptimizer:
         found = getattr(self.optimizer, "defaults", None)
         return copied(dict(found)) if isinstance(found, Mapping) else {}
 
-    def step(self, context_id: int | None, changes: Changes | None, with_grad: bool) -> Changes | None:
+    def step(self, context_id: int | None, changes: Changes | None, with_grad: bool) -> News:
         """Apply changes of entries, and step, with autograd switched on or off as it is where the step is asked for.
 
         Returns the entries that the optimizer has changed itself.
@@ -139,9 +142,9 @@ class LocalOptimizer:
         with self._claimed():
             if changes:
                 self._apply(changes)
-            with torch.set_grad_enabled(with_grad), gradients.as_grad(self.params, context_id):
+            with torch.set_grad_enabled(with_grad), gradients.as_grad(self.params, context_id) as found:
                 steps.quickest(self.optimizer)()
-            return self._news()
+            return self._news() or (None if found else False)
 
     def _apply(self, changes: Changes) -> None:
         groups = self._require_groups("changing options of a parameter group")
@@ -282,7 +285,7 @@ def make(optimizer_class: Any, parts: list[Part], as_groups: bool, args: list[An
     return RRef(local), local.defaults(), local.entries(), local.id
 
 
-def step(id: int, context_id: int | None, changes: Changes | None, with_grad: bool) -> Changes | None:
+def step(id: int, context_id: int | None, changes: Changes | None, with_grad: bool) -> News:
     local = _here.get(id)
     if local is None:  # who asked for the step has given up waiting for it, and the optimizer with it
         raise MisuseError("the optimizer of this step is gone from here")

@@ -56,11 +56,14 @@ def lower(value: Any, packing: Packing) -> Any:
 
 
 def _describe_placement(placement: Any) -> tuple[Any, ...]:
-    if placement.is_replicate():
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    # Not for classes that are derived from these: the norm of a sharded tensor, for one, is no plain sum of its parts.
+    if type(placement) is Replicate:
         return ("replicate",)
-    if placement.is_partial():
+    if type(placement) is Partial:
         return ("partial", placement.reduce_op)
-    if type(placement).__name__ == "Shard":
+    if type(placement) is Shard:
         return ("shard", placement.dim)
     raise Refusal(f"its placement {placement} has no meaning on another worker: send tensor.full_tensor()")
 

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from backhaul.compat import use_up_warning
 from backhaul.errors import BackhaulError, ProtocolError, UnsendableError
-from backhaul.wire import headers, spans
+from backhaul.wire import headers, modes, spans
 from backhaul.wire.headers import Header
 
 INLINE = 64 * 1024  # buffers up to this size are copied into bytes when packing
@@ -329,7 +329,7 @@ def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
     What a `Landing` does, in one go. Raises ProtocolError.
     """
     plain = headers.recognise(table, size)
-    if plain is None or torch.is_inference_mode_enabled():
+    if plain is None or modes.are_on():
         return None
     dtype, shape, requires_grad = plain
     if dtype is torch.complex32:
@@ -443,7 +443,11 @@ class Landing:
     def adopt(self, index: int, buffer: Any) -> None:
         """Take an object that has the bytes of a buffer, and lives as long as somebody uses them."""
         self._owners[index] = None
-        self._memory[index] = torch.frombuffer(buffer, dtype=torch.uint8)
+        if modes.are_on():
+            with modes.off():
+                self._memory[index] = torch.frombuffer(buffer, dtype=torch.uint8)
+        else:
+            self._memory[index] = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors, once every buffer was put, adopted, or placed and filled. Raises ProtocolError."""
@@ -454,8 +458,8 @@ class Landing:
     def land(self, expected: Sequence[torch.device] = ()) -> list[torch.Tensor]:
         """The tensors, also those on GPUs."""
         try:
-            if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False):
+            if modes.are_on():
+                with modes.off():
                     return self._build_all(expected)
             return self._build_all(expected)
         except BackhaulError:
@@ -467,9 +471,8 @@ class Landing:
         size = self.sizes[index]
         owner = self._owners[index]
         try:
-            # Whoever reads may be in inference mode; the one whom the message is for may not.
-            if torch.is_inference_mode_enabled():
-                with torch.inference_mode(False):
+            if modes.are_on():
+                with modes.off():
                     memory = _fresh(owner, size)
             else:
                 memory = _fresh(owner, size)
