@@ -17,7 +17,7 @@ from backhaul.errors import ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.security.credentials import require_same_user
 from backhaul.transport import segments, sockets
-from backhaul.transport.base import Channel, ChannelClosed, Way
+from backhaul.transport.base import Channel, Way
 from backhaul.transport.greeting import Line, Steps
 from backhaul.transport.room import check_room
 from backhaul.transport.segments import Borrowing, Budget, Lending
@@ -28,8 +28,8 @@ from backhaul.transport.sockets import (
     closed,
     no_descriptors,
     unread_of,
-    way_of,
 )
+from backhaul.transport.strands import Strands
 from backhaul.wire.decoder import Decoder
 from backhaul.wire.frames import Frame
 from backhaul.wire.lanes import MOST_SLICE
@@ -47,7 +47,9 @@ class StreamChannel(SlicedChannel):
 
     path = "unix"
 
-    def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
+    def __init__(
+        self, sock: socket.socket, options: RpcOptions, budget: Budget, strands: Strands | None = None
+    ) -> None:
         shares = sock.family == sockets.UNIX and segments.are_possible()
         self._borrowing = Borrowing() if shares else None
         self._lending = Lending(budget) if shares and budget.size else None
@@ -56,9 +58,14 @@ class StreamChannel(SlicedChannel):
         self._budget = budget
         drains = options.limits is None
         decoder = Decoder(
-            options.message_limit, self._borrowing, options.head_limit, drains=drains, check_room=check_room
+            options.message_limit,
+            self._borrowing,
+            options.head_limit,
+            drains=drains,
+            check_room=check_room,
+            apart=strands,
         )
-        super().__init__(sock, options, decoder)
+        super().__init__(sock, options, decoder, strands)
         self._sink: Decoder | Records = decoder  # takes what comes
         self._unsent: list[memoryview] = []
         self._most_unread = options.max_unsent_bytes
@@ -141,6 +148,8 @@ class StreamChannel(SlicedChannel):
 
     def flush(self) -> bool:
         if self.between and self._slices is not None:
+            if self.awaits:
+                return False
             self._unsent = self._seal(self._take_slice(self._slices))
         flags = self._flags
         while self._unsent:
@@ -182,7 +191,7 @@ class StreamChannel(SlicedChannel):
         except OSError as error:
             raise closed(error) from error
         if not count:
-            raise ChannelClosed("the connection ended")
+            raise self._ended()
         self.received += count
         self._sink.wrote(count)
         return True
@@ -213,14 +222,16 @@ class TcpChannel(StreamChannel):
 
     path = "tcp"
 
-    def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget, rest: bytes) -> None:
-        super().__init__(sock, options, budget)
+    def __init__(
+        self, sock: socket.socket, options: RpcOptions, budget: Budget, rest: bytes, strands: Strands | None = None
+    ) -> None:
+        super().__init__(sock, options, budget, strands)
         if rest:
             self._sink.writable()[: len(rest)] = rest
             self._decoder.wrote(len(rest))
 
     def way(self) -> Way:
-        return way_of(self._socket)
+        return SlicedChannel.way(self)
 
 
 class CheckedChannel(StreamChannel):
@@ -266,7 +277,7 @@ class UnixLine(Line):
             data += yield from self.receive(count - len(data))
         return bytes(data)
 
-    def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
+    def channel(self, options: RpcOptions, budget: Budget, fabric: str, strands: Strands | None = None) -> Channel:
         return (CheckedChannel if self.checks else StreamChannel)(self.socket, options, budget)
 
 

@@ -10,9 +10,10 @@ import contextlib
 import socket
 import time
 
+from backhaul.errors import ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.transport import sockets
-from backhaul.transport.base import Channel, Way
+from backhaul.transport.base import Channel, ChannelClosed, Way
 from backhaul.transport.readable import Readable
 from backhaul.transport.sockets import (
     SEND_FLAGS,
@@ -23,9 +24,10 @@ from backhaul.transport.sockets import (
     tune,
     way_of,
 )
+from backhaul.transport.strands import WIDE, Strands
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
-from backhaul.wire.lanes import SHORT, Pace, Slices
+from backhaul.wire.lanes import LAST, MOST_SLICE, SHORT, Pace, Slices
 
 _LARGE_SLICE = 64 * 1024
 
@@ -33,7 +35,9 @@ _LARGE_SLICE = 64 * 1024
 class SlicedChannel(Channel):
     """Frames over a connected socket, large ones in slices whose size fits the link."""
 
-    def __init__(self, sock: socket.socket, options: RpcOptions, decoder: Decoder) -> None:
+    def __init__(
+        self, sock: socket.socket, options: RpcOptions, decoder: Decoder, strands: Strands | None = None
+    ) -> None:
         self._socket = sock
         self._decoder = decoder
         self.next = decoder.next  # type: ignore[method-assign]
@@ -47,6 +51,11 @@ class SlicedChannel(Channel):
         self._buffer = None if sock.family == sockets.UNIX else SendBuffer(sock)
         if self._buffer is not None:
             keep_unsent(sock, self._pace.size)
+        self._strands = strands
+        self._wide = False  # the frame under way may use the strands
+        if strands is not None:
+            strands.on_broken = self.shutdown
+            strands.on_announced = self._count
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -64,14 +73,37 @@ class SlicedChannel(Channel):
         self._slices = Slices(frame.pieces)
         if self._buffer is not None:
             self._buffer.begin()
+        self._wide = self._strands is not None and frame.size >= WIDE
+        if self._wide and self._strands is not None:
+            self._strands.want()
         self.between = True
         return True
+
+    @property
+    def awaits(self) -> bool:  # type: ignore[override]
+        return (
+            self._wide
+            and self._slices is not None
+            and self._slices.left <= LAST
+            and self._strands is not None
+            and not self._strands.idle
+        )
 
     def _take_slice(self, slices: Slices) -> list[memoryview]:
         """What leaves next."""
         self.between = False
         self._began = time.monotonic()
         size = self._pace.size if self._buffer is None else min(self._pace.size, self._buffer.slice)
+        if self._wide and self._strands is not None:
+            self._strands.check()
+            if size == MOST_SLICE and slices.apart and (found := self._strands.free()) is not None:
+                number, strand = found
+                head, data = slices.take_apart(number)
+                strand.give(data, self._keep)
+                self._taken = 0
+                return [head]
+            if slices.left > LAST:
+                size = min(size, slices.left - LAST)
         self._taken = min(size, slices.left)
         return slices.take(size)
 
@@ -95,11 +127,16 @@ class SlicedChannel(Channel):
     def copy_unsent(self) -> None:
         if self._slices is not None:
             self._slices.copy()
+        if self._strands is not None:
+            self._strands.copy()
 
     def way(self) -> Way:
-        return way_of(self._socket)
+        way = way_of(self._socket)
+        return way if self._strands is None else self._strands.way(way)
 
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
+        if write and self._strands is not None and self.between and self.awaits:
+            return self._strands.await_progress(self._socket, read=read, timeout=timeout)
         return await_ready(self._socket, read=read, write=write, timeout=timeout)
 
     def next(self) -> Envelope | None:  # replaced in __init__, to save a call
@@ -108,8 +145,25 @@ class SlicedChannel(Channel):
     def shutdown(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        if self._strands is not None:
+            self._strands.shutdown()
+
+    def _count(self, size: int) -> None:
+        """So many bytes come over a strand."""
+        self.received += size
+
+    def _ended(self) -> ChannelClosed | ProtocolError:
+        """Why nothing more can be read."""
+        problem = None if self._strands is None else self._strands.problem
+        if problem is None:
+            return ChannelClosed("the connection ended")
+        if isinstance(problem, ProtocolError):
+            return problem
+        return ChannelClosed(f"one of the connections for large tensors has broken: {problem}")
 
     def close(self) -> None:
         self._slices = None
         self._keep = None
         self._socket.close()
+        if self._strands is not None:
+            self._strands.close()

@@ -28,6 +28,7 @@ from backhaul.transport.room import check_room
 from backhaul.transport.segments import Budget
 from backhaul.transport.sliced import SlicedChannel
 from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed
+from backhaul.transport.strands import Pipe, PlainPipe, Strands, TlsPipe
 from backhaul.wire.decoder import Decoder
 from backhaul.wire.frames import Frame
 
@@ -94,10 +95,16 @@ class TlsLine(Line):
                 tunnel.feed((yield from self.receive(_GREETING_CHUNK)))
         return bytes(data)
 
-    def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
+    def channel(self, options: RpcOptions, budget: Budget, fabric: str, strands: Strands | None = None) -> Channel:
         if fabric == "plain":
-            return TcpChannel(self.socket, options, budget, self._leave())
-        return TlsChannel(self.socket, self._opened(), options)
+            return TcpChannel(self.socket, options, budget, self._leave(), strands)
+        return TlsChannel(self.socket, self._opened(), options, strands)
+
+    def pipe(self, options: RpcOptions, fabric: str) -> Pipe:
+        """What the line becomes if it is a strand of another one."""
+        if fabric == "plain":
+            return PlainPipe(self.socket, options.keepalive, self._leave())
+        return TlsPipe(self.socket, options.keepalive, self._opened())
 
     def _leave(self) -> bytes:
         """End the encryption, at the same byte as the peer does: what came after its last record.
@@ -121,12 +128,20 @@ class TlsChannel(SlicedChannel):
 
     path = "tls"
 
-    def __init__(self, sock: socket.socket, tunnel: Tunnel, options: RpcOptions) -> None:
+    def __init__(
+        self, sock: socket.socket, tunnel: Tunnel, options: RpcOptions, strands: Strands | None = None
+    ) -> None:
         strict, drains = options.trust == "federation", options.limits is None
         decoder = Decoder(
-            options.message_limit, None, options.head_limit, strict=strict, drains=drains, check_room=check_room
+            options.message_limit,
+            None,
+            options.head_limit,
+            strict=strict,
+            drains=drains,
+            check_room=check_room,
+            apart=strands,
         )
-        super().__init__(sock, options, decoder)
+        super().__init__(sock, options, decoder, strands)
         self._lock = threading.Lock()  # around what uses these three:
         self._stream = tunnel.stream
         self._incoming = tunnel.incoming
@@ -171,6 +186,8 @@ class TlsChannel(SlicedChannel):
 
     def flush(self) -> bool:
         if self.between and self._slices is not None:
+            if self.awaits:
+                return False
             self._plain = self._take_slice(self._slices)
             self._plain.reverse()
         flags = self._flags
@@ -223,7 +240,7 @@ class TlsChannel(SlicedChannel):
         except OSError as error:
             raise closed(error) from error
         if not count:
-            raise self._problem or ChannelClosed("the connection ended")
+            raise self._problem or self._ended()
         self.received += count
         with self._lock:
             self._incoming.write(chunk[:count])
