@@ -398,3 +398,32 @@ def test_a_cut_strand_is_a_lost_connection_and_the_next_call_opens_another(worke
     cutter.join()
     sent = torch.rand(LARGE)
     assert torch.equal(workers[0].rpc_sync(to, echo, (sent,), retry=5), sent)
+
+
+def test_without_threads_or_descriptors_one_connection_does(
+    workers: InProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("backhaul-strand"):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(3):
+        sent = torch.rand(LARGE)
+        assert torch.equal(workers[0].rpc_sync(workers[1].info.name, echo, (sent,)), sent)
+    assert not used(workers)
+    assert "was not opened: can't start new thread" in caplog.text
+
+
+def test_a_strand_that_ends_as_it_is_chosen_breaks_the_channel() -> None:
+    broken: list[Exception] = []
+    strand = Strand(1, lambda: None, broken.append)
+    strand.state = "gone"
+    strand.give(memoryview(b"x"), None)
+    assert [str(error) for error in broken] == ["it has ended"]
+    strand.expect(None, 1)
+    assert len(broken) == 2
+    strand.close()

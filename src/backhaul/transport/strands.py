@@ -163,11 +163,16 @@ def receive(sock: socket.socket, place: memoryview) -> int:
 
 
 class Bell:
-    """Wakes a thread that polls it. Thread-safe, also while it is closed."""
+    """Wakes a thread that polls it. Thread-safe, also while it is closed. Before `open` nobody polls it."""
 
     def __init__(self) -> None:
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._descriptor = -1
         self._lock = threading.Lock()
+
+    def open(self) -> None:
+        with self._lock:
+            if self._descriptor < 0:
+                self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         return self._descriptor
@@ -222,11 +227,23 @@ class Strand:
 
     # For the threads that write and read the channel.
 
-    def start(self, open_pipe: Callable[[int], Pipe]) -> None:
-        """Open the connection on a thread of its own, and serve it."""
+    def start(self, open_pipe: Callable[[int], Pipe]) -> bool:
+        """Open the connection on a thread of its own, and serve it. False if the machine gives none."""
         name = f"backhaul-strand-{self._number}"
-        self._thread = threading.Thread(target=self._run, args=(open_pipe,), name=name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(open_pipe,), name=name, daemon=True)
+        try:
+            self._bell.open()
+            thread.start()
+        except (RuntimeError, OSError) as error:
+            _log.warning("a further connection, for large tensors, was not opened: %s", error)
+            self.state = "gone"
+            return False
+        self._thread = thread
+        return True
+
+    @property
+    def started(self) -> bool:
+        return self._thread is not None
 
     @property
     def free(self) -> bool:
@@ -242,6 +259,8 @@ class Strand:
         with self._lock:
             self._kept.append(keep)
             self._outgoing += (memoryview(_HEAD.pack(_SLICE, len(data))), data)
+        if self.state == "gone":
+            self._broke(ChannelClosed("it has ended"))
         self._bell.ring()
 
     def copy(self) -> None:
@@ -422,10 +441,10 @@ class Strands:
     def attach(self, number: int, pipe: Pipe) -> bool:
         """The peer has opened one. False if there is none of that number, or another one is attached."""
         with self._lock:
-            if self._closed or not 0 < number <= len(self._all) or self._all[number - 1]._thread is not None:
+            if self._closed or not 0 < number <= len(self._all) or self._all[number - 1].started:
                 return False
-            self._all[number - 1].start(lambda _: pipe)
-        return True
+            self._progress.open()
+            return self._all[number - 1].start(lambda _: pipe)
 
     def want(self) -> None:
         """A large frame leaves, or has come: the next one can use strands."""
@@ -434,6 +453,8 @@ class Strands:
             return
         with self._lock:
             if not self._closed:
+                with contextlib.suppress(OSError):  # no descriptor: the strands say so
+                    self._progress.open()
                 for strand in self._all:
                     strand.start(opens)
 
