@@ -123,7 +123,7 @@ $(OTHER)/.stamp: pyproject.toml constraints.txt third_party/requirements.txt
 		-r third_party/requirements.txt -e .
 	@touch $@
 
-$(CLUSTERS)/.stamp: tests/clusters/requirements.txt
+$(CLUSTERS)/.stamp: tests/clusters/requirements.txt | $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade $(PIP_ARGS) --target $(CLUSTERS) -r $<
 	@touch $@
 

@@ -48,6 +48,7 @@ GOOD: dict[str, list[Any]] = {
     "tracing": [True, False],
     "edges": [None, {}, {"bank": OPEN, "shop-*": OPEN}],
     "fabric": ["tls", "plain"],
+    "connections": [None, 1, 16],
 }
 
 BAD: list[tuple[str, Any, str]] = [
@@ -126,6 +127,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("edges", {"": OPEN}, "as in {'bank': Edge(...), '*': Edge(...)}"),
     ("fabric", "none", "'none' must be 'tls', or 'plain' for a network whose every machine and cable you trust"),
     ("fabric", None, "None must be 'tls', or 'plain'"),
+    ("connections", 0, "0 must be between 1 and 16, or None, which means that it depends on the processors"),
+    ("connections", 17, "must be between 1 and 16"),
+    ("connections", True, "must be between 1 and 16"),
 ]
 
 

@@ -125,6 +125,12 @@ def _count(value: Any) -> int:
     return value
 
 
+def _connections(value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 16):
+        raise OptionError("must be between 1 and 16, or None, which means that it depends on the processors")
+    return value
+
+
 def _bytes(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise OptionError("must be a whole number of bytes; 0 means none")
@@ -252,6 +258,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "tracing": _flag,
     "edges": check_edges,
     "fabric": _fabric,
+    "connections": _connections,
 }
 
 
@@ -311,6 +318,8 @@ class RpcOptions:
       ``*`` stands for anything: see `backhaul.federation.Edge`.
     - ``fabric``: ``"tls"``, which encrypts all TCP; or ``"plain"``, which encrypts the greeting and nothing after it,
       for a network that you trust, at the speed of TCP. All workers have the same; a federation cannot have it.
+    - ``connections``: how many connections, 1 to 16, one large tensor may use between two hosts, each with a thread;
+      the smaller number of both workers counts. None means one for every four processors, up to 4. A federation has 1.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -342,6 +351,7 @@ class RpcOptions:
     tracing: bool = False
     edges: Mapping[str, Edge] | None = None
     fabric: Fabric = "tls"
+    connections: int | None = None
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Add entries to the device map for calls to worker ``to``; see ``device_maps``."""
@@ -380,6 +390,13 @@ class RpcOptions:
         """Larger messages are neither sent nor taken."""
         limits = self.limits
         return self.max_message_bytes if limits is None else min(self.max_message_bytes, limits.message_bytes)
+
+    @property
+    def most_connections(self) -> int:
+        """How many connections a channel between two hosts may have."""
+        if self.trust == "federation":
+            return 1
+        return self.connections or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
     @property
     def head_limit(self) -> int:

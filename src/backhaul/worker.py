@@ -319,6 +319,11 @@ def transport_options(options: RpcOptions) -> RpcOptions:
             'trust="federation" encrypts all connections, since its members do not trust the network between them: '
             'leave out fabric="plain"'
         )
+    if (options.connections or 1) > 1:
+        raise OptionError(
+            'trust="federation" has one connection for each direction, on which what a member sends is bounded: leave '
+            f"out connections={options.connections}"
+        )
     return dataclasses.replace(options, transport="tcp", segment_pool_bytes=0)
 
 

@@ -23,7 +23,7 @@ from backhaul.testing import InProcessCluster
 from backhaul.transport.memory import MemoryChannel, Network
 from backhaul.worker import Worker
 
-OPTIONS = RpcOptions(rpc_timeout=600, connect_timeout=300, probe_timeout=300, unresponsive_after=None, busy_poll=0)
+OPTIONS = RpcOptions(rpc_timeout=1500, connect_timeout=300, probe_timeout=300, unresponsive_after=None, busy_poll=0)
 
 _OF_WORKER = re.compile(r"backhaul-(worker\d+)")
 _STORE = ("check", "get", "compare_set", "add", "multi_get", "set", "wait")

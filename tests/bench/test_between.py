@@ -13,10 +13,11 @@ import torch
 
 from backhaul.bench import between, hosts
 from backhaul.bench.between import Result
-from backhaul.bench.hosts import LOOPBACK, PLAIN, PORTS, SSL, TCP, TLS, TORCH, VARIABLE, Hosts
+from backhaul.bench.hosts import CONNECTIONS_VARIABLE, LOOPBACK, PLAIN, PORTS, SSL, TCP, TLS, TORCH, VARIABLE, Hosts
 from backhaul.bench.ports import CLIENT, KEY_FILE, SERVER
 from backhaul.bench.rows import Row
 from backhaul.bench.workloads import Figure
+from backhaul.errors import OptionError
 from backhaul.security.keys import make_key_file
 
 
@@ -79,3 +80,13 @@ def test_a_run_in_short(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> No
     assert [row["work"] for row in data["rows"]] == ["no-op", "echo 1 MiB"]
     for row in data["rows"]:
         assert {TLS, PLAIN, SSL, TCP} <= row["systems"].keys()
+
+
+@pytest.mark.slow
+def test_several_connections_for_one_tensor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(CONNECTIONS_VARIABLE, "")  # restored at the end
+    arguments = ["--smoke", "--only", "echo 64 MiB", "--connections", "3", "--json", str(tmp_path / "out.json")]
+    assert between.main(arguments) == 0
+    assert os.environ[CONNECTIONS_VARIABLE] == "3"
+    with pytest.raises(OptionError, match="connections: 0 must be between 1 and 16"):
+        between.main(["--connections", "0"])

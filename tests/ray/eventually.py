@@ -35,7 +35,8 @@ def patiently(start: Callable[[], Any]) -> Any:
 
 
 def living_actors() -> list[str]:
-    return [each["ActorClassName"] for each in actors().values() if each["State"] != "DEAD"]
+    """Those that host workers. Ray's own libraries leave some of theirs, such as Ray Train's record of its runs."""
+    return [each["Name"] for each in actors().values() if each["ActorClassName"] == "Host" and each["State"] != "DEAD"]
 
 
 def placements() -> list[str]:

@@ -61,12 +61,12 @@ def test_a_worker_that_does_not_start(nodes: Any, tmp_path: Path) -> None:
 
 
 DRIVER = """
-import sys, time
+import signal, sys
 import ray, backhaul.ray
 ray.init(address=sys.argv[1], log_to_driver=False)
 with backhaul.ray.cluster(2) as workers:
     print(*[worker.pid for worker in workers], flush=True)
-    time.sleep(1000)
+    signal.pause()
 """
 
 

@@ -1,6 +1,6 @@
 """The driver of `test_two_hosts`: runs on the first host, with a worker there and two on the second.
 
-It prints what shall happen to the second host, which it cannot reach into.
+It says what shall happen to the second host, which it cannot reach into. Ray itself prints to the same output.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import torch
 import backhaul.ray
 from backhaul import rpc
 from backhaul.worker import current
+
+
+def say(*words: object) -> None:
+    print(">", *words, flush=True)
 
 
 def verdict(name: str, within: float) -> tuple[str, float]:
@@ -47,14 +51,14 @@ def main() -> None:
         assert ways["near"]["driver"][0] == "unix"
         assert ways["far"]["driver"][1] == 0  # nothing is shared between hosts
         assert ways["far"]["farther"][1] > large.nbytes / 2
-        print("ways", flush=True)
+        say("ways")
 
         # A process on the other host dies. Only Ray knows; its host sees the end, this one a closed connection.
         value = rpc.remote("farther", list, args=([1],))
         assert value.to_here() == [1]
         waiting = farther.rpc_async(parts.sleep, (1000,))
         began = time.monotonic()
-        print("kill", farther.pid, flush=True)
+        say("kill", farther.pid)
         try:
             waiting.wait()
         except rpc.WorkerLostError as error:
@@ -65,21 +69,21 @@ def main() -> None:
         assert took < 2.0, took
         reason, seconds = verdict("farther", 10.0)
         assert "Ray says: the actor is dead because its worker process has died" in reason, reason
-        print(f"lost after {took:.2f} s, known to be over after {took + seconds:.2f} s: {reason}", flush=True)
+        say(f"lost after {took:.2f} s, known to be over after {took + seconds:.2f} s: {reason}")
         assert workers.restart("farther").rpc_sync(parts.name_here) == "farther"
         try:
             value.to_here()
         except rpc.WorkerLostError:
-            print("restarted", flush=True)
+            say("restarted")
 
         # The other host is cut off. Ray takes its node for dead after a while, and so the group does.
-        print("cut", flush=True)
+        say("cut")
         for name in ("far", "farther"):
             reason, seconds = verdict(name, 120.0)
-            print(f"{name}: {reason}", flush=True)
+            say(f"{name}: {reason}")
             assert "Ray says: " in reason, reason
         assert near.rpc_sync(parts.name_here) == "near"
-    print("done", flush=True)
+    say("done")
 
 
 if __name__ == "__main__":

@@ -224,3 +224,5 @@ def test_a_federation_refuses_it(tmp_path_factory: pytest.TempPathFactory) -> No
     tls = Mint(tmp_path_factory.mktemp("mint")).tls("bank")
     with pytest.raises(OptionError, match='leave out fabric="plain"'):
         transport_options(RpcOptions(trust="federation", tls=tls, fabric="plain"))
+    with pytest.raises(OptionError, match=r"one connection for each direction.*leave out connections=2"):
+        transport_options(RpcOptions(trust="federation", tls=tls, connections=2))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from transport_group import HELLO, SOON, Group, receive, send, soon
 
+from backhaul.ids import Addresses
 from backhaul.transport.sockets import SendBuffer, fitting, tune
+from backhaul.wire.messages import Result
+from slow_link import Forwarder
 
 
 @pytest.mark.parametrize(
@@ -79,3 +86,23 @@ def test_a_slow_link_gets_a_small_one_and_a_large_one_when_it_is_fast_again(
         size += len(other.recv(2048, socket.MSG_WAITALL))
     buffer.fit(3.11, waited=False)
     assert size_of(one) == before
+
+
+@pytest.mark.parametrize("kind", ["tcp", "plain"])
+def test_a_large_tensor_over_a_slow_link_makes_the_buffer_small(kind: str, threads: ThreadPoolExecutor) -> None:
+    group = Group(kind)
+    transport, door = group.door()
+    assert transport.addresses.tcp is not None
+    forwarder = Forwarder(transport.addresses.tcp, 1_000_000)
+    near, _ = group.transport().connect(Addresses(host="elsewhere", tcp=forwarder.address), HELLO, soon())
+    far = door.channel()
+    with socket.socket(fileno=os.dup(near.fileno())) as sock:
+        before = size_of(sock)
+        came = threads.submit(receive, far)
+        send(near, Result(1, None), [torch.rand(300_000)])
+        assert came.result(timeout=SOON).message == Result(1, None)
+        assert size_of(sock) < before / 4
+    near.close()
+    far.close()
+    group.close()
+    forwarder.close()

@@ -18,7 +18,7 @@ from backhaul.transport.memory import MemoryTransport, Network
 from backhaul.transport.stream import StreamListener, StreamTransport
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import encode
-from greetings import admit
+from greetings import admit, greet
 
 SECRET = bytes(range(32))
 HELLO = Hello("group", 1, "worker1", 0)
@@ -101,7 +101,8 @@ class Door:
 
     def _admit(self, visitor: Visitor) -> None:
         try:
-            self.outcomes.put(admit(visitor, self._judge, time.monotonic() + self._patience))
+            if (found := greet(visitor, self._judge, time.monotonic() + self._patience)) is not None:
+                self.outcomes.put(found)
         except Exception as error:
             self.outcomes.put(error)
 

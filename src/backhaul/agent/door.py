@@ -264,7 +264,8 @@ class Door:
             return
         del self._guests[guest.descriptor]
         epoll.unregister(guest.descriptor)
-        self._let_in(*outcome)
+        if outcome is not None:
+            self._let_in(*outcome)
 
     def _make_room(self, most: int) -> None:
         """Let the oldest go that nobody vouches for, until there are at most so many left."""

@@ -362,6 +362,8 @@ class Line:
                 if interjected < SMALL and (small := outbox.next_small()) is not None:
                     interjected += small.frame.size
                     channel.interject(small.frame)
+                elif channel.awaits:
+                    return "full"
                 elif slices == _SLICES_AT_ONCE:
                     return "room"
                 else:

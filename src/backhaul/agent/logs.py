@@ -94,6 +94,10 @@ class LoggedChannel(Channel):
     def between(self) -> bool:  # type: ignore[override]
         return self._inside.between
 
+    @property
+    def awaits(self) -> bool:  # type: ignore[override]
+        return self._inside.awaits
+
     def write(self, frame: Frame) -> bool:
         self._show(frame)
         return self._inside.write(frame)

@@ -45,6 +45,8 @@ T = TypeVar("T")
 
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.1
+# Those that wait for a large group ask the store about so often in a second, all of them together.
+_ASKED_IN_A_SECOND = 1000
 _PATIENCE = 0.05
 """Between two looks for members, this share of the time waited so far: nobody is noticed much later than needed."""
 _NAME_BYTES = 16
@@ -390,6 +392,7 @@ class Membership:
         while others are missing. So n workers that wait for long ask the store about n log n times each.
         """
         missing = deque(id for id in range(world_size) if id not in self._by_id)
+        longest = max(_LONGEST_PAUSE, world_size / _ASKED_IN_A_SECOND)
         start = time.monotonic()
         looks = 0
         while missing:
@@ -414,7 +417,7 @@ class Membership:
                     f"{', '.join(map(str, absent))}; start them, or check that all use the same init_method"
                 )
             if not came:
-                time.sleep(min(max(_PATIENCE * (now - start), _SHORTEST_PAUSE), _LONGEST_PAUSE))
+                time.sleep(min(max(_PATIENCE * (now - start), _SHORTEST_PAUSE), longest))
 
     def _has_come(self, id: int) -> bool:
         """Whether there is a record of a member of a fixed group, which is known then."""

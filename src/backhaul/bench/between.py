@@ -25,12 +25,13 @@ from rich.table import Table
 
 from backhaul.bench import workloads
 from backhaul.bench.entrants import Entrant, Fault
-from backhaul.bench.hosts import PLAIN, SSL, SYSTEMS, TCP, TLS, TORCH, Hosts
+from backhaul.bench.hosts import CONNECTIONS_VARIABLE, PLAIN, SSL, SYSTEMS, TCP, TLS, TORCH, Hosts
 from backhaul.bench.ports import torch_has_rpc
 from backhaul.bench.rows import Row
 from backhaul.bench.systems import Limits
 from backhaul.bench.table import host, ratio_text, text
 from backhaul.bench.workloads import Figure, Workload
+from backhaul.options import RpcOptions
 
 _PLAIN_WIDTH = 250
 _RATIOS = {
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)  # now, not after minutes of measuring
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the namespaces are removed
+    if options.connections is not None:
+        os.environ[CONNECTIONS_VARIABLE] = str(RpcOptions(connections=options.connections).connections)
     rounds, share = _SHORT[options.size]
     result = run(options.only or list(_REPETITIONS), options.rounds or rounds, share)
     write(result, sys.stdout)
@@ -84,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="seconds; means nothing")
     parser.add_argument("--rounds", type=int, metavar="N", help="the number of rounds")
     parser.add_argument("--only", action="append", choices=list(_REPETITIONS), help="this work only; may be repeated")
+    parser.add_argument(
+        "--connections", type=int, metavar="N", help="how many one large tensor of Backhaul's may use; see RpcOptions"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
     parser.set_defaults(size="full")
     return parser

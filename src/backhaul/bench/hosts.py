@@ -22,6 +22,8 @@ SYSTEMS = (TLS, PLAIN, TORCH, SSL, TCP)
 
 VARIABLE = "BACKHAUL_BENCH_HOSTS"
 """Tells the processes of the systems where they are."""
+CONNECTIONS_VARIABLE = "BACKHAUL_BENCH_CONNECTIONS"
+"""Tells Backhaul's processes what ``connections`` is; not set: what it is by default."""
 
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = "/var/run/netns"
@@ -105,7 +107,17 @@ def _backhaul(fabric: str) -> Callable[[str, Sequence[str], str], RpcPort]:
     def make(role: str, roles: Sequence[str], directory: str) -> RpcPort:
         key = os.path.join(directory, KEY_FILE)
         host = enter(role)
-        return backhaul_port(role, roles, directory, transport="tcp", key_file=key, host=host.address, fabric=fabric)
+        wanted = os.environ.get(CONNECTIONS_VARIABLE)
+        return backhaul_port(
+            role,
+            roles,
+            directory,
+            transport="tcp",
+            key_file=key,
+            host=host.address,
+            fabric=fabric,
+            connections=int(wanted) if wanted else None,
+        )
 
     return make
 

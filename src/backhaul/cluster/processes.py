@@ -122,7 +122,8 @@ class Cluster(Workers[LocalWorker]):
         deadline = time.monotonic() + timeout
         worker = self._of_name(name)
         with self._restarting:
-            process = self._members.restart(_SERVE, self._starts[worker.info.id - 1], self._env, timeout)
+            start = dataclasses.replace(self._starts[worker.info.id - 1], definitions=self._shipper.sent())
+            process = self._members.restart(_SERVE, start, self._env, timeout)
             self._await_joined(worker.info, process, deadline)
             worker._process = process
             self._shipper.repeat(lambda definitions: worker.rpc_sync(interactive.apply, (definitions,)))
@@ -176,6 +177,7 @@ def serve(fd: int) -> None:
         start: Start = pipe.recv()
         sys.argv[:] = start.argv
         names = set(vars(load(start.main)))
+        interactive.apply(list(start.definitions))  # before others can call
         from backhaul import rpc
 
         pipe.send(names)

@@ -151,6 +151,8 @@ class _Porter:
             raise TimeoutError("nobody was there")
         while isinstance(outcome := visitor.step(self._judge), str):  # type: ignore[arg-type]
             self._wait({visitor.fileno(): select.POLLIN if outcome == "read" else select.POLLOUT})
+        if outcome is None:
+            raise TimeoutError("nobody was there")
         return outcome[0]
 
     def _wait(self, events: dict[int, int]) -> list[int]:

@@ -150,6 +150,11 @@ class Shipper:
                 with self._lock:
                     self._ship(name)
 
+    def sent(self) -> list[Definition]:
+        """All that was sent, for a worker that is about to join: calls of others may reach it at once."""
+        with self._lock:
+            return list(self._sent.values())
+
     def repeat(self, send: Callable[[list[Definition]], None]) -> None:
         """Have ``send`` called with all that was sent, for a worker that is new."""
         with self._lock:

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 from backhaul.errors import RpcTimeoutError, WorkerLostError
 from backhaul.launch.guardian import Guardian
+from backhaul.launch.interactive import Definition
 from backhaul.launch.main_module import MainModule
 from backhaul.launch.session import Session
 from backhaul.launch.supervisor import GRACE, Command, Process, Sink, Supervisor
@@ -50,6 +51,8 @@ class Start:
     rank: int
     world_size: int
     options: RpcOptions
+    definitions: Sequence[Definition] = ()
+    """What the driver has sent to the others before."""
 
 
 class Members:

@@ -353,8 +353,8 @@ class RayCluster(Workers[RayWorker]):
         actor = self._actors.create(worker.name, self._bundles[worker.name])
         try:
             self._actors.await_all([(actor, actor.handle.spot.remote())], deadline, Actor.has_started)
-            start = self._starts[worker.name]
-            self._actors.await_all([(actor, actor.handle.join.remote(start))], deadline, Actor.has_joined)
+            joined = actor.handle.join.remote(self._starts[worker.name], self._shipper.sent())
+            self._actors.await_all([(actor, joined)], deadline, Actor.has_joined)
             self._await_greeting(worker.info, actor, deadline)
         except BaseException:
             old.dismissed = False

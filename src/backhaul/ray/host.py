@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -72,11 +72,15 @@ class Host:
         """Where this process is."""
         return own_spot()
 
-    def join(self, start: Start) -> Joined:
-        """Become a worker; returns when the group is complete."""
+    def join(self, start: Start, definitions: Sequence[Definition] = ()) -> Joined:
+        """Become a worker; returns when the group is complete.
+
+        ``definitions`` are those that the driver has sent before this process has come: others may call it at once.
+        """
         os.environ.update(start.environment)
         sys.argv[:] = start.argv
         load(MainModule())
+        apply(list(definitions))
         self._worker = join(start.name, start.rank, start.world_size, start.meeting, start.options)
         agent = self._worker.agent
         return Joined(agent.membership.incarnation, agent.membership.find(agent.me).addresses)

@@ -60,6 +60,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """What its TCP connections are after the greeting: ``tls``, or ``plain``, without encryption."""
     checks: bool = False
     """It wants checksums on this connection: see `wire.records`."""
+    connections: int = 1
+    """As many may there be for one large tensor: see `transport.strands`."""
+    token: str = ""
+    """If this is one of several connections: what the peer has said in its welcome on the first."""
+    strand: int = 0
+    """If so: its number, from 1."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +79,10 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     """As in `Hello`. Both say it inside of TLS, so nobody between them can change it."""
     checks: bool = False
     """There are checksums on this connection from now on."""
+    connections: int = 1
+    """As many may there be for one large tensor, this one included."""
+    token: str = ""
+    """What the others are known by."""
 
 
 LEAVING = "it is shutting down"

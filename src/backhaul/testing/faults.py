@@ -150,6 +150,10 @@ class FaultyChannel(Channel):
     def between(self) -> bool:  # type: ignore[override]
         return self._inside.between
 
+    @property
+    def awaits(self) -> bool:  # type: ignore[override]
+        return self._inside.awaits
+
     def write(self, frame: Frame) -> bool:
         passed = self._suffer(frame)
         if not passed:
@@ -249,9 +253,9 @@ class _FaultyVisitor(Visitor):
     def fileno(self) -> int:
         return self._inside.fileno()
 
-    def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello]:
+    def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello] | None:
         outcome = self._inside.step(judge)
-        if isinstance(outcome, str):
+        if outcome is None or isinstance(outcome, str):
             return outcome
         channel, hello = outcome
         return self._faults.made(FaultyChannel(channel, self._faults)), hello

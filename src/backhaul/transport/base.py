@@ -53,6 +53,8 @@ class Channel(ABC):
 
     between = False
     """An unfinished frame is between two slices: `interject` is possible."""
+    awaits = False
+    """What is left of it has to wait: the peer has not got all that went over further connections."""
 
     @abstractmethod
     def fileno(self) -> int:
@@ -118,8 +120,10 @@ class Visitor(ABC):
         """A descriptor that is readable, or writable, when the next step can be made."""
 
     @abstractmethod
-    def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello]:
+    def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello] | None:
         """Go on with the greeting without waiting: what to wait for before the next step, or the channel.
+
+        None if the connection is a further one of a channel that was let in before.
 
         ``judge`` decides; a welcome that refuses is sent and raises. Raises `AuthenticationError`, `ProtocolError` or
         `ChannelClosed`; the connection is then closed.

@@ -25,6 +25,7 @@ from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, remaining
 
 if TYPE_CHECKING:
     from backhaul.transport.segments import Budget
+    from backhaul.transport.strands import Pipe, Strands
 
 T = TypeVar("T")
 Steps = Generator[Want, None, T]
@@ -60,8 +61,12 @@ class Line(ABC):
         """So many bytes of the peer's."""
 
     @abstractmethod
-    def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
+    def channel(self, options: RpcOptions, budget: Budget, fabric: str, strands: Strands | None = None) -> Channel:
         """What the line becomes after the greeting, in which both have agreed on ``fabric``."""
+
+    def pipe(self, options: RpcOptions, fabric: str) -> Pipe:
+        """What the line becomes if it is a strand of another one."""
+        raise ChannelClosed("a connection that cannot be one of several")
 
     def send(self, data: bytes) -> Steps[None]:
         rest = memoryview(data)
@@ -92,10 +97,12 @@ def receive_visitor(
     judge: Callable[[Hello], Welcome],
     fabric: str = "tls",
     on_trusted: Callable[[], None] = lambda: None,
+    widen: Callable[[Hello, Welcome], Welcome] = lambda hello, welcome: welcome,
 ) -> Steps[Hello]:
     """The listening side. ``judge`` decides; a welcome that refuses is sent and raises.
 
-    A worker of another ``fabric`` is refused, a guest is not: it always has TLS.
+    A worker of another ``fabric`` is refused, a guest is not: it always has TLS. ``widen`` says how many connections
+    there may be, and refuses one that belongs to no other.
     """
     names = yield from line.open()
     on_trusted()
@@ -112,6 +119,8 @@ def receive_visitor(
         refused = disagreement(hello.name, hello.fabric, welcome.name, expected)
         welcome = msgspec.structs.replace(welcome, refused=refused)
     welcome = msgspec.structs.replace(welcome, fabric=expected)
+    if not welcome.refused:
+        welcome = widen(hello, welcome)
     line.checks = line.checks or hello.checks
     if line.checks:
         welcome = msgspec.structs.replace(welcome, checks=True)

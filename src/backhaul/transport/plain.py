@@ -7,10 +7,8 @@ in `readable`.
 from __future__ import annotations
 
 import array
-import contextlib
 import os
 import socket
-import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -19,25 +17,22 @@ from backhaul.errors import ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.security.credentials import require_same_user
 from backhaul.transport import segments, sockets
-from backhaul.transport.base import Channel, ChannelClosed, Way
+from backhaul.transport.base import Channel, Way
 from backhaul.transport.greeting import Line, Steps
-from backhaul.transport.readable import Readable
 from backhaul.transport.room import check_room
 from backhaul.transport.segments import Borrowing, Budget, Lending
+from backhaul.transport.sliced import SlicedChannel
 from backhaul.transport.sockets import (
     NO_WAIT,
     SEND_FLAGS,
-    await_ready,
     closed,
-    keep_unsent,
     no_descriptors,
-    tune,
     unread_of,
-    way_of,
 )
-from backhaul.wire.decoder import Decoder, Envelope
+from backhaul.transport.strands import Strands
+from backhaul.wire.decoder import Decoder
 from backhaul.wire.frames import Frame
-from backhaul.wire.lanes import MOST_SLICE, Pace, Slices
+from backhaul.wire.lanes import MOST_SLICE
 from backhaul.wire.records import Records, seal
 
 # Plain integers: combining the enumeration's members costs a microsecond each time.
@@ -47,13 +42,14 @@ _DESCRIPTOR_ROOM = socket.CMSG_SPACE((segments.MAX_PASSED + 2 * MAX_NEW) * array
 _MAX_PIECES = 512  # below IOV_MAX, which is 1024
 
 
-class StreamChannel(Channel):
+class StreamChannel(SlicedChannel):
     """Frames over a connected socket. Over a unix socket, large tensors in segments."""
 
     path = "unix"
 
-    def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
-        self._socket = sock
+    def __init__(
+        self, sock: socket.socket, options: RpcOptions, budget: Budget, strands: Strands | None = None
+    ) -> None:
         shares = sock.family == sockets.UNIX and segments.are_possible()
         self._borrowing = Borrowing() if shares else None
         self._lending = Lending(budget) if shares and budget.size else None
@@ -61,24 +57,22 @@ class StreamChannel(Channel):
         self._device_lending: DeviceLending | None = None
         self._budget = budget
         drains = options.limits is None
-        self._decoder = Decoder(
-            options.message_limit, self._borrowing, options.head_limit, drains=drains, check_room=check_room
+        decoder = Decoder(
+            options.message_limit,
+            self._borrowing,
+            options.head_limit,
+            drains=drains,
+            check_room=check_room,
+            apart=strands,
         )
-        self._sink: Decoder | Records = self._decoder  # takes what comes
-        self.next = self._decoder.next  # type: ignore[method-assign]
+        super().__init__(sock, options, decoder, strands)
+        self._sink: Decoder | Records = decoder  # takes what comes
         self._unsent: list[memoryview] = []
-        self._slices: Slices | None = None  # what else there is of a large frame
-        self._pace = Pace()
-        self._began = 0.0  # when its slice began
-        self._taken = 0  # how large that is
-        self._keep: object = None
         self._most_unread = options.max_unsent_bytes
         self._unread: deque[tuple[int, int]] = deque()  # of frames in segments: where each ends, and how large it is
         self._unread_size = 0
         self._passing: list[int] = []  # descriptors that go with the first byte that is unsent
         self._passed: list[int] = []  # those of segments of device memory among them, which are this object's
-        self._readable = Readable(sock, options.busy_poll)
-        tune(sock, options.keepalive)
 
     @property
     def device_lending(self) -> DeviceLending | None:  # type: ignore[override]
@@ -86,9 +80,6 @@ class StreamChannel(Channel):
         if self._device_lending is None and self._device_pool:
             self._device_lending = self._budget.lend_device_memory(self._device_pool)
         return self._device_lending
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
 
     def write(self, frame: Frame) -> bool:
         pieces = frame.pieces
@@ -123,11 +114,7 @@ class StreamChannel(Channel):
         if placed:
             self._unread.append((self.sent, placed))
             self._unread_size += placed
-        self._keep = frame.keep
-        if frame.size > self._pace.size:
-            self._slices = Slices(frame.pieces)
-            self.between = True
-        else:
+        if not self._begin(frame):
             self._unsent = self._seal([memoryview(piece) for piece in frame.pieces])
         return self.flush()
 
@@ -163,46 +150,31 @@ class StreamChannel(Channel):
 
     def flush(self) -> bool:
         if self.between and self._slices is not None:
-            self.between = False
-            self._began = time.monotonic()
-            self._taken = min(self._pace.size, self._slices.left)
-            self._unsent = self._seal(self._slices.take(self._pace.size))
+            if self.awaits:
+                return False
+            self._unsent = self._seal(self._take_slice(self._slices))
+        flags = self._flags
         while self._unsent:
             beside: Sequence[tuple[int, int, array.array[int]]] = ()
             if self._passing:
                 beside = ((socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._passing)),)
             try:
-                sent = self._socket.sendmsg(self._unsent[:_MAX_PIECES], beside, SEND_FLAGS)
+                sent = self._socket.sendmsg(self._unsent[:_MAX_PIECES], beside, flags)
             except BlockingIOError:
                 return False
             except OSError as error:
                 raise closed(error) from error
             self._passing = []
             self._unsent = _drop(self._unsent, sent)
-        if self._slices is not None:
-            if self._taken and self._pace.took(self._taken, time.monotonic() - self._began):
-                self._pace_changed()
-            if self._slices.left:
-                self.between = True
-                return False
-            self._slices = None
-        self._keep = None
-        return True
-
-    def _pace_changed(self) -> None:
-        """Slices have another size from now on."""
+        return self._slice_left()
 
     def copy_unsent(self) -> None:
         self._unsent = [memoryview(bytes(piece)) for piece in self._unsent]
-        if self._slices is not None:
-            self._slices.copy()
+        super().copy_unsent()
 
     def way(self) -> Way:
         unread = unread_of(self._socket)
         return Way(self.sent - sum(map(len, self._unsent)) - unread, unread)
-
-    def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
-        return await_ready(self._socket, read=read, write=write, timeout=timeout)
 
     def read(self, timeout: float | None) -> bool:
         try:
@@ -221,7 +193,7 @@ class StreamChannel(Channel):
         except OSError as error:
             raise closed(error) from error
         if not count:
-            raise ChannelClosed("the connection ended")
+            raise self._ended()
         self.received += count
         self._sink.wrote(count)
         return True
@@ -235,17 +207,8 @@ class StreamChannel(Channel):
         if flags & _TRUNCATED:
             raise ProtocolError(f"more descriptors than a message may have, or else {no_descriptors()}")
 
-    def next(self) -> Envelope | None:  # replaced in __init__, to save a call
-        return self._decoder.next()
-
-    def shutdown(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
     def close(self) -> None:
         self._unsent = []
-        self._slices = None
-        self._keep = None
         self._passing = []
         self._close_passed()
         if self._lending is not None:
@@ -253,7 +216,7 @@ class StreamChannel(Channel):
         self._device_pool = 0
         if self._device_lending is not None:
             self._device_lending.close()
-        self._socket.close()
+        super().close()
 
 
 class TcpChannel(StreamChannel):
@@ -261,18 +224,16 @@ class TcpChannel(StreamChannel):
 
     path = "tcp"
 
-    def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget, rest: bytes) -> None:
-        super().__init__(sock, options, budget)
-        self._pace_changed()
+    def __init__(
+        self, sock: socket.socket, options: RpcOptions, budget: Budget, rest: bytes, strands: Strands | None = None
+    ) -> None:
+        super().__init__(sock, options, budget, strands)
         if rest:
             self._sink.writable()[: len(rest)] = rest
             self._decoder.wrote(len(rest))
 
-    def _pace_changed(self) -> None:
-        keep_unsent(self._socket, self._pace.size)
-
     def way(self) -> Way:
-        return way_of(self._socket)
+        return SlicedChannel.way(self)
 
 
 class CheckedChannel(StreamChannel):
@@ -318,7 +279,7 @@ class UnixLine(Line):
             data += yield from self.receive(count - len(data))
         return bytes(data)
 
-    def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
+    def channel(self, options: RpcOptions, budget: Budget, fabric: str, strands: Strands | None = None) -> Channel:
         return (CheckedChannel if self.checks else StreamChannel)(self.socket, options, budget)
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -27,6 +30,7 @@ from backhaul.transport.hosts import Site, choose_site
 from backhaul.transport.plain import StreamChannel, UnixLine
 from backhaul.transport.segments import Budget
 from backhaul.transport.sockets import connect_tcp, connect_unix
+from backhaul.transport.strands import Pipe, Strands
 from backhaul.transport.tls import TlsLine
 
 RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
@@ -73,20 +77,62 @@ def look_for(addresses: Addresses, deadline: float) -> bool | None:
     return True
 
 
+class Looms:
+    """The channels that peers have opened and may widen, by their tokens. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, tuple[Hello, Strands]] = {}
+
+    def answer(self, hello: Hello, welcome: Welcome, most: int) -> Welcome:
+        """Say how many connections there may be; refuse one that belongs to no channel of the same worker."""
+        if hello.token:
+            known = self._all.get(hello.token)
+            if known is None or not _same_worker(known[0], hello):
+                return msgspec.structs.replace(welcome, refused="it belongs to a connection that is not there")
+            return welcome
+        count = min(hello.connections, most)
+        if count < 2:
+            return welcome
+        return msgspec.structs.replace(welcome, connections=count, token=secrets.token_hex(16))
+
+    def strands(self, hello: Hello, welcome: Welcome | None) -> Strands | None:
+        """Those of a channel that has just been greeted."""
+        if welcome is None or not welcome.token:
+            return None
+        strands = Strands(welcome.connections - 1)
+        self._all[welcome.token] = hello, strands
+        strands.on_closed = partial(self._forget, welcome.token)
+        return strands
+
+    def attach(self, hello: Hello, pipe: Pipe) -> None:
+        _, strands = self._all.get(hello.token, (hello, None))
+        if strands is None or not strands.attach(hello.strand, pipe):
+            raise ChannelClosed("the connection that it belongs to has ended")
+
+    def _forget(self, token: str) -> None:
+        self._all.pop(token, None)
+
+
+def _same_worker(one: Hello, other: Hello) -> bool:
+    return (one.group, one.id, one.name, one.incarnation) == (other.group, other.id, other.name, other.incarnation)
+
+
 class StreamVisitor(Visitor):
-    def __init__(self, line: Line, whence: str, options: RpcOptions, budget: Budget) -> None:
+    def __init__(self, line: Line, whence: str, options: RpcOptions, budget: Budget, looms: Looms) -> None:
         self.whence = whence
         self._line = line
         self._options = options
         self._budget = budget
+        self._looms = looms
+        self._welcome: Welcome | None = None
         self._steps: Steps[Hello] | None = None
 
     def fileno(self) -> int:
         return self._line.socket.fileno()
 
-    def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello]:
+    def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello] | None:
         if self._steps is None:
-            self._steps = receive_visitor(self._line, judge, self._options.fabric, self._now_trusted)
+            self._steps = receive_visitor(self._line, judge, self._options.fabric, self._now_trusted, self._widen)
         try:
             return next(self._steps)
         except StopIteration as end:
@@ -95,7 +141,16 @@ class StreamVisitor(Visitor):
             self._line.socket.close()
             raise
         try:
-            return self._line.channel(self._options, self._budget, hello.fabric), hello
+            if hello.token:
+                self._looms.attach(hello, self._line.pipe(self._options, hello.fabric))
+                return None
+            strands = self._looms.strands(hello, self._welcome)
+            try:
+                return self._line.channel(self._options, self._budget, hello.fabric, strands), hello
+            except BaseException:
+                if strands is not None:
+                    strands.close()
+                raise
         except BaseException:
             self._line.socket.close()
             raise
@@ -106,14 +161,25 @@ class StreamVisitor(Visitor):
     def _now_trusted(self) -> None:
         self.trusted = True
 
+    def _widen(self, hello: Hello, welcome: Welcome) -> Welcome:
+        wide = isinstance(self._line, TlsLine) and hello.id != GUEST
+        self._welcome = self._looms.answer(hello, welcome, self._options.most_connections if wide else 1)
+        return self._welcome
+
 
 class StreamListener(Listener):
     """``make_line`` says how greetings go on the sockets that it accepts."""
 
     def __init__(
-        self, sock: socket.socket, make_line: Callable[[socket.socket], Line], options: RpcOptions, budget: Budget
+        self,
+        sock: socket.socket,
+        make_line: Callable[[socket.socket], Line],
+        options: RpcOptions,
+        budget: Budget,
+        looms: Looms,
     ) -> None:
         sock.setblocking(False)
+        self._looms = looms
         self._socket = sock
         self._make_line = make_line
         self._options = options
@@ -130,7 +196,7 @@ class StreamListener(Listener):
                 raise  # somebody waits there, and will not be seen until there is room
             return None  # nobody there, or gone again
         whence = f"{address[0]}, port {address[1]}" if isinstance(address, tuple) else ""
-        return StreamVisitor(self._make_line(sock), whence, self._options, self._budget)
+        return StreamVisitor(self._make_line(sock), whence, self._options, self._budget, self._looms)
 
     def close(self) -> None:
         self._socket.close()
@@ -142,6 +208,7 @@ class StreamTransport(Transport):
     def __init__(self, options: RpcOptions) -> None:
         self._options = options
         self._budget = Budget(options.segment_pool_bytes)
+        self._looms = Looms()
         self._secret = None if options.tls else options.secret_or_inherited()
         self._credentials: Credentials | None = None
         self._site: Site | None = None
@@ -206,11 +273,26 @@ class StreamTransport(Transport):
 
     def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
         if hello.id != GUEST:
-            hello = msgspec.structs.replace(hello, fabric=self._options.fabric)
+            most = self._options.most_connections
+            hello = msgspec.structs.replace(hello, fabric=self._options.fabric, connections=most)
         line = self._reach(addresses, deadline)
         try:
             welcome = drive(visit(line, hello), line.socket, deadline)
-            return line.channel(self._options, self._budget, hello.fabric), welcome
+            strands = None
+            if isinstance(line, TlsLine) and 1 < welcome.connections <= hello.connections:
+                strands = Strands(welcome.connections - 1, partial(self._open_strand, addresses, hello, welcome.token))
+            return line.channel(self._options, self._budget, hello.fabric, strands), welcome
+        except BaseException:
+            line.socket.close()
+            raise
+
+    def _open_strand(self, addresses: Addresses, hello: Hello, token: str, number: int) -> Pipe:
+        """Open a further connection of a channel. Raises as `connect` does."""
+        deadline = time.monotonic() + self._options.connect_timeout
+        line = self._reach(addresses, deadline)
+        try:
+            drive(visit(line, msgspec.structs.replace(hello, token=token, strand=number)), line.socket, deadline)
+            return line.pipe(self._options, hello.fabric)
         except BaseException:
             line.socket.close()
             raise
@@ -274,7 +356,7 @@ class StreamTransport(Transport):
         except BaseException:
             sock.close()
             raise
-        self._listeners.append(StreamListener(sock, self._unix_line, self._options, self._budget))
+        self._listeners.append(StreamListener(sock, self._unix_line, self._options, self._budget, self._looms))
         return path
 
     def _listen_tcp(self, site: Site) -> tuple[str, int]:
@@ -295,7 +377,7 @@ class StreamTransport(Transport):
         except BaseException:
             sock.close()
             raise
-        self._listeners.append(StreamListener(sock, self._visited, self._options, self._budget))
+        self._listeners.append(StreamListener(sock, self._visited, self._options, self._budget, self._looms))
         return site.announced, sock.getsockname()[1]
 
     def _visited(self, sock: socket.socket) -> Line:

@@ -21,38 +21,26 @@ import contextlib
 import socket
 import ssl
 import threading
-import time
 
 from backhaul.errors import AuthenticationError, ProtocolError
 from backhaul.options import RpcOptions
 from backhaul.security.tls import RECORD, Credentials, Records, Tunnel, first_record
-from backhaul.transport.base import Channel, ChannelClosed, Way
+from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.transport.greeting import Line, Steps
 from backhaul.transport.plain import TcpChannel
-from backhaul.transport.readable import Readable
 from backhaul.transport.room import check_room
 from backhaul.transport.segments import Budget
-from backhaul.transport.sockets import (
-    NO_WAIT,
-    SEND_FLAGS,
-    SEND_SLICE_FLAGS,
-    SendBuffer,
-    await_ready,
-    closed,
-    keep_unsent,
-    tune,
-    way_of,
-)
-from backhaul.wire.decoder import Decoder, Envelope
+from backhaul.transport.sliced import SlicedChannel
+from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed
+from backhaul.transport.strands import Pipe, PlainPipe, Strands, TlsPipe
+from backhaul.wire.decoder import Decoder
 from backhaul.wire.frames import Frame
-from backhaul.wire.lanes import SHORT, Pace, Slices
 
 _CHUNK = 16 * RECORD
 # So much is encrypted at a time. The records are written twice before the kernel has them, so they stay in the cache.
 _SEND_CHUNK = 4 * RECORD
 _FIRST_CHUNK = RECORD
 _SMALL = 4096
-_LARGE_SLICE = 64 * 1024
 _GREETING_CHUNK = 4096
 _OVERHEAD = 22  # bytes of a record besides its data: header, type, authentication tag
 # Bytes that a peer has sent in records that bring no data: a request for new keys has 5. No worker sends any.
@@ -122,10 +110,16 @@ class TlsLine(Line):
         self._left -= len(data)
         return data
 
-    def channel(self, options: RpcOptions, budget: Budget, fabric: str) -> Channel:
+    def channel(self, options: RpcOptions, budget: Budget, fabric: str, strands: Strands | None = None) -> Channel:
         if fabric == "plain":
-            return TcpChannel(self.socket, options, budget, self._leave())
-        return TlsChannel(self.socket, self._opened(), options)
+            return TcpChannel(self.socket, options, budget, self._leave(), strands)
+        return TlsChannel(self.socket, self._opened(), options, strands)
+
+    def pipe(self, options: RpcOptions, fabric: str) -> Pipe:
+        """What the line becomes if it is a strand of another one."""
+        if fabric == "plain":
+            return PlainPipe(self.socket, options.keepalive, self._leave())
+        return TlsPipe(self.socket, options.keepalive, self._opened())
 
     def _leave(self) -> bytes:
         """End the encryption, at the same byte as the peer does: what came after its last record.
@@ -144,54 +138,44 @@ class TlsLine(Line):
         return self._tunnel
 
 
-class TlsChannel(Channel):
+class TlsChannel(SlicedChannel):
     """Frames over a connection with TLS, after the handshake."""
 
     path = "tls"
 
-    def __init__(self, sock: socket.socket, tunnel: Tunnel, options: RpcOptions) -> None:
-        self._socket = sock
+    def __init__(
+        self, sock: socket.socket, tunnel: Tunnel, options: RpcOptions, strands: Strands | None = None
+    ) -> None:
+        strict, drains = options.trust == "federation", options.limits is None
+        decoder = Decoder(
+            options.message_limit,
+            None,
+            options.head_limit,
+            strict=strict,
+            drains=drains,
+            check_room=check_room,
+            apart=strands,
+        )
+        super().__init__(sock, options, decoder, strands)
         self._lock = threading.Lock()  # around what uses these three:
         self._stream = tunnel.stream
         self._incoming = tunnel.incoming
         self._outgoing = tunnel.outgoing
-        strict, drains = options.trust == "federation", options.limits is None
-        self._decoder = Decoder(
-            options.message_limit, None, options.head_limit, strict=strict, drains=drains, check_room=check_room
-        )
-        self.next = self._decoder.next  # type: ignore[method-assign]
         self._chunk = memoryview(bytearray(_FIRST_CHUNK))
         self._plain: list[memoryview] = []  # not encrypted yet, last piece first
         self._unsent = memoryview(b"")  # encrypted
-        self._slices: Slices | None = None  # what else there is of a large frame
-        self._pace = Pace()
-        self._began = 0.0  # when its slice began
-        self._taken = 0  # how large that is
-        self._keep: object = None
         self._problem: ChannelClosed | ProtocolError | None = None  # with what has come
-        self._readable = Readable(sock, options.busy_poll)
         self._records = Records() if strict else None
         self._brought = 0  # bytes of data
-        tune(sock, options.keepalive)
-        keep_unsent(sock, self._pace.size)
-        self._buffer = SendBuffer(sock)
         came = tunnel.incoming.read()  # together with the end of the greeting, after the record that OpenSSL is at
         self._decrypt()
         self._feed(memoryview(came))
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
 
     def write(self, frame: Frame) -> bool:
         pieces = frame.pieces
         self.sent += frame.size
         if len(pieces) > 1 or frame.size > RECORD:
-            self._keep = frame.keep
-            if frame.size > self._pace.size:
-                self._slices = Slices(pieces)
-                self._buffer.begin()
-                self.between = True
-            else:
+            if not self._begin(frame):
                 self._plain = _joined(pieces)
             return self.flush()
         try:
@@ -220,13 +204,11 @@ class TlsChannel(Channel):
 
     def flush(self) -> bool:
         if self.between and self._slices is not None:
-            self.between = False
-            self._began = time.monotonic()
-            size = min(self._pace.size, self._buffer.slice)
-            self._taken = min(size, self._slices.left)
-            self._plain = self._slices.take(size)
+            if self.awaits:
+                return False
+            self._plain = self._take_slice(self._slices)
             self._plain.reverse()
-        flags = SEND_SLICE_FLAGS if self._pace.size < _LARGE_SLICE else SEND_FLAGS
+        flags = self._flags
         while True:
             while self._unsent:
                 try:
@@ -237,31 +219,12 @@ class TlsChannel(Channel):
                     raise closed(error) from error
                 self._unsent = self._unsent[sent:]
             if not self._plain:
-                return self._finish_slice()
+                return self._slice_left()
             self._unsent = memoryview(self._encrypt())
-
-    def _finish_slice(self) -> bool:
-        """All that was begun has left. True if that is the whole frame."""
-        if self._slices is not None:
-            if self._taken:
-                now = time.monotonic()
-                if self._pace.took(self._taken, now - self._began):
-                    keep_unsent(self._socket, self._pace.size)
-                self._buffer.fit(now, now - self._began > SHORT)
-            if self._slices.left:
-                self.between = True
-                return False
-            self._slices = None
-        self._keep = None
-        return True
 
     def copy_unsent(self) -> None:
         self._plain = [memoryview(bytes(piece)) for piece in self._plain]
-        if self._slices is not None:
-            self._slices.copy()
-
-    def way(self) -> Way:
-        return way_of(self._socket)
+        super().copy_unsent()
 
     def _encrypt(self) -> bytes:
         """The next chunk of what is to be sent."""
@@ -284,9 +247,6 @@ class TlsChannel(Channel):
         except ssl.SSLError as error:
             raise ChannelClosed(_text(error)) from error
 
-    def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
-        return await_ready(self._socket, read=read, write=write, timeout=timeout)
-
     def read(self, timeout: float | None) -> bool:
         chunk = self._chunk
         try:
@@ -298,7 +258,7 @@ class TlsChannel(Channel):
         except OSError as error:
             raise (self._problem or closed(error)) from error
         if not count:
-            raise self._problem or ChannelClosed("the connection ended")
+            raise self._problem or self._ended()
         self.received += count
         if count == len(chunk) < _CHUNK:
             self._chunk = memoryview(bytearray(_CHUNK))
@@ -379,19 +339,10 @@ class TlsChannel(Channel):
                 self._decoder.wrote(filled)
         return filled
 
-    def next(self) -> Envelope | None:  # replaced in __init__, to save a call
-        return self._decoder.next()
-
-    def shutdown(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
     def close(self) -> None:
         self._plain = []
         self._unsent = memoryview(b"")
-        self._slices = None
-        self._keep = None
-        self._socket.close()
+        super().close()
 
 
 def _joined(pieces: list[bytes | memoryview]) -> list[memoryview]:

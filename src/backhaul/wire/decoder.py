@@ -82,6 +82,16 @@ class Segments(Protocol):
     def lend_device(self, id: int, size: int) -> Any: ...
 
 
+class Apart(Protocol):
+    """Fills in what comes over other connections: see `transport.strands`."""
+
+    def expect(self, strand: int, place: memoryview | None, size: int) -> None:
+        """The next ``size`` bytes of a strand belong to ``place``; None: nobody gets them. Raises `ProtocolError`."""
+
+    def settle(self, size: int) -> None:
+        """A frame of that size is complete. Raises `ProtocolError` if something that was expected has not come."""
+
+
 class Decoder:
     """Collects the bytes of one direction of one connection. Not thread-safe."""
 
@@ -95,13 +105,15 @@ class Decoder:
         drains: bool = False,
         check_room: Callable[[int], None] | None = None,
         sliced: bool = False,
+        apart: Apart | None = None,
     ) -> None:
         """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes.
 
         A ``strict`` decoder is for peers that may lie: no map is decoded, and tensors do not claim to be larger than a
         message may be. ``drains``: a message whose payload is over the limit is taken without its tensors, instead of
         being an error. ``check_room(size)`` raises MemoryError if this process cannot have that much memory.
-        ``sliced``: its bytes come in slices, which have no slices in them.
+        ``sliced``: its bytes come in slices, which have no slices in them. ``apart``: some of them come over others of
+        the peer's connections.
         """
         self._strict = strict
         self._limit = max_message_bytes
@@ -125,6 +137,8 @@ class Decoder:
         self._places: Sequence[int] = ()  # segments of its buffers, if any lie in one
         self._place: memoryview | None = None  # the rest of a buffer that is received in place
         self._sliced = sliced
+        self._apart = apart
+        self._announced = False  # the last header was one of a slice that comes over another connection
         self._large: Decoder | None = None  # of the frames that come in slices, once there has been one
         self._slice = 0  # bytes of a slice that have not gone there
 
@@ -175,7 +189,7 @@ class Decoder:
             if available < self._wanted or self._slice:
                 return None
             while not self._read_head(available):
-                if not self._in_slice():
+                if not self._in_slice() and not self._took_announcement():
                     return None
                 # That was the header of a slice.
                 if (envelope := self._next_large()) is not None:
@@ -257,9 +271,13 @@ class Decoder:
             if version != VERSION:
                 raise ProtocolError(f"a frame of version {version}; this worker speaks version {VERSION}")
             if kind & ~_BITS not in KINDS or (kind & PLACED and (self._segments is None or not table)):
-                if kind == SLICE and payload and not (metadata or table or self._sliced):
-                    self._begin_slice(payload)
-                    return False
+                if kind == SLICE and payload and not (table or self._sliced):
+                    if not metadata:
+                        self._begin_slice(payload)
+                        return False
+                    if self._apart is not None:
+                        self._announce(self._apart, metadata, payload)
+                        return False
                 raise ProtocolError(f"a frame of unknown kind {kind}")
             if self._strict and kind & ~_BITS in _FOR_CLUSTERS:
                 raise ProtocolError(f"a {KINDS[kind & ~_BITS].__name__}, in a federation")
@@ -362,6 +380,38 @@ class Decoder:
                 sliced=True,
             )
 
+    def _announce(self, apart: Apart, strand: int, size: int) -> None:
+        """The header is one of a slice that comes over another connection."""
+        self._start += HEADER.size
+        if self._large is None:
+            raise ProtocolError("a slice on another connection, and no large message has begun")
+        apart.expect(strand, self._large.reserve(size), size)
+        self._announced = True
+
+    def _took_announcement(self) -> bool:
+        announced, self._announced = self._announced, False
+        return announced
+
+    def reserve(self, size: int) -> memoryview | None:
+        """The memory of the next ``size`` bytes, which are of one tensor. Somebody else fills it.
+
+        The bytes count as written. None if nobody gets them. Raises `ProtocolError` if no tensor is so large.
+        """
+        if isinstance(self._landing, Missing):
+            scratch = 0 if self._place is None else len(self._place)
+            if size > scratch + self._skip:
+                raise ProtocolError(f"{size} bytes on another connection, which are more than the message has")
+            dropped = min(size, self._skip)
+            self._skip -= dropped
+            if self._place is not None:
+                self._place = self._place[size - dropped :] if size - dropped < scratch else None
+            return None
+        place = self._place
+        if place is None or len(place) < size:
+            raise ProtocolError(f"{size} bytes on another connection, which are not those of one tensor")
+        self.wrote(size)
+        return place[:size]
+
     def _look_for_slice(self) -> None:
         """Begin a slice whose header has come, so that its bytes go where they belong at once."""
         start = self._start
@@ -383,6 +433,8 @@ class Decoder:
             large.wrote(count)
             self._start += count
             self._slice -= count
+        if envelope is not None and self._apart is not None:
+            self._apart.settle(envelope.size)
         return envelope
 
     def _read_trace(self, start: int, metadata: int) -> str:

@@ -24,6 +24,10 @@ and its characters. They count in M.
 a frame, of the kind `SLICE` and without metadata and table; its payload is the next part of the large frame. Other
 frames may come between two slices. So a connection has two lanes, each a stream of whole frames; one large frame is
 under way at a time.
+
+**Strands.** Between hosts a large frame may use further connections (`transport.strands`). A slice whose M is not 0 has
+no payload here: its P bytes come on the connection of number M. They are bytes of one tensor. The last slice of a frame
+always comes here, after the peer has said that it has all others.
 """
 
 from __future__ import annotations

@@ -21,6 +21,10 @@ from backhaul.wire.messages import KINDS, Create, Fetch, Inquire, Leave, Notices
 SMALL = 64 * 1024
 """A frame up to this size may pass a large one."""
 
+LEAST_APART = 256 * 1024
+"""A slice that goes over another connection has at least so many bytes of one tensor."""
+LAST = 16 * 1024
+"""The bytes at the end of a frame that stay on its own connection, for when all others have arrived."""
 LEAST_SLICE = 4 * 1024
 MOST_SLICE = 1 << 20
 _FIRST_SLICE = 16 * 1024
@@ -54,12 +58,30 @@ class Pace:
 class Slices:
     """The pieces of a large frame, slice by slice."""
 
-    __slots__ = ("_pieces", "left")
+    __slots__ = ("_pieces", "_tensors", "left")
 
     def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
         self._pieces = [memoryview(piece).cast("B") for piece in reversed(pieces) if len(piece)]
+        self._tensors = len(self._pieces) - 1  # as many pieces are memory of tensors; the first one is the head
         self.left = sum(map(len, self._pieces))
         """Bytes that are in no slice yet."""
+
+    @property
+    def apart(self) -> int:
+        """How many of the next bytes may go over another connection."""
+        if not self._pieces or len(self._pieces) > self._tensors:
+            return 0
+        size = min(len(self._pieces[-1]), self.left - LAST, MOST_SLICE)
+        return size if size >= LEAST_APART else 0
+
+    def take_apart(self, strand: int) -> tuple[memoryview, memoryview]:
+        """The next slice, for another connection: what is said about it here, and its bytes."""
+        size = self.apart
+        piece = self._pieces.pop()
+        if len(piece) > size:
+            self._pieces.append(piece[size:])
+        self.left -= size
+        return memoryview(HEADER.pack(MAGIC, VERSION, SLICE, strand, 0, size)), piece[:size]
 
     def take(self, most: int) -> list[memoryview]:
         """The next slice, of up to ``most`` bytes, its header first."""

@@ -1,0 +1,169 @@
+"""What all channels over a socket share: the slices of a large frame, and the end.
+
+A subclass writes bytes in its own way. It asks `_take_slice` for the next slice whenever it is `between` two of them,
+and says `_slice_left` when one has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+from backhaul.errors import ProtocolError
+from backhaul.options import RpcOptions
+from backhaul.transport import sockets
+from backhaul.transport.base import Channel, ChannelClosed, Way
+from backhaul.transport.readable import Readable
+from backhaul.transport.sockets import (
+    SEND_FLAGS,
+    SEND_SLICE_FLAGS,
+    SendBuffer,
+    await_ready,
+    keep_unsent,
+    tune,
+    way_of,
+)
+from backhaul.transport.strands import WIDE, Strands
+from backhaul.wire.decoder import Decoder, Envelope
+from backhaul.wire.frames import Frame
+from backhaul.wire.lanes import LAST, MOST_SLICE, SHORT, Pace, Slices
+
+_LARGE_SLICE = 64 * 1024
+
+
+class SlicedChannel(Channel):
+    """Frames over a connected socket, large ones in slices whose size fits the link."""
+
+    def __init__(
+        self, sock: socket.socket, options: RpcOptions, decoder: Decoder, strands: Strands | None = None
+    ) -> None:
+        self._socket = sock
+        self._decoder = decoder
+        self.next = decoder.next  # type: ignore[method-assign]
+        self._slices: Slices | None = None  # what else there is of a large frame
+        self._pace = Pace()
+        self._began = 0.0  # when its slice began
+        self._taken = 0  # how large that is
+        self._keep: object = None
+        self._readable = Readable(sock, options.busy_poll)
+        tune(sock, options.keepalive)
+        self._buffer = None if sock.family == sockets.UNIX else SendBuffer(sock)
+        if self._buffer is not None:
+            keep_unsent(sock, self._pace.size)
+        self._strands = strands
+        self._wide = False  # the frame under way may use the strands
+        if strands is not None:
+            strands.on_broken = self.shutdown
+            strands.on_announced = self._count
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def _flags(self) -> int:
+        """How to send a part of a large frame."""
+        return SEND_SLICE_FLAGS if self._buffer is not None and self._pace.size < _LARGE_SLICE else SEND_FLAGS
+
+    def _begin(self, frame: Frame) -> bool:
+        """Whether a frame leaves in slices; the first is taken next. Its memory is kept until all of it has left."""
+        self._keep = frame.keep
+        if frame.size <= self._pace.size:
+            return False
+        self._slices = Slices(frame.pieces)
+        if self._buffer is not None:
+            self._buffer.begin()
+        self._wide = self._strands is not None and frame.size >= WIDE
+        if self._wide and self._strands is not None:
+            self._strands.want()
+        self.between = True
+        return True
+
+    @property
+    def awaits(self) -> bool:  # type: ignore[override]
+        return (
+            self._wide
+            and self._slices is not None
+            and self._slices.left <= LAST
+            and self._strands is not None
+            and not self._strands.idle
+        )
+
+    def _take_slice(self, slices: Slices) -> list[memoryview]:
+        """What leaves next."""
+        self.between = False
+        self._began = time.monotonic()
+        size = self._pace.size if self._buffer is None else min(self._pace.size, self._buffer.slice)
+        if self._wide and self._strands is not None:
+            self._strands.check()
+            if size == MOST_SLICE and slices.apart and (found := self._strands.free()) is not None:
+                number, strand = found
+                head, data = slices.take_apart(number)
+                strand.give(data, self._keep)
+                self._taken = 0
+                return [head]
+            if slices.left > LAST:
+                size = min(size, slices.left - LAST)
+        self._taken = min(size, slices.left)
+        return slices.take(size)
+
+    def _slice_left(self) -> bool:
+        """All that was begun has left. True if that is the whole frame."""
+        if self._slices is not None:
+            if self._taken:
+                now = time.monotonic()
+                changed = self._pace.took(self._taken, now - self._began)
+                if self._buffer is not None:
+                    if changed:
+                        keep_unsent(self._socket, self._pace.size)
+                    self._buffer.fit(now, now - self._began > SHORT)
+            if self._slices.left:
+                self.between = True
+                return False
+            self._slices = None
+        self._keep = None
+        return True
+
+    def copy_unsent(self) -> None:
+        if self._slices is not None:
+            self._slices.copy()
+        if self._strands is not None:
+            self._strands.copy()
+
+    def way(self) -> Way:
+        way = way_of(self._socket)
+        return way if self._strands is None else self._strands.way(way)
+
+    def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
+        if write and self._strands is not None and self.between and self.awaits:
+            return self._strands.await_progress(self._socket, read=read, timeout=timeout)
+        return await_ready(self._socket, read=read, write=write, timeout=timeout)
+
+    def next(self) -> Envelope | None:  # replaced in __init__, to save a call
+        return self._decoder.next()
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._strands is not None:
+            self._strands.shutdown()
+
+    def _count(self, size: int) -> None:
+        """So many bytes come over a strand."""
+        self.received += size
+
+    def _ended(self) -> ChannelClosed | ProtocolError:
+        """Why nothing more can be read."""
+        problem = None if self._strands is None else self._strands.problem
+        if problem is None:
+            return ChannelClosed("the connection ended")
+        if isinstance(problem, ProtocolError):
+            return problem
+        return ChannelClosed(f"one of the connections for large tensors has broken: {problem}")
+
+    def close(self) -> None:
+        self._slices = None
+        self._keep = None
+        self._socket.close()
+        if self._strands is not None:
+            self._strands.close()
