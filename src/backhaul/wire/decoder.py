@@ -177,8 +177,10 @@ class Decoder:
 
     def next(self) -> Envelope | None:
         """The next complete message, or None when more bytes are needed."""
-        if self._landing is None and self._large is None and not self._strict:
-            if self._end - self._start < self._wanted:
+        if self._landing is None and not self._strict:
+            if self._large is not None and (envelope := self._next_large()) is not None:
+                return envelope
+            if self._end - self._start < self._wanted or self._slice:
                 return None
             if (envelope := self._next_plain()) is not None:
                 return envelope
