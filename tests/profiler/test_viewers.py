@@ -9,11 +9,9 @@ from __future__ import annotations
 import functools
 import http.server
 import importlib.util
-import json
 import os
 import shutil
 import threading
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,14 +43,6 @@ window.app.trace.engine.query(arguments[0]).then(found => {
     rows.push(found.columns().map(name => { const v = it.get(name); return typeof v === 'bigint' ? Number(v) : v; }));
   done(rows);
 }, error => done(String(error)));
-"""
-
-_ACROSS = """
-select count(*) from flow f
- join slice a on a.id = f.slice_out join slice b on b.id = f.slice_in
- join thread_track ta on ta.id = a.track_id join thread xa on xa.utid = ta.utid
- join thread_track tb on tb.id = b.track_id join thread xb on xb.utid = tb.utid
-where xa.upid != xb.upid
 """
 
 _IMPORT = """
@@ -110,9 +100,7 @@ def address(trace: Path) -> Iterator[str]:
             pass
 
         def translate_path(self, path: str) -> str:
-            name = path.split("?")[0].lstrip("/")
-            mine = trace.with_name(name)
-            return str(mine) if name in ("trace.json", "archive.zip") else super().translate_path(path)
+            return str(trace) if path.startswith("/trace.json") else super().translate_path(path)
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(root)))
     thread = threading.Thread(target=server.serve_forever)
@@ -177,27 +165,6 @@ def test_perfetto_shows_every_slice_and_every_arrow(browser: Any, address: str, 
     )
     assert sorted(map(tuple, found)) == expected(trace)
     assert len(browser.get_screenshot_as_png()) > 10_000
-
-
-def test_arrows_between_workers_do_not_survive_an_archive(browser: Any, address: str, trace: Path) -> None:
-    """Why a profile is one file: in an archive with a file for each worker, Perfetto joins no arrow across files."""
-    data = json.loads(trace.read_text())
-    parts: dict[int, list[Any]] = {}
-    for row in data.pop("traceEvents"):
-        parts.setdefault(row["pid"], []).append(row)
-    with zipfile.ZipFile(trace.with_name("archive.zip"), "w") as archive:
-        paths = [f"{pid}.json" for pid in parts]
-        manifest = {"version": 1, "files": [{"path": path} for path in paths]}
-        archive.writestr("perfetto_manifest", json.dumps(manifest))
-        for path, rows in zip(paths, parts.values(), strict=True):
-            archive.writestr(path, json.dumps({**data, "traceEvents": rows}))
-    browser.get("about:blank")
-    browser.get(f"{address}/#!/?url={address}/archive.zip")
-    assert browser.execute_async_script(_OPEN)
-    slices = browser.execute_async_script(_QUERY, "select count(*) from slice")
-    assert slices == [[len(Reading(trace).slices())]]
-    across = browser.execute_async_script(_QUERY, _ACROSS)
-    assert across == [[0]]
 
 
 def test_chrome_tracing_shows_every_slice_and_every_arrow(browser: Any, address: str, trace: Path) -> None:
