@@ -319,7 +319,8 @@ class RpcOptions:
     - ``fabric``: ``"tls"``, which encrypts all TCP; or ``"plain"``, which encrypts the greeting and nothing after it,
       for a network that you trust, at the speed of TCP. All workers have the same; a federation cannot have it.
     - ``connections``: how many connections, 1 to 16, one large tensor may use between two hosts, each with a thread;
-      the smaller number of both workers counts. None means one for every four processors, up to 4. A federation has 1.
+      the smaller number of both workers counts. None means 1 with TLS, and one for every four processors, up to 4,
+      with ``fabric="plain"``. A federation has 1.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -396,7 +397,10 @@ class RpcOptions:
         """How many connections a channel between two hosts may have."""
         if self.trust == "federation":
             return 1
-        return self.connections or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+        if self.connections is not None:
+            return self.connections
+        # OpenSSL gives Python one record of 16 KiB at a time, so threads that decrypt wait for the interpreter.
+        return 1 if self.fabric == "tls" else max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
     @property
     def head_limit(self) -> int:
