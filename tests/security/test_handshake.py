@@ -90,9 +90,9 @@ def test_the_bytes_are_those_of_the_table() -> None:
     assert challenge[:4] == hello[:4] == b"BHL1"
     assert len(challenge) == 4 + 32
     addresses = msgspec.msgpack.encode(HELLO.addresses)
-    message = b"\x99\xa5group\x01\xa7worker1\x00" + addresses + b"\xa0\x01\xa3tls\xc2"
+    message = b"\x9c\xa5group\x01\xa7worker1\x00" + addresses + b"\xa0\x01\xa3tls\xc2\x01\xa0\x00"
     assert hello[4 + 32 + 32 :] == struct.pack("<H", len(message)) + message
-    message = b"\x96\x00\xa7worker0\xa0\xa0\xa3tls\xc2"
+    message = b"\x98\x00\xa7worker0\xa0\xa0\xa3tls\xc2\x01\xa0"
     assert answer[32:] == struct.pack("<H", len(message)) + message
     assert (NONCE, PROOF) == (32, 32)
 

@@ -178,7 +178,10 @@ class Farewell:
             self._ask_all(lambda id: AwaitReady(id, stage), "its readiness to shut down", lost, deadline)
         with self._reminding(lambda: busy, logging.WARNING):
             while True:
-                tallies = self._ask_all(Tally, "its tally", lost, deadline)
+                try:
+                    tallies = self._ask_all(Tally, "its tally", lost, deadline)
+                except RpcTimeoutError as error:  # the deadline has passed in the middle of a round
+                    raise (self._still_busy(busy) if busy else error) from error
                 tallies[self._agent.me.id] = self._agent.counts()
                 everybody = self._end[stage].asked_by() >= tallies.keys() - {self._agent.me.id}
                 if everybody and tallies == before and settled(tallies):
@@ -186,11 +189,13 @@ class Farewell:
                 before = tallies
                 busy = self._names_of_busy(tallies)
                 if time.monotonic() + pause > deadline:
-                    raise RpcTimeoutError(
-                        f"{_WHAT}: work was still going on at the deadline, on {', '.join(map(repr, busy))}"
-                    )
+                    raise self._still_busy(busy)
                 self._closed.wait(pause)
                 pause = min(pause * 2, _LONGEST_PAUSE)
+
+    @staticmethod
+    def _still_busy(names: list[str]) -> RpcTimeoutError:
+        return RpcTimeoutError(f"{_WHAT}: work was still going on at the deadline, on {', '.join(map(repr, names))}")
 
     def _names_of_awaited(self) -> list[str]:
         """The members whose answer this worker waits for."""
