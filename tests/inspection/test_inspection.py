@@ -279,7 +279,7 @@ def test_a_worker_is_told_apart_from_another_of_its_rank() -> None:
 
 
 class _Channel:
-    path, sent, shared, received = "memory", 10, 0, 20
+    path, sent, shared, on_devices, received = "memory", 10, 0, 0, 20
 
 
 class _Line:

@@ -80,6 +80,8 @@ class Recorder:
 
     def hide(self) -> None:
         """The calling thread serves a call that is not part of the profile."""
+        if not self.on:  # nor has its beginning been recorded
+            return
         log = self._log()
         rows = log.rows
         while rows:
