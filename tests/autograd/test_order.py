@@ -66,6 +66,7 @@ def test_a_chain_says_no_more_than_its_gradients_and_that_each_run_is_over(pair:
         assert counts == {"Gradients": 10, "Report": 5}
 
 
+@pytest.mark.usefixtures("no_hooks")
 def test_a_chain_whose_values_are_only_sent_on_is_run_as_one_by_the_worker_that_makes_them(
     pair: InProcessCluster,
 ) -> None:

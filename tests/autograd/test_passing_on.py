@@ -38,6 +38,7 @@ def gradient_of(pair: InProcessCluster, change: Callable[[Tensor], object], *, a
         return found
 
 
+@pytest.mark.usefixtures("no_hooks")
 def test_nothing_is_run_for_it(pair: InProcessCluster, runs: list[int]) -> None:
     assert gradient_of(pair, lambda v: None) == [4, 4, 4]
     assert len(runs) == 3  # of the sum here, and twice there
@@ -67,6 +68,7 @@ def test_a_hook_outlives_its_tensor(pair: InProcessCluster) -> None:
         assert dist_autograd.get_gradients(context)[x].tolist() == [40, 40, 40]
 
 
+@pytest.mark.usefixtures("no_hooks")
 def test_a_hook_that_is_gone_again_does_not_count(pair: InProcessCluster, runs: list[int]) -> None:
     def put_and_remove(v: Tensor) -> None:
         v.register_hook(lambda gradient: gradient * 10).remove()
@@ -113,6 +115,7 @@ def test_one_of_several_tensors_of_a_message(pair: InProcessCluster) -> None:
         assert dist_autograd.get_gradients(context)[x].tolist() == [8, 8, 8]
 
 
+@pytest.mark.usefixtures("no_hooks")
 def test_a_root_that_has_come_from_elsewhere(pair: InProcessCluster, runs: list[int]) -> None:
     x = torch.ones((), requires_grad=True)
     with pair[0].as_current(), dist_autograd.context() as context:

@@ -16,7 +16,7 @@ from backhaul.agent.observing import Event, GradientsCame
 from backhaul.autograd.share import MOST_SHORTCUTS
 from backhaul.testing import InProcessCluster
 
-pytestmark = pytest.mark.usefixtures("quiet")
+pytestmark = pytest.mark.usefixtures("quiet", "no_hooks")
 
 Hop = tuple[str, str]
 """A worker, and the name of the weight that it applies."""
