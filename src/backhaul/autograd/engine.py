@@ -51,7 +51,7 @@ from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
 from backhaul.autograd.passes import Running
 from backhaul.autograd.replicas import Replica, replicas
-from backhaul.autograd.run import Mine, Outcome, Parcel, Run, destination
+from backhaul.autograd.run import Mine, Outcome, Parcel, Run, shortcut_of
 from backhaul.autograd.share import Share, Starts
 from backhaul.eager import without_compiled_autograd
 from backhaul.edges.compression import devices_of, expanded
@@ -295,7 +295,11 @@ class Engine:
                 return
             emitted += outcome.emitted
             late = outcome.late
-            following = self._follow(share, outcome.mine) if outcome.mine else None
+            try:
+                following = self._follow(share, outcome.mine) if outcome.mine else None
+            except BaseException as error:
+                self.fail(share, error)
+                return
         if late is None:
             self._report(share, False, consumed, emitted)
             return
@@ -423,20 +427,19 @@ class Engine:
         (node,) = component.recvs
         recv: Recv = node.recv
         self.require(share, recv)
-        to, source = destination(self.agent, share, recv) if share.shortcuts else (recv.sender, recv.message)
-        if to is None:
+        if share.shortcuts and (source := shortcut_of(self.agent, share, recv)) is not None:
             return Outcome((source,), None, {source: (gradient,)})
-        share.giving_to(to.id)
-        parcel = Parcel(to)
-        parcel.add(source, gradient)
-        to_starter = to.id == share.starter
+        share.giving_to(recv.sender.id)
+        parcel = Parcel(recv.sender)
+        parcel.add(recv.message, gradient)
+        to_starter = recv.sender.id == share.starter
         shortcuts = () if to_starter or not share.shortcuts else share.onward(component.sources[0], recv)
         message = parcel.message(share.backward, shortcuts=shortcuts)
         observers = self.agent.observers
         if observers.active:
             observers.emit(RecvReached(backward=share.backward.id, peer=recv.sender.name))
-            observers.emit(GradientsSent(backward=share.backward.id, peer=to.name, sources=message.sources))
-        self._tell(share, to.id, message, parcel.tensors)
+            observers.emit(GradientsSent(backward=share.backward.id, peer=recv.sender.name, sources=message.sources))
+        self._tell(share, recv.sender.id, message, parcel.tensors)
         return Outcome(message.sources)
 
     def _run_engine(
@@ -746,9 +749,7 @@ class Engine:
             raise ProtocolError("gradients of places that are not in order")
         for source in message.sources:
             send = share.record.sends.get(source)
-            # What the starter was sent, it may have sent on: then a shortcut leads here.
-            expected = (line.peer.id,) if self._strict else (line.peer.id, share.starter)
-            if send is None or send.to.id not in expected:
+            if send is None or send.to.id != line.peer.id:
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {line.peer.name!r}")
         if message.shortcuts:
             if self._strict:

@@ -7,10 +7,9 @@ the run, and not beyond a tick or two of the watch thread. And not at all in a r
 at its end (``hold=False``). The last gradients of a small run with several Recvs, if they go to the starter of the
 pass, wait for the end of the run and take its report along: one message instead of two.
 
-A tensor that came from the starter may have been sent on by it as it came. If the starter has said so (`Shortcut`), its
-gradient goes straight to the worker that made the tensor. If that is this worker, the gradient is kept (``mine``) and
-what it starts is run next, or at once by another thread if this run may wait for something. If there is no connection
-to that worker, one is made for later passes, and the gradient goes through the starter as usual.
+The starter may have got a tensor from this worker and sent it back as it came. If the starter has said so (`Shortcut`),
+the gradient is kept here (``mine``), and what it starts is run next, or at once by another thread if this run may wait
+for something.
 """
 
 from __future__ import annotations
@@ -83,21 +82,12 @@ class Outcome(NamedTuple):
     mine: Mine | None = None
 
 
-def destination(agent: Agent, share: Share, recv: Recv) -> tuple[WorkerInfo | None, int]:
-    """The worker that the gradients of a Recv go to, and the first of its tensors that they are for.
-
-    None if a shortcut leads back to this worker.
-    """
+def shortcut_of(agent: Agent, share: Share, recv: Recv) -> int | None:
+    """The tensor of this worker's that the gradient of a Recv is for, if a shortcut says so."""
     shortcut = share.shortcuts.pop(recv.message, None)
     if shortcut is None or agent.execution.edges is not None:  # what crosses an edge must not go around it
-        return recv.sender, recv.message
-    if shortcut.to == agent.me.id:
-        return None, shortcut.message
-    to = agent.connected(shortcut.to)
-    if to is None:
-        agent.reach_out(shortcut.to)
-        return recv.sender, recv.message
-    return to, shortcut.message
+        return None
+    return shortcut.message if shortcut.to == agent.me.id else None
 
 
 class Run:
@@ -142,14 +132,18 @@ class Run:
         self._rides = hold and not component.waits and not self._is_alone and component.size <= SMALL
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._left: dict[int, int] = {}  # Recvs to come, by the ranks that their gradients go to
+        self._left: dict[int, int] = {}  # Recvs to come, by the rank of their senders
         self._parcels: dict[int, Parcel] = {}
-        self._to: dict[Any, tuple[WorkerInfo | None, int]] = {}  # of each Recv, if there are several: see `destination`
+        self._kept: dict[Any, int] = {}  # Recvs whose gradients stay here, and the tensors that they are for
+        for node in component.recvs if share.shortcuts else ():
+            source = shortcut_of(agent, share, node.recv)
+            if source is not None:
+                self._kept[node] = source
         if not self._is_alone:
             for node in component.recvs:
-                self._to[node] = to, _ = self._destination(node.recv)
-                if to is not None:
-                    self._left[to.id] = self._left.get(to.id, 0) + 1
+                rank = node.recv.sender.id
+                if node not in self._kept:
+                    self._left[rank] = self._left.get(rank, 0) + 1
 
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
         if self._parcels and not self.share.has(source):
@@ -168,25 +162,24 @@ class Run:
                 "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
             )
         self._require(self.share, recv)
-        to, first = self._destination(recv) if self._is_alone else self._to.pop(node)
-        if to is None:
-            self._keep(first, gradients[0])
+        if self._kept and (source := self._kept.get(node)) is not None:
+            self._keep(source, gradients[0])
             return
-        rank = to.id
+        rank = recv.sender.id
         self.share.giving_to(rank)
         if self._is_alone:
-            parcel = Parcel(to)
+            parcel = Parcel(recv.sender)
             for output in sorted(outputs):
-                parcel.add(first + output, gradients[output])
+                parcel.add(recv.message + output, gradients[output])
             self.emitted += parcel.sources
             self._post(parcel, recv)
             return
         with self._lock:
             held = self._parcels.get(rank)
-            parcel = held or self._parcels.setdefault(rank, Parcel(to))
+            parcel = held or self._parcels.setdefault(rank, Parcel(recv.sender))
             for output in sorted(outputs):
-                parcel.add(first + output, gradients[output])
-                self.emitted.append(first + output)
+                parcel.add(recv.message + output, gradients[output])
+                self.emitted.append(recv.message + output)
             self._left[rank] -= 1
             full = not self._left[rank] or parcel.nbytes > self._max_held
             if full:
@@ -195,9 +188,6 @@ class Run:
             self._post(parcel)
         elif held is None:
             self._on_held(self)
-
-    def _destination(self, recv: Recv) -> tuple[WorkerInfo | None, int]:
-        return destination(self._agent, self.share, recv) if self.share.shortcuts else (recv.sender, recv.message)
 
     def _keep(self, source: int, gradient: torch.Tensor | None) -> None:
         """Keep a gradient for this worker, as if it had come in a message: with memory of its own."""

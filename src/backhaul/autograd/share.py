@@ -150,7 +150,7 @@ class Share:
             return found[0]
 
     def find_shortcuts(self, me: int) -> None:
-        """At the starter: find the tensors that were sent on as they had come, and to whom their gradients can go.
+        """At the starter: find the tensors that were sent back, as they had come, to the worker that made them.
 
         Only tensors that were alone in their messages, both times: gradients of one message come together.
         """
@@ -165,7 +165,7 @@ class Share:
                     send.message == source
                     and (following is None or following.message != source)
                     and send.node.next_functions[0][0] is node  # it was alone in its message when it came
-                    and me not in (send.to.id, recv.sender.id)
+                    and send.to.id == recv.sender.id != me
                     and recv.context == self.backward.context
                     and passes_on(node)
                 ):

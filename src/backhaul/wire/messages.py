@@ -224,9 +224,9 @@ class Pass(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Shortcut(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor that the starter of a pass has sent on as it came: its gradient need not go through the starter.
+    """A tensor that the starter of a pass has sent back, as it came, to the worker that made it.
 
-    The gradient for ``source``, a tensor of the starter's, can go to worker ``to`` instead, for ``message`` there.
+    The gradient for ``source``, a tensor of the starter's, is one for ``message`` of worker ``to``, and can stay there.
     """
 
     source: int
@@ -235,7 +235,7 @@ class Shortcut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Gradients(msgspec.Struct, frozen=True, array_like=True):
-    """The gradients of a message, to the worker that sent it, or where a `Shortcut` leads. One-way.
+    """The gradients of a message, to the worker that sent it. One-way.
 
     ``sources`` are its recorded tensors that take part in the pass, by id; the frame's tensors are the gradients of
     those at the places ``present``. Those of the others are undefined.
