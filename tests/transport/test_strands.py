@@ -305,10 +305,11 @@ def test_a_stranger_joins_no_channel() -> None:
 
 def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert [RpcOptions(connections=given).most_connections for given in (None, 1, 7)] == [4, 1, 7]
+    assert [RpcOptions(connections=given).most_connections for given in (None, 1, 7)] == [1, 1, 7]
+    assert [RpcOptions(fabric="plain", connections=given).most_connections for given in (None, 1, 7)] == [4, 1, 7]
     assert RpcOptions(trust="federation", connections=7).most_connections == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(2)))
-    assert RpcOptions().most_connections == 1
+    assert RpcOptions(fabric="plain").most_connections == 1
 
 
 # Workers.

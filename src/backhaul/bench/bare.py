@@ -11,6 +11,7 @@ nothing of Backhaul at its top.
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.abc
 import importlib.machinery
 import json
@@ -132,17 +133,28 @@ def _is_wait_note(node: ast.AST) -> bool:
     )
 
 
+def _parse(source: str) -> ast.Module:
+    """Without the garbage collector: what it runs confuses the parser of Python 3.11, which raises SystemError."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def strip(source: str) -> tuple[ast.Module, int]:
     """The module without the places that look at it, and how many these were."""
     stripping = _Strip()
-    tree = stripping.visit(ast.parse(source))
+    tree = stripping.visit(_parse(source))
     return ast.fix_missing_locations(tree), stripping.count
 
 
 def lines_that_look(source: str) -> set[int]:
     """The lines of a module that `strip` leaves out."""
     stripping = _Strip()
-    stripping.visit(ast.parse(source))
+    stripping.visit(_parse(source))
     return stripping.lines
 
 
