@@ -149,7 +149,7 @@ class SlicedChannel(Channel):
             self._strands.shutdown()
 
     def _count(self, size: int) -> None:
-        """So many bytes come over a strand."""
+        """Count bytes that come over a strand."""
         self.received += size
 
     def _ended(self) -> ChannelClosed | ProtocolError:

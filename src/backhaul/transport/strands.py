@@ -45,7 +45,7 @@ from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, tune, way_of
 _log = logging.getLogger(__name__)
 
 WIDE = 4 << 20
-"""A frame of at least so many bytes uses strands."""
+"""The smallest frame, in bytes, that uses strands."""
 
 _HEAD = struct.Struct("<cQ")
 _SLICE, _ACKNOWLEDGED = b"d", b"a"

@@ -22,7 +22,7 @@ SMALL = 64 * 1024
 """A frame up to this size may pass a large one."""
 
 LEAST_APART = 256 * 1024
-"""A slice that goes over another connection has at least so many bytes of one tensor."""
+"""The fewest bytes of one tensor that go over another connection."""
 LAST = 16 * 1024
 """The bytes at the end of a frame that stay on its own connection, for when all others have arrived."""
 LEAST_SLICE = 4 * 1024
