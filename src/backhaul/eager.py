@@ -41,7 +41,9 @@ def without_compiled_autograd() -> AbstractContextManager[Any]:
     A distributed pass stops at gates and goes on when gradients come: there is no graph to compile beforehand.
     """
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    return _off.while_inside(compiled) if compiled is not None and compiled.compiled_autograd_enabled else _NOTHING
+    # Another thread may be importing it.
+    is_on = compiled is not None and getattr(compiled, "compiled_autograd_enabled", False)
+    return _off.while_inside(compiled) if is_on else _NOTHING
 
 
 class _Off:

@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 DTYPES = {"d": torch.float64, "f": torch.float32, "h": torch.bfloat16, "z": torch.complex128}
 SHAPES: dict[str, tuple[int, ...]] = {"m": (3, 3), "v": (3,), "s": (), "e": (5, 3)}
 NUMBERS = 1000
-DEVICE = torch.device(os.environ.get("BACKHAUL_PROGRAMS_DEVICE", "cpu"))
-"""Where all tensors of all programs are: set to ``cuda`` by `make cuda`."""
+ON = os.environ.get("BACKHAUL_PROGRAMS_DEVICE", "cpu")
+"""Where the tensors of the programs are: ``cpu``; ``cuda``; ``mixed``: every other worker has them on the GPU."""
+DEVICE = torch.device("cpu" if ON == "cpu" else "cuda:0")
+"""Where they are in one process."""
+
+
+def device_of(worker: int) -> torch.device:
+    """Where the tensors of one worker are."""
+    return torch.device("cpu") if ON == "mixed" and worker % 2 else DEVICE
 
 
 class Operation(NamedTuple):
@@ -60,14 +69,34 @@ def _operation(
     return add
 
 
-def disturb(number: int) -> None:
-    """On a GPU, hold up what comes next on this stream for a moment, now and then: nobody may depend on luck."""
-    if DEVICE.type == "cuda" and number % 4 == 0:
+@contextmanager
+def disturbed(number: int, values: Sequence[Any]) -> Iterator[list[Any]]:
+    """On a GPU, what is inside runs now and then later, or on another stream: nobody may depend on luck.
+
+    The result is for what is made inside. It is ready on the current stream afterwards, as a user would have it.
+    """
+    made: list[Any] = []
+    if ON == "cpu":
+        yield made
+        return
+    if number % 4 == 0:
         torch.cuda._sleep(number * 1000)  # type: ignore[no-untyped-call]
+    if number % 3:
+        yield made
+        return
+    here, other = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    other.wait_stream(here)
+    with torch.cuda.stream(other):
+        yield made
+    here.wait_stream(other)
+    for stream, used in ((other, values), (here, made)):
+        for each in tree_leaves(used):
+            if isinstance(each, Tensor) and each.is_cuda and not each.is_sparse:
+                each.record_stream(stream)
 
 
-def random_tensor(kind: str, seed: int) -> Tensor:
-    return _random_tensor(kind, seed).to(DEVICE)
+def random_tensor(kind: str, seed: int, device: torch.device = DEVICE) -> Tensor:
+    return _random_tensor(kind, seed).to(device)
 
 
 def _random_tensor(kind: str, seed: int) -> Tensor:
@@ -284,13 +313,15 @@ def from_bfloat16(number: int, a: Tensor) -> Tensor:
 
 @_operation("d.e -> d.m", "sparse gradients", table=True)
 def embedding(number: int, table: Tensor) -> Tensor:
-    return functional.embedding(torch.tensor([number % 5, 1, number % 5]).to(DEVICE), table, sparse=True)
+    return functional.embedding(torch.tensor([number % 5, 1, number % 5]).to(table.device), table, sparse=True)
 
 
 @_operation("d.e -> d.m", "sparse gradients", table=True)
 def embedding_bag(number: int, table: Tensor) -> Tensor:
-    indices = torch.tensor([0, number % 5, 1, number // 5 % 5]).to(DEVICE)
-    return functional.embedding_bag(indices, table, torch.tensor([0, 1, 2]).to(DEVICE), mode="sum", sparse=True) / 2
+    indices = torch.tensor([0, number % 5, 1, number // 5 % 5]).to(table.device)
+    return (
+        functional.embedding_bag(indices, table, torch.tensor([0, 1, 2]).to(table.device), mode="sum", sparse=True) / 2
+    )
 
 
 # Functions with a backward of their own.

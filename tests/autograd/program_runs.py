@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from program import Block, Call, Fetch, Hook, Keep, Leaf, Load, Op, Pass, Program, Proxy, Retain, Wait
 from program_generator import generate
-from program_ops import DIRECT, OPERATIONS, disturb, random_tensor
+from program_ops import DIRECT, OPERATIONS, device_of, disturbed, random_tensor
 from torch import Tensor
 
 import backhaul.autograd as dist_autograd
@@ -66,7 +67,7 @@ def make_place(program: Program, worker: int, hooks_copy: bool) -> Place:
     place = Place({}, {}, hooks_copy)
     for leaf in program.leaves:
         if leaf.worker == worker:
-            tensor = random_tensor(leaf.kind, leaf.seed)
+            tensor = random_tensor(leaf.kind, leaf.seed, device_of(worker))
             if leaf.parameter:
                 tensor = torch.nn.Parameter(tensor)
             tensor.requires_grad_(leaf.requires_grad)
@@ -82,7 +83,7 @@ def make_place(program: Program, worker: int, hooks_copy: bool) -> Place:
 
 
 def first_grad(leaf: Leaf) -> Tensor:
-    return random_tensor(leaf.kind, leaf.seed + 2)
+    return random_tensor(leaf.kind, leaf.seed + 2, device_of(leaf.worker))
 
 
 def _recorder(place: Place, name: str) -> Callable[[Tensor], None]:
@@ -121,13 +122,27 @@ def each_of(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tuple(each_of(inner, change) for inner in value) if isinstance(value, tuple) else value
 
 
-def crossed(value: Any) -> Any:
-    """What another worker gets: clones. A tensor that occurs twice arrives as one."""
+class _Moved(torch.autograd.Function):
+    """A clone on another device. Torch's own ``to`` has no gradient that is sparse."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, device: torch.device) -> Tensor:
+        ctx.device = tensor.device
+        return tensor.to(device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].to(ctx.device), None
+
+
+def crossed(value: Any, to: int) -> Any:
+    """What another worker gets: clones on its device. A tensor that occurs twice arrives as one."""
     clones: dict[int, Tensor] = {}
 
     def clone(tensor: Tensor) -> Tensor:
         if id(tensor) not in clones:
-            clones[id(tensor)] = tensor.clone()
+            there = device_of(to)
+            clones[id(tensor)] = tensor.clone() if tensor.device == there else _Moved.apply(tensor, there)
         return clones[id(tensor)]
 
     return each_of(value, clone)
@@ -140,6 +155,9 @@ def callback(value: Any) -> Any:
 
 class Site:
     """Where one block runs."""
+
+    disturbs = False
+    """Whether operations on a GPU are held up, and run on other streams."""
 
     def __init__(self, program: Program, worker: int, place: Place) -> None:
         self.program = program
@@ -168,8 +186,10 @@ class Site:
         values = self.values
         match instruction:
             case Op(outs, operation, ins, number):
-                disturb(number)
-                result = OPERATIONS[operation].run(number, *(values[name] for name in ins))
+                given = [values[name] for name in ins]
+                with disturbed(number, given) if self.disturbs else nullcontext([]) as made:
+                    result = OPERATIONS[operation].run(number, *given)
+                    made.append(result)
                 values.update(zip(outs, undress(result), strict=True))
             case Load(out, key):
                 values[out] = self.place.values[key]
@@ -197,7 +217,10 @@ class Site:
         """The roots of a pass and their gradients."""
         source = self.values if which.initiator == self.program.driver else self.place.values
         roots = [source[root.name] for root in which.roots]
-        grads = [random_tensor(root.grad_kind, root.grad_seed) if root.grad_kind else None for root in which.roots]
+        device = device_of(self.worker)
+        grads = [
+            random_tensor(root.grad_kind, root.grad_seed, device) if root.grad_kind else None for root in which.roots
+        ]
         return roots, grads
 
 
@@ -235,9 +258,9 @@ class _LocalSite(Site):
         self.places = places
 
     def call(self, call: Call, payload: Any) -> Any:
-        payload = crossed(payload)
-        if call.mode == "forward":
-            payload = crossed(payload)
+        way = [call.via, call.to] if call.mode == "forward" else [call.to]
+        for worker in way:
+            payload = crossed(payload, worker)
         if call.mode == "direct":
             value = DIRECT[call.function][0](*undress(payload))
         else:
@@ -245,18 +268,17 @@ class _LocalSite(Site):
             value = _LocalSite(self.program, call.to, self.places).run(block, payload)
         if call.mode == "remote":
             return _LocalRef(call.to, value)
-        value = crossed(value)
-        if call.mode == "forward":
-            value = crossed(value)
+        for worker in [*reversed(way[:-1]), self.worker]:
+            value = crossed(value, worker)
         if call.mode == "async":
             return _LocalFuture(value)
         return _LocalFuture(callback(value)) if call.mode == "then" else value
 
     def fetch(self, rref: _LocalRef) -> Any:
-        return rref.value if rref.owner == self.worker else crossed(rref.value)
+        return rref.value if rref.owner == self.worker else crossed(rref.value, self.worker)
 
     def proxy(self, rref: _LocalRef) -> Any:
-        return torch.clone(rref.value.sin())
+        return crossed(rref.value.sin(), self.worker)
 
 
 def run_locally(program: Program) -> list[Outcome]:
@@ -272,7 +294,11 @@ def run_locally(program: Program) -> list[Outcome]:
         initiator = site if which.initiator == program.driver else _LocalSite(program, which.initiator, places)
         roots, grads = initiator.roots(which)
         roots = [root.value if isinstance(root, _LocalRef) else root for root in roots]
-        pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root.requires_grad]
+        pairs = [
+            (root, grad if grad is None else grad.to(root.device))
+            for root, grad in zip(roots, grads, strict=True)
+            if root.requires_grad
+        ]
         torch.autograd.backward(
             [root for root, _ in pairs], [grad for _, grad in pairs], retain_graph=which.retain_graph
         )
@@ -316,6 +342,8 @@ def _place(key: int) -> Place:
 
 
 class _BackhaulSite(Site):
+    disturbs = True
+
     def __init__(self, key: int) -> None:
         super().__init__(program_of(key), current().info.id, _place(key))
         self.key = key
@@ -480,7 +508,7 @@ def _solid(grad: Tensor | None) -> Tensor | None:
 def _same(program: Program, what: str, want: Tensor | None, have: Tensor | None) -> None:
     """None is as good as zero."""
     if want is not None and have is not None:
-        kinds = [(grad.dtype, grad.shape, grad.layout) for grad in (want, have)]
+        kinds = [(grad.dtype, grad.shape, grad.layout, grad.device) for grad in (want, have)]
         if kinds[0] != kinds[1]:
             raise Mismatch(f"{what} is {_brief(have)}, in one process {_brief(want)}")
     mine, theirs = _solid(want), _solid(have)
@@ -500,4 +528,4 @@ def _same(program: Program, what: str, want: Tensor | None, have: Tensor | None)
 
 
 def _brief(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout} on {tensor.device}"

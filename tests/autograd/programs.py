@@ -1,7 +1,8 @@
 """Random programs on Backhaul against one process, many at a time.
 
-python tests/autograd/programs.py FIRST LAST    # the programs of these seeds; those that fail are shown
-python tests/autograd/programs.py SEED          # one program, and if it fails the least of it that does
+python tests/autograd/programs.py FIRST LAST              # the programs of these seeds; those that fail are shown
+python tests/autograd/programs.py --processes FIRST LAST  # the same with workers that are processes
+python tests/autograd/programs.py SEED                    # one program, and if it fails the least of it that does
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import program_runs
 import torch
 from program import Block, Call, Keep, Leaf, Load, Program, made_by, needed_by
 from program_generator import generate
-from program_ops import DEVICE
+from program_ops import ON, device_of
 from program_runs import Mismatch, Outcome, collect, compare, drive, forget_all, install, run_locally
+from torch.utils._pytree import tree_map_only
 
 from backhaul import rpc
 from backhaul.autograd.graph import Component
@@ -34,8 +36,11 @@ from backhaul.autograd.part import Part
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster, scheduler
 from backhaul.worker import Worker, current
+from crew import Crew
 
 BATCH = 20
+WORKERS = 5
+"""As many as the largest programs have."""
 QUIET_SECONDS = 10.0
 PATIENCE = 0.005
 """Of the scheduler with a worker that waits for gradients: these come with another message, which it holds back."""
@@ -51,14 +56,25 @@ class Failed(AssertionError):
         self.seed = program.seed
 
 
+def options_of(worker: int, size: int) -> dict[str, Any]:
+    """The device maps of a worker, if there are GPUs: each worker's tensors go to the device of the receiver."""
+    if ON == "cpu":
+        return {}
+    if ON == "cuda":
+        return {"device_maps": "same"}
+    here = device_of(worker)
+    others = {f"worker{other}": device_of(other) for other in range(size)}
+    return {"device_maps": {name: {here: there} for name, there in others.items() if "cuda" in (here.type, there.type)}}
+
+
 @contextmanager
 def cluster_of(size: int, seed: int) -> Iterator[InProcessCluster]:
     """A cluster whose messages arrive in random order. With a GPU, every other one has real sockets."""
-    if DEVICE.type == "cuda" and seed % 2:
-        with InProcessCluster(size, sockets=True, options=RpcOptions(device_maps="same")) as cluster:
+    options = [RpcOptions(**options_of(worker, size)) for worker in range(size)]
+    if ON != "cpu" and seed % 2:
+        with InProcessCluster(size, sockets=True, options=options) as cluster:
             yield cluster
         return
-    options = RpcOptions(device_maps="same") if DEVICE.type == "cuda" else None
     before, scheduler.PATIENCE = scheduler.PATIENCE, PATIENCE
     try:
         with InProcessCluster(size, seed=seed, options=options) as cluster:
@@ -94,6 +110,8 @@ def run_in_process(program: Program, cluster: Sequence[Worker]) -> list[Outcome]
 
     def collect_from(worker: int, key: int, context: int) -> Outcome:
         with cluster[worker].as_current():
+            if ON != "cpu" and worker != program.driver:
+                torch.cuda.synchronize()  # this thread looks at what belongs to another worker
             return collect(key, context)
 
     with cluster[program.driver].as_current():
@@ -158,7 +176,8 @@ def check_many_here(seeds: Sequence[int]) -> list[str]:
 def _collect_from(worker: int, key: int, context: int) -> Outcome:
     # As a dict: that needs no pickle.
     fields = rpc.rpc_sync(f"worker{worker}", _collected, args=(key, context), timeout=program_runs.CALL_SECONDS)
-    return Outcome(**fields)
+    there = device_of(worker)  # the maps have brought them to a device of this worker
+    return Outcome(**tree_map_only(torch.Tensor, lambda tensor: tensor.to(there), fields))
 
 
 def _collected(key: int, context: int) -> dict[str, Any]:
@@ -334,8 +353,34 @@ def shrink(program: Program) -> Program:
     return least_that_fails(program, smaller, fails, type(fails(program)))
 
 
+def run_on_processes(seeds: Iterable[int], seconds: float) -> list[str]:
+    """Check programs with five processes, which all drive some at the same time. What went wrong."""
+    by_driver: dict[int, list[int]] = {}
+    for seed in seeds:
+        by_driver.setdefault(generate(seed).driver, []).append(seed)
+    with _Crew(WORKERS) as crew:
+        end = time.monotonic() + seconds
+        running = [crew[driver].start(check_many_here, seeds) for driver, seeds in by_driver.items()]
+        failures = [failure for each in running for failure in each.result(max(0.0, end - time.monotonic()))]
+        left = {rank: left for rank, hand in enumerate(crew) if (left := hand.run(left_here))}
+    return [*failures, *([f"after the programs there is still {left}"] if left else [])]
+
+
+class _Crew(Crew):
+    def place(self, rank: int, world_size: int | None) -> dict[str, Any]:
+        self._options = options_of(rank, WORKERS)
+        return super().place(rank, world_size)
+
+
 def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
+    if arguments and arguments[0] == "--processes":
+        first, last = map(int, arguments[1:])
+        start = time.monotonic()
+        failures = run_on_processes(range(first, last), 30 + (last - first))
+        print(*failures, f"{last - first} programs on processes, {len(failures)} failed", sep="\n", end="; ")
+        print(f"{time.monotonic() - start:.1f} s")
+        return 1 if failures else 0
     if len(arguments) == 1:
         program = generate(int(arguments[0]))
         error = fails(program)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from program_generator import generate
 from program_ops import OPERATIONS
 from program_runs import Mismatch, Outcome, compare, run_locally
-from programs import check_many_here, cluster_of, left_here, run, run_in_process
+from programs import cluster_of, run, run_in_process, run_on_processes
 
 from backhaul.autograd import graph
-from crew import Crew
 
 FEATURES = {operation.feature for operation in OPERATIONS.values()} | {
     "mode sync",
@@ -104,15 +102,8 @@ def test_20_000_programs() -> None:
 @pytest.mark.timeout(400)  # 20 s on a quiet machine of two processors; 114 s have been seen where ten wanted them
 def test_200_programs_on_processes() -> None:
     """Several drivers at once, so that contexts and passes overlap on every worker."""
-    by_driver: dict[int, list[int]] = {}
-    for seed in range(300, 500):
-        by_driver.setdefault(generate(seed).driver, []).append(seed)
-    with Crew(5) as crew:
-        running = [crew[driver].start(check_many_here, seeds) for driver, seeds in by_driver.items()]
-        end = time.monotonic() + 300
-        failures = [failure for each in running for failure in each.result(max(0.0, end - time.monotonic()))]
-        assert not failures, "\n".join(failures)
-        assert [hand.run(left_here) for hand in crew] == [{}] * 5
+    failures = run_on_processes(range(300, 500), 300)
+    assert not failures, "\n".join(failures)
 
 
 # The comparison notices.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="this machine has no GPU; `make cuda` runs these on one that has"))
 
 
-@pytest.fixture(params=["device segments", "host memory"])
+WAYS = {
+    "device segments": {"sockets": True},
+    "sockets": {"sockets": True, "pool": 0},
+    "messages": {"sockets": False},
+}
+
+
+@pytest.fixture(params=WAYS)
 def pair(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
-    """Two workers of this process, over unix sockets with segments of device memory, and over plain messages."""
-    sockets = request.param == "device segments"
-    with InProcessCluster(2, sockets=sockets, options=RpcOptions(device_maps="same")) as workers:
+    """Two workers of this process: with segments of device memory, with sockets alone, and with plain messages."""
+    way: dict[str, Any] = dict(WAYS[request.param])
+    pool = {"device_pool_bytes": way.pop("pool")} if "pool" in way else {}
+    with InProcessCluster(2, options=RpcOptions(device_maps="same", **pool), **way) as workers:
         yield workers

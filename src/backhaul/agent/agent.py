@@ -227,7 +227,9 @@ class Agent:
         if self.membership.dynamic:
             raise OptionError("device maps need a group whose members are known: give world_size")
         check_maps(found)
-        return WorkerDevices(self.me.name, found)
+        devices = WorkerDevices(self.me.name, found)
+        Future.devices = tuple(sorted({*Future.devices, *devices.streams.devices}))
+        return devices
 
     def start(self) -> None:
         """Let peers in. A newcomer greets all others, so that they know of it without the store."""
@@ -337,9 +339,11 @@ class Agent:
         self._post(line, frame)
 
     def _way_of_gradients(self, line: Line, tensors: Sequence[torch.Tensor]) -> Gradients | None:
-        if self.devices is None or not any(tensor.is_cuda for tensor in tensors):
+        if self.devices is None:
             return None
-        return Gradients(line.channel.device_lending)
+        if any(tensor.is_cuda for tensor in tensors):
+            return Gradients(line.channel.device_lending)
+        return Gradients(None) if self.devices.crosses else None
 
     def post_lazily(self, to: To, message: Any) -> None:
         """Send a one-way message that is in no hurry: with the next one, or at a tick. Raises `WorkerLostError`."""
@@ -362,6 +366,8 @@ class Agent:
                 self.post(to, message, tensors)
                 return
             staging: Gradients | None = Gradients(served.channel.device_lending)
+        elif self.devices is not None and self.devices.crosses:
+            staging = Gradients(None)
         else:
             staging = None
         frame = encode(message, tensors, staging)

@@ -570,9 +570,6 @@ class Calling(Line):
         except BaseException as error:  # it belongs to the thread that waits for the future
             future.settle(None, error)
         else:
-            devices = self._execution.devices
-            if devices is not None:
-                future.ready = devices.streams.mark(value)
             future.settle(value)
         self._count_settled(slot)
 

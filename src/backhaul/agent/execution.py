@@ -390,11 +390,15 @@ class Execution:
         future: Future[Any] = Future()
 
         async def run() -> None:
+            if self.devices is not None:
+                self.devices.streams.begin()
             try:
                 value = await coroutine
             except BaseException as error:
                 future.settle(None, error)
             else:
+                if self.devices is not None:
+                    self.devices.streams.leave_word()
                 future.settle(value)
 
         loop = self._running_loop()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from backhaul import current
+from backhaul.devices.streams import fresh as fresh_streams
+from backhaul.devices.streams import mark
 from backhaul.eager import eager
 from backhaul.errors import fresh, kept
 
@@ -45,7 +47,9 @@ class Future(torch.futures.Future[T]):
     _help: Callable[[], None] | None = None
     _attend: Callable[[], None] | None = None
     _settled = False
-    ready: Callable[[Any], None] | None = None
+    devices: tuple[int, ...] = ()
+    """The GPUs that values may have tensors on. Of the class: those that the workers of this process use."""
+    _ready: Callable[[Any], None] | None = None
     """Called with the value by each thread that gets it: makes tensors on GPUs ready on its current streams."""
     _value: Any = None
     _error: BaseException | None = None
@@ -53,10 +57,13 @@ class Future(torch.futures.Future[T]):
     def __init__(
         self,
         *,
+        devices: Sequence[int | str | torch.device] | None = None,
         help: Callable[[], None] | None = None,
         attend: Callable[[], None] | None = None,
     ) -> None:
         _make(self, [])
+        if devices is not None:
+            self.devices = tuple({*self.devices, *map(_index_of, devices)})
         if help is not None:
             self._help = help
         if attend is not None:
@@ -69,15 +76,22 @@ class Future(torch.futures.Future[T]):
             self.help()
             if not self._settled:
                 found = super().wait()
-                if self.ready is not None:
-                    self.ready(found)
+                if self._ready is not None:
+                    self._ready(found)
                 return found
         # As torch would, which gives the interpreter away to see.
         if self._error is not None:
             raise fresh(self._error)
-        if self.ready is not None:
-            self.ready(self._value)
+        if self._ready is not None:
+            self._ready(self._value)
         return self._value  # type: ignore[no-any-return]
+
+    def value(self) -> T:
+        """The value of a future that is done, ready on the current streams of GPUs; raises what the call raised."""
+        found = super().value()
+        if self._ready is not None:
+            self._ready(found)
+        return found
 
     def help(self) -> None:
         """Do what this thread can towards completion; return when no more can be done."""
@@ -95,7 +109,7 @@ class Future(torch.futures.Future[T]):
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
         """A future of ``callback(self)``, which runs once this one is done."""
         _require_callable(callback)
-        child: Future[S] = Future(help=self.help, attend=self.attend)
+        child: Future[S] = Future(devices=self.devices, help=self.help, attend=self.attend)
         context = contextvars.copy_context()
 
         def run(_: torch.futures.Future[T]) -> None:
@@ -107,7 +121,7 @@ class Future(torch.futures.Future[T]):
                 child.settle(value)
 
         self.has_callbacks = True
-        super().add_done_callback(run)
+        super().add_done_callback(self._on_streams(run))
         self.attend()
         return child
 
@@ -116,8 +130,20 @@ class Future(torch.futures.Future[T]):
         _require_callable(callback)
         context = contextvars.copy_context()
         self.has_callbacks = True
-        super().add_done_callback(lambda _: context.run(callback, self))
+        super().add_done_callback(self._on_streams(lambda _: context.run(callback, self)))
         self.attend()
+
+    def _on_streams(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
+        """The callback of a user, with streams of its own on the GPUs, as torch has it."""
+        devices = self.devices
+        if not devices:
+            return callback
+
+        def run(done: Any) -> None:
+            with fresh_streams(devices):
+                callback(done)
+
+        return run
 
     def when_done(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
         """`add_done_callback` for code of our own: quick, so that whoever completes this may run it."""
@@ -136,7 +162,11 @@ class Future(torch.futures.Future[T]):
 
             self.when_done(wake)
             yield from woken.__await__()
-        return super().wait()
+        return self.value()
+
+    def set_result(self, result: T) -> None:
+        """Complete it with a value, which `wait` then returns."""
+        self.settle(result)
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
         """Complete it with an error, which `wait` then raises."""
@@ -157,9 +187,16 @@ class Future(torch.futures.Future[T]):
 
             super()._set_unwrap_func(raise_copy)
             self._error = stored
+        elif self.devices:
+            self._ready = mark(value)
         self._value = value
         _complete(self, value)
         self._settled = True
+
+
+def _index_of(device: int | str | torch.device) -> int:
+    found = device if isinstance(device, int) else torch.device(device).index
+    return torch.cuda.current_device() if found is None else found
 
 
 def _resolve(woken: asyncio.Future[None]) -> None:

@@ -17,6 +17,7 @@ from backhaul.autograd.contexts import Contexts, Record, current, gone
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.functions import rank_of
 from backhaul.autograd.recording import Recorder
+from backhaul.devices.streams import use
 from backhaul.errors import BackhaulError, MisuseError, UnknownWorkerError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.refs.rref import RRef
@@ -105,10 +106,12 @@ class Autograd:
         record = self.contexts.get(id)
         if record is None:
             return {}
+        with record.lock:
+            found = dict(record.gradients)
         if self._agent.devices is not None:
             self._agent.devices.streams.catch_up()
-        with record.lock:
-            return dict(record.gradients)
+            use(list(found.values()))
+        return found
 
     def put_gradients(self, id: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Replace gradients of a context for leaves of this worker. They are the context's from now on."""

@@ -54,10 +54,9 @@ class ContextId(int):
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """See `backhaul.autograd.get_gradients`."""
-        record = self._record()
-        record.unread = False
-        with record.lock:
-            return dict(record.gradients)
+        self._record().unread = False
+        found: dict[torch.Tensor, torch.Tensor] = current.worker().autograd.gradients_here(self)
+        return found
 
     @property
     def sends(self) -> dict[int, Node]:

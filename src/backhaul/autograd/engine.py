@@ -53,6 +53,7 @@ from backhaul.autograd.passes import Running
 from backhaul.autograd.replicas import Replica, replicas
 from backhaul.autograd.run import Mine, Outcome, Parcel, Run, shortcut_of
 from backhaul.autograd.share import Share, Starts
+from backhaul.devices.streams import use
 from backhaul.eager import without_compiled_autograd
 from backhaul.edges.compression import devices_of, expanded
 from backhaul.errors import (
@@ -223,6 +224,7 @@ class Engine:
                             f"backward ran for more than its timeout of {timeout:g} s"
                             + (f": {busy} has gradients to work on" if busy else "")
                         )
+            self._make_ready(share)
         except BaseException as error:
             failure = error
             self.fail(share, error)
@@ -238,6 +240,12 @@ class Engine:
                 del self._running[share.backward.id]
             with record.lock:
                 record.shares.pop(share.backward.id, None)
+
+    def _make_ready(self, share: Share) -> None:
+        """The pass is over: have ``.grad`` ready on the current streams of the calling thread."""
+        if self.agent.devices is not None:
+            self.agent.devices.streams.catch_up()
+            use([leaf.grad for leaf in share.filled if leaf.grad is not None])
 
     def _begin(
         self, record: Record, root: torch.Tensor, retain_graph: bool, into_grad: bool, deadline: float
@@ -332,6 +340,8 @@ class Engine:
                 observers.emit(RunEnded(backward=share.backward.id, sources=tuple(component.sources)))
         if not share.backward.retain_graph:
             share.record.spend(component.sources)
+        if self.agent.devices is not None:  # before anybody learns that the run is over
+            self.agent.devices.streams.leave_word()
         return outcome
 
     def _follow(self, share: Share, gradients: Mine) -> Component | None:
@@ -410,6 +420,8 @@ class Engine:
             else:
                 self._run_engine(share, share.starts(component))
                 run.flush()
+                if self.agent.devices is not None:
+                    share.filled += leaves
         finally:
             self._holding.discard(run)
             functions.thread.run = before
@@ -452,7 +464,7 @@ class Engine:
             observers.emit(TorchBegan(backward=share.backward.id))
         try:
             if self.agent.devices is not None:
-                self.agent.devices.streams.use(values)
+                use(values)
             with on_one_thread(), without_compiled_autograd():
                 return _run_backward(
                     edges, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs

@@ -38,6 +38,24 @@ ROOT = 0
 NOTHING = torch.zeros((), device="cpu")
 """Stands for the gradient of a Send's output."""
 
+_on_gpus: dict[torch.device, torch.Tensor] = {}
+
+
+def nothing_on(device: torch.device) -> torch.Tensor:
+    """`NOTHING` on a device.
+
+    Torch's engine runs a node on the stream that was current when its outputs were made, and the nodes that get its
+    gradients wait for that stream. A node without outputs on a GPU has none. So the dummy of a tensor on a GPU is there
+    as well.
+    """
+    if device.type == "cpu":
+        return NOTHING
+    found = _on_gpus.get(device)
+    if found is None:
+        found = _on_gpus[device] = torch.zeros((), device=device)
+    return found
+
+
 _FIRST = (1 << 62) - 1
 
 Reach = tuple[tuple[int, ...], ...]
@@ -85,6 +103,9 @@ class SendRpc(torch.autograd.Function):
     def forward(ctx: Any, source: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.materialize_grads = False
         ctx.source = source
+        for tensor in tensors:
+            if tensor.is_cuda:
+                return nothing_on(tensor.device).data
         return NOTHING.data  # a tensor of its own, over the same memory
 
     @staticmethod

@@ -191,14 +191,16 @@ class Run:
 
     def _keep(self, source: int, gradient: torch.Tensor | None) -> None:
         """Keep a gradient for this worker, as if it had come in a message: with memory of its own."""
-        kept = (None if gradient is None else plain(gradient).clone(),)
+        kept = None if gradient is None else plain(gradient).clone()
         self.emitted.append(source)
         if self._agent.devices is not None:
+            if kept is not None:  # the tensor may have come back to another device than it left
+                kept = kept.to(self.share.record.sends[source].device)
             self._agent.devices.streams.leave_word()
         if self._waits:
-            self._hand_over(self.share, {source: kept})
+            self._hand_over(self.share, {source: (kept,)})
         else:
-            self._mine[source] = kept
+            self._mine[source] = (kept,)
 
     @property
     def outcome(self) -> Outcome:

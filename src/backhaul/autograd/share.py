@@ -20,9 +20,10 @@ from backhaul.agent.observing import GateOpens, GateWaits
 from backhaul.autograd import joint_hooks
 from backhaul.autograd.checking import Box, Charges
 from backhaul.autograd.contexts import Record
-from backhaul.autograd.functions import NOTHING, ROOT, Recv, passes_on, rank_of
+from backhaul.autograd.functions import ROOT, Recv, nothing_on, passes_on, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
 from backhaul.autograd.part import Part, Source
+from backhaul.devices.streams import use
 from backhaul.errors import ContextError, RpcTimeoutError, fresh, kept
 from backhaul.ids import WorkerInfo
 from backhaul.wire.messages import Pass, Shortcut
@@ -44,7 +45,7 @@ def _here(gradients: Gradients, agent: Agent) -> Gradients:
     """The gradients, ready on the current streams of the calling thread."""
     if agent.devices is not None:
         agent.devices.streams.catch_up()
-        agent.devices.streams.use([gradient for gradient in gradients if gradient is not None])
+        use([gradient for gradient in gradients if gradient is not None])
     return gradients
 
 
@@ -62,6 +63,8 @@ class Share:
         self.starter = rank_of(backward.id)
         self.record = record
         self._root = root
+        self.filled: list[torch.Tensor] = []
+        """The leaves of this worker whose ``.grad`` has been added to, if there are GPUs."""
         self.deadline = math.inf
         self.check_every = math.inf
         self._lock = threading.Lock()
@@ -215,7 +218,8 @@ class Share:
                         del self._box[source]
                     edges = [edge for source in sources for edge in self._source(source).node.next_functions]
                     return tuple(GradientEdge(*edge) for edge in edges), tuple(values)
-        return tuple(map(self.output, sources)), (NOTHING,) * len(sources)
+        outputs = tuple(map(self.output, sources))
+        return outputs, tuple(nothing_on(output.device) for output in outputs)
 
     def take_part(self, sources: Sequence[int]) -> dict[Node, list[int]]:
         """Recvs, and which of their outputs, that are newly known to take part, since these sources do."""

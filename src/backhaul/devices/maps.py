@@ -36,6 +36,12 @@ def map_between(all: Mapping[str, Devices], source: str, target: str) -> DeviceM
     return dict(mine.maps.get(target, {}))
 
 
+def cross(all: Mapping[str, Devices]) -> bool:
+    """Whether some map leads from a CPU to a GPU, or from a GPU to a CPU."""
+    pairs = [pair for each in all.values() for map in each.maps.values() for pair in map.items()]
+    return any((index_of(source) is None) != (index_of(target) is None) for source, target in pairs)
+
+
 def check(all: Mapping[str, Devices]) -> None:
     """Raise `OptionError`, in torch's words, if a worker's map names a worker or a device that does not exist."""
     for name, devices in all.items():

@@ -225,6 +225,7 @@ class _Opened:
         self._incoming: Incoming | None = None
         self._keep: tuple[object, ...] = ()
         self._lock = threading.Lock()
+        self._device = 0  # known once it is open
         fields = _FIELDS.unpack_from(page, _FIELDS_AT)
         _, self.size, self._filled, self._drained, self._uuid, self.id, self._name = fields
 
@@ -233,7 +234,13 @@ class _Opened:
         if incoming is None:
             with self._lock:
                 incoming = self._open()
-        incoming.drain(target.data_ptr(), size, driver.current_stream(target.get_device()))
+        if target.is_cuda:
+            incoming.drain(target.data_ptr(), size, driver.current_stream(target.get_device()))
+            return
+        # A gradient that was computed on a GPU, of a tensor that came from the CPU: the sender does not know that.
+        through = torch.empty(size, dtype=torch.uint8, device=f"cuda:{self._device}")
+        incoming.drain(through.data_ptr(), size, driver.current_stream(self._device))
+        target.copy_(through)
 
     def _open(self) -> Incoming:
         """With the first data, by the thread that wants it: it takes a while, and may fail."""
@@ -245,6 +252,7 @@ class _Opened:
             if near is not None:
                 os.close(descriptor)
                 self._keep = (near,)
+                self._device = near.device
                 self._incoming = _incoming(near.memory, *near.events)
                 return self._incoming
             try:
@@ -261,6 +269,7 @@ class _Opened:
             finally:
                 os.close(descriptor)
             self._keep = (memory, filled, drained)
+            self._device = device
             self._incoming = _incoming(memory, filled, drained)
         return self._incoming
 

@@ -16,7 +16,7 @@ from backhaul.devices.streams import Streams
 from backhaul.errors import UnsendableError
 from backhaul.wire import headers
 from backhaul.wire.frames import DEVICE_PLACE
-from backhaul.wire.tensors import view_of
+from backhaul.wire.tensors import pin, view_of
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +110,10 @@ class WorkerDevices:
             mine.update(_indices(maps.inverted(maps.map_between(all, name, me))))
         tolerate_streams()
         self.streams = Streams(sorted(mine))
+        if mine:
+            pin()
+        self.crosses = maps.cross(all)
+        """Whether some tensor goes from the CPU of a worker to a GPU of another, or the other way."""
         self._codes: dict[tuple[str, bool], dict[str, int]] = {}
         self._warned = False
 
@@ -135,8 +139,20 @@ class WorkerDevices:
         return Staging(codes, what, lending)
 
     def mapped(self, peer: str) -> tuple[str, ...]:
-        """The GPUs of a peer that this worker's map for it has."""
-        return tuple(there for there in maps.map_between(self._all, self._me, peer).values() if there != names.CPU)
+        """The GPUs of a peer that this worker's map for it has: results of calls come from there as they are."""
+        return self._mapped(self._me, peer)
+
+    def fetched(self, owner: str, by: str) -> tuple[str, ...]:
+        """The GPUs of an owner from which a worker fetches the value of a reference as it is.
+
+        A worker that fetches its own value needs no map.
+        """
+        if owner == by:
+            return tuple(f"cuda:{index}" for index in range(self._all[owner].count))
+        return self._mapped(by, owner)
+
+    def _mapped(self, source: str, target: str) -> tuple[str, ...]:
+        return tuple(there for there in maps.map_between(self._all, source, target).values() if there != names.CPU)
 
     def warn(self, text: str) -> None:
         if not self._warned:

@@ -68,6 +68,12 @@ def devices_mapped(owner: str) -> tuple[str, ...]:
     return () if devices is None else devices.mapped(owner)
 
 
+def devices_fetched(owner: str, by: str) -> tuple[str, ...]:
+    """The devices of a worker from which another one fetches the value of a reference as it is."""
+    devices = current().agent.devices
+    return () if devices is None else devices.fetched(owner, by)
+
+
 def arrived(value: Any, device: torch.device) -> Any:
     """Arguments that came to a module on that device: all are moved there."""
     return value if device.type == "cpu" else tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)

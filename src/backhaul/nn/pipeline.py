@@ -24,6 +24,7 @@ from backhaul import rpc
 from backhaul.eager import eager
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
 from backhaul.nn import served
+from backhaul.nn.device import devices_fetched
 from backhaul.nn.members import Kind, Spread, members, parameter_rrefs
 from backhaul.nn.modes import Modes
 from backhaul.nn.remote_module import RemoteModule
@@ -84,13 +85,15 @@ class Pipeline(Spread):
             return join(in_turn(stages, split(args, self.chunks)))
         outputs: deque[RRef[Any]] = deque()  # of each micro-batch, by the last stage that was started
         before: list[RRef[Any] | None] = [None] * len(stages)
+        takers = [*(stage.on for stage in stages[1:]), rpc.get_worker_info().name]
+        mapped = [devices_fetched(stage.on, by) for stage, by in zip(stages, takers, strict=True)]
         modes = Modes.here()
         try:
             for inputs in split(args, self.chunks):
                 value: Any = inputs
                 for index, stage in enumerate(stages):
                     module = stage.module_rref
-                    to_do = (module, stage.device, modes, value, before[index])
+                    to_do = (module, stage.device, modes, value, before[index], *filter(None, [mapped[index]]))
                     value = before[index] = rpc.remote(module.owner(), served.step, args=to_do)
                     if index == 0:
                         outputs.append(value)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from backhaul import rpc
+from backhaul.devices.host import on_cpu
 from backhaul.eager import eager
 from backhaul.errors import MisuseError, OptionError, UnsendableError
 from backhaul.nn import parties, served
@@ -204,7 +205,7 @@ class RemoteModule(Spread):
             hook(state_dict, prefix, local_metadata, strict, *lists)
         loading = Loading(
             prefix,
-            {key: value for key, value in state_dict.items() if key.startswith(prefix)},
+            on_cpu({key: value for key, value in state_dict.items() if key.startswith(prefix)}),
             metadata_within(prefix, local_metadata),
             strict,
             *lists,

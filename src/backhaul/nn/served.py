@@ -120,12 +120,18 @@ def register_hook(
 
 
 def step(
-    rref: RRef[nn.Module], device: str, modes: Modes, inputs: tuple[Any, ...] | RRef[Any], before: RRef[Any] | None
+    rref: RRef[nn.Module],
+    device: str,
+    modes: Modes,
+    inputs: tuple[Any, ...] | RRef[Any],
+    before: RRef[Any] | None,
+    mapped: Collection[str] = (),
 ) -> Any:
     """Run one micro-batch through a stage of a pipeline.
 
     ``inputs`` are arguments, or a reference to what the stage before makes of this micro-batch. ``before`` refers to
-    what this stage makes of the micro-batch before: that comes first. If it fails, so do all that follow.
+    what this stage makes of the micro-batch before: that comes first. If it fails, so do all that follow. ``mapped``
+    are the devices of this worker from which the next stage, or the pipeline's caller, takes tensors.
     """
     with modes.entered():
         # Fetched first, so that it is here when the stage is free. Only the pipeline's caller limits the time: how long
@@ -133,7 +139,7 @@ def step(
         value = inputs.to_here(0) if isinstance(inputs, RRef) else inputs
     if before is not None:
         before.to_here(0)
-    return run(rref, device, modes, value if isinstance(value, tuple) else (value,), {})
+    return run(rref, device, modes, value if isinstance(value, tuple) else (value,), {}, mapped)
 
 
 def finish(rref: RRef[Any]) -> None:

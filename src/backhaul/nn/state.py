@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from backhaul.nn.device import device_of, leaving
+from backhaul.devices.host import on_cpu
 
 _ASSIGN = "assign_to_params_buffers"
 
@@ -43,7 +43,7 @@ class Loading(NamedTuple):
 
 def save(module: nn.Module, prefix: str, keep_vars: bool) -> State:
     found = module.state_dict(prefix=prefix, keep_vars=keep_vars)
-    return State(leaving(dict(found), device_of(module, "cpu")), dict(getattr(found, "_metadata", {})))
+    return State(on_cpu(dict(found)), dict(getattr(found, "_metadata", {})))
 
 
 def load(module: nn.Module, loading: Loading) -> tuple[list[str], list[str], list[str]]:

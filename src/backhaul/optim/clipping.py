@@ -106,7 +106,8 @@ def norms(
     """The norms of the gradients of parameters here, with the places of these, for each type of number.
 
     Hundreds of norms are sent faster as one tensor. Those of `DTensor`s stay apart: some torches cannot take a stack of
-    norms that several processes have parts of to pieces.
+    norms that several processes have parts of to pieces. Norms come on the CPU, so that those of all devices can be
+    combined.
     """
     params = _params(holder)
     by_type: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
@@ -114,6 +115,7 @@ def norms(
         for place, gradient in enumerate(gradients.gradients_of(params, context_id)):
             if gradient is not None:
                 norm = torch.linalg.vector_norm(_values(gradient), norm_type)
+                norm = norm.cpu() if type(norm) is torch.Tensor and norm.is_cuda else norm
                 places, found = by_type.setdefault(norm.dtype, ([], []))
                 places.append(place)
                 found.append(norm)

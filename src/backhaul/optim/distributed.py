@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from backhaul import rpc
+from backhaul.devices.host import on_cpu
 from backhaul.eager import eager
 from backhaul.errors import MisuseError, OptionError, PartialError, UnsendableError
 from backhaul.ids import WorkerInfo
@@ -229,7 +230,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The state of all workers, as an optimizer of ``optimizer_class`` in one process would give it.
 
         Such an optimizer over the same parameters in the same order can load it, and so can this one, wherever the
-        parameters live. The tensors are copies.
+        parameters live. The tensors are copies on the CPU.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -328,10 +329,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for key, value in state.items():
             if key in places:
                 worker, index = places[key]
-                found[worker][1][index] = value
+                found[worker][1][index] = on_cpu(value)
             else:
                 for _, of_worker in found.values():
-                    of_worker[key] = value
+                    of_worker[key] = on_cpu(value)
         return found
 
 

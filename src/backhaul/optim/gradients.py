@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from backhaul import current
+from backhaul.devices.streams import use
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -25,7 +26,9 @@ def require(context_id: int | None) -> None:
 def gradients_of(params: Sequence[torch.Tensor], context_id: int | None) -> list[torch.Tensor | None]:
     """One for each parameter, None where there is none. ``context_id=None`` means ``.grad``."""
     if context_id is None:
-        return [param.grad for param in params]
+        found = [param.grad for param in params]
+        use([gradient for gradient in found if gradient is not None])
+        return found
     found = current.worker().autograd.gradients_here(context_id)
     return [found.get(param) for param in params]
 

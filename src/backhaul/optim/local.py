@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from backhaul.devices.host import on_cpu
 from backhaul.errors import MisuseError, OptionError
 from backhaul.optim import gradients, steps
 from backhaul.optim.claims import claims
@@ -240,7 +241,7 @@ class LocalOptimizer:
             state.pop(param, None)
 
     def export(self) -> tuple[list[Entries], dict[Any, Any]]:
-        """Entries of the groups in their order here, and the state by index here: copies that steps do not change.
+        """Entries of the groups in their order here, and the state by index here, on the CPU. All are copies.
 
         State that belongs to no parameter keeps its key.
         """
@@ -253,7 +254,7 @@ class LocalOptimizer:
                     "nothing else: what is not of parameters and groups cannot be put together from several workers"
                 )
             state = {key: copied(value) for key, value in found["state"].items()}
-            return [entries_of(group) for group in found["param_groups"]], state
+            return [entries_of(group) for group in found["param_groups"]], on_cpu(state)
 
     def load(self, groups: Sequence[Entries], state: Mapping[Any, Any]) -> dict[int, Entries]:
         """Take over what an `export` of as many groups and parameters gave. Returns the entries as they are then."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from backhaul.devices.host import on_cpu
 from backhaul.errors import MisuseError, OptionError, PartialError
 from backhaul.optim import gradients, local
 from backhaul.optim.distributed import DistributedOptimizer
@@ -79,7 +80,9 @@ class GradScaler(torch.amp.GradScaler):
         refuse(optimizer._parties, "a GradScaler")
         state = self._per_optimizer_states[id(optimizer)]
         try:
-            found = optimizer._everywhere("unscaling gradients", local.unscale, state.get("context_id"), inv_scale)
+            found = optimizer._everywhere(
+                "unscaling gradients", local.unscale, state.get("context_id"), on_cpu(inv_scale)
+            )
         except PartialError:
             # Some are unscaled and some are not: once more would be wrong, and so would a step.
             state["stage"] = OptState.UNSCALED

@@ -61,8 +61,13 @@ class References:
     def keep(self, value: Any) -> RefId:
         """Keep a value of this worker's; the caller has a copy of the reference."""
         cell = Cell()
-        cell.set(value)
+        self._set(cell, value)
         return self._holdings.keep(cell)
+
+    def _set(self, cell: Cell, value: Any) -> None:
+        if self._agent.devices is not None:
+            self._agent.devices.streams.leave_word()
+        cell.set(value)
 
     def dropped(self, ref: RefId) -> None:
         """A copy of a reference is gone. Called by finalizers."""
@@ -107,8 +112,17 @@ class References:
     def use(self, ref: RefId, run: Callable[[Cell], None]) -> None:
         """Run ``run(cell)`` once a value of ours is there: now, or on a thread of the pool."""
         cell = self._holdings.cell(ref)
-        if cell.when_ready(lambda: self._agent.pool.run(lambda: run(cell))):
-            run(cell)
+        devices = self._agent.devices
+
+        def run_here() -> None:
+            if devices is None:
+                run(cell)
+                return
+            with devices.streams.handling():
+                run(cell)
+
+        if cell.when_ready(lambda: self._agent.pool.run(run_here)):
+            run_here()
 
     def remote(
         self,
@@ -249,7 +263,7 @@ class References:
         if later:
             follow(value, lambda done: self._finish(cell, done, line, size))
         else:
-            cell.set(value)
+            self._set(cell, value)
             line.count_finished(size)
         return None
 
@@ -259,7 +273,7 @@ class References:
         except BaseException as error:
             cell.fail(error, self.me.name)
         else:
-            cell.set(value)
+            self._set(cell, value)
         line.count_finished(size)
 
     def _on_fetch(self, line: Line, envelope: Envelope) -> Frame | None:
@@ -282,6 +296,8 @@ class References:
                 line.count_finished(releases=False)
 
         if cell.when_ready(lambda: line.send_late(answer(), releases=1)):
+            if self._agent.devices is not None:
+                self._agent.devices.streams.catch_up()  # it may have been made since this request began
             return answer()
         return None
 

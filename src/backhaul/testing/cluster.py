@@ -23,6 +23,7 @@ class InProcessCluster(Sequence[Worker]):
 
     - ``seed``: a `Scheduler` of this seed decides the order of messages; else they arrive at once.
     - ``faults``: what goes wrong on the way.
+    - ``options``: those of all workers, or a list with those of each.
     - ``sockets``: use unix sockets instead of the memory transport.
 
     Leaving the block shuts all of them down at once. Inside ``with worker.as_current():`` the functions
@@ -35,7 +36,7 @@ class InProcessCluster(Sequence[Worker]):
         *,
         seed: int | None = None,
         faults: Faults | None = None,
-        options: RpcOptions | None = None,
+        options: RpcOptions | Sequence[RpcOptions] | None = None,
         sockets: bool = False,
     ) -> None:
         if sockets and seed is not None:
@@ -87,20 +88,21 @@ class InProcessCluster(Sequence[Worker]):
         return self._workers[rank]
 
     def _make(self, rank: int, size: int) -> Worker:
+        options = self._options[rank] if isinstance(self._options, Sequence) else self._options
         worker = Worker(
             f"worker{rank}",
             rank,
             size,
             store=self._store,
-            options=self._options,
-            transport=self._transport(),
+            options=options,
+            transport=self._transport(options),
         )
         if isinstance(self.network, Scheduler):
             self.network.attach(worker.agent)
         return worker
 
-    def _transport(self) -> Transport:
-        options = RpcOptions() if self._options is None else self._options
+    def _transport(self, given: RpcOptions | None) -> Transport:
+        options = RpcOptions() if given is None else given
         transport: Transport = StreamTransport(options) if self._sockets else MemoryTransport(self.network, options)
         return transport if self._faults is None else FaultyTransport(transport, self._faults)
 

@@ -27,6 +27,7 @@ from backhaul.wire.headers import Header
 INLINE = 64 * 1024  # buffers up to this size are copied into bytes when packing
 
 _HUGE = 4 * 1024 * 1024  # fresh memory from this size on asks for huge pages
+_MOST_PINNED = 256 * 1024 * 1024  # larger buffers for GPUs are received in ordinary memory
 _MADV_HUGEPAGE = 14
 
 _ABOUT_MAPS = (
@@ -36,6 +37,15 @@ _ABOUT_MAPS = (
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
+
+
+_pinning = False
+
+
+def pin() -> None:
+    """Receive what goes to GPUs in pinned memory from now on: nobody waits for the copies to the GPU."""
+    global _pinning
+    _pinning = True
 
 
 class Staging(Protocol):
@@ -389,7 +399,7 @@ class Landing:
     Memory is allocated by `put` and `place`, buffer by buffer. Not thread-safe.
     """
 
-    __slots__ = ("_alone", "_headers", "_leases", "_memory", "_owners", "_target", "claimed", "sizes")
+    __slots__ = ("_alone", "_headers", "_leases", "_memory", "_owners", "_pinned", "_target", "claimed", "sizes")
 
     sizes: Sequence[int]  # of each buffer, in bytes
     claimed: int  # see `headers.Table`
@@ -403,6 +413,7 @@ class Landing:
         self._owners = list(table.owners)
         self._leases: dict[int, Any] = {}
         self._alone: set[int] = set()  # buffers on GPUs that are exactly one tensor
+        self._pinned: set[int] = set()  # buffers in pinned memory
         self._target: torch.device | None = None
 
     @classmethod
@@ -471,6 +482,12 @@ class Landing:
         size = self.sizes[index]
         owner = self._owners[index]
         try:
+            if _pinning and self._goes_to_a_gpu(index):
+                memory = torch.empty(size, dtype=torch.uint8, device=_CPU, pin_memory=True)
+                self._owners[index] = None
+                self._pinned.add(index)
+                self._memory[index] = memory
+                return memory
             if modes.are_on():
                 with modes.off():
                     memory = _fresh(owner, size)
@@ -482,6 +499,14 @@ class Landing:
             _ask_for_huge_pages(memory.data_ptr(), size)
         self._memory[index] = memory
         return memory
+
+    def _goes_to_a_gpu(self, index: int) -> bool:
+        """Whether a buffer does, as far as its sender knows: a gradient goes where its tensor came from."""
+        return (
+            any(each.buffer == index and each.device >= headers.GPU for each in self._headers)
+            and self.sizes[index] <= _MOST_PINNED
+            and not modes.are_on()
+        )
 
     def _build_all(self, expected: Sequence[torch.device]) -> list[torch.Tensor]:
         following = iter(self._headers)
@@ -524,7 +549,12 @@ class Landing:
         if memory is None:
             raise ProtocolError(f"buffer {header.buffer} never arrived")
         if memory.device != target:
-            memory = self._memory[header.buffer] = memory.to(target, non_blocking=True)
+            # A GPU may read ordinary memory long after the copy was asked for. Of pinned memory, torch knows.
+            memory = self._memory[header.buffer] = memory.to(target, non_blocking=header.buffer in self._pinned)
+            self._pinned.discard(header.buffer)
+        elif header.buffer in self._pinned:
+            memory = self._memory[header.buffer] = memory.clone()  # the pinned memory goes back to its pool
+            self._pinned.remove(header.buffer)
         if self._owners[header.buffer] is not None:
             return memory
         strides = header.strides
