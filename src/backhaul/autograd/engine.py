@@ -492,8 +492,11 @@ class Engine:
         others = [leaf for leaf in leaves if leaf not in theirs]
         others += {each: None for replica in apart for each in replica.parameters}
         scratch = [leaf for replica in apart for leaf in replica.scratch]
+        streams = None if self.agent.devices is None else self.agent.devices.streams
         with record.lock:
             given = {each: record.gradients.get(each) for each in parameters}
+        if streams is not None:
+            streams.catch_up()
         given.update(dict.fromkeys((*others, *scratch)))
         with gradients.in_place_of_grad(given, share.require_going, lent=lent):
             self._run_engine(share, share.starts(component))
@@ -502,10 +505,14 @@ class Engine:
         with record.lock:
             if record.over or share.failed:
                 return
+            if streams is not None:
+                streams.catch_up()
             for parameter, gradient in made.items():
                 if gradient is not None:
                     record.gradients[parameter] = gradient.clone() if parameter in lent else gradient
             gradients.store(record.gradients, others, rest)
+            if streams is not None:
+                streams.leave_word()
 
     def _held(self, run: Run) -> None:
         """A run holds something back: see to it that it does not do so for long."""
@@ -534,9 +541,16 @@ class Engine:
         if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
             captured = gradients.run_hooks(leaves, captured, share.require_going)
         record = share.record
+        streams = None if self.agent.devices is None else self.agent.devices.streams
+        if streams is not None:
+            use([gradient for gradient in captured if gradient is not None])
         with record.lock:
             if not record.over and not share.failed:
+                if streams is not None:
+                    streams.catch_up()  # another thread may have added to a gradient since this run began
                 gradients.store(record.gradients, leaves, captured)
+                if streams is not None:
+                    streams.leave_word()
         if self.agent.observers.active:
             self.agent.observers.emit(Stored(backward=share.backward.id))
 

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from backhaul.compat import dtype_of_gradient
+from backhaul.devices.streams import Baton
 
 Captured = Sequence[torch.Tensor | None]
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -24,6 +25,7 @@ class _Lending:
 
     def __init__(self) -> None:
         self._returned = threading.Condition()
+        self._baton = Baton()
         self._lent: dict[int, int] = {}  # id of a leaf -> thread that has it
 
     @contextmanager
@@ -41,9 +43,11 @@ class _Lending:
                     self._lent.update(dict.fromkeys(new, thread))
                     break
             check()
+        self._baton.take()
         try:
             yield
         finally:
+            self._baton.leave()
             with self._returned:
                 for leaf in new:
                     del self._lent[leaf]

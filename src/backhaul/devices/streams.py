@@ -1,11 +1,14 @@
 """Streams: on which streams of the GPUs a worker's functions run, and what they may rely on.
 
-Each thread that handles requests has a stream of torch's pool on every GPU, so that calls of several threads can use a
-GPU side by side. What users may rely on is the order of the host: for the device, the work of a call is over before
-anything that a later call enqueues. For that, a thread *leaves word* before others can learn what it has done: its
-streams have something that others have not waited for. And a thread *catches up* when it begins something, or gets a
-value that another thread has made: its streams wait for those. Nobody waits for the device, and a thread that is alone
-enqueues nothing.
+A worker has one stream of torch's pool on every GPU that takes part, and all threads that handle its requests use it.
+So what they enqueue keeps the order of the host, memory that one of them frees is not reused before the others are done
+with it, and a lock orders the device as it orders the threads. A function that is to overlap with others on the device
+uses a stream of its own, as anywhere else.
+
+Threads of the user's have the streams that the user has chosen. For them, word is left and caught up with: a thread
+*leaves word* before others can learn what it has done, so that it is known that its streams have something that others
+have not waited for. And a thread *catches up* when it begins something, or gets a value that another thread has made:
+its streams wait for those. Nobody waits for the device, and a thread that is alone enqueues nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +27,14 @@ _Key = tuple[int, int, int]
 """Names a stream to torch: its id, the index of its device, and the kind of device."""
 
 
+def on_gpus(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value that are on GPUs."""
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.is_cuda]
+
+
 def mark(value: Any) -> Callable[[Any], None] | None:
     """A value has been made on the current streams: what makes it ready on those of another thread, if needed."""
-    tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.is_cuda]
+    tensors = on_gpus(value)
     if not tensors:
         return None
     events = []
@@ -53,6 +61,40 @@ def use(tensors: Sequence[torch.Tensor]) -> None:
             elif tensor.layout is torch.sparse_coo:
                 for part in (tensor._indices(), tensor._values()):
                     part.record_stream(stream)
+
+
+_in_use: set[int] = set()
+"""The GPUs that the workers of this process use."""
+
+
+class Baton:
+    """For threads that take turns with something on GPUs: each finds on the device what those before have left there.
+
+    A lock orders what threads do, and not what they have enqueued: whoever gets the lock also takes the baton, and
+    leaves it before the lock is free. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[int, torch.cuda.Event] = {}  # by device
+
+    def take(self) -> None:
+        """What the calling thread enqueues from now on waits for what was enqueued until the baton was left."""
+        if self._left:
+            with self._lock:
+                self._wait()
+
+    def leave(self) -> None:
+        if _in_use:
+            with self._lock:
+                self._wait()  # others may have left it meanwhile
+                for device in _in_use:
+                    self._left[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    self._left[device].record(torch.cuda.current_stream(device))
+
+    def _wait(self) -> None:
+        for device, event in self._left.items():
+            torch.cuda.current_stream(device).wait_event(event)
 
 
 @contextmanager
@@ -82,9 +124,8 @@ def _make_current(keys: Sequence[_Key]) -> None:
 
 
 class _ThreadState(threading.local):
-    streams: tuple[torch.cuda.Stream, ...] | None = None
-    """Of a thread of the worker's own."""
-    keys: tuple[_Key, ...] = ()
+    is_own = False
+    """It is a thread of the worker's own."""
 
 
 class Streams:
@@ -92,21 +133,24 @@ class Streams:
 
     def __init__(self, devices: Sequence[int]) -> None:
         self.devices = tuple(devices)
+        _in_use.update(devices)
         self._state = _ThreadState()
         self._lock = threading.Lock()
-        # Guarded by _lock; by device, streams on which something was enqueued that others have not waited for:
+        # Guarded by _lock:
+        self._own: tuple[_Key, ...] = ()  # the worker's streams, once there was a request
+        # By device, streams on which something was enqueued that others have not waited for:
         self._fresh: dict[int, set[driver.Stream]] = {device: set() for device in devices}
         self._events: dict[int, torch.cuda.Event] = {}
 
     def adopt_thread(self) -> None:
-        """The calling thread is the worker's own: it gets streams of its own with its first request."""
-        self._state.streams = ()
+        """The calling thread is the worker's own: it handles requests on the worker's streams."""
+        self._state.is_own = True
 
     @contextmanager
     def handling(self) -> Iterator[None]:
         """Inside, a request is handled. The current streams wait for what was before.
 
-        A thread of the worker's own has its own streams, and a thread of the user's those that the user has chosen.
+        A thread of the worker's own has the worker's, and a thread of the user's those that the user has chosen.
         """
         self.begin()
         try:
@@ -116,16 +160,16 @@ class Streams:
 
     def begin(self) -> None:
         """The calling thread begins something new: see `handling`. It calls `leave_word` when that is over."""
-        if self._state.streams is not None:
-            self._take_streams()
+        if self._state.is_own:
+            _make_current(self._own or self._make())
         self.catch_up()
 
-    def _take_streams(self) -> None:
-        state = self._state
-        if not state.streams:
-            state.streams = tuple(torch.cuda.Stream(device) for device in self.devices)  # type: ignore[no-untyped-call]
-            state.keys = tuple(map(_key, state.streams))
-        _make_current(state.keys)
+    def _make(self) -> tuple[_Key, ...]:
+        with self._lock:
+            if not self._own:
+                streams = [torch.cuda.Stream(device) for device in self.devices]  # type: ignore[no-untyped-call]
+                self._own = tuple(map(_key, streams))
+            return self._own
 
     def catch_up(self) -> None:
         """What the calling thread enqueues from now on waits for what others have enqueued before."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from backhaul.devices.streams import Baton
+
 
 class _Claim:
     """A context manager: inside the block it is granted."""
@@ -23,8 +25,10 @@ class _Claim:
 
     def __enter__(self) -> None:
         self._claims._make(self)
+        self._claims.baton.take()
 
     def __exit__(self, *_: object) -> None:
+        self._claims.baton.leave()
         self._claims._release(self)
 
     def must_wait_for(self, other: _Claim) -> bool:
@@ -38,6 +42,7 @@ class Claims:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
+        self.baton = Baton()
         self._claims: list[_Claim] = []  # held or waiting, in the order in which they were made
 
     def on(self, objects: Iterable[object]) -> _Claim:

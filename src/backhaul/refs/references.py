@@ -16,6 +16,7 @@ from backhaul.agent.execution import ASYNC_MARK, Execution, follow, name_for_peo
 from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
+from backhaul.devices.streams import on_gpus, use
 from backhaul.eager import eager
 from backhaul.errors import (
     BackhaulError,
@@ -202,9 +203,11 @@ class References:
             finally:
                 if handling:
                     self._agent.serving.resumed()
+        value = cell.get()
         if self._agent.devices is not None:
             self._agent.devices.streams.catch_up()
-        return cell.get()
+            use(on_gpus(value))
+        return value
 
     def _await_creation(self, ref: RefId, seconds: float) -> None:
         """Wait for the owner to confirm a creation of ours, and raise what went wrong with it.
