@@ -18,7 +18,8 @@ import torch
 from targets import LIVE, Colour, Frozen, Handle, Pair, Point, Right, codec
 
 from backhaul.ids import Addresses, RefId, ShareId
-from backhaul.security.handshake import CHALLENGE_SIZE, HELLO_HEAD_SIZE, MAGIC, WELCOME_HEAD_SIZE, Hello, Welcome
+from backhaul.security.handshake import Hello, Welcome
+from backhaul.security.handshake import encode as greeting
 from backhaul.wire import headers, trees
 from backhaul.wire.frames import encode, place
 from backhaul.wire.messages import (
@@ -130,16 +131,9 @@ def frame_seeds() -> list[bytes]:
 
 
 def greeting_seeds() -> list[bytes]:
-    hello = _pack(Hello("group", 1, "worker1", 0, Addresses("host", "/tmp/x", ("127.0.0.1", 80))))
-    welcomes = [_pack(Welcome(0, "worker0")), _pack(Welcome(0, "worker0", "it is shutting down"))]
-    found = []
-    for choice in range(8):
-        if choice & 1:
-            start = bytes([choice]) + MAGIC.ljust(CHALLENGE_SIZE, b"\1")
-            found += [start + bytes(WELCOME_HEAD_SIZE - 2) + struct.pack("<H", len(one)) + one for one in welcomes]
-        else:
-            start = bytes([choice]) + MAGIC.ljust(HELLO_HEAD_SIZE - 2, b"\1")
-            found.append(start + struct.pack("<H", len(hello)) + hello)
+    hello = greeting(Hello("group", 1, "worker1", 0, Addresses("host", "/tmp/x", ("127.0.0.1", 80))))
+    welcomes = [greeting(Welcome(0, "worker0")), greeting(Welcome(0, "worker0", "it is shutting down"))]
+    found = [b"\0" + hello, *(b"\1" + welcome for welcome in welcomes)]
     records = [b"\x16\x03\x01\x00\x05hello", b"\x16\x03\x01\x40\x00", b"\x15\x03\x03\x00\x02\x02\x28", b"GET / HTTP"]
     return [*found, *(bytes([choice]) + record for choice in (8, 9) for record in records)]
 

@@ -27,7 +27,7 @@ from reference_scripts import play
 from backhaul.edges.compression import expanded
 from backhaul.errors import AuthenticationError, MisuseError, ProtocolError, UnsendableError
 from backhaul.security import handshake
-from backhaul.security.handshake import ClientHandshake, Hello, ServerHandshake, Welcome
+from backhaul.security.handshake import HEAD_SIZE, Hello, Welcome
 from backhaul.security.tls import first_record
 from backhaul.transport.segments import Borrowing
 from backhaul.wire import headers, spans
@@ -42,7 +42,6 @@ SECONDS = 1.0
 MEMORY = 32 << 20
 LARGEST = 1 << 16  # tensors of more elements are not looked at: those that repeat one element can have any number
 
-_KEY = bytes(range(32))
 _SEGMENT = 1 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -136,53 +135,35 @@ def _segments() -> Borrowing:
 
 
 def greetings(data: bytes) -> None:
-    """Either side of a greeting, or the start of TLS. The first byte says which, and whether the peer knows the key."""
+    """Either side of a greeting, or the start of TLS. The first byte says which."""
     side, data = data[:1], data[1:]
     choice = side[0] if side else 0
-    knows = bool(choice & 2)
     try:
         if choice & 8:
             first_record(data, server=bool(choice & 1))
-            return
-        if choice & 1:
-            _greet_client(data, knows, trusted=not choice & 4)
+        elif choice & 1:
+            _greet_client(data)
         else:
-            _greet_server(data, knows)
+            _greet_server(data)
     except (AuthenticationError, ProtocolError):
-        return
-    require(knows, "a peer that does not know the key was believed")
+        pass
 
 
-def _greet_server(data: bytes, knows: bool) -> None:
-    server = ServerHandshake(_KEY)
-    head = data[: handshake.HELLO_HEAD_SIZE].ljust(handshake.HELLO_HEAD_SIZE, b"\0")
-    message = data[handshake.HELLO_HEAD_SIZE :]
-    if knows:
-        nonce = head[4 : 4 + handshake.NONCE]
-        proof = handshake._proof(_KEY, b"client", server.challenge[4:], nonce, message)
-        head = head[: 4 + handshake.NONCE] + proof + struct.pack("<H", len(message) % (1 << 16))
-    rest = server.receive_head(head)
+def _greet_server(data: bytes) -> None:
+    head, message = data[:HEAD_SIZE].ljust(HEAD_SIZE, b"\0"), data[HEAD_SIZE:]
+    rest = handshake.length_of_hello(head)
     require(rest <= handshake.MAX_MESSAGE, "a greeting may be of any length")
-    hello = server.receive_hello(message)
+    hello = handshake.decode_hello(message)
     require(type(hello) is Hello and type(hello.name) is str and type(hello.id) is int, f"{hello!r}")
-    server.answer(Welcome(0, "server", f"no {hello.name!r}"))
+    handshake.encode(Welcome(0, "server", f"no {hello.name!r}"))
 
 
-def _greet_client(data: bytes, knows: bool, trusted: bool) -> None:
-    client = ClientHandshake(_KEY, Hello("group", 1, "client", 0))
-    challenge = data[: handshake.CHALLENGE_SIZE].ljust(handshake.CHALLENGE_SIZE, b"\0")
-    sent = client.receive_challenge(challenge)
-    answer = data[handshake.CHALLENGE_SIZE :]
-    head = answer[: handshake.WELCOME_HEAD_SIZE].ljust(handshake.WELCOME_HEAD_SIZE, b"\0")
-    message = answer[handshake.WELCOME_HEAD_SIZE :]
-    if knows:
-        nonce = sent[4 : 4 + handshake.NONCE]
-        proof = handshake._proof(_KEY, b"server", challenge[4:], nonce, message) if trusted else bytes(handshake.PROOF)
-        head = proof + struct.pack("<H", len(message) % (1 << 16))
-    rest = client.receive_head(head)
+def _greet_client(data: bytes) -> None:
+    head, message = data[:HEAD_SIZE].ljust(HEAD_SIZE, b"\0"), data[HEAD_SIZE:]
+    rest = handshake.length_of_welcome(head)
     require(rest <= handshake.MAX_MESSAGE, "an answer may be of any length")
-    welcome = client.receive_welcome(message)
-    require(trusted and type(welcome) is Welcome and not welcome.refused, f"{welcome!r}")
+    welcome = handshake.decode_welcome(message)
+    require(type(welcome) is Welcome and not welcome.refused, f"{welcome!r}")
 
 
 # Values.

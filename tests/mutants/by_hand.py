@@ -164,9 +164,9 @@ MUTANTS = (
     ),
     Mutant(
         "security/handshake.py",
-        "the server believes any proof",
-        "trusted = hmac.compare_digest(expected, self._proof)",
-        "trusted = True",
+        "a client takes a refusal for a welcome",
+        "    require_welcome(welcome)\n    return welcome",
+        "    return welcome",
         ("tests/security/test_handshake.py",),
     ),
     Mutant(

@@ -31,7 +31,7 @@ from backhaul.errors import BackhaulError
 from backhaul.ids import Addresses
 from backhaul.rendezvous import Place, meet
 from backhaul.security import handshake
-from backhaul.security.handshake import ClientHandshake, Hello, Welcome
+from backhaul.security.handshake import HEAD_SIZE, Hello, Welcome
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.transport.stream import StreamTransport
 from backhaul.wire.decoder import Decoder, Envelope
@@ -343,10 +343,9 @@ class Line:
         self.socket = sock
         self._decoder = Decoder()
         self._found: list[Envelope] = []
-        client = ClientHandshake(b"", hello)
-        self.send(client.receive_challenge(self.receive(handshake.CHALLENGE_SIZE)))
-        rest = client.receive_head(self.receive(handshake.WELCOME_HEAD_SIZE))
-        self.welcome = client.receive_welcome(self.receive(rest))
+        self.send(handshake.encode(hello))
+        rest = handshake.length_of_welcome(self.receive(HEAD_SIZE))
+        self.welcome = handshake.decode_welcome(self.receive(rest))
 
     def send(self, data: bytes) -> None:
         """Send it; whoever has been cut off notices when it reads."""

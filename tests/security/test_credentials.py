@@ -78,7 +78,7 @@ except OSError as error:
 print("connected", flush=True)
 try:
     # A well-formed start of a greeting: a server that reads it would wait for the rest.
-    sock.sendall(b"BHL1" + bytes(32))
+    sock.sendall(b"BHL2")
     print("got", len(sock.recv(4096)), flush=True)
 except OSError as error:
     print("got 0", flush=True)
@@ -152,7 +152,7 @@ def test_another_user_is_refused_by_the_kernel_s_word_alone() -> None:
             assert visitor is not None
             with pytest.raises(AuthenticationError, match=rf"\(pid {process.pid}\) is of user {NOBODY}, not 0"):
                 admit(visitor, never, time.monotonic() + 5)
-            assert line(process) == "got 0"  # not even a challenge
+            assert line(process) == "got 0"  # not even a refusal
 
             began = time.monotonic()
             server = threading.Thread(target=serve_one, args=(listener,))
@@ -171,7 +171,7 @@ sock.listen()
 print("listening", flush=True)
 peer, _ = sock.accept()
 try:
-    peer.sendall(b"BHL1" + bytes(32))
+    peer.sendall(b"BHL2")
     print("got", len(peer.recv(4096)), flush=True)
 except OSError as error:
     print("got 0", flush=True)

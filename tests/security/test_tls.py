@@ -216,7 +216,7 @@ def test_an_older_version_of_tls(old: str) -> None:
 
 PLAIN = [
     b"GET / HTTP/1.1\r\n\r\n",
-    b"BHL1" + bytes(100),
+    b"BHL2" + bytes(100),
     b"\0",
     b"\x16\x02\x01",
     b"SSH-2.0-OpenSSH_9.6\r\n",

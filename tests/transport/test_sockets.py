@@ -17,7 +17,6 @@ from transport_group import HELLO, SECRET, SOON, Door, Group, receive, run, send
 
 from backhaul.errors import AuthenticationError, ProtocolError
 from backhaul.options import RpcOptions
-from backhaul.security.handshake import CHALLENGE_SIZE
 from backhaul.transport import stream
 from backhaul.transport.base import Addresses, ChannelClosed, Transport
 from backhaul.transport.memory import MemoryTransport, Network
@@ -51,8 +50,6 @@ def test_who_says_nothing_is_cut_off_and_holds_nobody_up(sockets: Group) -> None
     transport, door = sockets.door(patience=0.5)
     began = time.monotonic()
     with raw(transport) as silent:
-        if sockets.kind == "unix":  # over TCP, the other side speaks first
-            assert len(silent.recv(4096)) == CHALLENGE_SIZE
         sockets.connect(transport)
         assert time.monotonic() - began < 0.5
         door.channel().close()
@@ -66,7 +63,7 @@ def test_who_dribbles_has_no_more_time_than_others(sockets: Group) -> None:
     transport, door = sockets.door(patience=0.4)
     began = time.monotonic()
     with raw(transport) as slow:
-        slow.sendall(b"BHL1")
+        slow.sendall(b"BHL2")
         slow.settimeout(0.1)
         while True:
             try:
@@ -84,7 +81,7 @@ def test_who_dribbles_has_no_more_time_than_others(sockets: Group) -> None:
 
 def test_a_thousand_connections_of_garbage(sockets: Group) -> None:
     transport, door = sockets.door(patience=2.0)
-    openings = [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"BHL1", b"BHL1" + b"\xff" * 200, os.urandom(70), b"\0" * 5000]
+    openings = [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"BHL2", b"BHL2" + b"\xff" * 200, os.urandom(70), b"\0" * 5000]
     for opening in itertools.islice(itertools.cycle(openings), 1000):
         with raw(transport) as sock:
             try:

@@ -20,7 +20,7 @@ from backhaul.doctor.places import RUNTIME_DIR_VARIABLE
 from backhaul.errors import BackhaulError
 from backhaul.ids import GUEST
 from backhaul.security import handshake
-from backhaul.security.handshake import ClientHandshake, Hello
+from backhaul.security.handshake import HEAD_SIZE, Hello
 
 PATIENCE = 2.0
 """Seconds that all workers together have to greet."""
@@ -55,12 +55,11 @@ def run(wanted: int, name: str | None) -> int:
 def greet(path: Path, deadline: float) -> str:
     """The name of the worker that listens there. Raises OSError, TimeoutError included, or `BackhaulError`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        client = ClientHandshake(b"", Hello("", GUEST, "guest", GUEST))
         _limit(sock, deadline)
         sock.connect(os.fspath(path))
-        sock.sendall(client.receive_challenge(_receive(sock, handshake.CHALLENGE_SIZE, deadline)))
-        rest = client.receive_head(_receive(sock, handshake.WELCOME_HEAD_SIZE, deadline))
-        return client.receive_welcome(_receive(sock, rest, deadline)).name
+        sock.sendall(handshake.encode(Hello("", GUEST, "guest", GUEST)))
+        rest = handshake.length_of_welcome(_receive(sock, HEAD_SIZE, deadline))
+        return handshake.decode_welcome(_receive(sock, rest, deadline)).name
 
 
 def _receive(sock: socket.socket, count: int, deadline: float) -> bytes:

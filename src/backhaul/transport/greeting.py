@@ -19,7 +19,7 @@ from backhaul.errors import AuthenticationError
 from backhaul.ids import GUEST
 from backhaul.options import RpcOptions
 from backhaul.security import handshake
-from backhaul.security.handshake import ClientHandshake, Hello, ServerHandshake, Welcome, disagreement
+from backhaul.security.handshake import HEAD_SIZE, Hello, Welcome, disagreement
 from backhaul.transport.base import Channel, ChannelClosed, Want
 from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, remaining
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Steps = Generator[Want, None, T]
 
-# TLS, or the kernel, vouches for the peer: the greeting itself has nothing to prove.
-_NO_KEY = b""
 _LONGEST_LIST = 1000
 _EVENTS: dict[Want, int] = {"read": select.POLLIN, "write": select.POLLOUT}
 
@@ -106,10 +104,8 @@ def receive_visitor(
     """
     names = yield from line.open()
     on_trusted()
-    server = ServerHandshake(_NO_KEY)
-    yield from line.say(server.challenge)
-    rest = server.receive_head((yield from line.hear(handshake.HELLO_HEAD_SIZE)))
-    hello = server.receive_hello((yield from line.hear(rest)))
+    rest = handshake.length_of_hello((yield from line.hear(HEAD_SIZE)))
+    hello = handshake.decode_hello((yield from line.hear(rest)))
     if names is None or hello.name in names:
         welcome = judge(hello)
     else:
@@ -124,7 +120,7 @@ def receive_visitor(
     line.checks = line.checks or hello.checks
     if line.checks:
         welcome = msgspec.structs.replace(welcome, checks=True)
-    yield from line.say(server.answer(welcome))
+    yield from line.say(handshake.encode(welcome))
     if welcome.refused:
         raise AuthenticationError(f"refused worker {hello.name!r}: {welcome.refused}")
     return hello
@@ -135,11 +131,9 @@ def visit(line: Line, hello: Hello) -> Steps[Welcome]:
     names = yield from line.open()
     if line.checks:
         hello = msgspec.structs.replace(hello, checks=True)
-    client = ClientHandshake(_NO_KEY, hello)
-    challenge = yield from line.hear(handshake.CHALLENGE_SIZE)
-    yield from line.say(client.receive_challenge(challenge))
-    rest = client.receive_head((yield from line.hear(handshake.WELCOME_HEAD_SIZE)))
-    welcome = client.receive_welcome((yield from line.hear(rest)))
+    yield from line.say(handshake.encode(hello))
+    rest = handshake.length_of_welcome((yield from line.hear(HEAD_SIZE)))
+    welcome = handshake.decode_welcome((yield from line.hear(rest)))
     if names is not None and welcome.name not in names:
         raise AuthenticationError(
             f"what listens there says that it is {welcome.name!r}, and its certificate is for {_listed(names)}"
