@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from backhaul.agent.activity import Wait
 from backhaul.agent.logs import link_logger
 from backhaul.agent.observing import Sent
 from backhaul.agent.outbox import Departure, Outbox
@@ -59,6 +60,7 @@ class Line:
         self.calls_started = 0  # of the user's, that came here; written by the thread that reads
         self.calls_finished = 0  # guarded by _lock
         self._serving = serving
+        self._observers = serving.observers
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         # Taken before _sending by pumping threads, and by others while there are some: they get _sending in turn.
@@ -88,6 +90,10 @@ class Line:
     def silent(self, now: float) -> float:
         """For how many seconds the peer has not answered a ping; 0 if it owes no answer to one."""
         return 0.0
+
+    def waits(self) -> list[tuple[int, Wait]]:
+        """The threads that wait for the replies to requests of their own, and what each waits for."""
+        return []
 
     @property
     def ended(self) -> bool:
@@ -138,10 +144,9 @@ class Line:
                 self._broke(error)
             elif afterwards is not None:
                 afterwards()
-        observers = self._serving.observers
-        if observers.active:
+        if self._observers:
             sent = Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=True, frames=count)
-            observers.emit(sent)
+            self._observers.emit(sent)
 
     def reply_late(self, frame: Frame, size: int = 0) -> None:
         """Send the reply to a call after its request, of ``size`` bytes, has been handled. Never waits."""
