@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from backhaul.agent.activity import Wait
+from backhaul.agent.activity import Description, Wait
 from backhaul.agent.logs import link_logger
 from backhaul.agent.observing import Sent
 from backhaul.agent.outbox import Departure, Outbox
@@ -202,7 +202,8 @@ class Line:
             with self._sending:
                 waits = self._outbox.await_room(waiter)
             if waits:
-                waiter.sleep(math.inf)
+                with self._serving.activity.waits(partial(self._describe_room, self._outbox.waiting, math.inf)):
+                    waiter.sleep(math.inf)
 
     @property
     def unsent(self) -> int:
@@ -266,24 +267,32 @@ class Line:
             handling = False
         try:
             departure.pumps = departure.pumps or duty
-            while not departure.left:
-                if departure.lost:
-                    raise ChannelClosed(self._dead or "the connection ended")
-                if departure.pumps:
-                    in_time = self._pump(departure, deadline)
-                else:
-                    in_time = departure.waiter.sleep(max(0.0, deadline - time.monotonic()))
-                if not in_time and self._give_up(departure):
-                    raise RpcTimeoutError(
-                        f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than set "
-                        "timeout"
-                    )
+            with self._serving.activity.waits(partial(self._describe_room, departure.frame.size, deadline)):
+                self._await_departure(departure, departure.waiter, deadline)
         except BaseException:
             self._give_up(departure)  # if this thread was interrupted: another one pumps
             raise
         finally:
             if handling:
                 self._serving.resumed()
+
+    def _await_departure(self, departure: Departure, waiter: Waiter, deadline: float) -> None:
+        while not departure.left:
+            if departure.lost:
+                raise ChannelClosed(self._dead or "the connection ended")
+            if departure.pumps:
+                in_time = self._pump(departure, deadline)
+            else:
+                in_time = waiter.sleep(max(0.0, deadline - time.monotonic()))
+            if not in_time and self._give_up(departure):
+                raise RpcTimeoutError(
+                    f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than set "
+                    "timeout"
+                )
+
+    def _describe_room(self, size: int, deadline: float) -> Description:
+        """What a thread waits for whose message does not fit."""
+        return {"kind": "room", "peer": self.peer.name, "bytes": size, "deadline": deadline}
 
     def _give_up(self, departure: Departure) -> bool:
         """Its thread waits no longer. A frame that has begun leaves all the same: the peer needs all of it.
