@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,6 +73,21 @@ def test_a_thread_that_waits_for_its_call_is_seen_until_the_reply_has_come(pair:
     waits(pair[0], 0)
     waits(pair[1], 0)
     assert pair[1].agent.activity.handling() == {}
+
+
+def test_a_thread_that_was_interrupted_does_not_wait_any_more(pair: list[Worker]) -> None:
+    def interrupt() -> None:
+        assert began.wait(30)
+        waits(pair[0], 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pair[0].as_current(), pytest.raises(KeyboardInterrupt):
+        rpc.rpc_sync("worker1", stand_still)
+    other.join()
+    assert pair[0].agent.calling()[0].outstanding == 1
+    assert pair[0].agent.activity.all_waits() == {}
 
 
 def test_several_threads_that_wait_for_one_future_are_all_seen(pair: list[Worker]) -> None:

@@ -159,13 +159,7 @@ class Calling(Line):
 
     def ask(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Any:
         """Send a request and return its reply's value, or raise."""
-        slot = Slot(
-            next(self._ids),
-            what,
-            deadline,
-            is_call,
-            thread=get_ident(),
-        )
+        slot = Slot(next(self._ids), what, deadline, is_call, thread=get_ident())
         if self._observers:
             return self._ask_observed(slot, make)
         self._request(slot, make(slot.id), watched=False)
@@ -370,6 +364,9 @@ class Calling(Line):
                     # At the call's deadline, too: shorter ones would never find out that the link is stuck.
                     if self._state.reads == reads and (now - began >= self._patience / 4 or now >= slot.deadline):
                         self.check_alive()
+        except BaseException:  # the thread was interrupted: the slot stays, and the thread does not wait for it
+            slot.since = 0.0
+            raise
         finally:
             if unread:
                 self._watch.take_over()
