@@ -25,6 +25,9 @@ PACKAGE = Path(backhaul.__file__).parent
 MOST = 0.02
 """The share of all bytecodes of a call, or of a step with its pass, at both ends together."""
 
+ONCE_A_THREAD = {"agent/activity new_note", "agent/activity __init__"}
+"""A slow request has another thread take the lead."""
+
 LEFT = r"if .*observers( or | and |:)|profiler_is_on\(\)|with .*activity\.waits|\.handles = "
 
 
@@ -126,8 +129,8 @@ def test_a_call_enters_no_code_for_those_who_look_and_a_pass_enters_only_notes_o
                 sys.setprofile(None)
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
-    assert of_calls == {}
-    assert set(of_passes) <= {"agent/activity waits"}
+    assert set(of_calls) <= ONCE_A_THREAD
+    assert set(of_passes) <= ONCE_A_THREAD | {"agent/activity waits"}
 
 
 @pytest.mark.timeout(120)
