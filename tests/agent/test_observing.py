@@ -103,17 +103,17 @@ def told(connected: InProcessCluster) -> Iterator[tuple[Told, Told]]:
 
 def test_observers_come_and_go() -> None:
     observers = Observers()
-    assert not observers.active
+    assert not observers
     heard: list[tuple[str, Event]] = []
     stops = [observers.add(lambda event, name=name: heard.append((name, event))) for name in "ab"]
-    assert observers.active
+    assert observers
     first, second = Invoked(what="f"), Returned(failed=False)
     observers.emit(first)
     stops[0]()
-    assert observers.active
+    assert observers
     observers.emit(second)
     stops[1]()
-    assert not observers.active
+    assert not observers
     observers.emit(Invoked(what="f"))
     stops[1]()
     assert heard == [("a", first), ("b", first), ("b", second)]
@@ -132,7 +132,7 @@ def test_nothing_is_made_while_nobody_observes(pair: InProcessCluster, monkeypat
         for module in modules:
             if vars(module).get(kind.__name__) is kind and module is not observing:
                 monkeypatch.setattr(module, kind.__name__, lambda kind=kind, **_: made.append(kind.__name__))
-    assert not any(worker.agent.observers.active for worker in pair)
+    assert not any(worker.agent.observers for worker in pair)
     use_everything(pair)
     assert made == []
 
@@ -213,7 +213,7 @@ def test_an_observer_that_is_gone_hears_nothing_more(connected: InProcessCluster
     for each in told:
         each.stop()
     before = [list(each.events) for each in told]
-    assert not any(worker.agent.observers.active for worker in connected)
+    assert not any(worker.agent.observers for worker in connected)
     connected[0].rpc_sync("worker1", int)
     assert [each.events for each in told] == before
 

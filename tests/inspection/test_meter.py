@@ -56,13 +56,13 @@ def await_served(worker: Worker, name: str, count: int) -> None:
 
 def test_the_first_question_switches_it_on(pair: InProcessCluster) -> None:
     pair[0].rpc_sync("worker1", watched.double, (torch.ones(1),))
-    assert not pair[0].agent.observers.active
+    assert not pair[0].agent.observers
     first = figures(pair[0])
     assert first["on"] is True
     assert first["calls"] == first["recent"] == []
     assert first["frames"] == {"sent": 0, "received": 0}
-    assert pair[0].agent.observers.active
-    assert not pair[1].agent.observers.active
+    assert pair[0].agent.observers
+    assert not pair[1].agent.observers
     pair[0].rpc_sync("worker1", watched.double, (torch.ones(1),))
     assert counts(pair[0], "sent") == {"double": (1, 0)}
 
@@ -232,7 +232,7 @@ def test_the_first_event_that_comes_too_late_switches_it_off(trio: InProcessClus
     assert meter.on
     trio[0].rpc_sync("worker1", watched.double, (torch.ones(1),))
     assert not meter.on
-    assert not trio[0].agent.observers.active
+    assert not trio[0].agent.observers
     assert meter.figures_if_on() is None
     again = meter.figures()
     assert again["since"] > since

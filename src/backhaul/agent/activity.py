@@ -4,22 +4,31 @@ This is for people who look at a running worker, and above all at one that stand
 fact, so these notes are taken all the time. Each costs a fraction of a microsecond. They are written by the thread that
 they are about, without a lock, and read by other threads.
 
+- A thread that handles messages has a `Note`, one for all of them. It writes there what it handles.
+- A thread that waits for the reply to a call of its own writes that into the request's slot (`pending.Slot`), which is
+  gone when the reply has come.
+- All other waits are in ``waiting``.
+
 A thread that waits may handle messages meanwhile, which may wait in turn: each note has the one that it hides.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from backhaul.ids import WorkerInfo
+from backhaul.wire.decoder import Envelope
 
 Description = dict[str, Any]
+
+_FEW = 256
 
 
 class Handling(msgspec.Struct, frozen=True, gc=False):
@@ -29,6 +38,19 @@ class Handling(msgspec.Struct, frozen=True, gc=False):
     message: Any
     since: float
     before: Handling | None = None
+
+
+Handled = tuple[WorkerInfo, Envelope, float] | tuple[WorkerInfo, Envelope, float, Any]
+"""What a thread handles, and since when. The fourth, if there is one, is what the thread had begun with before."""
+
+
+class Note:
+    """What one thread handles, if it handles something. Only that thread writes here; see `Activity.new_note`."""
+
+    __slots__ = ("handles",)
+
+    def __init__(self) -> None:
+        self.handles: Handled | None = None
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -47,16 +69,62 @@ class Late(msgspec.Struct, frozen=True, gc=False):
     since: float
 
 
+class Asking(Protocol):
+    """A line on which threads wait for replies."""
+
+    def waits(self) -> list[tuple[int, Wait]]:
+        """These threads, and what each waits for."""
+
+
 class Activity:
     """The notes of one worker, by thread. Times are those of `time.monotonic`."""
 
-    __slots__ = ("handling", "late", "waiting")
+    __slots__ = ("_forget_at", "_notes", "late", "lines", "waiting")
 
     def __init__(self) -> None:
-        self.handling: dict[int, Handling] = {}
+        self._notes: dict[int, Note] = {}
+        self._forget_at = _FEW
         self.waiting: dict[int, Wait] = {}
+        self.lines: Callable[[], Iterable[Asking]] = lambda: ()
+        """The lines on which threads may wait for replies."""
         self.late: dict[tuple[int, int], Late] = {}
         """By the rank of the caller and the number of the call."""
+
+    def new_note(self) -> Note:
+        """The note of the calling thread, which has none yet."""
+        if len(self._notes) >= self._forget_at:  # some are of threads that have ended
+            alive = {thread.ident for thread in threading.enumerate()}
+            for thread, each in list(self._notes.items()):
+                if thread not in alive and each.handles is None:
+                    self._notes.pop(thread, None)
+            self._forget_at = 2 * len(self._notes) + _FEW
+        note = self._notes[get_ident()] = Note()
+        return note
+
+    def handling(self) -> dict[int, Handling]:
+        """What each thread handles now, by thread."""
+        found = ((thread, _read(note.handles)) for thread, note in list(self._notes.items()))
+        return {thread: handling for thread, handling in found if handling is not None}
+
+    def handled_by(self, thread: int) -> Handling | None:
+        """What a thread handles now."""
+        note = self._notes.get(thread)
+        return None if note is None else _read(note.handles)
+
+    def all_waits(self) -> dict[int, list[Wait]]:
+        """What each thread that waits waits for, by thread, the innermost first."""
+        found: dict[int, list[Wait]] = {}
+        for thread, innermost in list(self.waiting.items()):
+            wait: Wait | None = innermost
+            while wait is not None:
+                found.setdefault(thread, []).append(wait)
+                wait = wait.before
+        for line in self.lines():
+            for thread, each in line.waits():
+                found.setdefault(thread, []).append(each)
+        for waits in found.values():
+            waits.sort(key=lambda wait: -wait.since)
+        return found
 
     @contextmanager
     def waits(self, describe: Callable[[], Description]) -> Iterator[None]:
@@ -71,3 +139,10 @@ class Activity:
                 del self.waiting[thread]
             else:
                 self.waiting[thread] = before
+
+
+def _read(handled: Handled | None) -> Handling | None:
+    if handled is None:
+        return None
+    peer, envelope, since, *before = handled
+    return Handling(peer, envelope.message, since, _read(before[0]) if before else None)

@@ -16,15 +16,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from backhaul.agent import autocast
 from backhaul.agent.accounts import Accounts
-from backhaul.agent.activity import Activity, Handling
+from backhaul.agent.activity import Activity
 from backhaul.agent.calling import Calling
 from backhaul.agent.completions import Completions
 from backhaul.agent.door import PATIENCE, Door
@@ -44,7 +43,7 @@ from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed
 from backhaul.agent.pool import Pool
 from backhaul.agent.presence import Presence
 from backhaul.agent.serving import Handler, Served, Serving
-from backhaul.agent.tracing import spanning, spanning_future
+from backhaul.agent.tracing import Span, spanning, spanning_future, traced
 from backhaul.agent.waiting import Vigils
 from backhaul.agent.watch import Watch
 from backhaul.devices.maps import check as check_maps
@@ -91,6 +90,8 @@ _BREACH_SECONDS = 4.0
 _FOR_GUESTS = (Inspect, Ping)
 
 To = str | int | WorkerInfo
+
+T = TypeVar("T")
 
 
 class Agent:
@@ -155,6 +156,7 @@ class Agent:
         """Those who are told what happens here."""
         self.activity = Activity()
         self.accounts = Accounts()
+        self.activity.lines = self.accounts.lines
         self._ids = itertools.count(1)  # of requests, over all lines: with this worker's name, they name a call
         label = f"backhaul-{self.me.name}"
         self.pool = Pool(label, options.num_worker_threads, enter)
@@ -281,18 +283,13 @@ class Agent:
 
         ``timeout`` is in seconds, or infinity; ``what`` is what errors call it.
         """
-        if self.observers.active:
-            self.observers.emit(Asked(peer=str(to), what=what or name_for_people(function)))
         name = what or name_for_people(function)
-
-        def call() -> Any:
-            line = self._route(to, time.monotonic() + timeout)
-            make = self._request(line, function, args, kwargs)
-            # From here on: packing the arguments does not count.
-            return line.ask(make, name, time.monotonic() + timeout, is_call=True)
-
-        tracing = self.execution.tracing
-        return call() if tracing is None else spanning(tracing.begin(name, to), call)
+        if self.observers:
+            return self._observed(Calling.ask, spanning, to, function, args, kwargs, timeout, name)
+        line = self._route(to, time.monotonic() + timeout)
+        make = self._request(line, function, args, kwargs)
+        # From here on: packing the arguments does not count.
+        return line.ask(make, name, time.monotonic() + timeout, is_call=True)
 
     def call_async(
         self,
@@ -304,18 +301,36 @@ class Agent:
         what: str | None = None,
     ) -> Future[Any]:
         """A future of that value."""
-        if self.observers.active:
-            self.observers.emit(Asked(peer=str(to), what=what or name_for_people(function)))
         name = what or name_for_people(function)
+        if self.observers:
+            return self._observed(Calling.ask_async, spanning_future, to, function, args, kwargs, timeout, name)
+        line = self._route(to, time.monotonic() + timeout)
+        make = self._request(line, function, args, kwargs)
+        # From here on: packing the arguments does not count.
+        return line.ask_async(make, name, time.monotonic() + timeout, is_call=True)
 
-        def call() -> Future[Any]:
+    def _observed(
+        self,
+        ask: Callable[..., T],
+        within: Callable[[Span, Callable[[], T]], T],
+        to: To,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        timeout: float,
+        name: str,
+    ) -> T:
+        """`call` or `call_async`, told to observers, and in a span if there is a tracer."""
+        self.observers.emit(Asked(peer=str(to), what=name))
+        tracing = self.execution.tracing
+
+        def call() -> T:
             line = self._route(to, time.monotonic() + timeout)
             make = self._request(line, function, args, kwargs)
-            # From here on: packing the arguments does not count.
-            return line.ask_async(make, name, time.monotonic() + timeout, is_call=True)
+            self.observers.emit(Packed())
+            return ask(line, traced(tracing, make), name, time.monotonic() + timeout, is_call=True)
 
-        tracing = self.execution.tracing
-        return call() if tracing is None else spanning_future(tracing.begin(name, to), call)
+        return call() if tracing is None else within(tracing.begin(name, to), call)
 
     def ask_now(self, to: WorkerInfo, make: Callable[[int, Mark | None], Any], what: str, timeout: float) -> Any:
         """The answer to a request that counts as a call of the user's: ``make(id, mark)`` is the message."""
@@ -332,11 +347,16 @@ class Agent:
         """Send a one-way message. Raises `WorkerLostError`."""
         line = self._route(to, math.inf)
         frame = encode(message, tensors, self._way_of_gradients(line, tensors))
+        if self.observers:
+            frame = self._encoded(frame, message)
+        self._post(line, frame)
+
+    def _encoded(self, frame: Frame, message: Any) -> Frame:
+        """The frame of a one-way message, told to observers, with the mark of its pass if there is a tracer."""
         if self.execution.tracing is not None:
             frame = self.execution.tracing.attach_pass(frame, message)
-        if self.observers.active:
-            self.observers.emit(Encoded())
-        self._post(line, frame)
+        self.observers.emit(Encoded())
+        return frame
 
     def _way_of_gradients(self, line: Line, tensors: Sequence[torch.Tensor]) -> Gradients | None:
         if self.devices is None:
@@ -350,7 +370,7 @@ class Agent:
         line = self._route(to, math.inf)
         frame = encode(message)
         # Observers see messages leave in the order in which they are made.
-        if self.observers.active or not line.post_lazily(frame):
+        if self.observers or not line.post_lazily(frame):
             self._post(line, frame)
 
     def post_frame(self, to: To, frame: Frame) -> None:
@@ -371,10 +391,8 @@ class Agent:
         else:
             staging = None
         frame = encode(message, tensors, staging)
-        if self.execution.tracing is not None:
-            frame = self.execution.tracing.attach_pass(frame, message)
-        if self.observers.active:
-            self.observers.emit(Encoded())
+        if self.observers:
+            frame = self._encoded(frame, message)
         if link is None or not link.post_awaited(frame):
             self._post(self._route(to, math.inf), frame)
 
@@ -391,7 +409,10 @@ class Agent:
     def post_failure(self, to: To, make: Callable[..., Any], error: BaseException) -> None:
         """Send a one-way message about an exception; see `Execution.tell_failure`. Raises `WorkerLostError`."""
         line = self._route(to, math.inf)
-        self._post(line, self.execution.tell_failure(make, error, line))
+        frame = self.execution.tell_failure(make, error, line)
+        if self.observers:
+            self.observers.emit(Encoded())
+        self._post(line, frame)
 
     def _post(self, line: Calling, frame: Frame) -> None:
         try:
@@ -417,7 +438,7 @@ class Agent:
             def frame(id: int) -> Frame:
                 return self.execution.request(lambda refs, mark: make(id, tree, refs, mark), packing, line)
 
-            return line.ask_async(frame, what, deadline, is_call=True)
+            return line.ask_async(traced(tracing, frame), what, deadline, is_call=True)
 
         tracing = self.execution.tracing
         if tracing is None:
@@ -494,8 +515,6 @@ class Agent:
         self, to: Calling, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[int], Frame]:
         tree, packing = self._codec.pack_call(function, tuple(args), dict(kwargs))
-        if self.observers.active:
-            self.observers.emit(Packed())
         modes = autocast.here() if autocast.is_on() else ()
         return lambda id: self.execution.request(lambda refs, mark: Call(id, tree, refs, mark, modes), packing, to)
 
@@ -604,7 +623,7 @@ class Agent:
                 f"(rank {welcome.id})"
             )
         self._greeted(msgspec.structs.replace(member, incarnation=welcome.incarnation), reached=True)
-        if self.observers.active:
+        if self.observers:
             self.observers.emit(LinkUp(peer=member.name, served=False))
         return Calling(
             member.info,
@@ -721,20 +740,10 @@ class Agent:
         handler = self._handlers.get(type(envelope.message))
         if handler is None or (line.peer.id == GUEST and type(envelope.message) not in _FOR_GUESTS):
             raise ProtocolError(f"a {type(envelope.message).__name__} where requests are expected")
-        handling = self.activity.handling
-        thread = get_ident()
-        before = handling.get(thread)
-        handling[thread] = Handling(line.peer, envelope.message, time.monotonic(), before)
-        try:
-            if self.devices is None:
-                return handler(line, envelope)
-            with self.devices.streams.handling():
-                return handler(line, envelope)
-        finally:
-            if before is None:
-                del handling[thread]
-            else:
-                handling[thread] = before
+        if self.devices is None:
+            return handler(line, envelope)
+        with self.devices.streams.handling():
+            return handler(line, envelope)
 
     def _on_call(self, line: Line, envelope: Envelope) -> Frame | None:
         line.calls_started += 1
@@ -800,7 +809,7 @@ class Agent:
         self._greeted(member, reached=False)
         self.link(peer).opened(served)
         self.accounts.add(served)
-        if self.observers.active:
+        if self.observers:
             self.observers.emit(LinkUp(peer=hello.name, served=True))
         self.serving.add(served)
         if self.closed.is_set():

@@ -32,7 +32,19 @@ from backhaul.agent.activity import Description, Wait
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
 from backhaul.agent.link_state import MOST_HELD, SMALL, LinkState
-from backhaul.agent.observing import Came, HandedOut, Issued, LinkLost, Losing, Read, Resumes, Sent, Settled, Waits
+from backhaul.agent.observing import (
+    Came,
+    Encoded,
+    HandedOut,
+    Issued,
+    LinkLost,
+    Losing,
+    Read,
+    Resumes,
+    Sent,
+    Settled,
+    Waits,
+)
 from backhaul.agent.outbox import Departure
 from backhaul.agent.pending import Slot
 from backhaul.agent.waiting import Vigil, Vigils, Waiter
@@ -65,7 +77,7 @@ class _Reply(Future[Any]):
     def help(self) -> None:
         slot = self._slot
         if slot is not None:
-            self._line.wait(slot)
+            self._line.wait_noted(slot)
 
     def attend(self) -> None:
         slot = self._slot
@@ -108,6 +120,7 @@ class Calling(Line):
         self._ids = ids
         self._state: LinkState[Sleeper] = LinkState(self._patience)  # guarded by _lock
         self._urgent: set[int] = set()  # slots whose futures have callbacks; some may be done
+        self._ending: list[Slot] = []  # the line is lost, and they end when it is known why; guarded by _lock
         self.lost: WorkerLostError | None = None
         """Why the connection has ended, if it has."""
         watch.add(self)
@@ -146,28 +159,36 @@ class Calling(Line):
 
     def ask(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Any:
         """Send a request and return its reply's value, or raise."""
-        slot = Slot(next(self._ids), what, deadline, is_call)
-        if self._serving.observers.active:
-            self._issue(slot)
+        slot = Slot(next(self._ids), what, deadline, is_call, thread=get_ident())
+        if self._observers:
+            return self._ask_observed(slot, make)
         self._request(slot, make(slot.id), watched=False)
         if not slot.done:
             self.wait(slot)
         return self._open_reply(slot)
+
+    def _ask_observed(self, slot: Slot, make: Callable[[int], Frame]) -> Any:
+        self._request(slot, self._make_observed(slot, make), watched=False)
+        if not slot.done:
+            self.wait(slot)
+        return self._open_observed(slot)
 
     def ask_async(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Future[Any]:
         """Send a request; return a future of its reply's value."""
         slot = Slot(next(self._ids), what, deadline, is_call)
         future = _Reply(self, slot)
         slot.future = future
-        if self._serving.observers.active:
-            self._issue(slot)
-        self._request(slot, make(slot.id), watched=True)
+        frame = self._make_observed(slot, make) if self._observers else make(slot.id)
+        self._request(slot, frame, watched=True)
         self._watch.look_after(self, deadline)
         return future
 
-    def _issue(self, slot: Slot) -> None:
+    def _make_observed(self, slot: Slot, make: Callable[[int], Frame]) -> Frame:
         issued = Issued(peer=self.peer.name, call=slot.id, what=slot.what, is_call=slot.is_call)
-        self._serving.observers.emit(issued)
+        self._observers.emit(issued)
+        frame = make(slot.id)
+        self._observers.emit(Encoded())
+        return frame
 
     def _request(self, slot: Slot, frame: Frame, *, watched: bool) -> None:
         with self._lock:
@@ -188,8 +209,8 @@ class Calling(Line):
                 self._count_settled(slot)
             if slot.is_call:
                 self._execution.accounts.count_error("sent", error)
-            if self._serving.observers.active:
-                self._serving.observers.emit(Settled(peer=self.peer.name, call=slot.id, failed=True))
+            if self._observers:
+                self._observers.emit(Settled(peer=self.peer.name, call=slot.id, failed=True))
             raise
 
     def post(self, frame: Frame) -> None:
@@ -240,7 +261,7 @@ class Calling(Line):
         except ChannelClosed as error:
             self.lose(error)
             return True
-        if held and self._serving.observers.active:
+        if held and self._observers:
             self._tell_sent(sum(frame.size for frame in held), len(held))
         return self.send_rest()
 
@@ -276,7 +297,7 @@ class Calling(Line):
             self._sending.release()
         if departure is not None:
             self._see_off_call(departure, duty, deadline, is_call=is_call)
-        if self._serving.observers.active:
+        if self._observers:
             if frame is not None:
                 self._tell_sent(frame.size, 1 + len(held))
             elif held:
@@ -294,7 +315,7 @@ class Calling(Line):
 
     def _tell_sent(self, size: int, frames: int) -> None:
         sent = Sent(peer=self.peer.name, line=self.descriptor, size=size, replies=False, frames=frames)
-        self._serving.observers.emit(sent)
+        self._observers.emit(sent)
 
     def _pump(self, departure: Departure | None, deadline: float) -> bool:
         try:
@@ -321,15 +342,11 @@ class Calling(Line):
         if self._state.holds:
             self._send_held_first(slot)
         unread = self._watch.unread
-        observers = self._serving.observers
         handling = self._serving.about_to_wait()
-        if observers.active:
-            observers.emit(Waits(slot=slot))
-        waiting = self._serving.activity.waiting
-        thread = get_ident()
-        before = waiting.get(thread)
+        if self._observers:
+            self._observers.emit(Waits(slot=slot))
         now = time.monotonic()
-        waiting[thread] = Wait(partial(self._describe, slot), now, before)
+        slot.since = now
         try:
             while not slot.done:
                 timeout = min(slot.deadline - now, self._patience / 4)
@@ -347,17 +364,39 @@ class Calling(Line):
                     # At the call's deadline, too: shorter ones would never find out that the link is stuck.
                     if self._state.reads == reads and (now - began >= self._patience / 4 or now >= slot.deadline):
                         self.check_alive()
+        except BaseException:  # the thread was interrupted: the slot stays, and the thread does not wait for it
+            slot.since = 0.0
+            raise
+        finally:
+            if unread:
+                self._watch.take_over()
+            if self._observers:
+                self._observers.emit(Resumes(slot=slot))
+            if handling:
+                self._serving.resumed()
+
+    def wait_noted(self, slot: Slot) -> None:
+        """`wait`, for the slot of a future: any thread may wait for it, and several at once."""
+        waiting = self._serving.activity.waiting
+        thread = get_ident()
+        before = waiting.get(thread)
+        waiting[thread] = Wait(partial(self._describe, slot), time.monotonic(), before)
+        try:
+            self.wait(slot)
         finally:
             if before is None:
                 del waiting[thread]
             else:
                 waiting[thread] = before
-            if unread:
-                self._watch.take_over()
-            if observers.active:
-                observers.emit(Resumes(slot=slot))
-            if handling:
-                self._serving.resumed()
+
+    def waits(self) -> list[tuple[int, Wait]]:
+        with self._lock:
+            slots = [*self._state.unanswered(), *self._ending]
+        return [
+            (slot.thread, Wait(partial(self._describe, slot), slot.since))
+            for slot in slots
+            if slot.thread and slot.since and not slot.done
+        ]
 
     def _describe(self, slot: Slot) -> Description:
         return {"kind": "reply", "peer": self.peer.name, "call": slot.id, "what": slot.what, "deadline": slot.deadline}
@@ -466,15 +505,15 @@ class Calling(Line):
             self.close()
 
     def _hand_out(self, slots: list[Slot], others: list[Envelope], *, inline: bool) -> None:
-        observers = self._serving.observers
         try:
             if slots:
                 self._settle_all(slots, inline=inline)
             for envelope in others:
                 self._deliver(self, envelope)
         finally:
-            if observers.active:
-                observers.emit(HandedOut(peer=self.peer.name, line=self.descriptor, count=len(slots) + len(others)))
+            if self._observers:
+                count = len(slots) + len(others)
+                self._observers.emit(HandedOut(peer=self.peer.name, line=self.descriptor, count=count))
 
     def _receive(self, timeout: float | None, slots: list[Slot], others: list[Envelope]) -> bool:
         """Read once. Has the role of the reader. False if nothing came.
@@ -484,13 +523,11 @@ class Calling(Line):
         channel = self.channel
         if not channel.read(timeout):
             return False
-        observers = self._serving.observers
-        if observers.active:
-            observers.emit(Read(peer=self.peer.name, line=self.descriptor))
+        following = channel.next
+        if self._observers:
+            following = self._observed(following, slots, others)
         self._state.heard()
-        frames = 0
-        while (envelope := channel.next()) is not None:
-            frames += 1
+        while (envelope := following()) is not None:
             message = envelope.message
             if not isinstance(message, _REPLIES):
                 others.append(envelope)
@@ -506,10 +543,26 @@ class Calling(Line):
                 waiter.wake()
             if slot.future is not None:
                 slots.append(slot)
-        if observers.active:
-            count = len(slots) + len(others)
-            observers.emit(Came(peer=self.peer.name, line=self.descriptor, count=count, frames=frames))
         return True
+
+    def _observed(
+        self, following: Callable[[], Envelope | None], slots: list[Slot], others: list[Envelope]
+    ) -> Callable[[], Envelope | None]:
+        """``following``, told to observers: something has been read now; all has come when nothing follows."""
+        self._observers.emit(Read(peer=self.peer.name, line=self.descriptor))
+        frames = 0
+
+        def told() -> Envelope | None:
+            nonlocal frames
+            envelope = following()
+            if envelope is not None:
+                frames += 1
+                return envelope
+            count = len(slots) + len(others)
+            self._observers.emit(Came(peer=self.peer.name, line=self.descriptor, count=count, frames=frames))
+            return None
+
+        return told
 
     def drain(self) -> bool:
         """Read what is there without waiting. False if another thread is reading."""
@@ -566,7 +619,7 @@ class Calling(Line):
     def _settle(self, slot: Slot, future: Future[Any]) -> None:
         slot.future = None  # they refer to each other, and to tensors that must not wait for the garbage collector
         try:
-            value = self._open_reply(slot)
+            value = self._open_observed(slot) if self._observers else self._open_reply(slot)
         except BaseException as error:  # it belongs to the thread that waits for the future
             future.settle(None, error)
         else:
@@ -575,8 +628,6 @@ class Calling(Line):
 
     def _open_reply(self, slot: Slot) -> Any:
         try:
-            if self._serving.observers.active:
-                return self._open_observed(slot)
             if slot.envelope is not None:
                 return self._execution.open(slot.envelope, self.peer)
             self._raise(slot)
@@ -588,12 +639,10 @@ class Calling(Line):
     def _open_observed(self, slot: Slot) -> Any:
         failed = True
         try:
-            if slot.envelope is None:
-                self._raise(slot)
-            value = self._execution.open(slot.envelope, self.peer)
+            value = self._open_reply(slot)
             failed = False
         finally:
-            self._serving.observers.emit(Settled(peer=self.peer.name, call=slot.id, failed=failed))
+            self._observers.emit(Settled(peer=self.peer.name, call=slot.id, failed=failed))
         return value
 
     def _raise(self, slot: Slot) -> NoReturn:
@@ -686,9 +735,9 @@ class Calling(Line):
             if slots is None:
                 return
             self.lost = reason
-        observers = self._serving.observers
-        if observers.active:
-            observers.emit(Losing(peer=self.peer.name))
+            self._ending = slots
+        if self._observers:
+            self._observers.emit(Losing(peer=self.peer.name))
         self.shutdown()
         self._watch.remove(self)
         with self._lock:
@@ -700,9 +749,10 @@ class Calling(Line):
             self.lost = reason
             for slot in slots:
                 self._fail(slot, self._loss())
+            self._ending = []
             self._on_lost(self, reason)
-            if observers.active:
-                observers.emit(LinkLost(peer=self.peer.name, served=False, reason=str(reason)))
+            if self._observers:
+                self._observers.emit(LinkLost(peer=self.peer.name, served=False, reason=str(reason)))
 
         self._explain(self.peer, reason, end)
 

@@ -41,7 +41,7 @@ class Completions:
         self._seen_turn = 0
 
     def add(self, job: Job) -> None:
-        if self._observers.active:
+        if self._observers:
             self._observers.emit(Queued())
         with self._lock:
             self._jobs.append(job)
@@ -86,12 +86,12 @@ class Completions:
                     return
                 job = self._jobs.popleft()
                 self._role.begin()
-            if self._observers.active:
+            if self._observers:
                 self._observers.emit(Starts())
             try:
                 job()
             except Exception:
                 _log.exception("a completion failed")
-            if self._observers.active:
+            if self._observers:
                 self._observers.emit(Stops())
             del job

@@ -120,7 +120,8 @@ class Execution:
     ) -> None:
         frame = self._reply(key[1], done, to, asked)
         self.activity.late.pop(key, None)
-        if self.observers.active:
+        if self.observers:
+            self.observers.emit(Encoded())
             self.observers.emit(FinishedLate(peer=to.peer.name, call=key[1], failed=is_failure(frame)))
         send_late(frame)
 
@@ -134,13 +135,12 @@ class Execution:
         function, args, kwargs = self.unpack(envelope, sender)
         if envelope.message.autocast:
             function = autocast.under(envelope.message.autocast, function)
-        if self.tracing is not None:
-            return self.traced(self.tracing, context, function, args, kwargs, envelope, sender)
-        return self.invoke(context, function, args, kwargs)
+        if self.observers:
+            return self.execute_observed(context, function, args, kwargs, envelope, sender)
+        return self._outcome(context, function, context.run(function, *args, **kwargs))
 
-    def traced(
+    def execute_observed(
         self,
-        tracing: Tracing,
         context: contextvars.Context,
         function: Any,
         args: Any,
@@ -148,7 +148,10 @@ class Execution:
         envelope: Envelope,
         sender: WorkerInfo,
     ) -> tuple[Any, bool]:
-        """`invoke`, in a span of a tracer."""
+        """`invoke`, in a span if there is a tracer. A tracer observes, too: without observers there is none."""
+        tracing = self.tracing
+        if tracing is None:
+            return self.invoke(context, function, args, kwargs)
         found: tuple[Any, bool] = context.run(
             tracing.serve,
             # The context cannot be entered twice: what the tracer has set there goes to the function in a copy.
@@ -161,10 +164,14 @@ class Execution:
 
     def invoke(self, context: contextvars.Context, function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Run a function in a context. ``(value, False)``, or ``(a future of the value, True)``."""
-        if self.observers.active:
+        if self.observers:
             value = self._observed(context, function, args, kwargs)
         else:
             value = context.run(function, *args, **kwargs)
+        return self._outcome(context, function, value)
+
+    def _outcome(self, context: contextvars.Context, function: Any, value: Any) -> tuple[Any, bool]:
+        """What a function has returned: ``(value, False)``, or ``(a future of the value, True)``."""
         if type(value) is types.CoroutineType:
             return context.run(self._start, value), True
         if not getattr(function, ASYNC_MARK, False):
@@ -198,7 +205,7 @@ class Execution:
             mark = getattr(message, "mark", None)
             if mark is not None and mark.message:
                 tensors = self.recording.received(mark, tensors, sender)
-                if self.observers.active:
+                if self.observers:
                     self.observers.emit(RecvRecorded())
             return self._codec.unpack(message.tree, tensors)
         finally:
@@ -216,19 +223,17 @@ class Execution:
             raise inside_a_transform()
         try:
             if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None:
-                frame = self._cross(crossing, make, packing, to)
-            else:
-                mark, tensors = self.recording.asking(packing.tensors, to.peer)
-                if packing.unrecorded is not None:
-                    self._require_history(packing.unrecorded, mark)
-                if mark is not None and self.observers.active:
-                    self.observers.emit(SendRecorded())
-                frame = self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
+                return self._cross(crossing, make, packing, to)
+            mark, tensors = self.recording.asking(packing.tensors, to.peer)
+            if packing.unrecorded is not None:
+                self._require_history(packing.unrecorded, mark)
+            if mark is not None and self.observers:
+                self.observers.emit(SendRecorded())
+            return self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
         except RuntimeError as error:
             if _are_functorch_transforms_active():
                 raise inside_a_transform() from error
             raise
-        return frame if self.tracing is None else self.tracing.attach(frame)
 
     def _cross(self, crossing: Crossing, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
         """`request`, for a peer that there is an edge to."""
@@ -236,7 +241,7 @@ class Execution:
         mark, recorded = self.recording.asking(leaving.tensors, to.peer)
         if packing.unrecorded is not None:
             self._require_history(packing.unrecorded, mark)
-        if mark is not None and self.observers.active:
+        if mark is not None and self.observers:
             self.observers.emit(SendRecorded())
         tensors, coded = leaving.wired(recorded)
         return self._frame(lambda refs: replace(make(refs, mark), coded=coded), packing, tensors, to, reply=False)
@@ -254,7 +259,7 @@ class Execution:
         mark, recorded = None, leaving.tensors
         if asked is not None:
             mark, recorded = self.recording.answering(asked, recorded, to.peer)
-            if self.observers.active:
+            if self.observers:
                 self.observers.emit(SendRecorded())
         tensors, coded = leaving.wired(recorded)
         return self._frame(lambda refs: Result(id, tree, refs, mark, coded), packing, tensors, to)
@@ -264,12 +269,9 @@ class Execution:
         if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None:
             return self._cross_back(crossing, id, value, to, asked)
         if asked is None and type(value) in ATOMS:
-            frame = encode(Result(id, value))
-            if self.observers.active:
-                self.observers.emit(Encoded())
-            return frame
+            return encode(Result(id, value))
         tree, packing = self._codec.pack(value)
-        if self.observers.active:
+        if self.observers:
             self.observers.emit(Packed())
         tensors: Tensors = packing.tensors
         mark = None
@@ -277,7 +279,7 @@ class Execution:
             if packing.unrecorded is not None and asked.grad:
                 raise without_history(packing.unrecorded)
             mark, tensors = self.recording.answering(asked, tensors, to.peer)
-            if self.observers.active:
+            if self.observers:
                 self.observers.emit(SendRecorded())
         elif tensors:
             mark = self.recording.leaving(tensors)
@@ -310,8 +312,6 @@ class Execution:
                 f"a message of {frame.size} bytes is over the limit of {self._max_message_bytes}: send it in parts, or "
                 "set the option max_message_bytes on all workers"
             )
-        if self.observers.active:
-            self.observers.emit(Encoded())
         return frame
 
     def failure(self, id: int, error: BaseException, to: Peer) -> Frame:

@@ -133,7 +133,7 @@ class Fates:
         self._agent.cut_off(peer.id)
         for callback in list(self.on_over):
             callback(peer, reason)
-        if self._agent.observers.active:
+        if self._agent.observers:
             self._agent.observers.emit(Over(peer=peer.name, reason=reason, certain=certain))
         return True
 
@@ -244,7 +244,7 @@ class Fates:
             self._changed.notify_all()
         if was_suspected:
             _log.warning("worker %r answers again", link.peer.name)
-            if self._agent.observers.active:
+            if self._agent.observers:
                 self._agent.observers.emit(Present(peer=link.peer.name))
             for callback in list(self.on_back):
                 callback(link.peer)
@@ -270,7 +270,7 @@ class Fates:
                 peer.name,
                 error,
             )
-            if self._agent.observers.active:
+            if self._agent.observers:
                 self._agent.observers.emit(Suspected(peer=peer.name, reason=str(error)))
             refusal = self.refusal(link)
             if refusal is not None:

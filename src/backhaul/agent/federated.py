@@ -90,8 +90,8 @@ class FederatedExecution(Execution):
         finally:
             if not opened:
                 self.discard(envelope)
-        if self.tracing is not None:
-            return self.traced(self.tracing, context, function, args, kwargs, envelope, sender)
+        if self.observers:
+            return self.execute_observed(context, function, args, kwargs, envelope, sender)
         return self.invoke(context, function, args, kwargs)
 
     def unpack(self, envelope: Envelope, sender: WorkerInfo) -> Any:
@@ -112,7 +112,7 @@ class FederatedExecution(Execution):
             mark = getattr(message, "mark", None)
             if mark is not None and mark.message:
                 tensors = self.recording.received(mark, tensors, sender)
-                if self.observers.active:
+                if self.observers:
                     self.observers.emit(RecvRecorded())
             announced = {ref for ref, _ in message.refs}
             return self._codec.unpack(tree, tensors, self._permissions.names(sender.name), announced)

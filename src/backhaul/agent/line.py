@@ -18,6 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from backhaul.agent.activity import Description, Wait
 from backhaul.agent.logs import link_logger
 from backhaul.agent.observing import Sent
 from backhaul.agent.outbox import Departure, Outbox
@@ -59,6 +60,7 @@ class Line:
         self.calls_started = 0  # of the user's, that came here; written by the thread that reads
         self.calls_finished = 0  # guarded by _lock
         self._serving = serving
+        self._observers = serving.observers
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         # Taken before _sending by pumping threads, and by others while there are some: they get _sending in turn.
@@ -88,6 +90,10 @@ class Line:
     def silent(self, now: float) -> float:
         """For how many seconds the peer has not answered a ping; 0 if it owes no answer to one."""
         return 0.0
+
+    def waits(self) -> list[tuple[int, Wait]]:
+        """The threads that wait for the replies to requests of their own, and what each waits for."""
+        return []
 
     @property
     def ended(self) -> bool:
@@ -138,10 +144,9 @@ class Line:
                 self._broke(error)
             elif afterwards is not None:
                 afterwards()
-        observers = self._serving.observers
-        if observers.active:
+        if self._observers:
             sent = Sent(peer=self.peer.name, line=self.descriptor, size=frame.size, replies=True, frames=count)
-            observers.emit(sent)
+            self._observers.emit(sent)
 
     def reply_late(self, frame: Frame, size: int = 0) -> None:
         """Send the reply to a call after its request, of ``size`` bytes, has been handled. Never waits."""
@@ -197,7 +202,8 @@ class Line:
             with self._sending:
                 waits = self._outbox.await_room(waiter)
             if waits:
-                waiter.sleep(math.inf)
+                with self._serving.activity.waits(partial(self._describe_room, self._outbox.waiting, math.inf)):
+                    waiter.sleep(math.inf)
 
     @property
     def unsent(self) -> int:
@@ -261,24 +267,32 @@ class Line:
             handling = False
         try:
             departure.pumps = departure.pumps or duty
-            while not departure.left:
-                if departure.lost:
-                    raise ChannelClosed(self._dead or "the connection ended")
-                if departure.pumps:
-                    in_time = self._pump(departure, deadline)
-                else:
-                    in_time = departure.waiter.sleep(max(0.0, deadline - time.monotonic()))
-                if not in_time and self._give_up(departure):
-                    raise RpcTimeoutError(
-                        f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than set "
-                        "timeout"
-                    )
+            with self._serving.activity.waits(partial(self._describe_room, departure.frame.size, deadline)):
+                self._await_departure(departure, departure.waiter, deadline)
         except BaseException:
             self._give_up(departure)  # if this thread was interrupted: another one pumps
             raise
         finally:
             if handling:
                 self._serving.resumed()
+
+    def _await_departure(self, departure: Departure, waiter: Waiter, deadline: float) -> None:
+        while not departure.left:
+            if departure.lost:
+                raise ChannelClosed(self._dead or "the connection ended")
+            if departure.pumps:
+                in_time = self._pump(departure, deadline)
+            else:
+                in_time = waiter.sleep(max(0.0, deadline - time.monotonic()))
+            if not in_time and self._give_up(departure):
+                raise RpcTimeoutError(
+                    f"worker {self.peer.name!r} did not take all of a message in time: RPC ran for more than set "
+                    "timeout"
+                )
+
+    def _describe_room(self, size: int, deadline: float) -> Description:
+        """What a thread waits for whose message does not fit."""
+        return {"kind": "room", "peer": self.peer.name, "bytes": size, "deadline": deadline}
 
     def _give_up(self, departure: Departure) -> bool:
         """Its thread waits no longer. A frame that has begun leaves all the same: the peer needs all of it.

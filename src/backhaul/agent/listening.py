@@ -12,8 +12,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from backhaul.agent.activity import Note
 from backhaul.agent.line import Line, named
 from backhaul.agent.observing import Queued, Starts, Stops
 from backhaul.agent.waiting import Vigil, Vigils
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
 class Listener:
     """What has arrived for one thread, and what the thread does. `add` and `wake` are for all threads."""
 
-    def __init__(self, vigil: Vigil, ranks: Callable[[], Collection[int]]) -> None:
+    def __init__(self, vigil: Vigil, ranks: Callable[[], Collection[int]], note: Note) -> None:
         self.vigil = vigil
+        self.note = note
+        """What the thread handles, for those who look."""
         self.ranks = ranks
         """The workers that messages are expected from."""
         self.arrived: deque[tuple[Line, Envelope]] = deque()
@@ -93,7 +97,7 @@ class Listeners:
     def listen(self, about: int, ranks: Callable[[], Collection[int]]) -> Iterator[Listener]:
         """Inside, the calling thread gets the messages of these workers about this that come where replies do."""
         vigil = self._vigils.take()
-        listener = self._listeners[about] = Listener(vigil, ranks)
+        listener = self._listeners[about] = Listener(vigil, ranks, self._serving.state.note)
         if self._watch.asleep:
             self._watch.wake()  # to notice if the thread stays away
         try:
@@ -102,22 +106,32 @@ class Listeners:
             del self._listeners[about]
             self._come_back(listener)
             self._vigils.give_back(vigil)
-            if self._observers.active:
+            if self._observers:
                 for _ in listener.arrived:
                     self._observers.emit(Stops(began=False))
 
     def hear(self, listener: Listener) -> None:
         """Handle what has arrived, one message after the other."""
+        note = listener.note
+        before = note.handles  # its run waits for what has arrived, if there is one
         while listener.arrived:
             try:
                 line, envelope = listener.arrived.popleft()
             except IndexError:  # a tick has just given them to the pool
                 return
-            if self._observers.active:
-                self._observers.emit(Starts(**named(line, envelope)))
-            self._serving.handle(line, envelope)
-            if self._observers.active:
-                self._observers.emit(Stops())
+            note.handles = (line.peer, envelope, monotonic(), before)
+            try:
+                if self._observers:
+                    self._handle_observed(line, envelope)
+                else:
+                    self._serving.handle(line, envelope)
+            finally:
+                note.handles = before
+
+    def _handle_observed(self, line: Line, envelope: Envelope) -> None:
+        self._observers.emit(Starts(**named(line, envelope)))
+        self._serving.handle(line, envelope)
+        self._observers.emit(Stops())
 
     def wait(self, listener: Listener, done: Callable[[], bool], seconds: float) -> None:
         """Wait until something comes for the thread that listens, it is woken, or time is up.
@@ -190,7 +204,7 @@ class Listeners:
         if listener is not None:
             if self._serving.guard is not None:
                 self._serving.guard(line, envelope)
-            if self._observers.active:
+            if self._observers:
                 self._observers.emit(Queued())
             if not listener.add(line, envelope):
                 self._serving.hand_over(line, envelope)

@@ -30,6 +30,10 @@ class Slot(msgspec.Struct, gc=False, eq=False):
     error: BaseException | None = None
     waiters: tuple[Any, ...] = ()
     """The threads that wait for it; see `link_state`."""
+    thread: int = 0
+    """The thread that has asked, unless it got a future."""
+    since: float = 0.0
+    """When that thread began to wait, if it has. For those who look; see `activity`."""
 
 
 class Pending:

@@ -28,11 +28,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from backhaul.agent.activity import Activity, Description
 from backhaul.agent.line import Line, Stalled, named
-from backhaul.agent.observing import Began, Ended, LinkLost, Observers, Queued, Read, Resumes, Starts, Stops, Waits
+from backhaul.agent.observing import (
+    Began,
+    Encoded,
+    Ended,
+    LinkLost,
+    Observers,
+    Queued,
+    Read,
+    Resumes,
+    Starts,
+    Stops,
+    Waits,
+)
 from backhaul.agent.pool import Pool
 from backhaul.agent.role import Role
 from backhaul.errors import ProtocolError
@@ -83,6 +96,9 @@ class _ThreadState(threading.local):
     handling: bool = False  # this thread runs a request
     lead: tuple[Served, int] | None = None  # and leads this line, by this token
 
+    def __init__(self, activity: Activity) -> None:  # runs in each thread that uses it
+        self.note = activity.new_note()
+
 
 class Served(Line):
     """A line that ``peer`` has opened."""
@@ -119,6 +135,8 @@ class Served(Line):
         charged = 0
         self._runner = threading.get_ident()
         lead = (self, token)
+        peer = self.peer
+        note = state.note
         try:
             while True:
                 envelope = channel.next()
@@ -128,7 +146,7 @@ class Served(Line):
                     if guard is not None and (pause := guard.pause(self.peer)):
                         time.sleep(pause)
                     channel.read(None)
-                    if observers.active:
+                    if observers:
                         observers.emit(Read(peer=self.peer.name, line=self.descriptor))
                     continue
                 if outbox.full and isinstance(envelope.message, _REQUESTS):
@@ -149,12 +167,9 @@ class Served(Line):
                 state.handling = True
                 if watch.asleep:
                     watch.wake()
-                if observers.active:
-                    observers.emit(Began(**named(self, envelope)))
-                frame = handle(self, envelope)
-                if observers.active:
-                    failed = frame is not None and is_failure(frame)
-                    observers.emit(Ended(**named(self, envelope), replies=frame is not None, failed=failed))
+                note.handles = (peer, envelope, monotonic())
+                frame = self._handle_observed(envelope) if observers else handle(self, envelope)
+                note.handles = None
                 if frame is not None and frame.keep:
                     # It refers to the user's own tensors: the next request of this thread may change them. If it has to
                     # wait for room, this thread gives away the lead.
@@ -180,7 +195,18 @@ class Served(Line):
         except Exception as error:
             state.handling = False
             state.lead = None
+            note.handles = None
             self._end(error)
+
+    def _handle_observed(self, envelope: Envelope) -> Frame | None:
+        observers = self._observers
+        observers.emit(Began(**named(self, envelope)))
+        frame = self._serving.handle(self, envelope)
+        if frame is not None:
+            observers.emit(Encoded())
+        failed = frame is not None and is_failure(frame)
+        observers.emit(Ended(**named(self, envelope), replies=frame is not None, failed=failed))
+        return frame
 
     def pass_on(self, token: int | None = None, turn: int | None = None) -> bool:
         """Give the lead to another thread, unless it has moved on. Never waits.
@@ -257,7 +283,7 @@ class Served(Line):
         self.channel.shutdown()
         self.close()
         self._serving.ended(self, error)
-        if self._serving.observers.active:
+        if self._serving.observers:
             self._serving.observers.emit(LinkLost(peer=self.peer.name, served=True, reason=str(error)))
         self.over.set()
 
@@ -290,7 +316,7 @@ class Serving:
         """Judges each message before it is handled, in the order of reading, if peers are not trusted with all."""
         self.arriving: Callable[[Refs, WorkerInfo], None] = lambda refs, sender: None
         """Called with the references that a request brings, in the order of reading, if there is no guard."""
-        self.state = _ThreadState()
+        self.state = _ThreadState(activity)
         self.detached: set[int] = set()
         self.finished = 0  # a change counter: only whether it changed matters
         self.lines: set[Served] = set()
@@ -330,7 +356,7 @@ class Serving:
                 return
         elif getattr(envelope.message, "refs", ()):
             self.arriving(envelope.message.refs, line.peer)
-        if self.observers.active:
+        if self.observers:
             self.observers.emit(Queued())
         self.hand_over(line, envelope)
 
@@ -339,18 +365,23 @@ class Serving:
         self.pool.run(lambda: self._run(line, envelope))
 
     def _run(self, line: Line, envelope: Envelope) -> None:
-        if self.observers.active:
+        if self.observers:
             self.observers.emit(Starts(**named(line, envelope)))
         self.state.handling = True
+        note = self.state.note
+        note.handles = (line.peer, envelope, monotonic())
         try:
             frame = self.handle(line, envelope)
         finally:
+            note.handles = None
             self.state.handling = False
             self.detached.discard(threading.get_ident())
             self.finished += 1
         if frame is not None:
+            if self.observers:
+                self.observers.emit(Encoded())
             line.reply(frame, releases=self.guard is not None and self.guard.charges(envelope.message))
-        if self.observers.active:
+        if self.observers:
             self.observers.emit(Stops(replies=frame is not None, failed=frame is not None and is_failure(frame)))
 
     def ended(self, line: Served, error: Exception) -> None:
@@ -393,13 +424,13 @@ class Serving:
         ``describe()`` says what it is, for people.
         """
         handling = self.about_to_wait()
-        if self.observers.active:
+        if self.observers:
             self.observers.emit(Waits())
         try:
             with self.activity.waits(describe):
                 yield
         finally:
-            if self.observers.active:
+            if self.observers:
                 self.observers.emit(Resumes())
             if handling:
                 self.resumed()

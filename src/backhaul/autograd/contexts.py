@@ -13,7 +13,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import torch
@@ -72,7 +72,7 @@ class Together:
         return tuple(edge for node in self._nodes for edge in node.next_functions)
 
 
-class Ran(msgspec.Struct, frozen=True, eq=False, gc=False):
+class Ran(NamedTuple):
     """A run of torch's engine that is over. Times are those of `time.perf_counter_ns`."""
 
     backward: int
@@ -134,7 +134,8 @@ class Record:
         self.limit: int | None = None
         """How many recorded tensors may wait for their gradients, if a peer that has a quota has told of it."""
         # For those who look at the context (`inspection.contexts`). Appending needs no lock.
-        self.ran: list[Ran] = []
+        self.ran: list[tuple[int, Sequence[int], int, int, bool, bool]] = []
+        """The fields of `Ran`, of each run; see `runs`. A plain tuple is made faster."""
         self.waited: list[Waited] = []
         self.passed: list[Passed] = []
         self.roots: list[weakref.ref[torch.Tensor]] = []
@@ -161,13 +162,12 @@ class Record:
         for source in sources:
             self.unspent.pop(source, None)
 
-    def note_run(self, backward: int, sources: Sequence[int], began: int, waits: bool, failed: bool) -> None:
-        """A run that began at that time is over. Of many, the latest are kept; so too below."""
-        if len(self.ran) >= _NOTED:
-            del self.ran[: _NOTED // 2]
-        self.ran.append(Ran(backward, sources, began, time.perf_counter_ns(), waits, failed))
+    def runs(self) -> list[Ran]:
+        """The runs that are over. Of many passes, only the latest runs are kept."""
+        return [Ran(*run) for run in list(self.ran)]
 
     def note_wait(self, backward: int, source: int, began: int) -> None:
+        """A wait that began at that time is over. Of many, the latest are kept; so too below."""
         if len(self.waited) >= _NOTED:
             del self.waited[: _NOTED // 2]
         self.waited.append(Waited(backward, source, began, time.perf_counter_ns()))
@@ -180,6 +180,8 @@ class Record:
 
     def raise_floor(self, starter: int, floor: int) -> list[Share]:
         """Passes of that worker below ``floor`` are over: forgets them, and returns them. Under the lock."""
+        if len(self.ran) >= _NOTED:
+            del self.ran[: -_NOTED // 2]
         self.floors[starter] = max(floor, self.floors.get(starter, 0))
         self.aborted = {id for id in self.aborted if not self.is_over(id)}
         return [self.shares.pop(id) for id in list(self.shares) if self.is_over(id)]

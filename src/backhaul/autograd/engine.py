@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from time import perf_counter_ns
 from typing import Any
 
 import msgspec
@@ -155,6 +156,7 @@ class Engine:
 
     def __init__(self, agent: Agent, contexts: Contexts, anchor: torch.Tensor) -> None:
         self.agent = agent
+        self._observers = agent.observers
         self._me = agent.me
         self._contexts = contexts
         self._strict = agent.options.trust == "federation"
@@ -194,18 +196,17 @@ class Engine:
         running = self._begin(record, functions.start(roots), retain_graph, into_grad, deadline)
         share = running.share
         record.roots = list(map(weakref.ref, roots))
-        began = time.perf_counter_ns()
+        began = perf_counter_ns()
         failure: BaseException | None = None
-        observers = self.agent.observers
-        if observers.active:
-            observers.emit(PassBegan(context=record.id, backward=share.backward.id))
+        if self._observers:
+            self._observers.emit(PassBegan(context=record.id, backward=share.backward.id))
         try:
             with self.agent.listeners.listen(share.backward.id, record.workers) as listener:
                 running.listener = share.listener = listener
                 components, ask = share.arrive({ROOT: gradients})
                 self._find_shortcuts(share)
-                if observers.active:
-                    observers.emit(Planned(backward=share.backward.id))
+                if self._observers:
+                    self._observers.emit(Planned(backward=share.backward.id))
                 if ask:
                     self._ask(running, self._me.id)
                 for component in components:
@@ -234,8 +235,8 @@ class Engine:
             running.listener = share.listener = None
             record.note_pass(share.backward.id, began, failure)
             failure = None  # it refers to this frame
-            if observers.active:
-                observers.emit(PassEnded(context=record.id, backward=share.backward.id, failed=share.failed))
+            if self._observers:
+                self._observers.emit(PassEnded(context=record.id, backward=share.backward.id, failed=share.failed))
             with self._lock:
                 del self._running[share.backward.id]
             with record.lock:
@@ -298,7 +299,7 @@ class Engine:
         following: Component | None = component
         while following is not None:
             consumed += following.sources
-            outcome = self._run_one(share, following)
+            outcome = self._run_observed(share, following) if self._observers else self._run_one(share, following)
             if outcome is None:
                 return
             emitted += outcome.emitted
@@ -313,21 +314,23 @@ class Engine:
             return
         # The gradients that go to the starter take the report along.
         message = late.message(share.backward, tuple(consumed), tuple(emitted))
-        observers = self.agent.observers
-        if observers.active:
-            observers.emit(GradientsSent(backward=share.backward.id, peer=late.to.name, sources=message.sources))
+        if self._observers:
+            self._observers.emit(GradientsSent(backward=share.backward.id, peer=late.to.name, sources=message.sources))
         try:
             self._tell(share, share.starter, message, late.tensors)
         except BackhaulError as error:
             self.fail(share, error)
 
+    def _run_observed(self, share: Share, component: Component) -> Outcome | None:
+        sources = tuple(component.sources)
+        self._observers.emit(RunBegan(context=share.backward.context, backward=share.backward.id, sources=sources))
+        outcome = self._run_one(share, component)
+        self._observers.emit(RunEnded(backward=share.backward.id, sources=sources))
+        return outcome
+
     def _run_one(self, share: Share, component: Component) -> Outcome | None:
         """Run a component. None if that has failed the pass."""
-        observers = self.agent.observers
-        if observers.active:
-            sources = tuple(component.sources)
-            observers.emit(RunBegan(context=share.backward.context, backward=share.backward.id, sources=sources))
-        began = time.perf_counter_ns()
+        began = perf_counter_ns()
         try:
             outcome = self._run(share, component)
         except BaseException as error:
@@ -335,9 +338,9 @@ class Engine:
             return None
         finally:
             component.leaves, component.recvs = (), {}
-            share.record.note_run(share.backward.id, component.sources, began, component.waits, share.failed)
-            if observers.active:
-                observers.emit(RunEnded(backward=share.backward.id, sources=tuple(component.sources)))
+            share.record.ran.append(
+                (share.backward.id, component.sources, began, perf_counter_ns(), component.waits, share.failed)
+            )
         if not share.backward.retain_graph:
             share.record.spend(component.sources)
         if self.agent.devices is not None:  # before anybody learns that the run is over
@@ -447,10 +450,11 @@ class Engine:
         to_starter = recv.sender.id == share.starter
         shortcuts = () if to_starter or not share.shortcuts else share.onward(component.sources[0], recv)
         message = parcel.message(share.backward, shortcuts=shortcuts)
-        observers = self.agent.observers
-        if observers.active:
-            observers.emit(RecvReached(backward=share.backward.id, peer=recv.sender.name))
-            observers.emit(GradientsSent(backward=share.backward.id, peer=recv.sender.name, sources=message.sources))
+        if self._observers:
+            self._observers.emit(RecvReached(backward=share.backward.id, peer=recv.sender.name))
+            self._observers.emit(
+                GradientsSent(backward=share.backward.id, peer=recv.sender.name, sources=message.sources)
+            )
         self._tell(share, recv.sender.id, message, parcel.tensors)
         return Outcome(message.sources)
 
@@ -459,9 +463,8 @@ class Engine:
     ) -> Sequence[torch.Tensor | None]:
         """Have torch run from these starts: the gradients of ``inputs``; without any, all go into ``.grad``."""
         edges, values = starts
-        observers = self.agent.observers
-        if observers.active:
-            observers.emit(TorchBegan(backward=share.backward.id))
+        if self._observers:
+            self._observers.emit(TorchBegan(backward=share.backward.id))
         try:
             if self.agent.devices is not None:
                 use(values)
@@ -470,8 +473,8 @@ class Engine:
                     edges, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
                 )
         finally:
-            if observers.active:
-                observers.emit(TorchEnded(backward=share.backward.id))
+            if self._observers:
+                self._observers.emit(TorchEnded(backward=share.backward.id))
 
     def _run_in_grad(
         self, share: Share, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
@@ -551,8 +554,8 @@ class Engine:
                 gradients.store(record.gradients, leaves, captured)
                 if streams is not None:
                     streams.leave_word()
-        if self.agent.observers.active:
-            self.agent.observers.emit(Stored(backward=share.backward.id))
+        if self._observers:
+            self._observers.emit(Stored(backward=share.backward.id))
 
     def require(self, share: Share, recv: Recv) -> None:
         """Raise unless a Recv can be part of this pass."""
@@ -782,9 +785,9 @@ class Engine:
                 raise ProtocolError("gradients with shortcuts, in a federation")
             share.shortcuts.update((each.source, each) for each in message.shortcuts)
         share.got_from(line.peer.id)
-        if self.agent.observers.active:
+        if self._observers:
             came = GradientsCame(backward=share.backward.id, peer=line.peer.name, sources=message.sources)
-            self.agent.observers.emit(came)
+            self._observers.emit(came)
         if message.consumed:
             self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
         sends = share.record.sends
@@ -796,8 +799,8 @@ class Engine:
         if self._strict:
             found = _checked(found, sends)
         components, ask = share.arrive(found, line.peer.id)
-        if self.agent.observers.active:
-            self.agent.observers.emit(Planned(backward=share.backward.id))
+        if self._observers:
+            self._observers.emit(Planned(backward=share.backward.id))
         if ask:
             self._ask_to_resolve(share)
         # A thread that listens for this pass has to go on listening.

@@ -152,7 +152,7 @@ class Run:
 
     def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         recv: Recv = node.recv
-        if self._agent.observers.active:
+        if self._agent.observers:
             self._agent.observers.emit(RecvReached(backward=self.share.backward.id, peer=recv.sender.name))
         outputs = self._recvs.pop(node, None)
         if outputs is None:  # it is not part of this run, or comes twice
@@ -223,7 +223,7 @@ class Run:
             return
         shortcuts = () if to_starter or not self.share.shortcuts else self.share.onward(self.sources[0], recv)
         message = parcel.message(self.share.backward, shortcuts=shortcuts)
-        if self._agent.observers.active:
+        if self._agent.observers:
             sent = GradientsSent(backward=self.share.backward.id, peer=parcel.to.name, sources=message.sources)
             self._agent.observers.emit(sent)
         self._tell(self.share, parcel.to.id, message, parcel.tensors)

@@ -257,7 +257,7 @@ class Share:
                 listener = None
         began = time.perf_counter_ns()
         observers = agent.observers
-        if observers.active:
+        if observers:
             observers.emit(GateWaits(backward=self.backward.id, source=source))
         with agent.serving.pause(partial(self._describe, source, to)):
             while True:
@@ -267,7 +267,7 @@ class Share:
                     if source in self._box or self._error is not None:
                         del self._waiting[source]
                         self.record.note_wait(self.backward.id, source, began)
-                        if observers.active:
+                        if observers:
                             observers.emit(GateOpens(backward=self.backward.id, source=source))
                         return _here(self._take(source), agent)
                 now = time.monotonic()

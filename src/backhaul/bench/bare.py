@@ -11,6 +11,7 @@ nothing of Backhaul at its top.
 from __future__ import annotations
 
 import ast
+import dis
 import gc
 import importlib.abc
 import importlib.machinery
@@ -20,14 +21,23 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import CodeType, FrameType, ModuleType
 from typing import Any, cast
 
 _QUESTIONS = ("profiler_is_on", "_profiler_is_on")
-_COUNTED = 40
-_NOTES = ("note_run", "note_wait", "note_pass")
+_COUNTED = 20
+_NOTES = ("note_wait", "note_pass")
+LOOKING = (
+    *("agent/observing", "agent/tracing", "agent/activity", "agent/accounts", "agent/logs"),
+    *("inspection/", "remote_profile/", "profiler/", "seeing/", "drawing/"),
+)
+"""The modules that do nothing else."""
+
+
+Span = tuple[int, int, int, int]
+"""A part of a source: its first line and column, its last line and the column after it."""
 
 
 class _Strip(ast.NodeTransformer):
@@ -35,7 +45,7 @@ class _Strip(ast.NodeTransformer):
 
     def __init__(self) -> None:
         self.count = 0
-        self.lines: set[int] = set()
+        self.spans: list[Span] = []
         self._noted: list[set[str]] = [set()]
         """For each function that this is in: its names for the notes of threads."""
 
@@ -43,8 +53,6 @@ class _Strip(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.ctx, ast.Load):
             return node
-        if node.attr == "active" and _last_name(node.value).endswith("observers"):
-            return self._constant(node, False)
         if node.attr == "tracing" and _last_name(node.value) in ("execution", "self"):
             return self._constant(node, None)
         return node
@@ -53,6 +61,10 @@ class _Strip(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id in _QUESTIONS:
             return self._constant(node, False)
+        if isinstance(node.func, ast.Name) and node.func.id == "Slot":
+            for keyword in [each for each in node.keywords if each.arg == "thread"]:
+                self._take(keyword.value)
+                node.keywords.remove(keyword)
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -60,7 +72,7 @@ class _Strip(ast.NodeTransformer):
             {
                 target.id
                 for each in ast.walk(node)
-                if isinstance(each, ast.Assign) and _mentions_activity(each.value)
+                if isinstance(each, ast.Assign) and _is_of_activity(each.value)
                 for target in each.targets
                 if isinstance(target, ast.Name)
             }
@@ -69,25 +81,39 @@ class _Strip(ast.NodeTransformer):
         self._noted.pop()
         return node
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
         (target,) = node.targets if len(node.targets) == 1 else (None,)
-        names = self._noted[-1]
-        if names and isinstance(target, ast.Name) and target.id in names | {"thread", "before"}:
+        if self._is_note(target, node.value):
             self._take(node)
-            return None
-        if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id in names:
-            self._take(node)
-            return None
+            return ast.Pass()  # a finally has to have something in it
         return self.generic_visit(node)
+
+    def _is_note(self, target: ast.expr | None, value: ast.expr) -> bool:
+        names = self._noted[-1]
+        if isinstance(target, ast.Name):
+            if _is_of_activity(value) or _last_name(value) in ("handles", "note", "observers"):
+                return True
+            return (bool(names) and target.id in ("thread", "before")) or (target.id == "began" and _is_time(value))
+        if isinstance(target, ast.Attribute):
+            if target.attr == "began" and _is_time(value):
+                return True
+            return target.attr == "handles" or (target.attr == "since" and _last_name(target.value) == "slot")
+        return isinstance(target, ast.Subscript) and _last_name(target.value) in names
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt] | None:
         if self._noted[-1] and isinstance(node.test, ast.Compare) and _last_name(node.test.left) == "before":
             self._take(node, places=0)  # the end of a note that is counted where it begins
-            return ast.Pass()  # a finally has to have something in it
+            return ast.Pass()
+        node.test = self._answered(node.test)
         found = self.generic_visit(node)
         if isinstance(found, ast.If) and isinstance(found.test, ast.Constant) and not found.test.value:
             return found.orelse or ast.Pass()
         return found
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        node.test = self._answered(node.test)
+        self.generic_visit(node)
+        return node.orelse if isinstance(node.test, ast.Constant) and not node.test.value else node
 
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
@@ -98,10 +124,18 @@ class _Strip(ast.NodeTransformer):
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         call = node.value
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _NOTES:
-            self._take(node)
-            return ast.Pass()
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            noted = call.func.attr == "append" and _last_name(call.func.value) == "ran"
+            if noted or call.func.attr in _NOTES:
+                self._take(node)
+                return ast.Pass()
         return self.generic_visit(node)
+
+    def _answered(self, test: ast.expr) -> ast.expr:
+        """A condition, without the question whether there are observers."""
+        if isinstance(test, ast.BoolOp):
+            test.values = [self._answered(each) for each in test.values]
+        return self._constant(test, False) if _last_name(test).endswith("observers") else test
 
     def _constant(self, node: ast.expr, value: bool | None) -> ast.expr:
         self._take(node)
@@ -109,19 +143,20 @@ class _Strip(ast.NodeTransformer):
 
     def _take(self, node: ast.expr | ast.stmt, places: int = 1) -> None:
         self.count += places
-        self.lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        self.spans.append((node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0))
 
 
 def _last_name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _mentions_activity(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr in ("handling", "waiting")
-        and _last_name(node.value) == "activity"
-    )
+def _is_of_activity(node: ast.AST) -> bool:
+    """The notes of all threads that wait."""
+    return isinstance(node, ast.Attribute) and node.attr == "waiting" and _last_name(node.value) == "activity"
+
+
+def _is_time(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _last_name(node.func) in ("monotonic", "perf_counter_ns")
 
 
 def _is_wait_note(node: ast.AST) -> bool:
@@ -151,11 +186,11 @@ def strip(source: str) -> tuple[ast.Module, int]:
     return ast.fix_missing_locations(tree), stripping.count
 
 
-def lines_that_look(source: str) -> set[int]:
-    """The lines of a module that `strip` leaves out."""
+def spans_that_look(source: str) -> list[Span]:
+    """The parts of a module that `strip` leaves out."""
     stripping = _Strip()
     stripping.visit(_parse(source))
-    return stripping.lines
+    return stripping.spans
 
 
 class Loader(importlib.machinery.SourceFileLoader):
@@ -210,14 +245,15 @@ def entrant(how: str, place: str) -> None:
         print(json.dumps(Loader.places), flush=True)
         for line in sys.stdin:
             work, seconds = json.loads(line)
-            print(json.dumps(measure(partial(WORKS[work], names[1:]), seconds)), flush=True)
+            print(json.dumps(measure(partial(WORKS[work], names[1:]), seconds, seconds / 10)), flush=True)
     rpc.shutdown()
 
 
 def count() -> dict[str, tuple[int, int]]:
     """How many bytecodes each work executes at both ends: those of places that look, and those of all of Backhaul.
 
-    The workers are in this process. The first number is exact, up to threads that have to wait more or less often.
+    The workers are in this process. Their watch threads do not count: what these do depends on the time that it takes.
+    The numbers are exact, up to threads that have to wait, or to take over from each other, more or less often.
     """
     from backhaul.bench.watched_work import WORKS
     from backhaul.testing import InProcessCluster
@@ -248,29 +284,68 @@ class _Counting:
     def __init__(self) -> None:
         self.all = 0
         self.looking = 0
-        self._lines: dict[str, set[int]] = {}
+        self._spans: dict[str, list[Span]] = {}
+        self._looks: dict[CodeType, list[bool]] = {}
+        self._ticks: dict[int, bool] = {}  # by thread: whether it is that of a worker that goes by the clock
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        name = frame.f_code.co_filename
-        if "/backhaul/" not in name or "/backhaul/bench/" in name:
+        code = frame.f_code
+        thread = threading.get_ident()
+        if thread not in self._ticks:
+            self._ticks[thread] = threading.current_thread().name.endswith("-watch")
+        if self._ticks[thread] or "/backhaul/" not in code.co_filename or "/backhaul/bench/" in code.co_filename:
             return None
-        if name not in self._lines:
-            with open(name, encoding="utf-8") as file:
-                self._lines[name] = lines_that_look(file.read())
+        if code not in self._looks:
+            self._looks[code] = self._find(code)
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self.count
+
+    def _find(self, code: CodeType) -> list[bool]:
+        """For each instruction: whether it looks."""
+        if code.co_filename not in self._spans:
+            with open(code.co_filename, encoding="utf-8") as file:
+                self._spans[code.co_filename] = spans_that_look(file.read())
+        if code.co_name in _NOTES or any(f"/backhaul/{each}" in code.co_filename for each in LOOKING):
+            return [True] * (len(code.co_code) // 2)
+        return instructions_that_look(code, self._spans[code.co_filename])
 
     def count(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "opcode":
             self.all += 1
-            if frame.f_lineno in self._lines[frame.f_code.co_filename]:
-                self.looking += 1
+            self.looking += self._looks[frame.f_code][frame.f_lasti // 2]
         return self.count
 
 
-def measure(do: Callable[[], None], seconds: float) -> float:
-    """The median of the times that one takes, after a tenth as much time to warm up."""
-    end = time.perf_counter() + seconds / 10
+def instructions_that_look(code: CodeType, spans: Sequence[Span]) -> list[bool]:
+    """For each instruction of a function: whether it is made from one of these parts of its source."""
+    looks = [any(_is_within(place, span) for span in spans) for place in _places(code)]
+    for each in dis.get_instructions(code):  # the jump of a question has the place of all that it may skip
+        number = each.offset // 2
+        if each.opname.startswith(("POP_JUMP", "TO_BOOL")) and number and looks[number - 1]:
+            looks[number] = True
+    return looks
+
+
+def _places(code: CodeType) -> Iterator[Span | None]:
+    """Where the source of each instruction is. Python 3.10 knows the line only."""
+    if sys.version_info < (3, 11):
+        lines = {offset: line for first, last, line in code.co_lines() for offset in range(first, last, 2)}
+        for offset in range(0, len(code.co_code), 2):
+            line = lines.get(offset)
+            yield None if line is None else (line, sys.maxsize, line, 0)
+        return
+    for line, last, column, end in code.co_positions():
+        whole = line is None or last is None or column is None or end is None
+        yield None if whole else cast(Span, (line, column, last, end))
+
+
+def _is_within(place: Span | None, span: Span) -> bool:
+    return place is not None and span[:2] <= place[:2] and place[2:] <= span[2:]
+
+
+def measure(do: Callable[[], None], seconds: float, warm_up: float) -> float:
+    """The median of the times that ``do`` takes, measured for so many seconds, after others to warm up."""
+    end = time.perf_counter() + warm_up
     while time.perf_counter() < end:
         do()
     taken = []

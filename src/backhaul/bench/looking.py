@@ -20,8 +20,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +65,8 @@ def _measure_lookers(given: argparse.Namespace) -> None:
             for looker, look in _LOOKERS.items():
                 with look(names):
                     for work, do in WORKS.items():
-                        seconds = _measure(lambda do=do: do(names), given.seconds)  # type: ignore[misc]
+                        warm_up = min(_WARM_UP_SECONDS, given.seconds)
+                        seconds = bare.measure(partial(do, names), given.seconds, warm_up)
                         found.setdefault((work, looker), []).append(seconds)
             print(f"round {number + 1} of {given.rounds}", end="\r", file=sys.stderr, flush=True)
     _show(found)
@@ -133,18 +134,6 @@ def _environment() -> dict[str, str]:
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(bare.__file__))))
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-def _measure(do: Callable[[], None], seconds: float) -> float:
-    end = time.perf_counter() + min(_WARM_UP_SECONDS, seconds)
-    while time.perf_counter() < end:
-        do()
-    taken = []
-    end = time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
-        do()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
 
 
 def _show(found: dict[tuple[str, str], list[float]]) -> None:

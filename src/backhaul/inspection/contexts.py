@@ -135,7 +135,7 @@ def _passes(record: Record) -> dict[str, Any]:
                 "gates": list(run.sources[1:]) if run.waits else [],
                 "failed": run.failed,
             }
-            for run in list(record.ran)
+            for run in record.runs()
         ],
         "waits": [
             {

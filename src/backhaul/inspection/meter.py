@@ -295,7 +295,7 @@ class Meter:
     def _on_invoked(self, event: Invoked) -> None:
         served = self._innermost(event.thread)
         if served is not None and not served.function:
-            handling = self._agent.activity.handling.get(event.thread)
+            handling = self._agent.activity.handled_by(event.thread)
             served.function = short_name(event.what, None if handling is None else handling.message)
 
     def _on_returned(self, event: Returned) -> None:

@@ -73,7 +73,7 @@ def snapshot(agent: Agent, references: References, autograd: Autograd, started: 
 def running(agent: Agent, now: float) -> list[dict[str, Any]]:
     """The requests of peers that are being handled, the oldest first."""
     found = []
-    for thread, handling in list(agent.activity.handling.items()):
+    for thread, handling in agent.activity.handling().items():
         if handling.peer.id != GUEST:
             found.append({**describe_handling(handling, now), "thread": thread})
     for late in list(agent.activity.late.values()):
@@ -135,7 +135,7 @@ def _runs(autograd: Autograd, now: float) -> list[dict[str, Any]]:
 
 
 def _states(agent: Agent) -> dict[str, int]:
-    waiting, handling = set(agent.activity.waiting), set(agent.activity.handling)
+    waiting, handling = set(agent.activity.all_waits()), set(agent.activity.handling())
     return {"handling": len(handling - waiting), "waiting": len(waiting)}
 
 

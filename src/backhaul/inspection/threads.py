@@ -31,8 +31,9 @@ def describe_threads(activity: Activity, *, stacks: bool = True) -> list[dict[st
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = _current_frames()
     # Threads go on while they are looked at: so first all that changes, quickly, and what takes long afterwards.
+    waits = activity.all_waits()
     taken = [
-        (id, activity.handling.get(id), activity.waiting.get(id), _frames_of(frame) if stacks else None)
+        (id, activity.handled_by(id), waits.get(id, []), _frames_of(frame) if stacks else None)
         for id, frame in frames.items()
     ]
     now = time.monotonic()
@@ -43,7 +44,7 @@ def describe_threads(activity: Activity, *, stacks: bool = True) -> list[dict[st
             "id": id,
             "name": names.get(id, "a thread that Python did not start"),
             "handles": _chain(handling, now),
-            "waits": _waits(waiting, now),
+            "waits": [_describe(wait, now) for wait in waiting],
         }
         if stack is not None:
             thread["blocked"] = blocked.get(id)
@@ -97,7 +98,7 @@ def _whose(file: str) -> str:
 
 def describe_waits(activity: Activity, now: float) -> list[tuple[int, dict[str, Any]]]:
     """The threads that wait, and what each waits for."""
-    return [(thread, _waits(wait, now)[0]) for thread, wait in list(activity.waiting.items())]
+    return [(thread, _describe(waits[0], now)) for thread, waits in activity.all_waits().items()]
 
 
 def describe_handling(handling: Handling, now: float) -> dict[str, Any]:
@@ -125,20 +126,13 @@ def _chain(handling: Handling | None, now: float) -> list[dict[str, Any]]:
     return found
 
 
-def _waits(wait: Wait | None, now: float) -> list[dict[str, Any]]:
-    found = []
-    while wait is not None:
-        found.append({**_described(wait), "seconds": now - wait.since})
-        wait = wait.before
-    return found
-
-
-def _described(wait: Wait) -> dict[str, Any]:
+def _describe(wait: Wait, now: float) -> dict[str, Any]:
+    seconds = now - wait.since
     try:
         found = wait.describe()
     except Exception as error:  # what it waits for may end while it is described
-        return {"kind": "unknown", "what": repr(error)}
+        return {"kind": "unknown", "what": repr(error), "seconds": seconds}
     deadline = found.pop("deadline", None)
     if deadline is not None and deadline != float("inf"):
         found["seconds_left"] = deadline - time.monotonic()
-    return found
+    return {**found, "seconds": seconds}

@@ -119,7 +119,7 @@ class Holdings:
             ref = self._counting.new_ref(self.me.id)
             self._counting.own(ref)
             self._cells[ref] = cell
-        if self._agent.observers.active:
+        if self._agent.observers:
             self._agent.observers.emit(RefMade(ref=str(ref)))
         return ref
 
@@ -344,7 +344,7 @@ class Holdings:
                 after.mail = True
             elif isinstance(action, Free):
                 after.freed.append(self._cells.pop(action.ref, None))
-                if self._agent.observers.active:
+                if self._agent.observers:
                     self._agent.observers.emit(RefFreed(ref=str(action.ref)))
             elif isinstance(action, Void):
                 after.voided.append((action.ref, self._cells.setdefault(action.ref, Cell())))

@@ -171,10 +171,12 @@ def _what_happened(row: Row) -> str:
 
 def _running(row: Row) -> Text:
     if not row.running:
-        waits = [each for each in row.waiting if each.get("what") or each.get("kind") in ("gate", "pass")]
-        if not waits:
+        if not row.waiting:
             return Text("idle", style="dim")
-        return Text(f"waits: {clean(waits[0].get('what') or waits[0]['kind'])}", style="dim")
+        wait = row.waiting[0]
+        if wait["kind"] in ("gate", "pass"):
+            return Text(f"waits: {wait['kind']}", style="dim")
+        return Text(f"waits: {clean(wait['what']) if wait.get('what') else describe_wait(wait)}", style="dim")
     oldest = row.running[0]
     more = f"  +{len(row.running) - 1}" if len(row.running) > 1 else ""
     return Text(f"{clean(oldest['what'])} {seconds(oldest['seconds'])}, from {clean(oldest['peer'])}{more}")
@@ -240,6 +242,8 @@ def describe_wait(wait: Mapping[str, Any]) -> str:
         return f"the value {clean(wait['ref'])}"
     if kind == "connection":
         return f"a connection to {clean(wait['peer'])}"
+    if kind == "room":
+        return f"{clean(wait['peer'])} to take {size(wait['bytes'])}"
     return clean(str(wait.get("what", kind)))
 
 

@@ -6,6 +6,7 @@ Each worker says what its threads do (topic "threads") and gives its figures ("s
            ─ waits at a gate for gradients of a pass ──► the threads of that peer that work on the pass
            ─ waits in `backward` for some workers ─────► the threads of theirs that work on the pass
            ─ waits for a value ────────────────────────► the thread that makes it
+           ─ waits until a peer takes a message ───────► that peer, if it does not answer
            ─ stands at a lock, or joins a thread ──────► the thread that holds the lock, or is joined
 
 and so on, until a **cycle** closes, or there is an **end**: a thread that runs, a lock whose holder is unknown, a
@@ -184,6 +185,8 @@ class _Explanation:
                 return self._value(f"waits for the value {about['ref']}", item.worker, about["ref"])
             case "connection":
                 return [self._connection(about["peer"])]
+            case "room":
+                return [self._room(about["peer"], about["bytes"])]
         return [_Link("waits", end="unknown", says=f"waits for {about.get('what', about['kind'])}")]
 
     def _reply(self, worker: str, about: Mapping[str, Any]) -> list[_Link]:
@@ -341,6 +344,12 @@ class _Explanation:
         does = f"waits for a connection to {peer}"
         if peer in self._snapshots:
             return _Link(does, end="unknown", says="it is being made", worker=peer)
+        return self._gone(does, peer)
+
+    def _room(self, peer: str, size: int) -> _Link:
+        does = f"waits until {peer} takes {size:,} bytes"
+        if peer in self._snapshots:
+            return _Link(does, end="unknown", says=f"they are on their way, or {peer} does not read", worker=peer)
         return self._gone(does, peer)
 
     def _gone(self, does: str, peer: str) -> _Link:

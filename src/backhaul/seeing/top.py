@@ -84,12 +84,21 @@ def print_stuck(options: argparse.Namespace) -> int:
         return 2
     stuck = explain(ask_guests(members, transport, ("threads", "snapshot")))
     if options.json:
-        print(msgspec.json.encode(stuck).decode())
+        print_json(stuck)
     else:
         console = _console()
         for line in draw_stuck(stuck):
             console.print(line)
     return int(bool(stuck.silent) or any(chain.end in ("cycle", "lost") for chain in stuck.chains))
+
+
+def print_json(value: Any) -> None:
+    """Print a value. A reader that has seen enough, such as ``head``, may close its end."""
+    try:
+        print(msgspec.json.encode(value).decode(), flush=True)
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:  # Python writes what is left when it ends
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _console() -> Console:
@@ -105,7 +114,7 @@ def _print_once(lookout: Lookout, screen: Screen, *, as_json: bool) -> None:
     with lookout.reading:
         rows = lookout.look().rows()
     if as_json:
-        print(msgspec.json.encode(screen.sorted(rows)).decode())
+        print_json(screen.sorted(rows))
     else:
         console = _console()
         console.print(screen.draw(rows, None, width=console.width))

@@ -272,6 +272,7 @@ function waitText(wait) {
     case "pass": return wait.ranks.length ? `backward on ranks ${wait.ranks.join(", ")}` : "backward to end";
     case "value": return `the value ${wait.ref}`;
     case "connection": return `a connection to ${wait.peer}`;
+    case "room": return `${wait.peer} to take ${size(wait.bytes)}`;
   }
   return wait.what || wait.kind;
 }
