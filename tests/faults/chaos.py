@@ -85,8 +85,8 @@ asked: set[str] = set()
 active: set[str] = set()
 """Attempts that some worker is at. The caller of a lost driver hears of it before the driver stops."""
 
-_stopped = threading.Condition()
-"""Notified when an attempt is over."""
+_stopped: threading.Condition
+"""Notified when an attempt is over. Each program has its own."""
 
 Part = tuple["RRef[Stage]", "RRef[torch.nn.Parameter]"]
 
@@ -129,10 +129,14 @@ class Program:
         """The faults of this program: in which step, what, and to which workers."""
         self._log = log
         self.tally: Counter[str] = Counter()
+        global _stopped
         stages.clear()
         asked.clear()
         active.clear()
-        options = RpcOptions(rpc_timeout=PATIENCE, unresponsive_after=None, probe_timeout=0.5, connect_timeout=2.0)
+        _stopped = threading.Condition()
+        options = RpcOptions(
+            rpc_timeout=PATIENCE, unresponsive_after=None, probe_timeout=0.5, connect_timeout=2.0, busy_poll=0.0
+        )
         self._size = self._chance.choice([3, 3, 4])
         self._group = Group(self._size, seed, options)
         self._keys = 0
