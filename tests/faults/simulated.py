@@ -190,8 +190,7 @@ class World:
     def join(self, actor: _Actor, deadline: float | None) -> bool:
         while not actor.done:
             actor.joiners.append(self.running)
-            if not self.block(deadline):
-                actor.joiners.remove(self.running)
+            if not self.block(deadline) and not _was_chosen(actor.joiners, self.running):
                 return False
         return True
 
@@ -278,6 +277,14 @@ def _deadline(world: World, timeout: float | None) -> float | None:
     return None if timeout is None else world.now + max(0.0, timeout)
 
 
+def _was_chosen(waiters: list[_Actor], actor: _Actor) -> bool:
+    """Whether a thread that stops waiting at its deadline was to be woken at the same moment. Else it waits no more."""
+    if actor not in waiters:
+        return True
+    waiters.remove(actor)
+    return False
+
+
 # Locks.
 
 
@@ -301,10 +308,8 @@ class Lock:
             while self._held:
                 me = world.running
                 self._waiters.append(me)
-                if not world.block(deadline):
-                    self._waiters.remove(me)
-                    if self._held:
-                        return False
+                if not world.block(deadline) and not _was_chosen(self._waiters, me) and self._held:
+                    return False
         elif self._held:
             return False
         self._held = True
@@ -404,9 +409,7 @@ class Condition:
         deadline = _deadline(world, timeout)
         count = self._lock.save()
         self._waiters.append(me)
-        woken = world.block(deadline)
-        if not woken:
-            self._waiters.remove(me)
+        woken = world.block(deadline) or _was_chosen(self._waiters, me)
         self._lock.restore(count)
         return woken
 
@@ -455,7 +458,7 @@ class Event:
             me = world.running
             self._waiters.append(me)
             if not world.block(_deadline(world, timeout)):
-                self._waiters.remove(me)
+                _was_chosen(self._waiters, me)
         return self._set
 
 
