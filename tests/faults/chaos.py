@@ -149,10 +149,10 @@ def run_many(first: int, count: int, jobs: int, limit: float, *, digests: bool) 
         for seed, digest in sorted(runs.digests.items()):
             print(f"seed {seed} {digest}")
     tally = runs.tally
-    programs, guesses = tally.pop("programs", 0), tally.pop("guesses", 0)
+    programs = tally.pop("programs", 0)
     what = ", ".join(f"{count} {name}" for name, count in sorted(tally.items()))
     print(
-        f"{programs} programs from seed {first} on, {len(runs.failed)} failed, {guesses} guesses, "
+        f"{programs} programs from seed {first} on, {len(runs.failed)} failed, "
         f"{time.monotonic() - start:.1f} s with {jobs} processes: {what}"
     )
     if runs.failed or programs != count:

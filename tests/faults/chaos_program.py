@@ -31,7 +31,7 @@ from random import Random
 from typing import Any
 
 import torch
-from chaos_network import Group
+from chaos_network import Group, Messages
 from simulated import World, installed
 from torch import Tensor
 
@@ -41,7 +41,6 @@ from backhaul.errors import PartialError
 from backhaul.optim import DistributedOptimizer
 from backhaul.options import RpcOptions
 from backhaul.rpc import RRef
-from backhaul.testing import Scheduler
 
 WIDTH = 3
 RATE = 0.1
@@ -147,16 +146,16 @@ class Program:
         self._errors: list[BaseException] = []
 
     @property
-    def scheduler(self) -> Scheduler:
-        return self._group.scheduler
+    def messages(self) -> Messages:
+        return self._group.messages
 
     def run(self) -> None:
         try:
             first = self._group.workers[0]
-            with first.as_current(), self._group.scheduler.follow(first.agent):
+            with first.as_current():
                 for rank in range(1, self._size):
                     self._make(rank)
-                self._group.scheduler.before_delivery.append(self._delivery)
+                self._group.messages.before_delivery.append(self._delivery)
                 for step in range(self._chance.choice([2, 3])):
                     self._plan_faults(step)
                     self._step(step)
@@ -221,7 +220,7 @@ class Program:
         return act
 
     def _delivery(self) -> None:
-        """Called by the scheduler."""
+        """A message is about to arrive."""
         self._clock += 1
         self._act()
 
@@ -308,14 +307,13 @@ class Program:
 
     def _settle(self, id: str) -> None:
         """Wait until no part of a failed step runs any more, or is on its way."""
-        with self._group.scheduler.unfollowed():
-            with _stopped:
-                over = _stopped.wait_for(lambda: id not in active, PATIENCE)
-            over = over and self._group.scheduler.await_idle(PATIENCE)
+        with _stopped:
+            over = _stopped.wait_for(lambda: id not in active, PATIENCE)
+        over = over and self._group.messages.await_idle(PATIENCE)
         if not over:
             raise ChaosError(
                 f"step {id} has failed, and parts of it still run after {PATIENCE} s: {sorted(active)}, "
-                f"{self._group.scheduler.describe()}"
+                f"{self._group.messages.describe()}"
             )
 
     def _check(self, parts: dict[int, Any], after: dict[int, Tensor], what: str) -> None:
@@ -366,8 +364,7 @@ class Program:
         """Nothing may be delivered while all are parted; and whoever is suspected is looked at again soon."""
         self._clock += 5
         self._act()
-        with self._group.scheduler.unfollowed():
-            time.sleep(0.002)
+        time.sleep(0.002)
 
     # The end.
 
@@ -381,8 +378,7 @@ class Program:
         self._parts.clear()
         for left in stages.values():
             left.weight = None  # type: ignore[assignment]
-        with self._group.scheduler.unfollowed():
-            self._await_nothing()
+        self._await_nothing()
 
     def _check_healed(self, rank: int, deadline: float) -> None:
         key, (stage, _) = self._parts[rank]
@@ -393,8 +389,7 @@ class Program:
                 if time.monotonic() > deadline or "is gone" in str(error):
                     raise ChaosError(f"after healing, stage {rank} cannot be used: {error}") from error
                 first = self._group.workers[0]
-                with self._group.scheduler.unfollowed():
-                    first.agent.fates.await_verdict(first.agent.membership.find(rank).info, deadline, "the end")
+                first.agent.fates.await_verdict(first.agent.membership.find(rank).info, deadline, "the end")
             else:
                 if not same(found.detach(), self._twins[rank]):
                     raise ChaosError(f"after healing, stage {rank} has another weight")
@@ -450,15 +445,13 @@ class Outcome:
 
         with World(seed) as world:
             program = Program(seed, note)
-            scheduler = program.scheduler
             try:
                 program.run()
             except Exception as error:
                 raise ChaosError(f"seed {seed}: {type(error).__name__}: {error}") from error
         self.tally = program.tally
         self.tally["programs"] = 1
-        self.tally["guesses"] = scheduler.guesses
-        steps = world.trace, scheduler.log, texts
+        steps = world.trace, program.messages.log, texts
         self.digest = hashlib.sha256(repr(steps).encode()).hexdigest()[:16]
         """Of each turn of each thread, with its time, of each message in its order, and of all that was noted."""
 
