@@ -250,7 +250,6 @@ class Program:
         key = self._keys
         stage = rpc.remote(f"worker{rank}", Stage, args=(key, weight))
         parameter = rpc.remote(f"worker{rank}", parameter_of, args=(stage,))
-        stage.rpc_sync().parameter()
         parameter.to_here()
         self._parts[rank] = key, (stage, parameter)
 

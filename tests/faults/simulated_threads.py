@@ -26,7 +26,9 @@ class Lock:
             self._held = True
             return True
         if blocking:
-            world.may_pause()
+            world.turn -= 1
+            if world.turn <= 0:
+                world.pause()
             deadline = None if timeout < 0 else world.now + timeout
             while self._held:
                 me = world.running
@@ -51,16 +53,22 @@ class Lock:
         return self._held
 
     def __enter__(self) -> bool:
+        """`acquire`, quickly: this is most of what a program does with locks."""
         world = simulated_world.current
         if world is not None:
-            world.may_pause()
-        if not self._held:
-            self._held = True
-            return True
-        return self.acquire()
+            world.turn -= 1
+            if world.turn <= 0:
+                world.pause()
+            if self._held:
+                self.acquire()
+        self._held = True
+        return True
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        if self._waiters or not self._held:
+            self.release()
+        else:
+            self._held = False
 
     def save(self) -> int:
         self.release()
@@ -99,6 +107,9 @@ class RLock(Lock):
 
     def __enter__(self) -> bool:
         return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def save(self) -> int:
         count, self._count = self._count, 1

@@ -15,8 +15,8 @@ from typing import Any
 
 _STEP = 2e-6  # of the clock, for each switch and each look at it
 _LULL = 0.004  # the longest that a thread does not get the processor although it could run
-_LULLS = 40  # there is one in so many switches
-_LONGEST_TURN = 60  # so many locks a thread takes at most before another one may be next
+_LULLS = 60  # there is one in so many switches
+_LONGEST_TURN = 80  # so many locks a thread takes at most before another one may be next
 _MOST_SWITCHES = 400_000
 FIRST_DESCRIPTOR = 1 << 20
 
@@ -68,7 +68,8 @@ class World:
         self._numbers = itertools.count()
         self._descriptors = itertools.count(FIRST_DESCRIPTOR)
         self.files: dict[int, Any] = {}
-        self._turn = _LONGEST_TURN
+        self.turn = _LONGEST_TURN
+        """How many locks the running thread may still take before another one may be next."""
         self._actors: dict[Actor, threading.Thread | None] = {}
         self._main = Actor(next(self._numbers), "main")
         self.running = self._main
@@ -135,11 +136,10 @@ class World:
             actor.serial += 1
             self._ready.append(actor)
 
-    def may_pause(self) -> None:
-        """Let another thread run, if it is time."""
-        self._turn -= 1
-        if self._turn <= 0 and not self.over:
-            self._turn = 1 + int(self.random.random() * _LONGEST_TURN)
+    def pause(self) -> None:
+        """Let another thread run, if one can."""
+        if not self.over:
+            self.turn = 1 + int(self.random.random() * _LONGEST_TURN)
             if self._ready:
                 self._ready.append(self.running)
                 self._switch(self.running)
