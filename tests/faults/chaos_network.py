@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 import torch.distributed as dist
-from simulated_world import here
+from turns_world import here
 
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, Welcome

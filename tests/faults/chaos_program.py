@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 from chaos_network import Group, Messages
-from simulated import World, installed
 from torch import Tensor
+from turns import World, installed
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc

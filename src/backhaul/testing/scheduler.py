@@ -12,7 +12,7 @@ blocks in another way (a lock, an event) is waited for at most `PATIENCE` second
 message may free it; `guesses` counts how often that was necessary. Coroutines are not waited for.
 
 The threads of a worker run as the machine lets them. So the order of messages is the same each time only as long as no
-two threads send to one worker at the same moment.
+two threads send to one worker at the same moment, and no call is held back until a tick to leave with others.
 
 Threads of the test are not known to the scheduler. Put ``with scheduler.hold():`` around
 sends that are all to be there before the first is delivered; or have a thread counted, with
@@ -290,8 +290,13 @@ class Scheduler(Network):
         to.deliver(data)
 
     def reading(self, channel: MemoryChannel) -> None:
-        if not _has_replies(channel):
-            self._settle(channel)
+        if _has_replies(channel):
+            return
+        with self._changed:
+            # What has arrived since the thread dealt with the message before is still to be read.
+            if not channel.unread:
+                self._unsettled.discard(channel)
+                self._notice()
 
     def closed(self, channel: MemoryChannel) -> None:
         with self._changed:
@@ -373,10 +378,14 @@ class Scheduler(Network):
                             channel.deliver(data)
                     self._queues.clear()
                     return
+                if not self.before_delivery:
+                    if not self._holds:
+                        self._deliver_one()
+                    continue
             for callback in self.before_delivery:
                 callback()
             with self._changed:
-                if self.before_delivery and not self._free:
+                if not self._free:
                     self._await_delivery()
                 if not (self._holds or self._free):
                     self._deliver_one()

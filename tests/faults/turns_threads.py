@@ -1,4 +1,4 @@
-"""Threads and locks of a simulated world; see `simulated`."""
+"""Threads and locks of a simulated world; see `turns`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-import simulated_world
-from simulated_world import Actor, Over, here, was_chosen
+import turns_world
+from turns_world import Actor, Over, here, was_chosen
 
 
 class Lock:
@@ -21,7 +21,7 @@ class Lock:
         self._waiters: list[Actor] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        world = simulated_world.current
+        world = turns_world.current
         if world is None or world.over:
             self._held = True
             return True
@@ -42,19 +42,19 @@ class Lock:
 
     def release(self) -> None:
         if not self._held:
-            if simulated_world.current is None or simulated_world.current.over:
+            if turns_world.current is None or turns_world.current.over:
                 return
             raise RuntimeError("release unlocked lock")
         self._held = False
-        if self._waiters and simulated_world.current is not None:
-            simulated_world.current.wake(self._waiters.pop(0))
+        if self._waiters and turns_world.current is not None:
+            turns_world.current.wake(self._waiters.pop(0))
 
     def locked(self) -> bool:
         return self._held
 
     def __enter__(self) -> bool:
         """`acquire`, quickly: this is most of what a program does with locks."""
-        world = simulated_world.current
+        world = turns_world.current
         if world is not None:
             world.turn -= 1
             if world.turn <= 0:
@@ -89,7 +89,7 @@ class RLock(Lock):
         self._count = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        me = None if simulated_world.current is None else simulated_world.current.running
+        me = None if turns_world.current is None else turns_world.current.running
         if self._count and self._owner is me:
             self._count += 1
             return True
@@ -157,9 +157,9 @@ class Condition:
 
     def notify(self, n: int = 1) -> None:
         woken, self._waiters = self._waiters[:n], self._waiters[n:]
-        if simulated_world.current is not None:
+        if turns_world.current is not None:
             for actor in woken:
-                simulated_world.current.wake(actor)
+                turns_world.current.wake(actor)
 
     def notify_all(self) -> None:
         self.notify(len(self._waiters))
@@ -178,9 +178,9 @@ class Event:
     def set(self) -> None:
         self._set = True
         woken, self._waiters = self._waiters, []
-        if simulated_world.current is not None:
+        if turns_world.current is not None:
             for actor in woken:
-                simulated_world.current.wake(actor)
+                turns_world.current.wake(actor)
 
     def clear(self) -> None:
         self._set = False
@@ -231,7 +231,7 @@ class Thread(threading.Thread):
     def join(self, timeout: float | None = None) -> None:
         if self._actor is None:
             raise RuntimeError("cannot join thread before it is started")
-        world = simulated_world.current
+        world = turns_world.current
         if world is None or world.over or world.join(self._actor, world.deadline(timeout)):
             super().join(timeout)
 

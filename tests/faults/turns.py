@@ -30,11 +30,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import simulated_files as files
-import simulated_world
 import torch
-from simulated_threads import Condition, Event, Lock, RLock, Thread, Timer
-from simulated_world import StandStill, World, here
+import turns_files as files
+import turns_world
+from turns_threads import Condition, Event, Lock, RLock, Thread, Timer
+from turns_world import StandStill, World, here
 
 from backhaul.agent.line import Line
 
@@ -53,7 +53,7 @@ class _Place:
 
 
 def _clock() -> float:
-    return time.monotonic() if simulated_world.current is None else simulated_world.current.clock()
+    return time.monotonic() if turns_world.current is None else turns_world.current.clock()
 
 
 def _nanoseconds() -> int:
@@ -112,7 +112,7 @@ def installed(*packages: str) -> Iterator[None]:
 
     def wait_simulated(self: Any) -> Any:
         """Torch would wait where no other thread gets the turn."""
-        world = simulated_world.current
+        world = turns_world.current
         if world is not None and not world.over and not self.done():
             done = Event()
             torch._C.Future.add_done_callback(self, lambda _: done.set())

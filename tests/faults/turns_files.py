@@ -1,12 +1,12 @@
-"""Descriptors of a simulated world, and waits for them; see `simulated`."""
+"""Descriptors of a simulated world, and waits for them; see `turns`."""
 
 from __future__ import annotations
 
 import os
 import select
 
-import simulated_world
-from simulated_world import FIRST_DESCRIPTOR, Actor, here
+import turns_world
+from turns_world import FIRST_DESCRIPTOR, Actor, here
 
 
 class File:
@@ -29,8 +29,8 @@ class File:
         if self.number >= 0:
             for poller in list(self.pollers):
                 poller.forget(self)
-            if simulated_world.current is not None:
-                simulated_world.current.files.pop(self.number, None)
+            if turns_world.current is not None:
+                turns_world.current.files.pop(self.number, None)
             self.number = -1
 
 
@@ -105,7 +105,7 @@ class Poller:
 
     def unregister(self, descriptor: int) -> None:
         del self._wanted[descriptor]
-        file = None if simulated_world.current is None else simulated_world.current.files.get(descriptor)
+        file = None if turns_world.current is None else turns_world.current.files.get(descriptor)
         if file is not None:
             file.pollers.remove(self)
 
@@ -115,8 +115,8 @@ class Poller:
         file.pollers.remove(self)
 
     def notice(self, descriptor: int) -> None:
-        if self._sleeper is not None and simulated_world.current is not None and self._look_at(descriptor):
-            simulated_world.current.wake(self._sleeper)
+        if self._sleeper is not None and turns_world.current is not None and self._look_at(descriptor):
+            turns_world.current.wake(self._sleeper)
 
     def close(self) -> None:
         for descriptor in list(self._wanted):
@@ -162,8 +162,8 @@ class Poll(Poller):
     def forget(self, file: File) -> None:
         """A closed descriptor is an event."""
         file.pollers.remove(self)
-        if self._sleeper is not None and simulated_world.current is not None:
-            simulated_world.current.wake(self._sleeper)
+        if self._sleeper is not None and turns_world.current is not None:
+            turns_world.current.wake(self._sleeper)
 
     def _sleep(self, timeout: float | None) -> None:
         files = [file for number in self._wanted if (file := here().files.get(number)) is not None]
@@ -218,5 +218,5 @@ def eventfd_read(descriptor: int) -> int:
 def close(descriptor: int) -> None:
     if descriptor < FIRST_DESCRIPTOR:
         os.close(descriptor)
-    elif simulated_world.current is not None and (file := simulated_world.current.files.get(descriptor)) is not None:
+    elif turns_world.current is not None and (file := turns_world.current.files.get(descriptor)) is not None:
         file.close()

@@ -1,4 +1,4 @@
-"""World: of all threads of a program one runs at a time, and a seed decides which one is next. See `simulated`."""
+"""World: of all threads of a program one runs at a time, and a seed decides which one is next. See `turns`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _STEP = 2e-6  # of the clock, for each switch and each look at it
 _LULL = 0.004  # the longest that a thread does not get the processor although it could run
 _LULLS = 60  # there is one in so many switches
 _LONGEST_TURN = 80  # so many locks a thread takes at most before another one may be next
+_BUSY = (0.06, 5, 10)  # the same three
 _MOST_SWITCHES = 400_000
 FIRST_DESCRIPTOR = 1 << 20
 
@@ -53,7 +54,9 @@ class World:
     One at a time, and inside `installed`.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, busy: bool = False) -> None:
+        """``busy``: as on a machine with too much to do, threads that could run often have to wait."""
+        self._lull, self._lulls, self._longest_turn = _BUSY if busy else (_LULL, _LULLS, _LONGEST_TURN)
         self.now = 1000.0
         self.switches = 0
         self.trace: list[tuple[int, int]] = []
@@ -68,7 +71,7 @@ class World:
         self._numbers = itertools.count()
         self._descriptors = itertools.count(FIRST_DESCRIPTOR)
         self.files: dict[int, Any] = {}
-        self.turn = _LONGEST_TURN
+        self.turn = self._longest_turn
         """How many locks the running thread may still take before another one may be next."""
         self._actors: dict[Actor, threading.Thread | None] = {}
         self._main = Actor(next(self._numbers), "main")
@@ -139,7 +142,7 @@ class World:
     def pause(self) -> None:
         """Let another thread run, if one can."""
         if not self.over:
-            self.turn = 1 + int(self.random.random() * _LONGEST_TURN)
+            self.turn = 1 + int(self.random.random() * self._longest_turn)
             if self._ready:
                 self._ready.append(self.running)
                 self._switch(self.running)
@@ -199,8 +202,8 @@ class World:
         self.switches += 1
         self.now += _STEP
         ready, timers = self._ready, self._timers
-        if ready and self.random.random() * _LULLS < 1:
-            self.now += _LULL * self.random.random()
+        if ready and self.random.random() * self._lulls < 1:
+            self.now += self._lull * self.random.random()
         while timers and timers[0][0] <= self.now:
             self._ring(heapq.heappop(timers))
         if not ready and self._lingering:
