@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 _LIMIT = 120.0
 _SMALLEST_CHUNK = 100
+_ANY = -1
 _CHUNKS_FOR_EACH_JOB = 3
 _HASHES = "PYTHONHASHSEED"
 _NO_RANDOM_HASHES = {**os.environ, _HASHES: "0"}  # the order of sets is part of a program
@@ -52,6 +53,8 @@ class Runs:
         self.failed: dict[int, str] = {}
         self.digests: dict[int, str] = {}
         processors = sorted(os.sched_getaffinity(0))
+        if jobs < len(processors):  # others may work here, too: a process must be able to move
+            processors = [_ANY]
         threads = [
             threading.Thread(target=self._work, args=(processors[job % len(processors)],), name=f"job {job}")
             for job in range(jobs)
@@ -177,7 +180,8 @@ def main() -> None:
         replay_here(given.first, given.limit)
     elif given.processor is not None:
         # One thread of a program runs at a time, and hands over more quickly to another one on the same processor.
-        os.sched_setaffinity(0, {given.processor})
+        if given.processor != _ANY:
+            os.sched_setaffinity(0, {given.processor})
         run_here(Chunk(given.first, given.count), given.limit)
     else:
         run_many(given.first, given.count, max(1, given.jobs), given.limit, digests=given.digests)
