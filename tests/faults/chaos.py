@@ -1,485 +1,191 @@
-"""Chaos: a seeded simulation of training on a group whose workers die, come back, and lose sight of each other.
+"""Run programs of `chaos_program`, which are simulated training runs under faults::
 
-One seed is one program::
+    python tests/faults/chaos.py SEED               # replay one, and print all that happens in it
+    python tests/faults/chaos.py FIRST COUNT        # run many, on all processors (--jobs N)
 
-    python tests/faults/chaos.py SEED        # replays it, and prints all that happens
-    python tests/faults/chaos.py FROM TO     # runs many, on all processors; prints how much happened, and which fail
-
-A program makes some training steps. Each worker but the first has a stage of the model. The first worker holds the
-references; any worker may drive a step, with references that it is given for it: calls through the stages, a backward
-pass, an optimizer step. Meanwhile connections are cut, with or without what is on its way, pairs of workers are parted
-and healed, messages are delayed, workers die and are replaced.
-
-What has to hold:
-
-- A step is right, or it fails with an error that names a worker; nothing takes forever.
-- A failed step has changed nothing before its optimizer was asked, and afterwards each stage has stepped or not.
-- No call runs twice.
-- A reference is never gone while its owner lives.
-- After the last healing everything works, and when the references are dropped, nothing is left anywhere.
+A program that is run again makes the same steps, on any machine: `--digests` prints a number for each one that says so.
+All that fail are named with the command that replays them. A program that takes longer than `--limit` seconds counts as
+failed, and the stacks of all threads are printed.
 """
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
 import gc
-import itertools
+import json
 import logging
-import multiprocessing
 import os
+import queue
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from chaos_network import Group
-from torch import Tensor
-
-import backhaul.autograd as dist_autograd
-from backhaul import rpc
-from backhaul.errors import PartialError
-from backhaul.optim import DistributedOptimizer
-from backhaul.options import RpcOptions
-from backhaul.rpc import RRef
-
-WIDTH = 3
-RATE = 0.1
-PATIENCE = 10.0
-_CHUNK = 100
-_LOST = (rpc.WorkerLostError, PartialError)
+_LIMIT = 120.0
+_SMALLEST_CHUNK = 100
+_ANY = -1
+_CHUNKS_FOR_EACH_JOB = 3
+_HASHES = "PYTHONHASHSEED"
+_NO_RANDOM_HASHES = {**os.environ, _HASHES: "0"}  # the order of sets is part of a program
 
 
-class ChaosError(AssertionError):
-    """Something that must not happen has happened."""
+class Chunk(NamedTuple):
+    first: int
+    count: int
 
 
-# What runs on the workers.
+class Runs:
+    """Programs on several processes, and what has become of them. A process that stops is replaced."""
 
-
-class Stage:
-    """A layer on a worker. ``ran`` counts calls by their identity."""
-
-    def __init__(self, key: int, weight: Tensor) -> None:
-        self.key = key
-        self.weight = torch.nn.Parameter(weight)
-        self.ran: Counter[str] = Counter()
-        stages[key] = self
-
-    def parameter(self) -> torch.nn.Parameter:
-        return self.weight
-
-    def forward(self, id: str, x: Tensor) -> Tensor:
-        self.ran[id] += 1
-        return torch.tanh(x @ self.weight) + x
-
-
-stages: dict[int, Stage] = {}
-"""All that were ever made, by a key of their own: a look at memory that needs no messages."""
-
-asked: set[str] = set()
-"""Attempts that have come as far as the optimizer."""
-
-active: set[str] = set()
-"""Attempts that some worker is at. The caller of a lost driver hears of it before the driver stops."""
-
-_stopped = threading.Condition()
-"""Notified when an attempt is over."""
-
-Part = tuple["RRef[Stage]", "RRef[torch.nn.Parameter]"]
-
-
-def parameter_of(stage: RRef[Stage]) -> torch.nn.Parameter:
-    return stage.local_value().weight
-
-
-def data(step: int) -> Tensor:
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-
-
-def drive(id: str, step: int, parts: list[Part]) -> str:
-    """One attempt at a training step, by the worker that this runs on."""
-    active.add(id)
-    try:
-        with dist_autograd.context() as context:
-            x = data(step)
-            for stage, _ in parts:
-                x = stage.rpc_sync().forward(id, x)
-            dist_autograd.backward(context, [(x**2).sum()])
-            optimizer = DistributedOptimizer(torch.optim.SGD, [parameter for _, parameter in parts], lr=RATE)
-            asked.add(id)
-            optimizer.step(context)
-    finally:
-        with _stopped:
-            active.discard(id)
-            _stopped.notify_all()
-    return id
-
-
-# The program.
-
-
-class Program:
-    def __init__(self, seed: int, log: Callable[[str], None] = lambda text: None) -> None:
-        self._seed = seed
-        self._chance = Random(seed)
-        self.planned: list[tuple[int, str, int, int]] = []
-        """The faults of this program: in which step, what, and to which workers."""
-        self._log = log
+    def __init__(self, first: int, count: int, jobs: int, limit: float) -> None:
+        size = max(_SMALLEST_CHUNK, -(-count // (jobs * _CHUNKS_FOR_EACH_JOB)))
+        self._limit = limit
+        self._chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
+        for at in range(first, first + count, size):
+            self._chunks.put(Chunk(at, min(size, first + count - at)))
+        self._lock = threading.Lock()
+        # Guarded by _lock:
         self.tally: Counter[str] = Counter()
-        stages.clear()
-        asked.clear()
-        active.clear()
-        options = RpcOptions(rpc_timeout=PATIENCE, unresponsive_after=None, probe_timeout=0.5, connect_timeout=2.0)
-        self._size = self._chance.choice([3, 3, 4])
-        self._group = Group(self._size, seed, options)
-        self._keys = 0
-        self._clock = 0
-        self._planning = threading.Lock()
-        self._plan: list[tuple[int, Callable[[], None]]] = []  # when, by the clock, and what; guarded by _planning
-        self._parts: dict[int, tuple[int, Part]] = {}  # by rank: the key of the stage, and references to it
-        self._twins: dict[int, Tensor] = {}  # by rank: the weight in one process
-        self._to_replace: set[int] = set()
-        self._deaths: set[int] = set()  # keys of stages that died
-        self._errors: list[BaseException] = []
+        self.failed: dict[int, str] = {}
+        self.digests: dict[int, str] = {}
+        processors = sorted(os.sched_getaffinity(0))
+        if jobs < len(processors):  # others may work here, too: a process must be able to move
+            processors = [_ANY]
+        threads = [
+            threading.Thread(target=self._work, args=(processors[job % len(processors)],), name=f"job {job}")
+            for job in range(jobs)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
-    def run(self) -> None:
-        try:
-            first = self._group.workers[0]
-            with first.as_current(), self._group.scheduler.follow(first.agent):
-                for rank in range(1, self._size):
-                    self._make(rank)
-                self._group.scheduler.before_delivery.append(self._delivery)
-                for step in range(self._chance.choice([2, 3])):
-                    self._plan_faults(step)
-                    self._step(step)
-                with self._planning:
-                    self._plan.clear()
-                self._end()
-        finally:
-            self._parts.clear()
-            self._group.close()
-
-    # Faults.
-
-    def _plan_faults(self, step: int) -> None:
-        """What happens in a step, by the number of deliveries from now on. What happened before plays no part."""
-        chance = Random(f"{self._seed}/{step}")
-        for _ in range(chance.choice([0, 1, 1, 2, 3])):
-            act = chance.choice([self._cut, self._cut, self._part, self._delay, self._kill])
-            a, b = chance.sample(range(self._size), 2)
-            self.planned.append((step, act.__name__.strip("_"), a, b))
-            due = self._clock + chance.randrange(1, 40), act(a, b, chance.random())
-            with self._planning:
-                self._plan.append(due)
-
-    def _cut(self, a: int, b: int, draw: float) -> Callable[[], None]:
-        def act() -> None:
-            self._note("cuts", f"cut {a} - {b}")
-            self._group.cut(a, b, lose=draw < 0.5)
-
-        return act
-
-    def _part(self, a: int, b: int, draw: float) -> Callable[[], None]:
-        def act() -> None:
-            self._note("parts", f"part {a} - {b}")
-            self._group.part(a, b)
-            with self._planning:
-                self._plan.append((self._clock + int(draw * 12), heal))
-
-        def heal() -> None:
-            self._note("heals", f"heal {a} - {b}")
-            self._group.heal(a, b)
-
-        return act
-
-    def _delay(self, a: int, b: int, draw: float) -> Callable[[], None]:
-        def act() -> None:
-            self._note("delays", f"delay {a} - {b}")
-            self._group.delay(a, b, 1 + int(draw * 10))
-
-        return act
-
-    def _kill(self, a: int, b: int, _: float) -> Callable[[], None]:
-        rank = a or b  # the first worker holds the references, and lives
-
-        def act() -> None:
-            if rank in self._group.workers and len(self._group.workers) > 2:
-                self._note("deaths", f"kill {rank}")
-                if rank in self._parts:
-                    self._deaths.add(self._parts[rank][0])
-                self._group.kill(rank)
-                self._to_replace.add(rank)
-
-        return act
-
-    def _delivery(self) -> None:
-        """Called by the scheduler."""
-        self._clock += 1
-        self._act()
-
-    def _act(self) -> None:
-        with self._planning:
-            due = [act for at, act in self._plan if at <= self._clock]
-            self._plan = [each for each in self._plan if each[0] > self._clock]
-        for act in due:
+    def _work(self, processor: int) -> None:
+        while True:
             try:
-                act()
-            except BaseException as error:  # raised where the program waits for its step
-                self._errors.append(error)
-
-    def _note(self, what: str, text: str) -> None:
-        self.tally[what] += 1
-        self._log(f"{self._clock:5} {text}")
-
-    # Steps.
-
-    def _make(self, rank: int, weight: Tensor | None = None) -> None:
-        """A stage on that worker, new or with the weight that the dead one had."""
-        if weight is None:
-            generator = torch.Generator().manual_seed(rank)
-            weight = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH
-        self._twins[rank] = weight.clone()
-        self._keys += 1
-        key = self._keys
-        stage = rpc.remote(f"worker{rank}", Stage, args=(key, weight))
-        parameter = rpc.remote(f"worker{rank}", parameter_of, args=(stage,))
-        stage.rpc_sync().parameter()
-        parameter.to_here()
-        self._parts[rank] = key, (stage, parameter)
-
-    def _step(self, step: int) -> None:
-        """Repeat a step until it is right."""
-        deadline = time.monotonic() + 2 * PATIENCE
-        for attempt in itertools.count():
-            self._replace_dead()
-            parts = {rank: self._parts[rank] for rank in sorted(self._parts) if rank in self._group.workers}
-            after = self._expected(step, list(parts))
-            driver = Random(f"{self._seed}/{step}/{attempt}").choice([0, 0, *parts])
-            id = f"{step}/{attempt}"
-            self._log(f"{self._clock:5} step {id} by {driver} over {list(parts)}")
-            begun = time.monotonic()
-            try:
-                self._attempt(driver, id, step, [part for _, part in parts.values()])
-            except _LOST as error:
-                self._failed(id, error, parts, after)
-            except rpc.RpcTimeoutError as error:
-                raise ChaosError(f"step {id} took {time.monotonic() - begun:.1f} s: {error}") from error
-            else:
-                self._check(parts, after, f"step {id} was good")
-                self._twins.update(after)
-                self.tally["steps"] += 1
+                chunk: Chunk | None = self._chunks.get_nowait()
+            except queue.Empty:
                 return
-            if self._errors:
-                raise self._errors[0]
-            if time.monotonic() > deadline:
-                raise ChaosError(f"step {step} has failed for {2 * PATIENCE} s, {attempt + 1} times")
-            self._pass_time()
+            while chunk is not None:
+                chunk = self._run(chunk, processor)
 
-    def _attempt(self, driver: int, id: str, step: int, parts: list[Part]) -> None:
-        if driver == 0:
-            drive(id, step, parts)
-        else:
-            rpc.rpc_sync(f"worker{driver}", drive, args=(id, step, parts))
+    def _run(self, chunk: Chunk, processor: int) -> Chunk | None:
+        """Run a chunk in a process of its own; what is left of it if that process has stopped."""
+        options = ["--processor", str(processor), "--limit", str(self._limit)]
+        command = [sys.executable, __file__, str(chunk.first), str(chunk.count), *options]
+        at = chunk.first
+        with tempfile.TemporaryFile("w+") as errors:
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_NO_RANDOM_HASHES)
+            assert child.stdout is not None
+            with child, child.stdout as lines:
+                for line in lines:
+                    at = json.loads(line)["seed"] + 1
+                    self._note(json.loads(line))
+            if child.returncode == 0:
+                return None
+            errors.seek(0)
+            text = f"its process ended with code {child.returncode}:\n{errors.read()}"
+        self._note({"seed": at, "error": f"seed {at}: {text}"})
+        left = Chunk(at + 1, chunk.first + chunk.count - at - 1)
+        return left if left.count else None
 
-    def _failed(self, id: str, error: BaseException, parts: dict[int, Any], after: dict[int, Tensor]) -> None:
-        self._note("failures", f"step {id} failed: {type(error).__name__}: {error}")
-        if "is gone" in str(error) and not self._deaths:
-            raise ChaosError(f"step {id}: a reference was lost, and nobody had died: {error}") from error
-        self._settle(id)
-        for rank, (key, _) in parts.items():
-            if rank not in self._group.workers or key in self._deaths:
-                continue
-            weight = stages[key].weight.detach()
-            if not same(weight, self._twins[rank]):
-                if id not in asked:
-                    raise ChaosError(f"step {id} failed before its optimizer was asked, and stage {rank} has changed")
-                if not same(weight, after[rank]):
-                    raise ChaosError(f"step {id} left stage {rank} between two values")
-                with torch.no_grad():
-                    stages[key].weight.copy_(self._twins[rank])
-
-    def _settle(self, id: str) -> None:
-        """Wait until no part of a failed step runs any more, or is on its way."""
-        with self._group.scheduler.unfollowed():
-            with _stopped:
-                over = _stopped.wait_for(lambda: id not in active, PATIENCE)
-            over = over and self._group.scheduler.await_idle(PATIENCE)
-        if not over:
-            raise ChaosError(
-                f"step {id} has failed, and parts of it still run after {PATIENCE} s: {sorted(active)}, "
-                f"{self._group.scheduler.describe()}"
-            )
-
-    def _check(self, parts: dict[int, Any], after: dict[int, Tensor], what: str) -> None:
-        for rank, (key, _) in parts.items():
-            if key not in self._deaths and not same(stages[key].weight.detach(), after[rank]):
-                raise ChaosError(f"{what}, and the weight of stage {rank} is wrong")
-        twice = {id: count for stage in stages.values() for id, count in stage.ran.items() if count > 1}
-        if twice:
-            raise ChaosError(f"calls ran more than once: {twice}")
-
-    def _expected(self, step: int, ranks: list[int]) -> dict[int, Tensor]:
-        """The weights after a step over these stages, in one process."""
-        weights = [self._twins[rank].clone().requires_grad_() for rank in ranks]
-        x = data(step)
-        for weight in weights:
-            x = torch.tanh(x @ weight) + x
-        gradients = torch.autograd.grad((x**2).sum(), weights)
-        return {
-            rank: (weight - RATE * gradient).detach()
-            for rank, weight, gradient in zip(ranks, weights, gradients, strict=True)
-        }
-
-    def _replace_dead(self) -> None:
-        for rank in sorted(self._to_replace):
-            if self._chance.random() < 0.6:
-                self._to_replace.discard(rank)
-                self._parts.pop(rank, None)
-                self._note("rejoins", f"replace {rank}")
-                self._group.join(rank)
-                self._insist(rank, lambda rank=rank: self._make(rank, self._twins[rank]))  # type: ignore[misc]
-
-    def _insist(self, rank: int, function: Callable[[], Any]) -> None:
-        """Repeat what may fail because of what happens meanwhile, unless that worker dies."""
-        deadline = time.monotonic() + PATIENCE
-        while rank in self._group.workers:
-            try:
-                function()
-                return
-            except rpc.WorkerLostError as error:
-                self._log(f"{self._clock:5} again: {error}")
-                if time.monotonic() > deadline:
-                    raise ChaosError(
-                        f"a worker that was replaced cannot be used after {PATIENCE} s: {error}"
-                    ) from error
-            self._pass_time()
-
-    def _pass_time(self) -> None:
-        """Nothing may be delivered while all are parted; and whoever is suspected is looked at again soon."""
-        self._clock += 5
-        self._act()
-        with self._group.scheduler.unfollowed():
-            time.sleep(0.002)
-
-    # The end.
-
-    def _end(self) -> None:
-        """Heal; everything works; drop everything; nothing is left."""
-        self._group.heal()
-        for rank in self._parts:
-            self._check_healed(rank, time.monotonic() + PATIENCE)
-        if self._errors:
-            raise self._errors[0]
-        self._parts.clear()
-        for left in stages.values():
-            left.weight = None  # type: ignore[assignment]
-        with self._group.scheduler.unfollowed():
-            self._await_nothing()
-
-    def _check_healed(self, rank: int, deadline: float) -> None:
-        key, (stage, _) = self._parts[rank]
-        while key not in self._deaths:
-            try:
-                found = stage.rpc_sync().parameter()
-            except rpc.WorkerLostError as error:
-                if time.monotonic() > deadline or "is gone" in str(error):
-                    raise ChaosError(f"after healing, stage {rank} cannot be used: {error}") from error
-                first = self._group.workers[0]
-                with self._group.scheduler.unfollowed():
-                    first.agent.fates.await_verdict(first.agent.membership.find(rank).info, deadline, "the end")
-            else:
-                if not same(found.detach(), self._twins[rank]):
-                    raise ChaosError(f"after healing, stage {rank} has another weight")
-                return
-
-    def _await_nothing(self) -> None:
-        deadline = time.monotonic() + PATIENCE
-        for look in itertools.count():
-            left = {rank: found for rank, worker in self._group.workers.items() if (found := _left_on(worker))}
-            if not left:
-                return
-            if time.monotonic() > deadline:
-                raise ChaosError(f"left over at the end: {left}")
-            if look % 20 == 0:
-                gc.collect()
-            threading.Event().wait(0.002)
+    def _note(self, outcome: dict[str, Any]) -> None:
+        seed = outcome["seed"]
+        with self._lock:
+            self.tally.update(outcome.get("tally", {"programs": 1}))
+            self.digests[seed] = outcome.get("digest", "failed")
+            if "error" in outcome:
+                self.failed[seed] = outcome["error"]
+                print(f"{outcome['error']}\n  replay it with: {replay(seed)}", flush=True)
 
 
-def _left_on(worker: Any) -> dict[str, int]:
-    counts = {**worker.references.counts(), **worker.autograd.counts()}
-    return {key: value for key, value in counts.items() if value}
+def replay(seed: int) -> str:
+    return f"python tests/faults/chaos.py {seed}"
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+def prepare() -> None:
+    """Before programs are run in this process."""
+    import torch
 
-
-def warm_up() -> None:
-    """Torch imports much when an optimizer is first used, which would take longer than a step may."""
-    parameter = torch.nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    torch.optim.SGD([parameter], lr=RATE).step()
-
-
-def run(seeds: Iterable[int]) -> Counter[str]:
-    """Run the programs of these seeds; what happened in them. A `ChaosError` names the seed."""
-    warm_up()
-    tally: Counter[str] = Counter()
-    for seed in seeds:
-        program = Program(seed)
-        try:
-            program.run()
-        except ChaosError as error:
-            raise ChaosError(f"seed {seed}: {error}; replay it with: python tests/faults/chaos.py {seed}") from error
-        tally += program.tally
-        tally["programs"] += 1
-    return tally
-
-
-def main(arguments: list[str]) -> None:
-    _prepare()
-    numbers = [int(text) for text in arguments]
-    start = time.monotonic()
-    if len(numbers) == 1:
-        program = Program(numbers[0], lambda text: print(f"{time.monotonic() - start:6.3f} s {text}"))
-        program.run()
-        print(dict(program.tally))
-        return
-    first, last = numbers
-    chunks = [range(at, min(at + _CHUNK, last)) for at in range(first, last, _CHUNK)]
-    tally: Counter[str] = Counter()
-    failed = 0
-    with multiprocessing.get_context("spawn").Pool(os.cpu_count(), _prepare) as pool:
-        for found, errors in pool.imap_unordered(run_all, chunks):
-            tally += found
-            failed += len(errors)
-            print("\n".join([*errors, f"{time.monotonic() - start:7.1f} s {dict(tally)}"]), flush=True)
-    if failed:
-        sys.exit(f"{failed} programs have failed")
-
-
-def run_all(seeds: Iterable[int]) -> tuple[Counter[str], list[str]]:
-    """Run the programs of these seeds, also after one has failed; what happened in them, and what was wrong."""
-    tally: Counter[str] = Counter()
-    errors = []
-    for seed in seeds:
-        try:
-            tally += run([seed])
-        except Exception as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return tally, errors
-
-
-def _prepare() -> None:
     torch.set_num_threads(1)
-    logging.getLogger("backhaul").setLevel(logging.ERROR)  # workers warn of everyone that they suspect
-    warm_up()
+    logging.getLogger("backhaul").setLevel(logging.ERROR)  # workers warn of every peer that they suspect
+    import chaos_program
+
+    chaos_program.warm_up()
     gc.collect()
     gc.freeze()  # each program collects garbage at its end: objects created at import are most of what it would look at
 
 
+def run_here(chunk: Chunk, limit: float) -> None:
+    """Run a chunk in this process, and print a line for each program."""
+    prepare()
+    from chaos_program import ChaosError, Outcome, simulation
+
+    with simulation():
+        for seed in range(chunk.first, chunk.first + chunk.count):
+            faulthandler.dump_traceback_later(limit, exit=True)
+            try:
+                outcome = Outcome(seed)
+                found: dict[str, Any] = {"seed": seed, "tally": outcome.tally, "digest": outcome.digest}
+            except ChaosError as error:
+                found = {"seed": seed, "error": str(error).split("\n")[0]}
+            print(json.dumps(found), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def replay_here(seed: int, limit: float) -> None:
+    if os.environ.get(_HASHES) != "0":
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env=_NO_RANDOM_HASHES, check=False).returncode)
+    prepare()
+    from chaos_program import Outcome, simulation
+
+    faulthandler.dump_traceback_later(limit, exit=True)
+    with simulation():
+        outcome = Outcome(seed, print)
+    faulthandler.cancel_dump_traceback_later()
+    print(dict(outcome.tally), "digest", outcome.digest)
+
+
+def run_many(first: int, count: int, jobs: int, limit: float, *, digests: bool) -> None:
+    start = time.monotonic()
+    runs = Runs(first, count, jobs, limit)
+    if digests:
+        for seed, digest in sorted(runs.digests.items()):
+            print(f"seed {seed} {digest}")
+    tally = runs.tally
+    programs = tally.pop("programs", 0)
+    what = ", ".join(f"{count} {name}" for name, count in sorted(tally.items()))
+    print(
+        f"{programs} programs from seed {first} on, {len(runs.failed)} failed, "
+        f"{time.monotonic() - start:.1f} s with {jobs} processes: {what}"
+    )
+    if runs.failed or programs != count:
+        sys.exit(f"failed: {', '.join(map(replay, sorted(runs.failed)))}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=int, metavar="SEED")
+    parser.add_argument("count", type=int, nargs="?")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes; all processors")
+    parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds for each program")
+    parser.add_argument("--digests", action="store_true", help="print a number for each program, of all its steps")
+    parser.add_argument("--processor", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.count is None:
+        replay_here(given.first, given.limit)
+    elif given.processor is not None:
+        # One thread of a program runs at a time, and hands over more quickly to another one on the same processor.
+        if given.processor != _ANY:
+            os.sched_setaffinity(0, {given.processor})
+        run_here(Chunk(given.first, given.count), given.limit)
+    else:
+        run_many(given.first, given.count, max(1, given.jobs), given.limit, digests=given.digests)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

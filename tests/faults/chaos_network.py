@@ -1,29 +1,136 @@
-"""A group in one process whose connections break, whose pairs lose sight of each other, and whose workers die.
+"""A group in a simulated world whose connections break, whose pairs lose sight of each other, and whose workers die.
 
-What happens is tied to the number of messages that were delivered, not to the clock, and the scheduler decides the
-order of messages: so a seed makes the same things happen in the same places.
+A seed decides which message arrives next. What goes wrong is tied to the number of messages that have arrived.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from random import Random
 
 import torch.distributed as dist
+from turns_world import here
 
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, Welcome
-from backhaul.testing.scheduler import Scheduler
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport
-from backhaul.transport.memory import MemoryChannel, MemoryTransport
+from backhaul.transport.memory import MemoryChannel, MemoryTransport, Network
 from backhaul.worker import Worker
+
+_HASTE = 0.25
+"""How many messages arrive while threads still work on those before them."""
+
+
+class Messages(Network):
+    """As `testing.Scheduler`: messages of one channel keep their order, and a seed decides about the rest.
+
+    In a simulated world it is known when the effects of a message have died down: all threads wait. So nothing has to
+    be counted, and nothing guessed. Some messages do not wait for that.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        """Names of the receiving channels, in the order of delivery."""
+        self.before_delivery: list[Callable[[], None]] = []
+        """Called before each delivery, on a thread of its own."""
+        self._random = Random(seed)
+        self._queues: dict[MemoryChannel, deque[bytes]] = {}
+        self._delayed: dict[MemoryChannel, int] = {}  # for how many deliveries of others
+        self._closed: weakref.WeakSet[MemoryChannel] = weakref.WeakSet()
+        self._posted = threading.Event()
+        self._released = False
+        self._thread = threading.Thread(target=self._deliver_all, name="messages", daemon=True)
+        self._thread.start()
+
+    def await_idle(self, seconds: float) -> bool:
+        """Wait until nothing is on its way and all threads wait. False if that is not so in time."""
+        deadline = here().now + seconds
+        while here().now < deadline:
+            here().linger()
+            if not self._queues:
+                return True
+        return False
+
+    def describe(self) -> str:
+        """What is on its way, for people."""
+        return f"on the way: { {channel.name: len(queue) for channel, queue in self._queues.items()} }"
+
+    def release(self) -> None:
+        """From now on deliver at once: the program is over, and all that counts is to end it."""
+        self._released = True
+        self._posted.set()
+        self._thread.join()
+
+    def delay(self, channel: MemoryChannel, deliveries: int) -> None:
+        """Let that many messages on other channels arrive before the next one on this channel, if there are as many."""
+        self._delayed[channel] = deliveries
+
+    def drop(self, channel: MemoryChannel) -> None:
+        """Lose what is on its way to this channel."""
+        self._queues.pop(channel, None)
+
+    def end(self, channel: MemoryChannel) -> None:
+        """End the connection, at both ends."""
+        for end in (channel, channel.peer):
+            if end is not None:
+                end.shutdown()
+
+    def post(self, to: MemoryChannel, data: bytes) -> None:
+        if to in self._closed:
+            return  # nobody would read it
+        if self._released:
+            to.deliver(data)
+            return
+        self._queues.setdefault(to, deque()).append(data)
+        self._posted.set()
+
+    def closed(self, channel: MemoryChannel) -> None:
+        self._queues.pop(channel, None)
+        self._delayed.pop(channel, None)
+        self._closed.add(channel)
+
+    def _deliver_all(self) -> None:
+        while not self._released:
+            if not self._queues:
+                self._posted.clear()
+                self._posted.wait()
+                continue
+            if self._random.random() >= _HASTE:
+                here().linger()
+            for callback in self.before_delivery:
+                callback()
+            if self._queues and not self._released:
+                self._deliver_one()
+        for channel, queue in self._queues.items():
+            for data in queue:
+                channel.deliver(data)
+        self._queues.clear()
+
+    def _deliver_one(self) -> None:
+        channels = sorted(self._queues, key=lambda channel: channel.name)
+        channels = [channel for channel in channels if not self._delayed.get(channel)] or channels
+        for delayed in list(self._delayed):
+            self._delayed[delayed] -= 1
+            if self._delayed[delayed] <= 0:
+                del self._delayed[delayed]
+        channel = self._random.choice(channels)
+        queue = self._queues[channel]
+        data = queue.popleft()
+        if not queue:
+            del self._queues[channel]
+        self.log.append(channel.name)
+        channel.deliver(data)
 
 
 class _Transport(Transport):
     """A worker's place in the network, which asks `Group` whether it can reach the others."""
 
     def __init__(self, group: Group, rank: int, options: RpcOptions) -> None:
-        self.inside = MemoryTransport(group.scheduler, options)
+        self.inside = MemoryTransport(group.messages, options)
         self._group = group
         self._rank = rank
 
@@ -58,7 +165,7 @@ class Group:
     """Workers of a dynamic group. Some are dead."""
 
     def __init__(self, size: int, seed: int, options: RpcOptions) -> None:
-        self.scheduler = Scheduler(seed)
+        self.messages = Messages(seed)
         self.workers: dict[int, Worker] = {}
         """The living."""
         self._options = options
@@ -78,7 +185,6 @@ class Group:
         with self._lock:
             self._transports[rank] = transport
         worker = Worker(f"worker{rank}", rank, None, store=self._store, options=self._options, transport=transport)
-        self.scheduler.attach(worker.agent)
         self.workers[rank] = worker
 
     def kill(self, rank: int) -> None:
@@ -89,9 +195,8 @@ class Group:
             taken = self._take(lambda pair: rank in pair)
         transport.inside.close()
         for _, _, channel in taken:
-            self.scheduler.end(channel)
+            self.messages.end(channel)
         self._dead.append(worker)
-        self.scheduler.detach(worker.agent)
         worker.agent.close(0.0)
         worker.references.close()
         worker.autograd.close()
@@ -99,7 +204,7 @@ class Group:
         for source, _, channel in taken:
             own = channel if source == rank else channel.peer
             if own is not None:
-                self.scheduler.closed(own)
+                self.messages.closed(own)
 
     def cut(self, a: int, b: int, *, lose: bool) -> None:
         """End all connections between two workers; ``lose``: with what is on its way."""
@@ -108,10 +213,10 @@ class Group:
             taken = self._take(lambda other: other == pair)
         for _, _, channel in taken:
             if lose:
-                self.scheduler.drop(channel)
+                self.messages.drop(channel)
                 if channel.peer is not None:
-                    self.scheduler.drop(channel.peer)
-            self.scheduler.end(channel)
+                    self.messages.drop(channel.peer)
+            self.messages.end(channel)
 
     def part(self, a: int, b: int) -> None:
         """The same; and no connection can be made until `heal`. So both suspect each other, and neither is dead."""
@@ -136,10 +241,10 @@ class Group:
         with self._lock:
             found = [channel for *pair, channel in self._channels if set(pair) == {a, b}]
         for channel in found:
-            self.scheduler.delay(channel, deliveries)
+            self.messages.delay(channel, deliveries)
 
     def close(self) -> None:
-        self.scheduler.release()
+        self.messages.release()
         self.heal()
         for worker in [*self.workers.values(), *self._dead]:
             if not worker.closed:

@@ -95,9 +95,9 @@ def test_values_larger_than_the_limit(measure: Measure, limited: Crew) -> None:
 )
 def test_a_tensor_larger_than_the_address_space(measure: Measure, crew: Crew) -> None:
     crew[1].run(limits.limit_memory, 300 << 20)
-    too_large(crew, 256 << 20, measure, error="MemoryError")
+    too_large(crew, 128 << 20, measure, error="MemoryError")
     crew[1].run(limits.limit_memory, -1)
-    assert crew[0].run(load.try_large, "worker1", 256 << 20) == "sent"
+    assert crew[0].run(load.try_large, "worker1", 128 << 20) == "sent"
 
 
 @pytest.mark.slow

@@ -234,7 +234,10 @@ class Simulation(World):
         self.trace.add(worker.rank, "gives up", ref)
         del worker.creating[ref]
         self.in_doubt.add(ref)
-        self.act(worker, worker.counting.created(ref))
+        self.act(worker, worker.counting.created(ref, lost=True))
+        worker.claims.discard(ref)  # its uses raise from now on
+        if worker.counting.knows(ref):
+            worker.gone.add(ref)
         if worker.hands[ref] and self.random.random() < 0.5:
             self.drop(worker, ref)
 
@@ -278,7 +281,8 @@ class Simulation(World):
             worker.received.add(brought.share)
             worker.temps[ref] += 1
             listed = worker.counting.is_confirmed(ref) and ref not in worker.gone
-            if listed or (brought.claim and brought.share not in worker.recalled):
+            given_up = ref.creator == worker.rank and ref in self.in_doubt and ref in worker.gone
+            if listed or (brought.claim and brought.share not in worker.recalled and not given_up):
                 worker.claims.add(ref)
             self.act(worker, worker.counting.receive(ref, brought.share))
             if ref.owner == worker.rank and ref not in worker.gone:

@@ -30,7 +30,7 @@ class Do:
     """``Do.share(X, V)`` is a call of that method, to be made later."""
 
     def __getattr__(self, name: str) -> Callable[..., Callable[[Counting], Any]]:
-        return lambda *args: lambda counting: getattr(counting, name)(*args)
+        return lambda *args, **kwargs: lambda counting: getattr(counting, name)(*args, **kwargs)
 
 
 do: Any = Do()
@@ -238,6 +238,25 @@ ENDING_WITH_NOTHING: dict[str, list[Step]] = {
         (U, do.created(X), [Confirm(X, True), Send(O, Release(X))]),  # its connection broke
         (O, hears(U, Release(X)), []),
         (O, do.own_for(X, U), [Free(X)]),
+    ],
+    "lost while its creator has a copy": [
+        (U, do.creating(X), None),
+        (U, do.share(X, O), FROM_U),
+        (O, do.receive(X, FROM_U), [Send(U, Unpin(FROM_U))]),
+        (U, do.created(X, lost=True), [Confirm(X, True)]),
+        (U, hears(O, Unpin(FROM_U)), [Send(O, Release(X))]),  # or the owner would wait for it
+        (O, hears(U, Release(X)), [Void(X)]),
+        (U, do.knows(X), True),
+        (U, do.drop(X), []),
+        (U, do.knows(X), False),
+        (O, do.drop(X), [Free(X)]),
+    ],
+    "lost, and it comes all the same": [
+        (U, do.creating(X), None),
+        (U, do.created(X, lost=True), [Confirm(X, True), Send(O, Release(X))]),
+        (O, do.own_for(X, U), []),
+        (O, hears(U, Release(X)), [Free(X)]),
+        (U, do.drop(X), []),
     ],
     "given up by its creator, and never comes": [
         (U, do.creating(X), None),

@@ -151,6 +151,24 @@ def test_a_message_over_the_limit_is_drained(lane: str, cut: int) -> None:
         found[0].tensors.land()  # type: ignore[attr-defined]
 
 
+def test_much_is_drained_in_few_reads() -> None:
+    """Each read costs the interpreter some microseconds."""
+    data = memoryview(bytes(encode(Call(5, ["x"]), [torch.ones(4 << 20)])) + bytes(encode(Ping(6))))
+    decoder = Decoder(100_000, drains=True)
+    found = []
+    reads = 0
+    while data:
+        room = decoder.writable()
+        count = min(len(room), len(data))
+        room[:count] = data[:count]
+        data = data[count:]
+        decoder.wrote(count)
+        found += list(iter(decoder.next, None))
+        reads += 1
+    assert [envelope.message for envelope in found] == [Call(5, ["x"]), Ping(6)]
+    assert reads < 30, "16 MiB at 1 MiB each"
+
+
 @pytest.mark.parametrize("cut", [1, 1000, 1 << 30])
 @pytest.mark.parametrize("lane", ["direct", "slices"])
 @pytest.mark.parametrize("trace", ["", "a tracer's mark"])

@@ -190,6 +190,10 @@ class Watch:
             if not self._kept[line]:
                 del self._kept[line]
 
+    def will_read(self, line: Calling) -> bool:
+        """Whether this thread reads what comes on a line, now or after the next tick. For schedulers of tests."""
+        return any(line in lines for lines in (self._watched, self._soon, self._strays, self._kept))
+
     def remind(self, line: Line) -> None:
         """This line has something to send: have it do so at the next tick, without waiting."""
         self._holding.add(line)

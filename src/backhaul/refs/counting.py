@@ -33,7 +33,8 @@ who registers. Nobody waits for it, for the call that it belonged to has failed 
 
 **Creation.** The creator of a remote value is listed by the very message that creates it, and is
 confirmed by the reply. It releases only after that. If it never learns whether the message arrived, it
-sends `Release` all the same. It may share the reference at once, so that a `Register`, or the reference itself, can
+sends `Release` all the same, as soon as nothing is pinned, also while it has copies: they are of no use any more, and
+others may wait for the value. It may share the reference at once, so that a `Register`, or the reference itself, can
 reach the owner before the creation: the owner then makes the entry and lists the creator, and the value follows, or
 else the creator's `Release`. A creation is *settled* once either has come. The owner remembers which are: of a
 reference that it has no entry for, it tells by that whether its value is still to come or has been freed. A reference
@@ -122,16 +123,19 @@ class _Owned:
 class _Used:
     """A user's entry."""
 
-    __slots__ = ("confirmed", "copies", "pins", "to_unpin")
+    __slots__ = ("confirmed", "copies", "lost", "pins", "released", "to_unpin")
 
     def __init__(self) -> None:
         self.copies = 0
         self.pins: set[ShareId] = set()
         self.confirmed = False
+        self.lost = False  # it is not known whether its creation, which was asked for here, ever happened
+        self.released = False  # the owner has been told that it is given up
         self.to_unpin: dict[ShareId, None] = {}  # shares by which it came while registering, in order
 
-    def idle(self) -> bool:
-        return self.confirmed and not (self.copies or self.pins)
+    def is_useless(self) -> bool:
+        """Nobody here can use it, nor will any worker that it was shared with."""
+        return self.confirmed and not self.pins and (self.lost or not self.copies)
 
 
 class _Pin:
@@ -301,8 +305,11 @@ class Counting:
         entry = self._used.get(ref)  # a peer may have made up a reference of that name
         (self._use(ref) if entry is None else entry).copies += 1
 
-    def created(self, ref: RefId) -> list[Action]:
-        """The owner has confirmed the creation, or it is not known whether it ever happened. Once for each."""
+    def created(self, ref: RefId, *, lost: bool = False) -> list[Action]:
+        """The owner has confirmed the creation; ``lost``: it is not known whether it ever happened. Once for each."""
+        entry = self._used.get(ref)
+        if entry is not None:
+            entry.lost = lost
         return self._confirm(ref, exists=True)
 
     def hold(self, ref: RefId) -> bool:
@@ -612,11 +619,13 @@ class Counting:
         if ref.owner == self.me:
             return self._free_if_idle(ref)
         entry = self._used.get(ref)
-        if entry is None or not entry.idle():
+        if entry is None or not entry.is_useless():
             return []
-        del self._used[ref]
-        self._used_of[ref.owner] -= 1
-        return self._tell(ref.owner, Release(ref))
+        if not entry.copies:
+            del self._used[ref]
+            self._used_of[ref.owner] -= 1
+        released, entry.released = entry.released, True
+        return [] if released else self._tell(ref.owner, Release(ref))
 
     def _free_if_idle(self, ref: RefId) -> list[Action]:
         entry = self._owned.get(ref)

@@ -244,7 +244,7 @@ class Holdings:
                 self._gone[ref] = kept(_of_creation(error), self.me.name)
             self._creations.pop(ref, None)
             cell = self._cells.get(ref)
-            after = self._apply(self._counting.created(ref))
+            after = self._apply(self._counting.created(ref, lost=error is not None))
         if error is not None and cell is not None:
             cell.fail(_of_creation(error), self.me.name)
         self._act(after)

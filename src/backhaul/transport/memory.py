@@ -133,6 +133,11 @@ class MemoryChannel(Channel):
     def next(self) -> Envelope | None:
         return self._ready.popleft() if self._ready else None
 
+    @property
+    def unread(self) -> bool:
+        """Something has arrived that no thread has read."""
+        return bool(self._inbox)
+
     def deliver(self, data: bytes) -> None:
         """Called by the network: this has arrived."""
         self._inbox.append(data)

@@ -20,6 +20,7 @@ Slices of a large frame go to a second decoder, which sees a stream of whole fra
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from backhaul.wire.plain import refuse_maps
 from backhaul.wire.tensors import Landing, Missing, land_small
 
 _START = 64 * 1024
+_DRAIN = 1 << 20
 _KEEP = 1 << 20
 # Buffers beyond this are received in place rather than collected first.
 _COLLECT_BELOW = 64 * 1024
@@ -133,6 +135,7 @@ class Decoder:
         self._drains = drains
         self._check_room = check_room
         self._skip = 0  # bytes of a payload that nobody gets
+        self._drain: memoryview | None = None  # where they go
         self._index = 0  # buffer of the landing that comes next
         self._places: Sequence[int] = ()  # segments of its buffers, if any lie in one
         self._place: memoryview | None = None  # the rest of a buffer that is received in place
@@ -477,11 +480,19 @@ class Decoder:
         self._skip -= dropped
         if self._skip:
             self._start = self._end = 0
-            self._place = self._view[: self._skip]
+            self._place = self._drained_to()[: self._skip]
             self._skip -= len(self._place)
             return False
+        self._drain = None
         self._wanted = HEADER.size
         return True
+
+    def _drained_to(self) -> memoryview:
+        """Where bytes go that nobody gets: many at a time if many are to come, and there is memory for that."""
+        if self._drain is None and self._skip > _DRAIN:
+            with contextlib.suppress(MemoryError):
+                self._drain = memoryview(bytearray(_DRAIN))
+        return self._view if self._drain is None else self._drain
 
     def _read_payload(self, landing: Landing | Missing) -> bool:
         """Move what has arrived to where it belongs; True when all buffers are full."""
