@@ -95,6 +95,11 @@ def test_a_seed_is_one_program() -> None:
         assert str(generate(seed)) == str(generate(seed))
 
 
+def test_a_reentrant_checkpoint_does_not_return_a_leaf() -> None:
+    """In this program a call inside such a checkpoint gives a leaf of the same worker."""
+    assert fails(generate(6301)) is None
+
+
 # Mistakes that are made on purpose, each in one place of the core. The programs find all of them.
 
 
