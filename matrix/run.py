@@ -50,6 +50,7 @@ SETS: dict[str, list[str]] = {
         "tests/agent/test_future.py",
         "tests/calls/test_autocast.py",
         "tests/calls/test_calls.py",
+        "tests/autograd/test_adversarial_programs.py",
         "tests/autograd/test_exact_[ekl]*.py",
         "tests/autograd/test_gradients.py",
         "tests/autograd/test_joint_hooks.py",

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from adversarial import LINES, PARTS, WITH, steps_of
+from adversarial_comparison import Mismatch
 from adversarial_generator import OPTIMIZERS, generate
 from adversarial_programs import Failed, check_many_here, fails, run, shrink
-from adversarial_runs import Mismatch
 from adversarial_words import MODULES
 from programs import left_here
 
