@@ -8,6 +8,7 @@ build between two releases may have it or not.
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -103,6 +104,20 @@ def tolerate_streams() -> None:
 def records_cuda(profile: Any) -> bool:
     """Whether one of torch's profiles records GPUs. The older kind has ``use_cuda``, the other one until torch 2.13."""
     return bool(getattr(profile, "use_cuda", False)) or getattr(profile, "use_device", None) == "cuda"
+
+
+def store_on(listening: socket.socket, *args: Any, **options: Any) -> torch.distributed.TCPStore:
+    """A store that serves on this socket, which belongs to the store from now on.
+
+    Before torch 2.7 the newer one of torch's two kinds of stores cannot be given a socket.
+    """
+    store: Any = torch.distributed.TCPStore
+    options["master_listen_fd"] = listening.detach()
+    try:
+        made: torch.distributed.TCPStore = store(*args, **options)
+    except NotImplementedError:
+        made = store(*args, **options, use_libuv=False)
+    return made
 
 
 @lru_cache(maxsize=16)
