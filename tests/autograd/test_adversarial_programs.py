@@ -49,9 +49,10 @@ FEATURES = {
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """No hook and no process group stays for other tests."""
+    """No hook and no process group stays for other tests. Torch keeps hooks that refer to their node for ever."""
     yield
     joint_hooks._hooks.clear()
+    node_hooks._dicts.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
