@@ -48,6 +48,7 @@ SETS: dict[str, list[str]] = {
     "workers": [
         "tests/test_compile.py",
         "tests/agent/test_future.py",
+        "tests/agent/test_steps.py",
         "tests/calls/test_autocast.py",
         "tests/calls/test_calls.py",
         "tests/autograd/test_adversarial_programs.py",

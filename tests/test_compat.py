@@ -163,3 +163,8 @@ def test_a_store_on_a_socket() -> None:
     assert listening.fileno() == -1
     torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_a_warning_shows_the_line_of_the_user() -> None:
+    """Here no frame of the package is between; `test_silent_mistakes` has a warning of an optimizer."""
+    assert compat.level_of_the_user() == 1

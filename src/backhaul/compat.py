@@ -8,6 +8,7 @@ build between two releases may have it or not.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import warnings
@@ -21,6 +22,8 @@ import torch
 from torch._C._dynamo import eval_frame as _frames
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 if TYPE_CHECKING:
     StreamHandler = logging.StreamHandler[Any]
@@ -69,6 +72,19 @@ def _without_compiler(function: F) -> F:
 
     _frames.skip_code(call.__code__)  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
+
+
+def level_of_the_user() -> int:
+    """The ``stacklevel`` of a warning that the caller gives, so that it shows the user's line.
+
+    Python can leave out the frames of a package since 3.12. Their number depends on torch: see `never_compile`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def asked_by_compiler() -> bool:
