@@ -48,8 +48,10 @@ SETS: dict[str, list[str]] = {
     "workers": [
         "tests/test_compile.py",
         "tests/agent/test_future.py",
+        "tests/agent/test_steps.py",
         "tests/calls/test_autocast.py",
         "tests/calls/test_calls.py",
+        "tests/autograd/test_adversarial_programs.py",
         "tests/autograd/test_exact_[ekl]*.py",
         "tests/autograd/test_gradients.py",
         "tests/autograd/test_joint_hooks.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -153,3 +154,17 @@ def test_the_node_of_a_send_is_of_use_as_long_as_its_output_is_kept() -> None:
     elif VERSION < (2, 12):
         with pytest.raises(RuntimeError, match="next_functions"):
             _ = node.next_functions
+
+
+def test_a_store_on_a_socket() -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    store = compat.store_on(listening, "127.0.0.1", port, is_master=True, wait_for_workers=False)
+    assert listening.fileno() == -1
+    torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_warning_shows_the_line_of_the_user() -> None:
+    """Here no frame of the package is between; `test_silent_mistakes` has a warning of an optimizer."""
+    assert compat.level_of_the_user() == 1

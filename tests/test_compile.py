@@ -110,8 +110,10 @@ def test_a_proxy(workers: InProcessCluster) -> None:
         def program(x: torch.Tensor) -> torch.Tensor:
             return torch.relu(scale.rpc_sync().by(torch.sin(x))).sum()
 
+        torch._dynamo.utils.counters.clear()
         for x, gradient in gradients_of_steps(torch.compile(program, backend="aot_eager")):
             assert torch.equal(gradient, gradient_here(lambda x: torch.relu(torch.sin(x) * 3.0).sum(), x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # before the call, and after it
 
 
 def test_a_model_with_a_remote_module_trains_as_in_one_process(workers: InProcessCluster) -> None:

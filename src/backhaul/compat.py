@@ -8,6 +8,8 @@ build between two releases may have it or not.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +22,8 @@ import torch
 from torch._C._dynamo import eval_frame as _frames
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 if TYPE_CHECKING:
     StreamHandler = logging.StreamHandler[Any]
@@ -70,6 +74,19 @@ def _without_compiler(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def level_of_the_user() -> int:
+    """The ``stacklevel`` of a warning that the caller gives, so that it shows the user's line.
+
+    Python can leave out the frames of a package since 3.12. Their number depends on torch: see `never_compile`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+        level += 1
+    return level
+
+
 def asked_by_compiler() -> bool:
     """Whether ``torch.compile`` itself calls, while it makes a graph of something.
 
@@ -103,6 +120,20 @@ def tolerate_streams() -> None:
 def records_cuda(profile: Any) -> bool:
     """Whether one of torch's profiles records GPUs. The older kind has ``use_cuda``, the other one until torch 2.13."""
     return bool(getattr(profile, "use_cuda", False)) or getattr(profile, "use_device", None) == "cuda"
+
+
+def store_on(listening: socket.socket, *args: Any, **options: Any) -> torch.distributed.TCPStore:
+    """A store that serves on this socket, which belongs to the store from now on.
+
+    Before torch 2.7 the newer one of torch's two kinds of stores cannot be given a socket.
+    """
+    store: Any = torch.distributed.TCPStore
+    options["master_listen_fd"] = listening.detach()
+    try:
+        made: torch.distributed.TCPStore = store(*args, **options)
+    except NotImplementedError:
+        made = store(*args, **options, use_libuv=False)
+    return made
 
 
 @lru_cache(maxsize=16)

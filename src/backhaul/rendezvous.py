@@ -21,11 +21,12 @@ import os
 import socket
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from backhaul import compat
 from backhaul.agent.membership import goes_on
 from backhaul.environments import table as environments
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
@@ -385,15 +386,10 @@ def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hos
 def _store(
     host: str, port: int, timeout: datetime.timedelta, listening: socket.socket | None, *, hosts: bool
 ) -> dist.TCPStore:
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=hosts,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=None if listening is None else listening.detach(),  # it is the store's from now on
-    )
+    options: Any = {"is_master": hosts, "timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+    if listening is None:
+        return dist.TCPStore(host, port, **options)
+    return compat.store_on(listening, host, port, **options)
 
 
 def _taken_over(host: str, port: int, timeout: datetime.timedelta, run: str) -> dist.Store | None:

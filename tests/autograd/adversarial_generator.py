@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import torch
 from adversarial import Block, Leaf, Module, Pass, Program, Step
 
 DENSE = (
@@ -69,6 +70,8 @@ HOOKS = (
     "multi-grad hook",
 )
 OPTIMIZERS = ("SGD", "SGD momentum", "Adam foreach", "AdamW", "Adagrad", "RMSprop foreach")
+CAN_SHARD = hasattr(torch.cpu.Stream, "record_event")
+"""Before torch 2.7 `fully_shard` fails on CPUs, and its traces disturb the programs after it."""
 STATEFUL = {"tied", "normed"}
 """Modules that calls at the same time would disturb each other in."""
 
@@ -150,7 +153,8 @@ class _Generator:
                 kind = self.random.choice(["plain", "tied", "normed", "skewed", "checkpointed", "listening"])
                 self.module(worker, kind)
             if self.joint and self.chance(0.6):
-                self.module(worker, self.random.choice(["ddp", "fsdp"]))
+                kind = self.random.choice(["ddp", "fsdp"])
+                self.module(worker, kind if CAN_SHARD else "ddp")
 
     def leaf(self, worker: int, kind: str) -> None:
         plain = kind in ("tensor", "parameter", "weight")
@@ -446,6 +450,12 @@ class _Generator:
                     params.append(inner.add(kind, self.name()))
         steps = self.fill(inner, self.random.choice([1, 2, 4]), where=where)
         results = [self.pick(inner, "r") for _ in range(1 if where == "func" or self.chance(0.6) else 2)]
+        if how == "reentrant checkpoint" and any(_gives_own_leaves(step, scope.worker) for step in steps):
+            # Torch makes the checkpoint's node the grad_fn of every result. A leaf that is not an argument thereby
+            # becomes a result of the checkpoint, whose backward finds itself again when it runs the function: the
+            # recursion does not end, in one process either.
+            steps += [Step("cloned", (f"{result}_cloned",), (result,)) for result in dict.fromkeys(results)]
+            results = [f"{result}_cloned" for result in results]
         outs = [scope.add("r", self.name()) for _ in results]
         body = Block(f"part{self.blocks}", scope.worker, tuple(params), tuple(steps), tuple(results))
         return [Step("part", tuple(outs), tuple(ins), how=how, body=body)]
@@ -500,6 +510,11 @@ class _Generator:
             2 if self.chance(0.4) and not fragile else 1,
             self.chance(0.3),
         )
+
+
+def _gives_own_leaves(step: Step, worker: int) -> bool:
+    """Whether a call gives its own worker's tensors themselves: a reference at its owner does, a result is a copy."""
+    return step.body is not None and step.body.worker == worker and step.how in ("remote", "proxy", "reference")
 
 
 def generate(seed: int, *, compiles: bool | None = None) -> Program:

@@ -22,19 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import adversarial_runs
 import torch
 from adversarial import Program, smaller
+from adversarial_comparison import Mismatch, NotRefused, compare, refusal
 from adversarial_generator import generate
-from adversarial_runs import (
-    Mismatch,
-    NotRefused,
-    Outcome,
-    compare,
-    drive,
-    forget_all,
-    prepare,
-    prepare_seed,
-    refusal,
-    run_locally,
-)
+from adversarial_local import run_locally
+from adversarial_places import Outcome
+from adversarial_runs import drive, forget_all, prepare, prepare_seed
 from adversarial_words import without_notices
 from programs import cluster_of, least_that_fails, left_on
 

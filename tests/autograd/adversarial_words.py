@@ -48,6 +48,7 @@ def without_notices() -> Iterator[None]:
             "Dynamo does not know how to trace",
         ):
             warnings.filterwarnings("ignore", text, UserWarning)
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
         yield
 
 

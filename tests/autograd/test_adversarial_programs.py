@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from adversarial import LINES, PARTS, WITH, steps_of
+from adversarial_comparison import Mismatch
 from adversarial_generator import OPTIMIZERS, generate
 from adversarial_programs import Failed, check_many_here, fails, run, shrink
-from adversarial_runs import Mismatch
 from adversarial_words import MODULES
 from programs import left_here
 
@@ -49,9 +49,10 @@ FEATURES = {
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """No hook and no process group stays for other tests."""
+    """No hook and no process group stays for other tests. Torch keeps hooks that refer to their node for ever."""
     yield
     joint_hooks._hooks.clear()
+    node_hooks._dicts.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -93,6 +94,11 @@ def test_2000_programs() -> None:
 def test_a_seed_is_one_program() -> None:
     for seed in range(40):
         assert str(generate(seed)) == str(generate(seed))
+
+
+def test_a_reentrant_checkpoint_does_not_return_a_leaf() -> None:
+    """In this program a call inside such a checkpoint gives a leaf of the same worker."""
+    assert fails(generate(6301)) is None
 
 
 # Mistakes that are made on purpose, each in one place of the core. The programs find all of them.

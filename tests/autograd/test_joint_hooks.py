@@ -174,3 +174,50 @@ def test_leaves_of_which_there_may_be_one(pair: InProcessCluster, mode: Any, cou
     assert len(found) == 1
     if mode == "all":
         assert found == seen
+
+
+def hooked_over_a_leaf(seen: Seen, x: Tensor, made: Tensor) -> None:
+    register_multi_grad_hook([made, x], lambda gradients: seen.append(tolist(gradients)))
+
+
+def test_a_leaf_calls_its_hook_in_later_contexts(pair: InProcessCluster) -> None:
+    """The hook is over a leaf and over a tensor of the first pass."""
+    expected: Seen = []
+    x, y = leaf(2), leaf(2, seed=2)
+    for step in range(3):
+        made = y * 2
+        if not step:
+            hooked_over_a_leaf(expected, x, made)
+        (made * 3 + x * 5).sum().backward()  # type: ignore[no-untyped-call]
+    assert expected == [[[3.0, 3.0], [5.0, 5.0]], [None, [5.0, 5.0]], [None, [5.0, 5.0]]]
+    seen: Seen = []
+    x, y = leaf(2), leaf(2, seed=2)
+    for step in range(3):
+        with pair[0].as_current(), dist_autograd.context() as context_id:
+            made = call("worker1", double, y)
+            if not step:
+                hooked_over_a_leaf(seen, x, made)
+            context_id.backward((made * 3 + x * 5).sum())
+            assert context_id.gradients()[x].tolist() == [5.0, 5.0]
+    assert seen == expected
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_a_tensor_of_a_hook_is_gone(pair: InProcessCluster) -> None:
+    """Before torch 2.13 the part of the hook that belongs to the result of a Function goes with it."""
+    seen: Seen = []
+    x = leaf(2)
+    hooked_over_a_leaf(seen, x, Rounded.apply(leaf(2)))  # type: ignore[no-untyped-call]
+    with pair[0].as_current(), dist_autograd.context() as context_id:
+        context_id.backward((call("worker1", double, x) * 3).sum())
+        assert context_id.gradients()[x].tolist() == [6.0, 6.0]
+    assert seen == [[None, [6.0, 6.0]]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -382,3 +383,16 @@ def test_dtensors_mean_the_same_where_they_arrive(crew: Crew) -> None:
     other_place = r"coordinate \[0\] of the mesh \[0, 1\], and this worker has coordinate \[1\]"
     crew[0].run(refused, "worker1", Shard(0), other_place)
     crew[1].run(refused, "worker2", Replicate(), "this worker is not part of such a mesh")
+
+
+def norm_refused() -> None:
+    """With and without a context. Each process takes part in the norm, which torch may compute together at once."""
+    _, x = placed(Shard(0))
+    norm = torch.linalg.vector_norm(x)
+    for block in (nullcontext, dist_autograd.context):
+        with block(), pytest.raises(UnsendableError, match=r"NormPartial.* has no meaning on another worker"):
+            rpc.rpc_sync(f"worker{rank()}", double, args=(norm,))
+
+
+def test_a_norm_is_no_sum_of_parts(crew: Crew) -> None:
+    together(crew, TRAINERS, norm_refused)

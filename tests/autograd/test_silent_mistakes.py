@@ -319,3 +319,151 @@ def test_the_id_of_a_context_of_another_thread(pair: InProcessCluster) -> None:
     finally:
         over.set()
         thread.join()
+
+
+# What torch refuses or computes in one process, and the same with a call between.
+
+
+def forward(x: Tensor) -> Tensor:
+    result: Tensor = rpc.rpc_sync("worker1", multiply, args=("a", x))
+    return result
+
+
+def in_no_grad(x: Tensor) -> None:
+    with torch.no_grad(), dist_autograd.context() as context_id:
+        context_id.backward(forward(x).sum())
+
+
+def in_inference_mode(x: Tensor) -> None:
+    with torch.inference_mode(), dist_autograd.context() as context_id:
+        context_id.backward(forward(x).sum())
+
+
+def twice_without_the_graph(x: Tensor) -> None:
+    with dist_autograd.context() as context_id:
+        loss = forward(x).sum()
+        context_id.backward(loss)
+        context_id.backward(loss)
+
+
+def a_result_is_changed_in_place(x: Tensor) -> None:
+    with dist_autograd.context() as context_id:
+        y = forward(x)
+        loss = (y * y).sum()
+        y.add_(1)
+        context_id.backward(loss)
+
+
+def a_weight_is_changed_in_place(x: Tensor) -> None:
+    with dist_autograd.context() as context_id:
+        loss = forward(x).sum()
+        with torch.no_grad():
+            W["a"].add_(1)
+        context_id.backward(loss)
+
+
+def the_number(x: Tensor) -> None:
+    with dist_autograd.context() as context_id:
+        context_id.backward([forward(x).sum().item()])  # type: ignore[list-item]
+
+
+def the_number_as_a_tensor(x: Tensor) -> None:
+    with dist_autograd.context() as context_id:
+        context_id.backward(torch.tensor(forward(x).sum().item()))
+
+
+def the_number_as_a_leaf(x: Tensor) -> None:
+    with dist_autograd.context() as context_id:
+        context_id.backward(torch.tensor(forward(x).sum().item(), requires_grad=True))
+
+
+def a_value_of_another_context(x: Tensor) -> None:
+    with dist_autograd.context():
+        rref = rpc.remote("worker1", multiply, args=("a", x))
+        rref.to_here()
+    with dist_autograd.context() as context_id:
+        context_id.backward(rref.to_here().sum())
+
+
+def the_gradient_of_a_gradient(x: Tensor) -> None:
+    with dist_autograd.context() as context_id:
+        context_id.backward(forward(x).square().sum())
+        context_id.backward(context_id.gradients()[x].sum())
+
+
+def with_create_graph(x: Tensor) -> None:
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [forward(x).sum()], create_graph=True)  # type: ignore[call-arg]
+
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (in_no_grad, MisuseError, "requires_grad not set on root"),
+    (in_inference_mode, MisuseError, "requires_grad not set on root"),
+    (twice_without_the_graph, RuntimeError, "backward through the graph a second time"),
+    (a_result_is_changed_in_place, RuntimeError, "modified by an inplace operation"),
+    (a_weight_is_changed_in_place, RuntimeError, "modified by an inplace operation"),
+    (the_number, TypeError, r"such as loss\.item\(\), has no history: give the tensor itself"),
+    (the_number_as_a_tensor, MisuseError, "requires_grad not set on root"),
+    (the_number_as_a_leaf, MisuseError, "it is a leaf, not computed from anything"),
+    (a_value_of_another_context, ContextError, "gradients cannot go back across contexts"),
+    (the_gradient_of_a_gradient, MisuseError, "requires_grad not set on root"),
+    (with_create_graph, TypeError, "create_graph"),
+]
+
+
+@pytest.mark.parametrize(("program", "error", "says"), REFUSED, ids=lambda each: getattr(each, "__name__", ""))
+def test_what_is_refused(pair: InProcessCluster, program: Any, error: type[Exception], says: str) -> None:
+    W["a"] = leaf(4, 4, seed=2)
+    with pair[0].as_current(), pytest.raises(error, match=says):
+        program(leaf(4, 4))
+
+
+def a_value_is_fetched_after_the_context(x: Tensor) -> None:
+    with dist_autograd.context():
+        rref = rpc.remote("worker1", multiply, args=("a", x))
+    rref.to_here().sum().backward()
+
+
+def a_value_is_fetched_before_the_context(x: Tensor) -> None:
+    y = rpc.remote("worker1", multiply, args=("a", x)).to_here()
+    with dist_autograd.context() as context_id:
+        context_id.backward((y * 2).sum())
+
+
+@pytest.mark.parametrize("program", [a_value_is_fetched_after_the_context, a_value_is_fetched_before_the_context])
+def test_values_of_references_warn_as_results_do(pair: InProcessCluster, program: Any) -> None:
+    W["a"] = leaf(4, 4, seed=2)
+    with pair[0].as_current(), pytest.warns(UserWarning, match=ENDS):
+        program(leaf(4, 4))
+
+
+def test_an_argument_is_a_copy_from_the_moment_of_the_call(pair: InProcessCluster) -> None:
+    """Changed in place, made to require grad, or made in inference mode: the call is as with a clone."""
+    weight = W["a"] = leaf(4, 4, seed=2)
+    with torch.inference_mode():
+        inferred = torch.full((4, 4), 5.0, dtype=torch.float64)
+    with pair[0].as_current(), dist_autograd.context() as context_id:
+        x, late = leaf(4, 4), torch.ones(4, 4, dtype=torch.float64)
+        sent = x * 3
+        loss = forward(sent).sum() + rpc.rpc_sync("worker1", torch.mul, args=(x, inferred)).sum() + forward(late).sum()
+        sent.mul_(10)
+        late.requires_grad_()
+        context_id.backward(loss)
+        assert torch.equal(context_id.gradients()[x], 3 * weight.detach() + 5)
+        assert late not in context_id.gradients()
+
+
+def widen() -> None:
+    STAGE.to(torch.float32)
+    STAGE.to(torch.float64)
+
+
+def test_parameters_that_were_moved_are_trained(pair: InProcessCluster) -> None:
+    with pair[0].as_current():
+        optimizer = DistributedOptimizer(torch.optim.SGD, rpc.rpc_sync("worker1", stage_rrefs), lr=0.1)
+        rpc.rpc_sync("worker1", widen)
+        before = STAGE.weight.detach().clone()
+        with dist_autograd.context() as context_id:
+            context_id.backward(rpc.rpc_sync("worker1", run_stage, args=(leaf(4, 4),)).sum())
+            optimizer.step(context_id)
+    assert not torch.equal(STAGE.weight, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -59,25 +59,5 @@ def under(autocast: Autocast, function: Any) -> Any:
 
 
 async def _finish(coroutine: Coroutine[Any, Any, Any], autocast: Autocast) -> Any:
-    return await _Steps(coroutine, autocast)
-
-
-class _Steps:
-    """Awaits a coroutine of which each step runs so: in between, the thread runs others."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], autocast: Autocast) -> None:
-        self._coroutine = coroutine
-        self._autocast = autocast
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        step: Callable[[], Any] = functools.partial(self._coroutine.send, None)
-        while True:
-            try:
-                with entered(self._autocast):
-                    waits_for = step()
-            except StopIteration as end:
-                return end.value
-            try:
-                step = functools.partial(self._coroutine.send, (yield waits_for))
-            except BaseException as error:
-                step = functools.partial(self._coroutine.throw, error)
+    with entered(autocast):  # not for the other coroutines of the thread: see `steps`
+        return await coroutine

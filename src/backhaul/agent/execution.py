@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from backhaul.agent.observing import (
     SendRecorded,
 )
 from backhaul.agent.recording import NoRecording, Recording, Tensors
+from backhaul.agent.steps import start_in_steps
 from backhaul.agent.tracing import Tracing
 from backhaul.agent.traffic import NoTraffic, Traffic
 from backhaul.devices.staging import WorkerDevices, no_map
@@ -55,6 +57,8 @@ from backhaul.wire.trees import ATOMS, Packing
 from backhaul.wire.values import Codec
 
 _log = logging.getLogger("backhaul.security")
+
+_is_grad_enabled = torch.is_grad_enabled
 
 ASYNC_MARK = "_backhaul_async_execution"
 """The attribute that `functions.async_execution` sets on a function."""
@@ -137,7 +141,7 @@ class Execution:
             function = autocast.under(envelope.message.autocast, function)
         if self.observers:
             return self.execute_observed(context, function, args, kwargs, envelope, sender)
-        return self._outcome(context, function, context.run(function, *args, **kwargs))
+        return self.invoke(context, function, args, kwargs)
 
     def execute_observed(
         self,
@@ -164,14 +168,15 @@ class Execution:
 
     def invoke(self, context: contextvars.Context, function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Run a function in a context. ``(value, False)``, or ``(a future of the value, True)``."""
-        if self.observers:
-            value = self._observed(context, function, args, kwargs)
-        else:
-            value = context.run(function, *args, **kwargs)
-        return self._outcome(context, function, value)
-
-    def _outcome(self, context: contextvars.Context, function: Any, value: Any) -> tuple[Any, bool]:
-        """What a function has returned: ``(value, False)``, or ``(a future of the value, True)``."""
+        grad = _is_grad_enabled()
+        try:
+            if self.observers:
+                value = self._observed(context, function, args, kwargs)
+            else:
+                value = context.run(function, *args, **kwargs)
+        finally:
+            if _is_grad_enabled() is not grad:
+                self._switch_gradients(grad, function)
         if type(value) is types.CoroutineType:
             return context.run(self._start, value), True
         if not getattr(function, ASYNC_MARK, False):
@@ -183,6 +188,19 @@ class Execution:
                 f"returned a {type(value).__name__}"
             )
         return value, True
+
+    def _switch_gradients(self, on: bool, function: Any) -> None:
+        """Set what a function has left to its thread back: the next call there may be another caller's."""
+        torch._C._set_grad_enabled(on)
+        here, there = ("on", "off") if on else ("off", "on")
+        warnings.warn(
+            f"{name_for_people(function)} on worker {self._me.name!r} has switched gradients {there} "
+            f"(torch.set_grad_enabled) and has ended. They are {here} again, because torch keeps the switch for each "
+            "thread and the next call may run on any. Write `with torch.no_grad():` in the functions that need it, or "
+            "around the calls",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def _observed(self, context: contextvars.Context, function: Any, args: Any, kwargs: Any) -> Any:
         self.observers.emit(Invoked(what=name_for_people(function)))
@@ -415,6 +433,7 @@ class Execution:
         with self._lock:
             if self._loop is None:
                 loop = self._loop = asyncio.new_event_loop()
+                loop.set_task_factory(start_in_steps)
                 self._loop_thread = threading.Thread(
                     target=self._run_loop, args=(loop,), name=f"backhaul-asyncio-{self._me.name}", daemon=True
                 )

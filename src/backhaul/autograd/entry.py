@@ -105,8 +105,16 @@ def _listed(roots: Any) -> Sequence[Any]:
     if isinstance(roots, torch.Tensor | RRef):
         return [roots]
     if not isinstance(roots, list | tuple) or not all(isinstance(root, torch.Tensor | RRef) for root in roots):
-        raise TypeError("incompatible function arguments: roots must be a tensor, an RRef, or a list of them")
+        number = " A number, such as loss.item(), has no history: give the tensor itself"
+        raise TypeError(
+            "incompatible function arguments: roots must be a tensor, an RRef, or a list of them."
+            + (number if any(map(_is_number, roots if isinstance(roots, list | tuple) else [roots])) else "")
+        )
     return roots
+
+
+def _is_number(root: Any) -> bool:
+    return isinstance(root, int | float | complex)
 
 
 def _gradients(roots: Sequence[torch.Tensor], given: Any) -> Sequence[torch.Tensor | None]:

@@ -8,8 +8,8 @@ the first run of a pass only. This module has torch tell it of such hooks.
 Torch also refuses to capture the gradient of a leaf that has such a hook, be it the only one: `on_any` tells of these.
 
 Torch never frees a hook over computed tensors, because the hook and the graph refer to each other. So a hook that
-was made inside of a context counts as long as the context goes on. One over leaves counts until it is removed, and of
-the others the latest few do.
+was made inside of a context counts as long as the context goes on. One over leaves, or over a leaf and other tensors,
+counts until it is removed: the leaf calls it in each pass. Of the others the latest few count.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 
 _OF_LEAVES, _OF_NO_CONTEXT = -1, -2
 
-_hooks: dict[weakref.ref[Any], int] = {}
-"""A function of each hook that waits for all its tensors, which has their nodes -> the context that it was made in."""
+_Parts = tuple[weakref.ref[Any], ...]
+"""The functions of one hook, one for each of its tensors. A function may be freed with its tensor before the others."""
+
+_hooks: dict[_Parts, int] = {}
+"""Each hook that waits for all its tensors -> the context that it was made in."""
 
 _init = _MultiHandle.__init__
 
@@ -45,11 +48,11 @@ def _notice(self: Any, handles: Sequence[Any]) -> None:
         return
     nodes = _nodes(functions[0][2])
     if nodes is not None:
-        of_leaves = all(type(node) is _AccumulateGrad for node in nodes)
+        of_leaves = any(type(node) is _AccumulateGrad for node in nodes)
         if len(nodes) < 2 and not of_leaves:
             return  # one node is in one run; a leaf has to be in one that accumulates, which torch insists on
         made_in = _OF_LEAVES if of_leaves else current.get() or _OF_NO_CONTEXT
-        _hooks[weakref.ref(functions[0][2])] = made_in
+        _hooks[tuple(weakref.ref(function) for _, _, function in functions)] = made_in
         if made_in == _OF_NO_CONTEXT:
             _forget_oldest()
         return
@@ -100,10 +103,10 @@ def groups() -> Iterator[list[Any]]:
     """The graph nodes of the tensors of each hook that waits for all of them."""
     if not _hooks:
         return
-    for reference, context in list(_hooks.items()):
-        hook = reference()
+    for parts, context in list(_hooks.items()):
+        hook = next((function for part in parts if (function := part()) is not None), None)
         if hook is None or (context > 0 and not is_known(context)):
-            _hooks.pop(reference, None)
+            _hooks.pop(parts, None)
         else:
             yield _nodes(hook) or []
 

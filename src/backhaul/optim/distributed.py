@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from backhaul import rpc
+from backhaul import compat, rpc
 from backhaul.devices.host import on_cpu
 from backhaul.eager import eager
 from backhaul.errors import MisuseError, OptionError, PartialError, UnsendableError
@@ -149,7 +149,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "gradient in the context. Call backward(context_id, [loss]) first, and make the optimizer of references to "
             "the parameters that the forward pass uses (backhaul.nn.parameter_rrefs(model)): not of copies that a call "
             "has returned, nor of parameters that were frozen, or replaced, as load_state_dict(assign=True) does",
-            stacklevel=4,
+            stacklevel=compat.level_of_the_user(),
         )
 
     def _changes(self) -> Changes:

@@ -28,7 +28,7 @@ class Proxy:
         self._call = call
         self._timeout = timeout
 
-    @eager
+    # Not `eager`: torch.compile cannot go on after a graph break at an attribute. The break is at the call in `method`.
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name == "__dict__":  # tools that look for one must not take a method for it
             raise AttributeError(f"a proxy has no {name}")

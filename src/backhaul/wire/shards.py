@@ -65,7 +65,7 @@ def _describe_placement(placement: Any) -> tuple[Any, ...]:
         return ("partial", placement.reduce_op)
     if type(placement) is Shard:
         return ("shard", placement.dim)
-    raise Refusal(f"its placement {placement} has no meaning on another worker: send tensor.full_tensor()")
+    raise Refusal(f"its placement {placement!r} has no meaning on another worker: send tensor.full_tensor()")
 
 
 def _placement(description: Any) -> Any:
@@ -113,7 +113,7 @@ def _check_place(mesh: Any, ranks: Any, coordinate: Sequence[int], placements: S
     for dim, placement in enumerate(placements):
         if not placement.is_replicate() and mine[dim] != coordinate[dim]:
             raise UnsendableError(
-                f"a DTensor of placement {placement} cannot be received: its part is that of coordinate {coordinate} "
+                f"a DTensor of placement {placement!r} cannot be received: its part is that of coordinate {coordinate} "
                 f"of the mesh {ranks}, and this worker has coordinate {list(mine)}; " + advice
             )
 
