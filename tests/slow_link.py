@@ -107,7 +107,7 @@ class SlowCluster(InProcessCluster):
         self._rate = rate
         super().__init__(size, sockets=True, options=options)
 
-    def _transport(self) -> Transport:
+    def _transport(self, rank: int = 0) -> Transport:
         assert self._options is not None
         return _Behind(self._options, self._rate, self.forwarders)
 

@@ -104,7 +104,7 @@ def test_the_command_and_a_worker_that_is_stopped_and_killed(here: Path) -> None
         try:
             assert worker.stdout is not None
             assert worker.stdout.readline() == b"up\n"
-            assert probe()[0] == 0
+            assert any(probe()[0] == 0 for _ in range(5))  # on a busy machine, an answer may take too long
             worker.send_signal(signal.SIGSTOP)
             code, text = probe()
             assert code == 1

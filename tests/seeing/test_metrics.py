@@ -20,6 +20,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import backhaul.autograd as dist_autograd
+from awaiting import await_events
 from backhaul import rpc
 from backhaul.errors import MisuseError, OptionError
 from backhaul.inspection.metrics import port_of
@@ -36,6 +37,9 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 def fail() -> None:
     raise ValueError("on purpose")
+
+
+BYTES = ("backhaul_bytes", "backhaul_bytes_total", "worker", "peer", "direction", "path")
 
 
 def scrape(address: str) -> dict[str, Metric]:
@@ -79,7 +83,13 @@ def used(registry: CollectorRegistry) -> Iterator[tuple[InProcessCluster, metric
 
 
 def test_what_is_scraped_is_what_happened(used: tuple[InProcessCluster, metrics.Exposition]) -> None:
-    _, exposition = used
+    pair, exposition = used
+
+    def all_has_come() -> bool:
+        bytes_ = values(scrape(exposition.address), *BYTES)
+        return bytes_["worker0", "worker1", "sent", "unix"] == bytes_["worker1", "worker0", "received", "unix"]
+
+    assert await_events(pair[1], all_has_come, 10)
     found = scrape(exposition.address)
     calls = values(found, "backhaul_calls", "backhaul_calls_total", "worker", "direction", "function", "peer")
     assert calls["worker0", "sent", "double", "worker1"] == 5
@@ -90,7 +100,7 @@ def test_what_is_scraped_is_what_happened(used: tuple[InProcessCluster, metrics.
     assert failed["worker0", "sent", "double"] == 0
     errors = values(found, "backhaul_errors", "backhaul_errors_total", "worker", "direction", "kind")
     assert errors == {("worker0", "sent", "ValueError"): 1, ("worker1", "served", "ValueError"): 1}
-    sent = values(found, "backhaul_bytes", "backhaul_bytes_total", "worker", "peer", "direction", "path")
+    sent = values(found, *BYTES)
     assert sent["worker0", "worker1", "sent", "unix"] == sent["worker1", "worker0", "received", "unix"] > 0
     assert values(found, "backhaul_passes", "backhaul_passes_total", "worker") == {("worker0",): 1, ("worker1",): 0}
     parts = values(found, "backhaul_pass_part_seconds", "backhaul_pass_part_seconds_total", "worker", "part")
@@ -142,8 +152,12 @@ def test_counters_survive_a_connection(used: tuple[InProcessCluster, metrics.Exp
     after = values(scrape(exposition.address), "backhaul_bytes", "backhaul_bytes_total", *names)
     assert after.keys() >= before.keys()
     assert all(after[key] >= before[key] for key in before)
-    lost = values(scrape(exposition.address), "backhaul_links_lost", "backhaul_links_lost_total", "worker")
-    assert lost["worker0",] == 1
+
+    def lost() -> float:
+        found = scrape(exposition.address)
+        return values(found, "backhaul_links_lost", "backhaul_links_lost_total", "worker")["worker0",]
+
+    assert await_events(pair[0], lambda: lost() == 1, 10)
 
 
 def test_the_server_ends_with_the_worker(registry: CollectorRegistry) -> None:

@@ -7,6 +7,7 @@ for its group does not greet. Sockets of processes that have been killed refuse 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -57,7 +58,8 @@ def greet(path: Path, deadline: float) -> str:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         _limit(sock, deadline)
         sock.connect(os.fspath(path))
-        sock.sendall(handshake.encode(Hello("", GUEST, "guest", GUEST)))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have said why it does not listen
+            sock.sendall(handshake.encode(Hello("", GUEST, "guest", GUEST)))
         rest = handshake.length_of_welcome(_receive(sock, HEAD_SIZE, deadline))
         return handshake.decode_welcome(_receive(sock, rest, deadline)).name
 

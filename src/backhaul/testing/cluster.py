@@ -88,21 +88,23 @@ class InProcessCluster(Sequence[Worker]):
         return self._workers[rank]
 
     def _make(self, rank: int, size: int) -> Worker:
-        options = self._options[rank] if isinstance(self._options, Sequence) else self._options
         worker = Worker(
             f"worker{rank}",
             rank,
             size,
             store=self._store,
-            options=options,
-            transport=self._transport(options),
+            options=self._options_of(rank),
+            transport=self._transport(rank),
         )
         if isinstance(self.network, Scheduler):
             self.network.attach(worker.agent)
         return worker
 
-    def _transport(self, given: RpcOptions | None) -> Transport:
-        options = RpcOptions() if given is None else given
+    def _options_of(self, rank: int) -> RpcOptions | None:
+        return self._options[rank] if isinstance(self._options, Sequence) else self._options
+
+    def _transport(self, rank: int = 0) -> Transport:
+        options = self._options_of(rank) or RpcOptions()
         transport: Transport = StreamTransport(options) if self._sockets else MemoryTransport(self.network, options)
         return transport if self._faults is None else FaultyTransport(transport, self._faults)
 

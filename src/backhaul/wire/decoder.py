@@ -37,7 +37,7 @@ from backhaul.wire.plain import refuse_maps
 from backhaul.wire.tensors import Landing, Missing, land_small
 
 _START = 64 * 1024
-_DRAIN = 1 << 20
+_DRAIN = 512 * 1024
 _KEEP = 1 << 20
 # Buffers beyond this are received in place rather than collected first.
 _COLLECT_BELOW = 64 * 1024
