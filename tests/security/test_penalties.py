@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import exposed
 import pytest
 from liars import federation, is_refused, liar
 
 from backhaul.errors import AuthenticationError
 from backhaul.security.penalties import Penalties
+from backhaul.wire import trees
 from backhaul.wire.frames import HEADER
 
 
@@ -56,3 +59,15 @@ def test_a_peer_that_is_refused_all_the_time_is_read_slowly() -> None:
         assert refusals.wait("worker2", 0.0) > 0
         assert guard.pause(workers[1].agent.me) == 0
         assert workers[1].rpc_sync("worker0", exposed.double, (21,)) == 42
+
+
+def test_what_takes_long_to_refuse_counts_for_more() -> None:
+    keys = [[trees.TUPLE, *(-1 - (number >> bit & 1) for bit in range(15))] for number in range(4000)]  # of one hash
+    with federation() as workers, liar(workers) as peer:
+        refusals = workers[0].agent.permissions.refusals
+        for _ in range(100):
+            assert is_refused(peer.call("exposed:hidden"))
+        assert refusals.wait("worker2", time.monotonic()) == 0
+        for _ in range(5):
+            assert is_refused(peer.call("exposed:echo", [trees.SET, *keys]))
+        assert refusals.wait("worker2", time.monotonic()) > 0.2  # five of the others would be 0.1 s

@@ -8,6 +8,7 @@ its text: a traceback shows paths and code.
 from __future__ import annotations
 
 import contextvars
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,7 @@ class FederatedExecution(Execution):
         what = "a call"
         context = contextvars.copy_context()
         opened = False
+        began = time.thread_time()
         try:
             name, tree = _split(message.tree)
             what = f"the call of {name!r}"
@@ -86,7 +88,8 @@ class FederatedExecution(Execution):
         except RefusedError:
             raise
         except Exception as error:
-            raise self._permissions.refuse(sender.name, what, error) from None
+            spent = time.thread_time() - began
+            raise self._permissions.refuse(sender.name, what, error, spent, envelope.size) from None
         finally:
             if not opened:
                 self.discard(envelope)
@@ -95,10 +98,11 @@ class FederatedExecution(Execution):
         return self.invoke(context, function, args, kwargs)
 
     def unpack(self, envelope: Envelope, sender: WorkerInfo) -> Any:
+        began = time.thread_time()
         try:
             return self._open(envelope.message.tree, envelope, sender)
         except BackhaulError as error:
-            self._permissions.note(sender.name, "a reply", error)
+            self._permissions.note(sender.name, "a reply", error, time.thread_time() - began, envelope.size)
             raise
 
     def _open(self, tree: Any, envelope: Envelope, sender: WorkerInfo) -> Any:

@@ -744,7 +744,8 @@ class Engine:
                 handler(line, envelope, share)
         except Exception as error:
             if self._strict and isinstance(error, ProtocolError | QuotaError):
-                self.agent.permissions.note(line.peer.name, f"a {type(envelope.message).__name__}", error)
+                what = f"a {type(envelope.message).__name__}"
+                self.agent.permissions.note(line.peer.name, what, error, size=envelope.size)
             if share is None:
                 # In a federation the peer that says so may have made the pass up. It is told itself, and passes it on.
                 to = line.peer.id if self._strict else rank_of(backward.id)

@@ -25,6 +25,8 @@ _LINES = 10
 _SECONDS = 1.0
 _REFUSALS = 100
 _REFUSAL_SECONDS = 0.02
+_SIMPLE_SECONDS = 0.0002
+_BYTES_A_SECOND = 1e9
 _SMALL_THINGS = 50
 
 
@@ -89,9 +91,9 @@ class Permissions:
             found = self._names[peer] = PeerNames(peer, self._message_bytes)
         return found
 
-    def refuse(self, peer: str, what: str, why: object) -> RefusedError:
-        """Log that something was refused; the exception for the peer."""
-        self.note(peer, what, why)
+    def refuse(self, peer: str, what: str, why: object, seconds: float = 0.0, size: int = 0) -> RefusedError:
+        """Log that something was refused; the exception for the peer. See `note`."""
+        self.note(peer, what, why, seconds, size)
         return refusal(self._me)
 
     def over_quota(self, peer: str, what: str, why: str) -> QuotaError:
@@ -99,9 +101,13 @@ class Permissions:
         self.note(peer, what, why)
         return QuotaError(f"worker {self._me!r} refused this: {why}")
 
-    def note(self, peer: str, what: str, why: object) -> None:
-        """Log that something was refused."""
-        self.refusals.wrong(peer, time.monotonic())
+    def note(self, peer: str, what: str, why: object, seconds: float = 0.0, size: int = 0) -> None:
+        """Log that something was refused: a message of ``size`` bytes, on which ``seconds`` of a processor were spent.
+
+        What takes long to read and to refuse counts as often as simple things that would have taken as long.
+        """
+        spent = seconds + size / _BYTES_A_SECOND
+        self.refusals.wrong(peer, time.monotonic(), 1 + int(spent / _SIMPLE_SECONDS))
         if self._may_log(peer):
             _log.warning("refused worker %s %s: %s", printable(peer), printable(what), printable(str(why)))
 
