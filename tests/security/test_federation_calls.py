@@ -200,9 +200,10 @@ def test_keys_that_all_have_the_same_hash(workers: InProcessCluster) -> None:
     with liar(workers) as peer, attack(workers):
         for many in (keys, numbers):
             start = time.monotonic()
-            assert is_refused(peer.call("exposed:echo", [trees.SET, *many]))
-            assert is_refused(peer.call("exposed:echo", [trees.FROZEN_SET, *many]))
-            assert is_refused(peer.call("exposed:echo", [trees.DICT, *(part for key in many for part in (key, 1))]))
+            pairs = [part for key in many for part in (key, 1)]
+            for tree in ([trees.SET, *many], [trees.FROZEN_SET, *many], [trees.DICT, *pairs]):
+                assert is_refused(peer.call("exposed:echo", tree))
+                workers[0].agent.permissions.refusals.forgive()
             assert time.monotonic() - start < 3.0
         assert isinstance(peer.call("exposed:echo", [trees.SET, *range(4_000)]), Result)
         assert isinstance(peer.call("exposed:echo", [trees.SET, *map(str, range(20_000))]), Result)
