@@ -70,7 +70,10 @@ conformance: $(STAMP) ## torch's own RPC suites on Backhaul: 464 tests, some ten
 # msgspec, cryptography, rich, pytest, pytest-timeout, hypothesis and expecttest.
 cuda: ## what needs a GPU: tests, random programs, torch's own CUDA tests, speed beside torch RPC (CUDA_PYTHON=...)
 	PYTHONPATH=src $(CUDA_PYTHON) -m pytest -q tests/cuda
-	PYTHONPATH=src BACKHAUL_PROGRAMS_DEVICE=cuda $(CUDA_PYTHON) tests/autograd/programs.py 0 2000
+	PYTHONPATH=src BACKHAUL_PROGRAMS_DEVICE=cuda $(CUDA_PYTHON) tests/autograd/programs.py 0 1200
+	PYTHONPATH=src BACKHAUL_PROGRAMS_DEVICE=mixed $(CUDA_PYTHON) tests/autograd/programs.py 1200 1800
+	PYTHONPATH=src BACKHAUL_PROGRAMS_DEVICE=cuda $(CUDA_PYTHON) tests/autograd/programs.py --processes 1800 1900
+	PYTHONPATH=src BACKHAUL_PROGRAMS_DEVICE=mixed $(CUDA_PYTHON) tests/autograd/programs.py --processes 1900 2000
 	PYTHONPATH=src $(CUDA_PYTHON) conformance/cuda.py
 	PYTHONPATH=src $(CUDA_PYTHON) -m backhaul bench --cuda
 
