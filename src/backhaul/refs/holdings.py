@@ -244,7 +244,9 @@ class Holdings:
                 self._gone[ref] = kept(_of_creation(error), self.me.name)
             self._creations.pop(ref, None)
             cell = self._cells.get(ref)
-            after = self._apply(self._counting.created(ref, lost=error is not None))
+            # One that has timed out may have happened: its copies here stay listed, as in torch.
+            lost = error is not None and not isinstance(error, RpcTimeoutError)
+            after = self._apply(self._counting.created(ref, lost=lost))
         if error is not None and cell is not None:
             cell.fail(_of_creation(error), self.me.name)
         self._act(after)
