@@ -41,7 +41,7 @@ def pair() -> Iterator[list[Worker]]:
 
 
 def waits(worker: Worker, count: int) -> dict[int, list[dict[str, Any]]]:
-    """What its threads wait for, when so many of them do."""
+    """What the threads of a worker wait for, once ``count`` of them wait."""
     activity = worker.agent.activity
     assert await_events(worker, lambda: len(activity.all_waits()) == count, 30)
     found = activity.all_waits()

@@ -49,7 +49,7 @@ FEATURES = {
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """No hook and no process group stays for other tests. Torch keeps hooks that refer to their node for ever."""
+    """Remove hooks and process groups after each test. Torch never drops a hook that refers to its own node."""
     yield
     joint_hooks._hooks.clear()
     node_hooks._dicts.clear()

@@ -15,8 +15,8 @@ from typing import Any
 
 _STEP = 2e-6  # of the clock, for each switch and each look at it
 _LULL = 0.004  # the longest that a thread does not get the processor although it could run
-_LULLS = 60  # there is one in so many switches
-_LONGEST_TURN = 80  # so many locks a thread takes at most before another one may be next
+_LULLS = 60  # one lull in this many switches, on average
+_LONGEST_TURN = 80  # a thread takes at most this many locks before another thread may run
 _BUSY = (0.06, 5, 10)  # the same three
 _MOST_SWITCHES = 400_000
 FIRST_DESCRIPTOR = 1 << 20

@@ -344,7 +344,7 @@ def _is_within(place: Span | None, span: Span) -> bool:
 
 
 def measure(do: Callable[[], None], seconds: float, warm_up: float) -> float:
-    """The median of the times that ``do`` takes, measured for so many seconds, after others to warm up."""
+    """The median time of ``do`` over ``seconds`` of repeated runs, after a warm-up."""
     end = time.perf_counter() + warm_up
     while time.perf_counter() < end:
         do()

@@ -105,21 +105,20 @@ def encode(message: Hello | Welcome) -> bytes:
 
 def length_of_hello(head: bytes) -> int:
     """How many bytes follow the first `HEAD_SIZE` bytes of a client. Raises `ProtocolError`."""
-    magic, length = _HEAD.unpack(head)
-    if magic != MAGIC:
-        raise ProtocolError(f"a connection that does not speak Backhaul: it starts with {magic!r}")
-    if length > MAX_MESSAGE:
-        raise ProtocolError(f"a greeting of {length} bytes; {MAX_MESSAGE} is the limit")
-    return int(length)
+    return _length(head, "a connection that does not speak Backhaul: it starts with", "a greeting")
 
 
 def length_of_welcome(head: bytes) -> int:
     """How many bytes follow the first `HEAD_SIZE` bytes of a server. Raises `ProtocolError`."""
+    return _length(head, "what listens there is no Backhaul worker: it says", "an answer")
+
+
+def _length(head: bytes, stranger: str, what: str) -> int:
     magic, length = _HEAD.unpack(head)
     if magic != MAGIC:
-        raise ProtocolError(f"what listens there is no Backhaul worker: it says {magic!r}")
+        raise ProtocolError(f"{stranger} {magic!r}")
     if length > MAX_MESSAGE:
-        raise ProtocolError(f"an answer of {length} bytes; {MAX_MESSAGE} is the limit")
+        raise ProtocolError(f"{what} of {length} bytes; {MAX_MESSAGE} is the limit")
     return int(length)
 
 
