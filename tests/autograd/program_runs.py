@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from program import Block, Call, Fetch, Hook, Keep, Leaf, Load, Op, Pass, Program, Proxy, Retain, Wait
 from program_generator import generate
-from program_ops import DIRECT, OPERATIONS, device_of, disturbed, random_tensor
+from program_ops import DIRECT, OPERATIONS, device_of, random_tensor, run_disturbed
 from torch import Tensor
 
 import backhaul.autograd as dist_autograd
@@ -187,9 +186,10 @@ class Site:
         match instruction:
             case Op(outs, operation, ins, number):
                 given = [values[name] for name in ins]
-                with disturbed(number, given) if self.disturbs else nullcontext([]) as made:
+                if self.disturbs:
+                    result = run_disturbed(OPERATIONS[operation], number, given)
+                else:
                     result = OPERATIONS[operation].run(number, *given)
-                    made.append(result)
                 values.update(zip(outs, undress(result), strict=True))
             case Load(out, key):
                 values[out] = self.place.values[key]

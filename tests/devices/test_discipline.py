@@ -38,6 +38,9 @@ def exchange(seed: int, outgoing: type[Outgoing] = Outgoing, incoming: type[Inco
             sender.fill(source, 1, stream)
             told.append(sent)
             sent += 1
+        elif told and chance.random() < 0.2:  # the receiver does not want it
+            told.popleft()
+            is_free = True
         elif told:
             target = next(fresh)
             receiver.drain(target, 1, 10 + chance.randrange(3))
@@ -65,11 +68,21 @@ class NoWaitForDrained(Outgoing):
         self._device.record(self._filled, stream)
 
 
+class NoWaitForWhatNobodyTookOut(Outgoing):
+    def fill(self, source: int, size: int, stream: int) -> None:
+        if self._stream is not None:
+            self._device.wait(self._drained, stream)
+        self._stream = stream
+        self._device.copy(self._memory, source, size, stream)
+        self._device.record(self._filled, stream)
+
+
 class RecordsTooEarly(Outgoing):
     def fill(self, source: int, size: int, stream: int) -> None:
-        if self._used:
+        if self._stream is not None:
             self._device.wait(self._drained, stream)
-        self._used = True
+            self._device.wait(self._filled, stream)
+        self._stream = stream
         self._device.record(self._filled, stream)
         self._device.copy(self._memory, source, size, stream)
 
@@ -100,7 +113,7 @@ class RecordsDrainedTooEarly(Incoming):
         self._device.copy(target, self._memory, size, stream)
 
 
-@pytest.mark.parametrize("mistake", [NoWaitForDrained, RecordsTooEarly, WaitsOnce])
+@pytest.mark.parametrize("mistake", [NoWaitForDrained, NoWaitForWhatNobodyTookOut, RecordsTooEarly, WaitsOnce])
 def test_a_mistake_of_the_sender_is_noticed(mistake: type[Outgoing]) -> None:
     with pytest.raises(Race):
         exchange_often(outgoing=mistake)

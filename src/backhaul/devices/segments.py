@@ -37,6 +37,7 @@ from backhaul.devices import driver
 from backhaul.devices.discipline import Incoming, Outgoing
 from backhaul.devices.driver import DriverError
 from backhaul.devices.memory import SharedMemory
+from backhaul.devices.streams import use
 from backhaul.errors import BackhaulError, ProtocolError
 
 MAGIC = b"BHDEVSEG"
@@ -158,6 +159,7 @@ class DeviceLending:
                 return None
             segment.page[0] = 1
             segment.used_at = time.monotonic()
+        use((memory,))  # the message may be the last to have it, and the copy has not begun
         segment.outgoing.fill(memory.data_ptr(), size, driver.current_stream(device))
         return Placed(segment, size)
 

@@ -150,13 +150,16 @@ class Streams:
     def handling(self) -> Iterator[None]:
         """Inside, a request is handled. The current streams wait for what was before.
 
-        A thread of the worker's own has the worker's, and a thread of the user's those that the user has chosen.
+        A thread of the worker's own has the worker's, and a thread of the user's those that the user has chosen. A
+        thread that is in the middle of something else, as at a gate, finds its own streams again afterwards.
         """
+        before = [torch._C._cuda_getCurrentStream(device) for device in self.devices] if self._state.is_own else ()
         self.begin()
         try:
             yield
         finally:
             self.leave_word()
+            _make_current(before)
 
     def begin(self) -> None:
         """The calling thread begins something new: see `handling`. It calls `leave_word` when that is over."""
