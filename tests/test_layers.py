@@ -25,7 +25,7 @@ LAYERS = [
     "errors",
     "ids",
     "environments",
-    "current",
+    "current_worker",
     "eager",
     "directories",
     "news",
@@ -147,6 +147,20 @@ def test_a_module_imports_only_from_the_layers_above_it_in_the_list(module: str)
     mine = LAYERS.index(layer(module))
     wrong = {other for other in IMPORTS[module] if LAYERS.index(layer(other)) > mine}
     assert not wrong
+
+
+# What a module knows of layers above it, by type only: whoever asks it gets a typed answer.
+SEAMS = {
+    "current_worker": {"worker"},
+}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_what_a_module_knows_of_the_layers_above_it_is_listed(module: str) -> None:
+    mine = LAYERS.index(layer(module))
+    tree = ast.parse(FILES[module].read_text())
+    named = {own(name) for node in ast.walk(tree) for name in imported(node)} - {None}
+    assert {other for other in named if other and LAYERS.index(layer(other)) > mine} == SEAMS.get(module, set())
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str] | None:

@@ -4,7 +4,7 @@ Launchers, schedulers and engines say the place in environment variables (`envir
 there.
 
 A store that rank 0 hosts dies with it. What a group keeps in the store its members know, so one of them that is on the
-same machine hosts it anew at the same address (`Part.renew`), and all write their part of it again
+same machine hosts it anew at the same address (`GroupStore.renew`), and all write their part of it again
 (`agent.membership`). Then newcomers find the group as before.
 
 ``tcp://a:1,b:2`` lists addresses of several machines. The store is at one of them, and a worker that looks for it tries
@@ -104,15 +104,15 @@ def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False)
                 "RPC group mixes statically and dynamically initialized members which is not supported. Give all "
                 "workers the same world_size, or none of them"
             )
-        return Part("backhaul/dynamic", store, init_method, place)
-    return _fixed_part(store, place, place.world_size, init_method)
+        return GroupStore("backhaul/dynamic", store, init_method, place)
+    return _fixed_group_store(store, place, place.world_size, init_method)
 
 
 def meet_in(store: dist.Store, place: Place) -> dist.Store:
     """The part of a store that the engine which started the workers keeps for a fixed group. See `meet`."""
     if place.world_size is None:
         raise OptionError("a group that meets in a store of its engine needs a world_size")
-    return _fixed_part(store, place, place.world_size, "")
+    return _fixed_group_store(store, place, place.world_size, "")
 
 
 def host_store(host: str, timeout: float) -> tuple[dist.Store, int]:
@@ -134,25 +134,25 @@ def visit_store(host: str, port: int, timeout: float) -> dist.Store:
         ) from error
 
 
-def _fixed_part(store: dist.Store, place: Place, world_size: int, init_method: str) -> Part:
+def _fixed_group_store(store: dist.Store, place: Place, world_size: int, init_method: str) -> GroupStore:
     rank = 0 if place.rank is None else place.rank
     key = f"backhaul/times/{rank}"
     times = int(store.compare_set(key, "", "1"))
-    part = Part(f"backhaul/{times}", store, init_method, place)
+    group_store = GroupStore(f"backhaul/{times}", store, init_method, place)
     restarted = environments.read().agent_store
 
     def moved_on() -> bool:
         others = [key for id in range(world_size) if id != rank and store.check([key := f"backhaul/times/{id}"])]
         return any(int(store.get(each)) > times for each in others)
 
-    while not goes_on(part, rank, world_size, _look, moved_on, _CUT_OFF_SECONDS, restarted=restarted):
+    while not goes_on(group_store, rank, world_size, _look, moved_on, _CUT_OFF_SECONDS, restarted=restarted):
         times = int(store.compare_set(key, str(times), str(times + 1)))
-        part = Part(f"backhaul/{times}", store, init_method, place)
-    part.times = times
-    return part
+        group_store = GroupStore(f"backhaul/{times}", store, init_method, place)
+    group_store.times = times
+    return group_store
 
 
-class Part(dist.PrefixStore):
+class GroupStore(dist.PrefixStore):
     """The part of a store that one group has."""
 
     times = 0
@@ -169,7 +169,7 @@ class Part(dist.PrefixStore):
         """Whether the store is with a member of the group, and another one can take it over."""
         return bool(_addresses_of(self._init_method))
 
-    def renew(self) -> Part | None:
+    def renew(self) -> GroupStore | None:
         """The same part of a store at an address of the group; None if there is none. May wait for seconds.
 
         This worker hosts the store if no other member does.
@@ -183,7 +183,7 @@ class Part(dist.PrefixStore):
             return None
         for rank in range(self._place.world_size or 0):
             store.compare_set(f"backhaul/times/{rank}", "", str(self.times))
-        found = Part(self._prefix, store, self._init_method, self._place)
+        found = GroupStore(self._prefix, store, self._init_method, self._place)
         found.times = self.times
         return found
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backhaul import current as _current
+from backhaul import current_worker as _current_worker
 from backhaul.agent.agent import Agent, To
 from backhaul.agent.farewell import LAST, WORK
 from backhaul.agent.future import Future
@@ -27,7 +27,7 @@ from backhaul.agent.retrying import Retry, Retrying
 from backhaul.agent.retrying import checked as checked_retry
 from backhaul.autograd.autograd import Autograd
 from backhaul.autograd.context_id import ContextId
-from backhaul.autograd.contexts import current as _autograd_context
+from backhaul.autograd.contexts import current_context as _autograd_context
 from backhaul.errors import LeakError, MisuseError, OptionError, RpcTimeoutError, WorkerLostError
 from backhaul.ids import WorkerInfo
 from backhaul.inspection.inspection import Inspection
@@ -250,17 +250,17 @@ class Worker:
     @contextmanager
     def as_current(self) -> Iterator[Worker]:
         """Make this the current worker of the block, for the functions of `backhaul.rpc`."""
-        token = _current.variable.set(self)
+        token = _current_worker.variable.set(self)
         try:
             yield self
         finally:
-            _current.variable.reset(token)
+            _current_worker.variable.reset(token)
 
     def _is_there(self, transport: Transport) -> Callable[[Addresses], bool]:
         return lambda addresses: transport.is_listening(addresses, time.monotonic() + self.options.connect_timeout)
 
     def _enter(self) -> None:
-        _current.variable.set(self)
+        _current_worker.variable.set(self)
         if self._agent.devices is not None:
             self._agent.devices.streams.adopt_thread()
         # A new thread takes torch.set_num_threads over when it is first asked for: small operations do not ask.
@@ -332,13 +332,11 @@ _becoming = threading.Lock()
 
 def current() -> Worker:
     """The current worker. Raises `NotInitializedError` if there is none."""
-    worker: Worker = _current.worker()
-    return worker
+    return _current_worker.get()
 
 
 def current_or_none() -> Worker | None:
-    worker: Worker | None = _current.worker_or_none()
-    return worker
+    return _current_worker.get_or_none()
 
 
 def become_worker(
@@ -359,9 +357,9 @@ def become_worker(
             store = meet(options.init_method, place, max(_JOIN_SECONDS, options.rpc_timeout))
         else:
             store = meet_in(store, place)
-        _current.set_process_worker(Worker(*place, store=store, options=options, check=check))
+        _current_worker.set_process_worker(Worker(*place, store=store, options=options, check=check))
 
 
 def set_process_worker(worker: Worker | None) -> None:
     """Make it the worker that this process falls back to."""
-    _current.set_process_worker(worker)
+    _current_worker.set_process_worker(worker)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backhaul.agent.farewell import Counts, _Promise, settled
+from backhaul.agent.farewell import Counts, _Promise, balanced
 
 TABLE: dict[str, tuple[dict[int, Counts], bool]] = {
     "nobody": ({}, True),
@@ -34,7 +34,7 @@ TABLE: dict[str, tuple[dict[int, Counts], bool]] = {
 @pytest.mark.parametrize("name", TABLE)
 def test_settled(name: str) -> None:
     tallies, expected = TABLE[name]
-    assert settled(tallies) is expected
+    assert balanced(tallies) is expected
 
 
 def test_settled_means_that_nothing_is_under_way() -> None:
@@ -54,7 +54,7 @@ def test_settled_means_that_nothing_is_under_way() -> None:
                 sent[call[0]][call[1]] += 1
                 under_way.append(call)
         tallies: dict[int, Counts] = {rank: (True, sent[rank], finished[rank]) for rank in ranks}
-        assert settled(tallies) is (not under_way)
+        assert balanced(tallies) is (not under_way)
 
 
 # Promises.

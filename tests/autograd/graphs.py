@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backhaul.autograd.functions import ROOT, Reach, Recv, receive, send, start
 from backhaul.autograd.graph import Node
-from backhaul.autograd.part import Source
+from backhaul.autograd.schedule import Source
 from backhaul.ids import WorkerInfo
 
 CONTEXT = 9

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from backhaul import rpc
 from backhaul.autograd.graph import Component
-from backhaul.autograd.part import Part
+from backhaul.autograd.schedule import Schedule
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster, scheduler
 from backhaul.worker import Worker, current
@@ -86,9 +86,9 @@ def cluster_of(size: int, seed: int) -> Iterator[InProcessCluster]:
 @contextmanager
 def counting_components(tally: Counter[str]) -> Iterator[None]:
     """Count what torch's engine runs on all workers of this process, and what of it has gates that wait."""
-    start, lock = Part._start, threading.Lock()
+    start, lock = Schedule._start, threading.Lock()
 
-    def counted(self: Part, component: Component) -> list[Component]:
+    def counted(self: Schedule, component: Component) -> list[Component]:
         started = start(self, component)
         with lock:
             tally["components"] += len(started)
@@ -96,11 +96,11 @@ def counting_components(tally: Counter[str]) -> Iterator[None]:
             tally["components with gates that wait"] += sum(map(self.waits, started))
         return started
 
-    Part._start = counted  # type: ignore[method-assign]
+    Schedule._start = counted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Part._start = start  # type: ignore[method-assign]
+        Schedule._start = start  # type: ignore[method-assign]
 
 
 def run_in_process(program: Program, cluster: Sequence[Worker]) -> list[Outcome]:

@@ -170,10 +170,10 @@ def what_a_run_calls_is_outside_of_the_context(patch: pytest.MonkeyPatch) -> Non
     """Such as the calls that a checkpoint makes again. Nothing else notices."""
     run = engine.Engine._run_engine
 
-    def outside(self: Any, share: Any, *args: Any) -> Any:
+    def outside(self: Any, local: Any, *args: Any) -> Any:
         token = recording.current.set(None)
         try:
-            return run(self, share, *args)
+            return run(self, local, *args)
         finally:
             recording.current.reset(token)
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
-from backhaul.autograd.contexts import current
+from backhaul.autograd.contexts import current_context
 from backhaul.errors import ContextError
 from backhaul.testing import InProcessCluster
 
@@ -410,7 +410,7 @@ contexts_of_hooks: list[int | None] = []
 
 def hooked(x: Tensor) -> Tensor:
     y = x * 2
-    y.register_hook(lambda _: contexts_of_hooks.append(current.get()))  # type: ignore[no-untyped-call]
+    y.register_hook(lambda _: contexts_of_hooks.append(current_context.get()))  # type: ignore[no-untyped-call]
     return y
 
 

@@ -159,7 +159,7 @@ def waiting() -> list[str]:
     for ident, frame in sys._current_frames().items():
         where: Any = frame
         while where is not None:
-            if where.f_code.co_filename.endswith(("autograd/share.py", "autograd/passes.py")):
+            if where.f_code.co_filename.endswith(("autograd/local_pass.py", "autograd/started_pass.py")):
                 found.append(f"{names.get(ident)} in {where.f_code.co_name}")
             where = where.f_back
     return found

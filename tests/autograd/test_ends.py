@@ -554,8 +554,8 @@ def test_gradients_that_nobody_is_owed_fail_the_pass(five: InProcessCluster) -> 
         latch.await_entered()
         record = five[1].autograd.contexts.find(ctx)
         (source,) = [source for source, send in record.sends.items() if send.to.id == 2]
-        (share,) = record.shares.values()
-        five[3].agent.post(five[1].info, Gradients(share.backward, (source,), (0,)), [torch.ones(2, 4)])
+        (local,) = record.passes.values()
+        five[3].agent.post(five[1].info, Gradients(local.backward, (source,), (0,)), [torch.ones(2, 4)])
         with pytest.raises(ProtocolError, match="worker3"):
             running.result(WITHIN)
     await_idle(five)

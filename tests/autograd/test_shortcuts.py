@@ -12,7 +12,7 @@ from torch import Tensor
 
 import backhaul.autograd as dist_autograd
 from backhaul.agent.observing import Event, GradientsCame
-from backhaul.autograd.share import MOST_SHORTCUTS
+from backhaul.autograd.local_pass import MOST_SHORTCUTS
 from backhaul.testing import InProcessCluster
 
 pytestmark = pytest.mark.usefixtures("quiet", "no_hooks")

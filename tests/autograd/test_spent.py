@@ -12,7 +12,7 @@ from torch import Tensor
 
 import backhaul.autograd as dist_autograd
 from backhaul.autograd.gradients import without_a_run
-from backhaul.autograd.part import Part
+from backhaul.autograd.schedule import Schedule
 from backhaul.testing import InProcessCluster
 
 pytestmark = pytest.mark.usefixtures("quiet", "no_hooks")
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("quiet", "no_hooks")
 def candidates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many each part of a pass had to look at, as they are made."""
     seen: list[int] = []
-    make = Part.__init__
+    make = Schedule.__init__
 
-    def count(self: Part, sources: Any) -> None:
+    def count(self: Schedule, sources: Any) -> None:
         seen.append(len(sources))
         make(self, sources)
 
-    monkeypatch.setattr(Part, "__init__", count)
+    monkeypatch.setattr(Schedule, "__init__", count)
     return seen
 
 

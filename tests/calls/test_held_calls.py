@@ -15,7 +15,7 @@ import torch
 from callees import identity, open_gate, wait_for_gate, who
 from test_shutdown import shut_down_all
 
-from backhaul import current, rpc
+from backhaul import current_worker, rpc
 from backhaul.agent import link_state
 from backhaul.agent.calling import Calling
 from backhaul.rpc import RpcOptions
@@ -299,7 +299,7 @@ def test_a_hard_shutdown_fails_held_calls(busy: InProcessCluster, gate: str, mon
 
 def hold_for_a_full_socket() -> None:
     """Calls are held back, and when they are to leave there is no room."""
-    line = current.worker().agent._route(1, math.inf)
+    line = current_worker.get().agent._route(1, math.inf)
     for _ in range(BACKLOG + 1):
         rpc.rpc_async("worker1", who)
     line.send_held()

@@ -19,7 +19,7 @@ from torch import nn
 
 from backhaul import checkpoint
 from backhaul.checkpoint.files import sync
-from backhaul.checkpoint.shares import prepare
+from backhaul.checkpoint.portions import prepare
 from backhaul.errors import BackhaulError, MisuseError, PartialError
 from backhaul.nn import RemoteModule
 from backhaul.testing import InProcessCluster

@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant(
         "autograd/engine.py",
         "gradients are stored for a pass that has failed elsewhere",
-        "            if not record.over and not share.failed:",
+        "            if not record.over and not local.failed:",
         "            if not record.over:",
         ("tests/autograd/test_ends.py",),
     ),
@@ -67,14 +67,14 @@ MUTANTS = (
         ("tests/autograd/test_exact.py",),
     ),
     Mutant(
-        "autograd/share.py",
+        "autograd/local_pass.py",
         "a failed pass does not wake its gates",
-        "            self._part = None\n            self._notify()",
-        "            self._part = None",
+        "            self._schedule = None\n            self._notify()",
+        "            self._schedule = None",
         ("tests/autograd/test_ends.py",),
     ),
     Mutant(
-        "autograd/share.py",
+        "autograd/local_pass.py",
         "work is given away for a pass that has failed",
         "            if self._error is not None:\n                raise fresh(self._error)\n"
         "            self._gave_to.add(rank)",
@@ -83,18 +83,18 @@ MUTANTS = (
         "the receiver drops what comes for a pass that has failed: the check spares the message",
     ),
     Mutant(
-        "autograd/share.py",
+        "autograd/local_pass.py",
         "a worker that has given work is not missed when it dies",
         "rank in self._gave_to or rank in self._got_from or rank in self._waiting.values()",
         "rank in self._gave_to or rank in self._waiting.values()",
         ("tests/autograd/test_lost.py", "tests/autograd/test_deaths.py"),
     ),
     Mutant(
-        "autograd/share.py",
+        "autograd/local_pass.py",
         "a pass that is over is noted as aborted",
         "            if not self.record.is_over(self.backward.id):\n                self.record.aborted",
         "            if True:\n                self.record.aborted",
-        ("tests/autograd/test_ends.py", "tests/autograd/test_part.py", "tests/autograd/test_lost.py"),
+        ("tests/autograd/test_ends.py", "tests/autograd/test_schedule.py", "tests/autograd/test_lost.py"),
         "one number more, until the context ends",
     ),
     Mutant(

@@ -346,7 +346,7 @@ class Execution:
             error = self.on_failure(error, text)
         kind = type(error)
         texts = (self._me.name, f"{kind.__module__}.{kind.__qualname__}", safe_str(error), text)
-        if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None and crossing.guards:
+        if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None and crossing.transforms:
             _log.warning("a call of worker %s failed:\n%s", to.peer.name, text)
             texts = (*texts[:2], crossing.text_of(error, texts[2]), "")
             if not crossing.may_tell(error):

@@ -83,7 +83,7 @@ class Asker(Protocol):
     def answer(self, id: int, value: Any) -> Frame: ...
 
 
-def settled(tallies: dict[int, Counts]) -> bool:
+def balanced(tallies: dict[int, Counts]) -> bool:
     """All are idle, and what one sent to another that one has finished."""
     for rank, (idle, sent, _) in tallies.items():
         if not idle:
@@ -184,7 +184,7 @@ class Farewell:
                     raise (self._still_busy(busy) if busy else error) from error
                 tallies[self._agent.me.id] = self._agent.counts()
                 everybody = self._end[stage].asked_by() >= tallies.keys() - {self._agent.me.id}
-                if everybody and tallies == before and settled(tallies):
+                if everybody and tallies == before and balanced(tallies):
                     return
                 before = tallies
                 busy = self._names_of_busy(tallies)

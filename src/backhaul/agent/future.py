@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from backhaul import current
+from backhaul import current_worker
 from backhaul.devices.streams import fresh as fresh_streams
 from backhaul.devices.streams import mark
 from backhaul.eager import eager
@@ -179,7 +179,7 @@ class Future(torch.futures.Future[T]):
         if error is not None:
             # The garbage collector cannot see through torch's object: what is kept there must not refer back
             # to this future, by the frames that set it or by those that will raise it.
-            worker = current.worker_or_none()
+            worker = current_worker.get_or_none()
             stored = kept(error, "" if worker is None else worker.info.name)
 
             def raise_copy(_: Any) -> None:

@@ -32,7 +32,7 @@ from backhaul.wire.lanes import SMALL, may_pass
 from backhaul.wire.messages import Goodbye
 
 if TYPE_CHECKING:
-    from backhaul.agent.serving import Guard, Serving
+    from backhaul.agent.serving import Admission, Serving
 
 _SEND_POLL = 0.1
 _SLICES_AT_ONCE = 4  # then threads that wait to send get their turn
@@ -210,7 +210,7 @@ class Line:
         """Bytes that wait to be sent, besides the frame that is under way."""
         return self._outbox.waiting
 
-    def _bounded(self, frame: Frame, guard: Guard) -> Frame:
+    def _bounded(self, frame: Frame, guard: Admission) -> Frame:
         """The reply to a call, or that it is refused: too many replies to this peer have not left."""
         waiting = self._outbox.waiting
         if not frame.keep or not waiting or waiting + frame.size <= self._serving.max_unsent_bytes:

@@ -70,8 +70,8 @@ Handler = Callable[[Line, Envelope], Frame | None]
 """Handles a message; returns the reply to send, or None if there is none, or not yet."""
 
 
-class Guard(Protocol):
-    """See `agent.guard`."""
+class Admission(Protocol):
+    """What `agent.guard` does."""
 
     def __call__(self, line: Line, envelope: Envelope) -> Frame | None:
         """What to answer instead of handling a message, if it is refused. Raises if the connection is to end."""
@@ -312,7 +312,7 @@ class Serving:
         self.patience = math.inf if patience is None else patience
         """For how many seconds a peer may take nothing of what is sent."""
         self.on_end: Callable[[Served, Exception], None] = lambda line, error: None
-        self.guard: Guard | None = None
+        self.guard: Admission | None = None
         """Judges each message before it is handled, in the order of reading, if peers are not trusted with all."""
         self.arriving: Callable[[Refs, WorkerInfo], None] = lambda refs, sender: None
         """Called with the references that a request brings, in the order of reading, if there is no guard."""

@@ -47,7 +47,7 @@ _TICK = 0.002
 _SLOW_TICK = 0.008
 _QUIET_TICKS = 25
 _HANG_UP = select.EPOLLRDHUP | select.EPOLLONESHOT
-_REPLIES = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+_READABLE = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
 class Watch:
@@ -182,7 +182,7 @@ class Watch:
         """Read this line whenever something comes, unless another thread does. To be followed by `stop_reading`."""
         with self._lock:
             self._kept[line] += 1
-            self._arm(line, _REPLIES)
+            self._arm(line, _READABLE)
 
     def stop_reading(self, line: Calling) -> None:
         with self._lock:
@@ -205,21 +205,21 @@ class Watch:
         with self._lock:
             if line in self._watched:
                 return
-            self._arm(line, _REPLIES)
+            self._arm(line, _READABLE)
         if self._check_at == math.inf and self._check_every != math.inf:
             self._check_at = time.monotonic() + self._check_every
             self.wake()
 
-    def _settle(self, line: Calling) -> None:
+    def _arm_after_event(self, line: Calling) -> None:
         """Arm a line after an event, for replies if there are any to come.
 
         A caller opens its slot first and looks whether the line is watched then. Here it is the other way round: so
         one of the two notices the other.
         """
         with self._lock:
-            self._arm(line, _REPLIES if line.futures or line in self._strays or line in self._kept else _HANG_UP)
+            self._arm(line, _READABLE if line.futures or line in self._strays or line in self._kept else _HANG_UP)
             if line.futures and line not in self._watched:
-                self._arm(line, _REPLIES)
+                self._arm(line, _READABLE)
 
     def _arm(self, line: Calling, events: int) -> None:
         """Holds ``_lock``."""
@@ -227,7 +227,7 @@ class Watch:
             return
         self._epoll.modify(line.fileno(), events)
         self._soon.discard(line)
-        if events == _REPLIES:
+        if events == _READABLE:
             self._watched.add(line)
         else:
             self._watched.discard(line)
@@ -326,7 +326,7 @@ class Watch:
         # After that, so that one of the two notices the other: a thread that hangs a callback on a future looks at
         # _watched later.
         if drained and (line.is_urgent() or not line.futures or line in self._kept):
-            self._settle(line)
+            self._arm_after_event(line)
         else:
             self.asleep = False
 
@@ -339,7 +339,7 @@ class Watch:
             # In this order: a reader that stops looks at _soon after it has given up its role.
             self._soon.discard(line)
             if line.lost is not None or not line.being_read():
-                self._settle(line)
+                self._arm_after_event(line)
             elif line in self._kept:
                 self._soon.add(line)  # its reader does not give it back: look again at the next tick
             else:

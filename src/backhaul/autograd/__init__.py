@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 
-from backhaul import current as _current
+from backhaul import current_worker as _current_worker
 from backhaul.autograd.context_id import ContextId
-from backhaul.autograd.contexts import current as _context
+from backhaul.autograd.contexts import current_context as _context
 from backhaul.autograd.entry import Root
 from backhaul.eager import eager
 from backhaul.errors import ContextError
@@ -41,7 +41,7 @@ class context:
                 "Already have an autograd context id for this thread. Contexts cannot be nested, and a remote function "
                 "runs in its caller's: leave that out, or open the context on a thread of its own"
             )
-        self._autograd = _current.worker().autograd
+        self._autograd = _current_worker.get().autograd
         self._id = self._autograd.contexts.new().id
         self._token: Token[int | None] = _context.set(self._id)
         return ContextId(self._id)
@@ -74,7 +74,7 @@ def backward(
     Raises what a backward function raised on any worker, with the traceback there as the cause; `WorkerLostError` if a
     worker is lost that takes part; `RpcTimeoutError`; `ContextError` if there is no such context here.
     """
-    _current.worker().autograd.backward(context_id, roots, retain_graph, grad_tensors, timeout, accumulate)
+    _current_worker.get().autograd.backward(context_id, roots, retain_graph, grad_tensors, timeout, accumulate)
 
 
 @eager

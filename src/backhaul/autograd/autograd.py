@@ -13,7 +13,7 @@ import torch
 from backhaul.agent.agent import Agent
 from backhaul.agent.line import Line
 from backhaul.autograd import entry
-from backhaul.autograd.contexts import Contexts, Record, current, gone
+from backhaul.autograd.contexts import Contexts, Record, current_context, gone
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.functions import rank_of
 from backhaul.autograd.recording import Recorder
@@ -92,7 +92,7 @@ class Autograd:
 
     def require_read(self) -> None:
         """For what uses ``.grad``. Raise if the open context has gradients of a pass, and nobody has asked for them."""
-        id = current.get()
+        id = current_context.get()
         record = None if id is None else self.contexts.get(id)
         if record is not None and record.unread:
             raise MisuseError(
@@ -212,9 +212,9 @@ class Autograd:
 
     def counts(self) -> dict[str, int]:
         """How much there is of what; for tests and tools."""
-        shares = [share for record in self.contexts for share in list(record.shares.values())]
+        passes = [local for record in self.contexts for local in list(record.passes.values())]
         return {
             "contexts": len(self.contexts),
-            "passes": len(shares),
-            "gates": sum(share.gates for share in shares),
+            "passes": len(passes),
+            "gates": sum(local.gates for local in passes),
         }

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from backhaul import current
+from backhaul import current_worker
 from backhaul.agent.agent import Agent
 from backhaul.autograd.contexts import Record
 from backhaul.autograd.entry import Root
@@ -24,7 +24,7 @@ from backhaul.wire.messages import Inspect
 _PATIENCE = 3.0
 """Seconds that the other workers of a context have to tell their parts of it, all together."""
 
-Part = dict[str, Any]
+Answer = dict[str, Any]
 
 
 class ContextId(int):
@@ -50,12 +50,12 @@ class ContextId(int):
         accumulate: Literal["context", "grad"] = "context",
     ) -> None:
         """See `backhaul.autograd.backward`."""
-        current.worker().autograd.backward(self, roots, retain_graph, grad_tensors, timeout, accumulate)
+        current_worker.get().autograd.backward(self, roots, retain_graph, grad_tensors, timeout, accumulate)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """See `backhaul.autograd.get_gradients`."""
         self._record().unread = False
-        found: dict[torch.Tensor, torch.Tensor] = current.worker().autograd.gradients_here(self)
+        found: dict[torch.Tensor, torch.Tensor] = current_worker.get().autograd.gradients_here(self)
         return found
 
     @property
@@ -98,7 +98,7 @@ class ContextId(int):
         elif roots is not None and not all(isinstance(root, torch.Tensor) for root in roots):
             raise OptionError("roots must be a tensor of this worker, or a list of them")
         self._record()
-        drawing = Drawing(_gather(current.worker().agent, int(self), roots, timeout), layout)
+        drawing = Drawing(_gather(current_worker.get().agent, int(self), roots, timeout), layout)
         if path is not None:
             drawing.save(path)
         return drawing
@@ -111,21 +111,21 @@ class ContextId(int):
             return None
 
     def _record(self) -> Record:
-        record: Record = current.worker().autograd.contexts.find(self)
+        record: Record = current_worker.get().autograd.contexts.find(self)
         return record
 
 
-def _gather(agent: Agent, id: int, roots: Sequence[torch.Tensor] | None, timeout: float) -> list[Part]:
+def _gather(agent: Agent, id: int, roots: Sequence[torch.Tensor] | None, timeout: float) -> list[Answer]:
     """The parts of a context of all workers that have one, as far as they answer in time."""
     deadline = time.monotonic() + timeout
-    mine: Part = agent.inspect("context", {"id": id} if roots is None else {"id": id, "roots": list(roots)})
-    parts: dict[int, Part] = {agent.me.id: mine}
+    mine: Answer = agent.inspect("context", {"id": id} if roots is None else {"id": id, "roots": list(roots)})
+    parts: dict[int, Answer] = {agent.me.id: mine}
     if agent.options.trust == "federation":  # peers do not show themselves
         return [mine, *(_silent(rank, _name(mine, rank), "in a federation") for rank in mentioned(mine))]
-    answers: queue.SimpleQueue[tuple[int, Part]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
     asked: dict[int, str] = {}
 
-    def ask(part: Part) -> None:
+    def ask(part: Answer) -> None:
         for rank in mentioned(part):
             if rank not in parts and rank not in asked:
                 asked[rank] = _name(part, rank)
@@ -145,7 +145,7 @@ def _gather(agent: Agent, id: int, roots: Sequence[torch.Tensor] | None, timeout
 
 
 def _ask(
-    agent: Agent, id: int, rank: int, name: str, deadline: float, answers: queue.SimpleQueue[tuple[int, Part]]
+    agent: Agent, id: int, rank: int, name: str, deadline: float, answers: queue.SimpleQueue[tuple[int, Answer]]
 ) -> None:
     try:
         info = agent.membership.find(rank).info
@@ -156,9 +156,9 @@ def _ask(
     answers.put((rank, part))
 
 
-def _silent(rank: int, name: str, why: str) -> Part:
+def _silent(rank: int, name: str, why: str) -> Answer:
     return {"rank": rank, "worker": name, "known": False, "error": why}
 
 
-def _name(part: Part, rank: int) -> str:
+def _name(part: Answer, rank: int) -> str:
     return dict(part["workers"]).get(rank, f"rank {rank}") if "workers" in part else f"rank {rank}"

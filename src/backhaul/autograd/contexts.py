@@ -26,9 +26,9 @@ from backhaul.options import Quotas
 
 if TYPE_CHECKING:
     from backhaul.autograd.graph import Node
-    from backhaul.autograd.share import Share
+    from backhaul.autograd.local_pass import LocalPass
 
-current: ContextVar[int | None] = ContextVar("backhaul_autograd_context", default=None)
+current_context: ContextVar[int | None] = ContextVar("backhaul_autograd_context", default=None)
 """The id of the context that this thread, or coroutine, is in."""
 
 everywhere: weakref.WeakSet[Contexts] = weakref.WeakSet()
@@ -120,7 +120,7 @@ class Record:
         self.heard: set[int] = set()
         """Ranks of those that it has such messages from."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.shares: dict[int, Share] = {}
+        self.passes: dict[int, LocalPass] = {}
         """What this worker has to do with passes, by their ids."""
         self.aborted: set[int] = set()
         """Passes that have failed."""
@@ -178,13 +178,13 @@ class Record:
         text = None if error is None else f"{type(error).__name__}: {error}"[:500]
         self.passed.append(Passed(backward, began, time.perf_counter_ns(), text))
 
-    def raise_floor(self, starter: int, floor: int) -> list[Share]:
+    def raise_floor(self, starter: int, floor: int) -> list[LocalPass]:
         """Passes of that worker below ``floor`` are over: forgets them, and returns them. Under the lock."""
         if len(self.ran) >= _NOTED:
             del self.ran[: -_NOTED // 2]
         self.floors[starter] = max(floor, self.floors.get(starter, 0))
         self.aborted = {id for id in self.aborted if not self.is_over(id)}
-        return [self.shares.pop(id) for id in list(self.shares) if self.is_over(id)]
+        return [self.passes.pop(id) for id in list(self.passes) if self.is_over(id)]
 
     def is_over(self, backward: int) -> bool:
         """Whether a pass is known to be over, since a later one has begun after it."""

@@ -1,4 +1,4 @@
-"""Engine: runs one worker's share of backward passes with torch's own engine.
+"""Engine: what one worker does in backward passes, with torch's own engine.
 
 How a pass goes::
 
@@ -47,13 +47,13 @@ from backhaul.agent.observing import (
 )
 from backhaul.autograd import functions, gradients, joint_hooks, node_hooks
 from backhaul.autograd.checking import Charges, checked
-from backhaul.autograd.contexts import Contexts, Record, Send, current, gone
+from backhaul.autograd.contexts import Contexts, Record, Send, current_context, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
-from backhaul.autograd.passes import Running
+from backhaul.autograd.local_pass import LocalPass, Starts
 from backhaul.autograd.replicas import Replica, replicas
-from backhaul.autograd.run import Mine, Outcome, Parcel, Run, shortcut_of
-from backhaul.autograd.share import Share, Starts
+from backhaul.autograd.run import EngineRun, Mine, Outcome, Parcel, shortcut_of
+from backhaul.autograd.started_pass import StartedPass
 from backhaul.devices.streams import use
 from backhaul.eager import without_compiled_autograd
 from backhaul.edges.compression import devices_of, expanded
@@ -164,9 +164,9 @@ class Engine:
         self._anchor = anchor
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._running: dict[int, Running] = {}  # passes that were started here
-        self._runs: set[Run] = set()
-        self._holding: set[Run] = set()
+        self._started: dict[int, StartedPass] = {}  # passes that were started here
+        self._runs: set[EngineRun] = set()
+        self._holding: set[EngineRun] = set()
         patience = agent.options.unresponsive_after
         self._check_every = math.inf if patience is None else patience / 4
         for message, handler in (
@@ -193,105 +193,105 @@ class Engine:
     ) -> None:
         """Run a pass from these roots, with these gradients; returns when it is over on all workers."""
         deadline = time.monotonic() + timeout
-        running = self._begin(record, functions.start(roots), retain_graph, into_grad, deadline)
-        share = running.share
+        started = self._begin(record, functions.start(roots), retain_graph, into_grad, deadline)
+        local = started.local
         record.roots = list(map(weakref.ref, roots))
         began = perf_counter_ns()
         failure: BaseException | None = None
         if self._observers:
-            self._observers.emit(PassBegan(context=record.id, backward=share.backward.id))
+            self._observers.emit(PassBegan(context=record.id, backward=local.backward.id))
         try:
-            with self.agent.listeners.listen(share.backward.id, record.workers) as listener:
-                running.listener = share.listener = listener
-                components, ask = share.arrive({ROOT: gradients})
-                self._find_shortcuts(share)
+            with self.agent.listeners.listen(local.backward.id, record.workers) as listener:
+                started.listener = local.listener = listener
+                components, ask = local.arrive({ROOT: gradients})
+                self._find_shortcuts(local)
                 if self._observers:
-                    self._observers.emit(Planned(backward=share.backward.id))
+                    self._observers.emit(Planned(backward=local.backward.id))
                 if ask:
-                    self._ask(running, self._me.id)
+                    self._ask(started, self._me.id)
                 for component in components:
-                    self.run(share, component)
-                with self.agent.serving.pause(running.describe):
-                    if not running.wait(
+                    self.run(local, component)
+                with self.agent.serving.pause(started.describe):
+                    if not started.wait(
                         self.agent,
                         listener,
                         deadline,
-                        partial(self.run, share),
+                        partial(self.run, local),
                         self._check_every,
-                        lambda: self.check(share),
+                        lambda: self.check(local),
                     ):
-                        busy = ", ".join(f"rank {rank}" for rank in running.busy)
+                        busy = ", ".join(f"rank {rank}" for rank in started.busy)
                         raise RpcTimeoutError(
                             f"backward ran for more than its timeout of {timeout:g} s"
                             + (f": {busy} has gradients to work on" if busy else "")
                         )
-            self._make_ready(share)
+            self._make_ready(local)
         except BaseException as error:
             failure = error
-            self.fail(share, error)
+            self.fail(local, error)
             self.agent.listeners.read_later(record.workers())
             raise
         finally:
-            running.listener = share.listener = None
-            record.note_pass(share.backward.id, began, failure)
+            started.listener = local.listener = None
+            record.note_pass(local.backward.id, began, failure)
             failure = None  # it refers to this frame
             if self._observers:
-                self._observers.emit(PassEnded(context=record.id, backward=share.backward.id, failed=share.failed))
+                self._observers.emit(PassEnded(context=record.id, backward=local.backward.id, failed=local.failed))
             with self._lock:
-                del self._running[share.backward.id]
+                del self._started[local.backward.id]
             with record.lock:
-                record.shares.pop(share.backward.id, None)
+                record.passes.pop(local.backward.id, None)
 
-    def _make_ready(self, share: Share) -> None:
+    def _make_ready(self, local: LocalPass) -> None:
         """The pass is over: have ``.grad`` ready on the current streams of the calling thread."""
         if self.agent.devices is not None:
             self.agent.devices.streams.catch_up()
-            use([leaf.grad for leaf in share.filled if leaf.grad is not None])
+            use([leaf.grad for leaf in local.filled if leaf.grad is not None])
 
     def _begin(
         self, record: Record, root: torch.Tensor, retain_graph: bool, into_grad: bool, deadline: float
-    ) -> Running:
+    ) -> StartedPass:
         with self._lock:
             id = self._contexts.new_id()
-            floor = min([id, *(other for other, r in self._running.items() if r.share.record is record)])
-            share = Share(Pass(id, record.id, floor, retain_graph, into_grad), record, root, self._charges)
-            share.deadline, share.check_every = deadline, self._check_every
-            running = self._running[id] = Running(share, strict=self._strict)
+            floor = min([id, *(other for other, r in self._started.items() if r.local.record is record)])
+            local = LocalPass(Pass(id, record.id, floor, retain_graph, into_grad), record, root, self._charges)
+            local.deadline, local.check_every = deadline, self._check_every
+            started = self._started[id] = StartedPass(local, strict=self._strict)
         with record.lock:
             over = record.over
             if not over:
                 record.raise_floor(self._me.id, floor)
-                record.shares[id] = share
+                record.passes[id] = local
         if over:
             with self._lock:
-                del self._running[id]
+                del self._started[id]
             raise gone(record.id, self._me)
-        return running
+        return started
 
-    def _find_shortcuts(self, share: Share) -> None:
+    def _find_shortcuts(self, local: LocalPass) -> None:
         """See which gradients of a pass that begins here need not come through this worker."""
         if self._strict or self.agent.execution.edges is not None or node_hooks.are_there() or joint_hooks.are_there():
             return
-        if len(share.record.sends) > 1:
-            share.find_shortcuts(self._me.id)
+        if len(local.record.sends) > 1:
+            local.find_shortcuts(self._me.id)
 
-    def run(self, share: Share, component: Component) -> None:
+    def run(self, local: LocalPass, component: Component) -> None:
         """Run a component, and report. Does not raise: what goes wrong fails the pass."""
         devices = self.agent.devices
         if devices is None:
-            self._run_and_report(share, component)
+            self._run_and_report(local, component)
             return
-        listener = share.listener
+        listener = local.listener
         if listener is None or not listener.is_mine():
             with devices.streams.handling():
-                self._run_and_report(share, component)
+                self._run_and_report(local, component)
             return
         # The user's thread, with the streams that the user has chosen.
         devices.streams.catch_up()
-        self._run_and_report(share, component)
+        self._run_and_report(local, component)
         devices.streams.leave_word()
 
-    def _run_and_report(self, share: Share, component: Component) -> None:
+    def _run_and_report(self, local: LocalPass, component: Component) -> None:
         """Run a component and what follows from it on this worker, and report once."""
         consumed: list[int] = []
         emitted: list[int] = []
@@ -299,75 +299,75 @@ class Engine:
         following: Component | None = component
         while following is not None:
             consumed += following.sources
-            outcome = self._run_observed(share, following) if self._observers else self._run_one(share, following)
+            outcome = self._run_observed(local, following) if self._observers else self._run_one(local, following)
             if outcome is None:
                 return
             emitted += outcome.emitted
             late = outcome.late
             try:
-                following = self._follow(share, outcome.mine) if outcome.mine else None
+                following = self._follow(local, outcome.mine) if outcome.mine else None
             except BaseException as error:
-                self.fail(share, error)
+                self.fail(local, error)
                 return
         if late is None:
-            self._report(share, False, consumed, emitted)
+            self._report(local, False, consumed, emitted)
             return
         # The gradients that go to the starter take the report along.
-        message = late.message(share.backward, tuple(consumed), tuple(emitted))
+        message = late.message(local.backward, tuple(consumed), tuple(emitted))
         if self._observers:
-            self._observers.emit(GradientsSent(backward=share.backward.id, peer=late.to.name, sources=message.sources))
+            self._observers.emit(GradientsSent(backward=local.backward.id, peer=late.to.name, sources=message.sources))
         try:
-            self._tell(share, share.starter, message, late.tensors)
+            self._tell(local, local.starter, message, late.tensors)
         except BackhaulError as error:
-            self.fail(share, error)
+            self.fail(local, error)
 
-    def _run_observed(self, share: Share, component: Component) -> Outcome | None:
+    def _run_observed(self, local: LocalPass, component: Component) -> Outcome | None:
         sources = tuple(component.sources)
-        self._observers.emit(RunBegan(context=share.backward.context, backward=share.backward.id, sources=sources))
-        outcome = self._run_one(share, component)
-        self._observers.emit(RunEnded(backward=share.backward.id, sources=sources))
+        self._observers.emit(RunBegan(context=local.backward.context, backward=local.backward.id, sources=sources))
+        outcome = self._run_one(local, component)
+        self._observers.emit(RunEnded(backward=local.backward.id, sources=sources))
         return outcome
 
-    def _run_one(self, share: Share, component: Component) -> Outcome | None:
+    def _run_one(self, local: LocalPass, component: Component) -> Outcome | None:
         """Run a component. None if that has failed the pass."""
         began = perf_counter_ns()
         try:
-            outcome = self._run(share, component)
+            outcome = self._run(local, component)
         except BaseException as error:
-            self.fail(share, error)
+            self.fail(local, error)
             return None
         finally:
             component.leaves, component.recvs = (), {}
-            share.record.ran.append(
-                (share.backward.id, component.sources, began, perf_counter_ns(), component.waits, share.failed)
+            local.record.ran.append(
+                (local.backward.id, component.sources, began, perf_counter_ns(), component.waits, local.failed)
             )
-        if not share.backward.retain_graph:
-            share.record.spend(component.sources)
+        if not local.backward.retain_graph:
+            local.record.spend(component.sources)
         if self.agent.devices is not None:  # before anybody learns that the run is over
             self.agent.devices.streams.leave_word()
         return outcome
 
-    def _follow(self, share: Share, gradients: Mine) -> Component | None:
+    def _follow(self, local: LocalPass, gradients: Mine) -> Component | None:
         """A run has gradients for this worker itself: the component that the calling thread runs next, if any."""
         if self.agent.devices is not None:
             self.agent.devices.streams.catch_up()
-        components, ask = share.arrive(gradients)
+        components, ask = local.arrive(gradients)
         if ask:
-            self._ask_to_resolve(share)
+            self._ask_to_resolve(local)
         for component in components[:-1]:
-            self.agent.pool.run(partial(self.run, share, component))
+            self.agent.pool.run(partial(self.run, local, component))
         return components[-1] if components else None
 
-    def _hand_over(self, share: Share, gradients: Mine) -> None:
+    def _hand_over(self, local: LocalPass, gradients: Mine) -> None:
         """The same in the middle of a run, for other threads."""
-        component = self._follow(share, gradients)
+        component = self._follow(local, gradients)
         if component is not None:
-            self.agent.pool.run(partial(self.run, share, component))
+            self.agent.pool.run(partial(self.run, local, component))
 
-    def _run(self, share: Share, component: Component) -> Outcome:
+    def _run(self, local: LocalPass, component: Component) -> Outcome:
         """Run a component."""
         if len(component.sources) == len(component.recvs) == 1 and not component.leaves and not component.waits:
-            passed_on = self._pass_on(share, component)
+            passed_on = self._pass_on(local, component)
             if passed_on is not None:
                 return passed_on
         leaves = [leaf.variable for leaf in component.leaves]
@@ -379,22 +379,22 @@ class Engine:
             or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
             or joint_hooks.on_any(component.leaves)
         )
-        captures = not share.backward.into_grad and not in_grad
+        captures = not local.backward.into_grad and not in_grad
         starts: Starts | None = None
         if captures and not component.recvs and not component.waits:
-            starts = share.starts(component)
+            starts = local.starts(component)
             direct = gradients.without_a_run(*starts)
             if direct is not None:
                 found = [direct.get(leaf) for leaf in leaves]
                 starts = direct = None  # who stores the gradients will be the only one to have them
-                self._store(share, leaves, found)
+                self._store(local, leaves, found)
                 return Outcome()
-        listener = share.listener
+        listener = local.listener
         if joint and listener is not None and listener.is_mine():
             self.agent.listeners.step_away(listener)  # the run may wait for other processes
-        run = Run(
+        run = EngineRun(
             self.agent,
-            share,
+            local,
             component,
             require=self.require,
             check=self.check,
@@ -408,76 +408,76 @@ class Engine:
         self._runs.add(run)
         before, functions.thread.run = functions.thread.run, run
         # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
-        token = current.set(share.record.id)
+        token = current_context.set(local.record.id)
         try:
             if captures:
-                starts = starts or share.starts(component)
-                captured = self._run_engine(share, starts, (*leaves, self._anchor))
+                starts = starts or local.starts(component)
+                captured = self._run_engine(local, starts, (*leaves, self._anchor))
                 starts = None
                 run.flush()
                 if leaves:
-                    self._store(share, leaves, captured)
-            elif in_grad and not share.backward.into_grad:
-                self._run_in_grad(share, component, leaves, averaged)
+                    self._store(local, leaves, captured)
+            elif in_grad and not local.backward.into_grad:
+                self._run_in_grad(local, component, leaves, averaged)
                 run.flush()
             else:
-                self._run_engine(share, share.starts(component))
+                self._run_engine(local, local.starts(component))
                 run.flush()
                 if self.agent.devices is not None:
-                    share.filled += leaves
+                    local.filled += leaves
         finally:
             self._holding.discard(run)
             functions.thread.run = before
-            current.reset(token)
+            current_context.reset(token)
             self._runs.discard(run)
         return run.outcome
 
-    def _pass_on(self, share: Share, component: Component) -> Outcome | None:
+    def _pass_on(self, local: LocalPass, component: Component) -> Outcome | None:
         """Send back the gradient of a tensor that was sent on as it had come. None if there is more to do."""
         if self._strict or node_hooks.are_there():
             return None
-        gradient = share.passed_on(component)
+        gradient = local.passed_on(component)
         if gradient is None:
             return None
         (node,) = component.recvs
         recv: Recv = node.recv
-        self.require(share, recv)
-        if share.shortcuts and (source := shortcut_of(self.agent, share, recv)) is not None:
+        self.require(local, recv)
+        if local.shortcuts and (source := shortcut_of(self.agent, local, recv)) is not None:
             return Outcome((source,), None, {source: (gradient,)})
-        share.giving_to(recv.sender.id)
+        local.giving_to(recv.sender.id)
         parcel = Parcel(recv.sender)
         parcel.add(recv.message, gradient)
-        to_starter = recv.sender.id == share.starter
-        shortcuts = () if to_starter or not share.shortcuts else share.onward(component.sources[0], recv)
-        message = parcel.message(share.backward, shortcuts=shortcuts)
+        to_starter = recv.sender.id == local.starter
+        shortcuts = () if to_starter or not local.shortcuts else local.onward(component.sources[0], recv)
+        message = parcel.message(local.backward, shortcuts=shortcuts)
         if self._observers:
-            self._observers.emit(RecvReached(backward=share.backward.id, peer=recv.sender.name))
+            self._observers.emit(RecvReached(backward=local.backward.id, peer=recv.sender.name))
             self._observers.emit(
-                GradientsSent(backward=share.backward.id, peer=recv.sender.name, sources=message.sources)
+                GradientsSent(backward=local.backward.id, peer=recv.sender.name, sources=message.sources)
             )
-        self._tell(share, recv.sender.id, message, parcel.tensors)
+        self._tell(local, recv.sender.id, message, parcel.tensors)
         return Outcome(message.sources)
 
     def _run_engine(
-        self, share: Share, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
+        self, local: LocalPass, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
     ) -> Sequence[torch.Tensor | None]:
         """Have torch run from these starts: the gradients of ``inputs``; without any, all go into ``.grad``."""
         edges, values = starts
         if self._observers:
-            self._observers.emit(TorchBegan(backward=share.backward.id))
+            self._observers.emit(TorchBegan(backward=local.backward.id))
         try:
             if self.agent.devices is not None:
                 use(values)
             with on_one_thread(), without_compiled_autograd():
                 return _run_backward(
-                    edges, values, share.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
+                    edges, values, local.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
                 )
         finally:
             if self._observers:
-                self._observers.emit(TorchEnded(backward=share.backward.id))
+                self._observers.emit(TorchEnded(backward=local.backward.id))
 
     def _run_in_grad(
-        self, share: Share, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
+        self, local: LocalPass, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
     ) -> None:
         """Run a component so that gradients come into ``.grad``, where somebody waits for them; then keep them.
 
@@ -485,7 +485,7 @@ class Engine:
         parameters that this process has not used. So the context's gradients of all its parameters are put there first.
         What is sharded leaves the gradients of this pass in parameters that are not the leaves of the graph.
         """
-        record = share.record
+        record = local.record
         for replica in averaged:
             replica.check()
         parameters = list({each: None for replica in averaged if replica.sums for each in replica.parameters})
@@ -501,12 +501,12 @@ class Engine:
         if streams is not None:
             streams.catch_up()
         given.update(dict.fromkeys((*others, *scratch)))
-        with gradients.in_place_of_grad(given, share.require_going, lent=lent):
-            self._run_engine(share, share.starts(component))
+        with gradients.in_place_of_grad(given, local.require_going, lent=lent):
+            self._run_engine(local, local.starts(component))
             made = {each: each.grad for each in parameters}
             rest = [leaf.grad for leaf in others]
         with record.lock:
-            if record.over or share.failed:
+            if record.over or local.failed:
                 return
             if streams is not None:
                 streams.catch_up()
@@ -517,7 +517,7 @@ class Engine:
             if streams is not None:
                 streams.leave_word()
 
-    def _held(self, run: Run) -> None:
+    def _held(self, run: EngineRun) -> None:
         """A run holds something back: see to it that it does not do so for long."""
         self._holding.add(run)
         if self.agent.watch.asleep:
@@ -534,100 +534,100 @@ class Engine:
             self.agent.watch.hurry()
         return bool(self._holding)
 
-    def _flush(self, run: Run) -> None:
+    def _flush(self, run: EngineRun) -> None:
         try:
             run.flush()
         except BackhaulError as error:
-            self.fail(run.share, error)
+            self.fail(run.local, error)
 
-    def _store(self, share: Share, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
+    def _store(self, local: LocalPass, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
         if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
-            captured = gradients.run_hooks(leaves, captured, share.require_going)
-        record = share.record
+            captured = gradients.run_hooks(leaves, captured, local.require_going)
+        record = local.record
         streams = None if self.agent.devices is None else self.agent.devices.streams
         if streams is not None:
             use([gradient for gradient in captured if gradient is not None])
         with record.lock:
-            if not record.over and not share.failed:
+            if not record.over and not local.failed:
                 if streams is not None:
                     streams.catch_up()  # another thread may have added to a gradient since this run began
                 gradients.store(record.gradients, leaves, captured)
                 if streams is not None:
                     streams.leave_word()
         if self._observers:
-            self._observers.emit(Stored(backward=share.backward.id))
+            self._observers.emit(Stored(backward=local.backward.id))
 
-    def require(self, share: Share, recv: Recv) -> None:
+    def require(self, local: LocalPass, recv: Recv) -> None:
         """Raise unless a Recv can be part of this pass."""
-        if recv.context != share.backward.context:
+        if recv.context != local.backward.context:
             raise ContextError(
                 f"a tensor from worker {recv.sender.name!r} was received in autograd context {recv.context}, and this "
-                f"backward pass is of context {share.backward.context}: gradients cannot go back across contexts. Send "
+                f"backward pass is of context {local.backward.context}: gradients cannot go back across contexts. Send "
                 "or fetch the value again inside this context, or detach() it"
             )
-        if share.record.over:
+        if local.record.over:
             raise gone(recv.context, self._me)
 
-    def _report(self, share: Share, resolving: bool, consumed: Iterable[int], emitted: Iterable[int]) -> None:
+    def _report(self, local: LocalPass, resolving: bool, consumed: Iterable[int], emitted: Iterable[int]) -> None:
         """Tell the starter of the pass that a run, or a step of resolving, is over."""
-        report = Report(share.backward, resolving, tuple(consumed), tuple(emitted))
-        if share.starter == self._me.id:
+        report = Report(local.backward, resolving, tuple(consumed), tuple(emitted))
+        if local.starter == self._me.id:
             self._take_report(report)
             return
         try:
-            self._tell(share, share.starter, report)
+            self._tell(local, local.starter, report)
         except BackhaulError as error:
-            self.fail(share, error)
+            self.fail(local, error)
 
-    def _tell(self, share: Share, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def _tell(self, local: LocalPass, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a message of a pass. The starter waits for what the workers that it exchanges tensors with say."""
         edges = self.agent.execution.edges
         if edges is not None and tensors and (crossing := edges.to(self._info(rank).name)) is not None:
             leaving = crossing.gradients(tensors)
             tensors, coded = leaving.wired(leaving.tensors)
             message = msgspec.structs.replace(message, coded=coded)
-        if rank == share.starter and rank in share.record.workers():
+        if rank == local.starter and rank in local.record.workers():
             self.agent.post_awaited(rank, message, tensors)
         else:
             self.agent.post(rank, message, tensors)
 
     def _take_report(self, report: Report) -> None:
-        running = self._running.get(report.backward.id)
-        if running is None:
+        started = self._started.get(report.backward.id)
+        if started is None:
             return
         if not report.resolving:
-            running.share.reported(report.emitted)
-        askers = running.report(report.resolving, report.consumed, report.emitted)
+            started.local.reported(report.emitted)
+        askers = started.report(report.resolving, report.consumed, report.emitted)
         # This worker last: what it runs then may wait for what the others have to run.
         for rank in sorted(askers, key=lambda rank: rank == self._me.id):
-            self._tell_resolved(running.share, rank)
+            self._tell_resolved(started.local, rank)
 
-    def _ask(self, running: Running, rank: int) -> None:
+    def _ask(self, started: StartedPass, rank: int) -> None:
         """A worker wants this pass to be resolved."""
-        begin, done = running.ask(rank)
+        begin, done = started.ask(rank)
         if done:
-            self._tell_resolved(running.share, rank)
+            self._tell_resolved(started.local, rank)
         elif begin:
-            self._take_part(running.share, (ROOT,))
+            self._take_part(started.local, (ROOT,))
 
-    def _tell_resolved(self, share: Share, rank: int) -> None:
+    def _tell_resolved(self, local: LocalPass, rank: int) -> None:
         if rank == self._me.id:
-            self._run_all(share, self._resolve(share), may_wait=False)
+            self._run_all(local, self._resolve(local), may_wait=False)
         else:
-            self.agent.post(rank, Resolved(share.backward))
+            self.agent.post(rank, Resolved(local.backward))
 
-    def _resolve(self, share: Share) -> list[Component]:
+    def _resolve(self, local: LocalPass) -> list[Component]:
         """What this worker can run, now that the pass is resolved; the roots are left to the thread of `backward`."""
-        running = self._running.get(share.backward.id)
+        started = self._started.get(local.backward.id)
         mine: list[Component] = []
-        for component in share.resolve():
-            if running is not None and component.sources[0] == ROOT:
-                running.give(component)
+        for component in local.resolve():
+            if started is not None and component.sources[0] == ROOT:
+                started.give(component)
             else:
                 mine.append(component)
         return mine
 
-    def _run_all(self, share: Share, components: Sequence[Component], *, may_wait: bool) -> None:
+    def _run_all(self, local: LocalPass, components: Sequence[Component], *, may_wait: bool) -> None:
         """Run these, none after another that waits. The calling thread may wait only if it has nothing else to do.
 
         A thread that waits at a gate is in the middle of a run: it starts no other.
@@ -636,36 +636,36 @@ class Engine:
         for number, component in enumerate(components, 1):
             last = number == len(components)
             if inside or (component.waits and not may_wait) or not last:
-                self.agent.pool.run(partial(self.run, share, component))
+                self.agent.pool.run(partial(self.run, local, component))
             else:
-                self.run(share, component)
+                self.run(local, component)
 
-    def _take_part(self, share: Share, sources: Sequence[int]) -> None:
+    def _take_part(self, local: LocalPass, sources: Sequence[int]) -> None:
         """One step of resolving: tell the senders of what these sources reach."""
         reached: dict[WorkerInfo, list[int]] = {}
-        for node, outputs in share.take_part(sources).items():
+        for node, outputs in local.take_part(sources).items():
             recv: Recv = node.recv
-            self.require(share, recv)
+            self.require(local, recv)
             reached.setdefault(recv.sender, []).extend(recv.message + output for output in outputs)
         for sender, theirs in reached.items():
-            share.giving_to(sender.id)
-            self.agent.post(sender, TakePart(share.backward, tuple(theirs)))
-        self._report(share, True, sources, [source for theirs in reached.values() for source in theirs])
+            local.giving_to(sender.id)
+            self.agent.post(sender, TakePart(local.backward, tuple(theirs)))
+        self._report(local, True, sources, [source for theirs in reached.values() for source in theirs])
 
-    def fail(self, share: Share, error: BaseException) -> None:
+    def fail(self, local: LocalPass, error: BaseException) -> None:
         """The pass has failed here: free who waits, and tell the starter and all others."""
         if isinstance(error, NotInitializedError):  # for the others that is this worker's end
             name = self._me.name
             error = WorkerLostError(f"worker {name!r} has left the group in the middle of a backward pass", name)
-        if not share.fail(error, self._me.name):
+        if not local.fail(error, self._me.name):
             return
-        starter = share.starter
-        others = share.record.workers() - {self._me.id, starter}
+        starter = local.starter
+        others = local.record.workers() - {self._me.id, starter}
         if starter == self._me.id:
-            self._tell_failed(starter, share.backward, error)
+            self._tell_failed(starter, local.backward, error)
         self.reach(
             others if starter == self._me.id else [starter, *others],
-            lambda rank: self._tell_failed(rank, share.backward, error),
+            lambda rank: self._tell_failed(rank, local.backward, error),
         )
 
     def reach(self, ranks: Iterable[int], tell: Callable[[int], None]) -> None:
@@ -678,9 +678,9 @@ class Engine:
 
     def _tell_failed(self, rank: int, backward: Pass, error: BaseException) -> None:
         if rank == self._me.id:
-            running = self._running.get(backward.id)
-            if running is not None:
-                running.fail(error)
+            started = self._started.get(backward.id)
+            if started is not None:
+                started.fail(error)
             return
         try:
             self.agent.post_failure(rank, lambda *what: Failed(backward, *what), error)
@@ -703,95 +703,95 @@ class Engine:
         """The connection with a peer has ended: fail the passes that cannot do without it."""
         for record in self._contexts:
             with record.lock:
-                shares = list(record.shares.values())
-            for share in shares:
-                if share.depends_on(peer.id) or share.starter == peer.id:
-                    self.agent.pool.run(partial(self.fail, share, WorkerLostError(str(error), peer.name)))
+                passes = list(record.passes.values())
+            for local in passes:
+                if local.depends_on(peer.id) or local.starter == peer.id:
+                    self.agent.pool.run(partial(self.fail, local, WorkerLostError(str(error), peer.name)))
 
     def abandon(self, record: Record, error: BaseException) -> None:
         """The context is over: free who waits in it."""
         with record.lock:
-            shares = list(record.shares.values())
-            record.shares.clear()
-        for share in shares:
-            mine = share.starter == self._me.id
-            if not mine and share.end():
+            passes = list(record.passes.values())
+            record.passes.clear()
+        for local in passes:
+            mine = local.starter == self._me.id
+            if not mine and local.end():
                 continue
-            if share.fail(error, self._me.name) and mine:
-                self._tell_failed(self._me.id, share.backward, error)
+            if local.fail(error, self._me.name) and mine:
+                self._tell_failed(self._me.id, local.backward, error)
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[EngineRun]:
         """The runs of torch's engine that go on now."""
         return list(self._runs)
 
     def idle(self) -> bool:
         """Nothing is run here, and no pass that was started here goes on."""
         with self._lock:
-            return not self._running and not self._runs
+            return not self._started and not self._runs
 
-    def _handle(self, handler: Callable[[Line, Envelope, Share], None], line: Line, envelope: Envelope) -> None:
+    def _handle(self, handler: Callable[[Line, Envelope, LocalPass], None], line: Line, envelope: Envelope) -> None:
         """Handle a message of a pass; what goes wrong fails the pass."""
         backward: Pass = envelope.message.backward
-        share: Share | None = None
+        local: LocalPass | None = None
         try:
             record = self._contexts.get(backward.context)
             if record is None:
                 if not isinstance(envelope.message, Report | Failed):
                     raise gone(backward.context, self._me)
                 return
-            share = self._share(record, backward, line.peer.id)
-            if share is not None:
-                handler(line, envelope, share)
+            local = self._local_pass(record, backward, line.peer.id)
+            if local is not None:
+                handler(line, envelope, local)
         except Exception as error:
             if self._strict and isinstance(error, ProtocolError | QuotaError):
                 what = f"a {type(envelope.message).__name__}"
                 self.agent.permissions.note(line.peer.name, what, error, size=envelope.size)
-            if share is None:
+            if local is None:
                 # In a federation the peer that says so may have made the pass up. It is told itself, and passes it on.
                 to = line.peer.id if self._strict else rank_of(backward.id)
                 self._tell_failed(to, backward, error)
             else:
-                self.fail(share, error)
+                self.fail(local, error)
 
-    def _share(self, record: Record, backward: Pass, sender: int) -> Share | None:
-        """This worker's share of a pass that ``sender`` tells of, new if need be; None if the pass is over."""
+    def _local_pass(self, record: Record, backward: Pass, sender: int) -> LocalPass | None:
+        """The pass that ``sender`` tells of, at this worker; new if need be, None if the pass is over."""
         starter = rank_of(backward.id)
         with record.lock:
-            share = record.shares.get(backward.id)
-            if share is not None:
-                return share
+            local = record.passes.get(backward.id)
+            if local is not None:
+                return local
             if record.over or starter == self._me.id or backward.id in record.aborted or record.is_over(backward.id):
                 return None
             # What passes are over, others may have told who tells it; in a federation one has to hear it oneself.
             ended = record.raise_floor(starter, 0 if self._strict and sender != starter else backward.floor)
-            full = self._strict and len(record.shares) >= _MAX_PASSES
+            full = self._strict and len(record.passes) >= _MAX_PASSES
             if not full:
-                share = record.shares[backward.id] = Share(backward, record, None, self._charges)
+                local = record.passes[backward.id] = LocalPass(backward, record, None, self._charges)
         for old in ended:  # it has failed, if somebody still waits in it, and the news of that comes late
             old.fail(ContextError("this backward pass is over: it failed on another worker"), self._me.name)
         if full:
             raise QuotaError(f"{_MAX_PASSES} backward passes of one context go on")
-        return share
+        return local
 
-    def _on_gradients(self, line: Line, envelope: Envelope, share: Share) -> None:
+    def _on_gradients(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
         message: Gradients = envelope.message
         if self._strict and not _is_sorted(message.present, len(message.sources)):
             raise ProtocolError("gradients of places that are not in order")
         for source in message.sources:
-            send = share.record.sends.get(source)
+            send = local.record.sends.get(source)
             if send is None or send.to.id != line.peer.id:
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {line.peer.name!r}")
         if message.shortcuts:
             if self._strict:
                 raise ProtocolError("gradients with shortcuts, in a federation")
-            share.shortcuts.update((each.source, each) for each in message.shortcuts)
-        share.got_from(line.peer.id)
+            local.shortcuts.update((each.source, each) for each in message.shortcuts)
+        local.got_from(line.peer.id)
         if self._observers:
-            came = GradientsCame(backward=share.backward.id, peer=line.peer.name, sources=message.sources)
+            came = GradientsCame(backward=local.backward.id, peer=line.peer.name, sources=message.sources)
             self._observers.emit(came)
         if message.consumed:
             self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
-        sends = share.record.sends
+        sends = local.record.sends
         on_devices = type(envelope.tensors) is Later
         limit = self.agent.options.message_limit if message.coded else 0
         found = _gradients(message, envelope, lambda source: sends[source].device, limit)
@@ -799,42 +799,42 @@ class Engine:
             self.agent.devices.streams.leave_word()  # another thread may use them
         if self._strict:
             found = _checked(found, sends)
-        components, ask = share.arrive(found, line.peer.id)
+        components, ask = local.arrive(found, line.peer.id)
         if self._observers:
-            self._observers.emit(Planned(backward=share.backward.id))
+            self._observers.emit(Planned(backward=local.backward.id))
         if ask:
-            self._ask_to_resolve(share)
+            self._ask_to_resolve(local)
         # A thread that listens for this pass has to go on listening.
-        listener = share.listener
-        self._run_all(share, components, may_wait=listener is None or not listener.is_mine())
+        listener = local.listener
+        self._run_all(local, components, may_wait=listener is None or not listener.is_mine())
 
-    def _ask_to_resolve(self, share: Share) -> None:
+    def _ask_to_resolve(self, local: LocalPass) -> None:
         """This worker has gradients that it cannot use before the pass is resolved."""
-        running = self._running.get(share.backward.id)
-        if running is not None:
-            self._ask(running, self._me.id)
-        elif share.starter != self._me.id:
-            self.agent.post(share.starter, Resolve(share.backward))
+        started = self._started.get(local.backward.id)
+        if started is not None:
+            self._ask(started, self._me.id)
+        elif local.starter != self._me.id:
+            self.agent.post(local.starter, Resolve(local.backward))
 
-    def _on_take_part(self, line: Line, envelope: Envelope, share: Share) -> None:
+    def _on_take_part(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
         for source in envelope.message.sources:
-            send = share.record.sends.get(source)
+            send = local.record.sends.get(source)
             if send is None or send.to.id != line.peer.id:
                 raise ProtocolError(f"part of tensor {source}, which was not sent to {line.peer.name!r}")
-        share.got_from(line.peer.id)
-        self._take_part(share, envelope.message.sources)
+        local.got_from(line.peer.id)
+        self._take_part(local, envelope.message.sources)
 
-    def _on_resolve(self, line: Line, envelope: Envelope, share: Share) -> None:
-        running = self._running.get(share.backward.id)
-        if running is not None:
-            self._ask(running, line.peer.id)
+    def _on_resolve(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
+        started = self._started.get(local.backward.id)
+        if started is not None:
+            self._ask(started, line.peer.id)
 
-    def _on_resolved(self, line: Line, envelope: Envelope, share: Share) -> None:
-        if share.starter != line.peer.id:
+    def _on_resolved(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
+        if local.starter != line.peer.id:
             raise ProtocolError(f"worker {line.peer.name!r} says what only the starter of a pass can know")
-        self._run_all(share, self._resolve(share), may_wait=True)
+        self._run_all(local, self._resolve(local), may_wait=True)
 
-    def _on_report(self, line: Line, envelope: Envelope, share: Share) -> None:
+    def _on_report(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
         self._on_reported(line, envelope.message)
 
     def _on_reported(self, line: Line, message: Report) -> None:
@@ -842,41 +842,41 @@ class Engine:
             raise ProtocolError(f"worker {line.peer.name!r} reports what others have to do")
         self._take_report(message)
 
-    def _on_failed(self, line: Line, envelope: Envelope, share: Share) -> None:
+    def _on_failed(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
         message: Failed = envelope.message
         error = self.agent.execution.rebuild(envelope, line.peer)
-        if not share.fail(error, self._me.name):
+        if not local.fail(error, self._me.name):
             return
-        if share.starter == self._me.id:
-            self._tell_failed(self._me.id, share.backward, error)
+        if local.starter == self._me.id:
+            self._tell_failed(self._me.id, local.backward, error)
         if self._strict:
             message = _abridged(message)
         elif message.refs or envelope.tensors:  # the texts will do
             message = msgspec.structs.replace(message, tree=None, refs=())
-        self.tell(share.record.workers() - {self._me.id, line.peer.id}, message)
+        self.tell(local.record.workers() - {self._me.id, line.peer.id}, message)
 
     def _on_check(self, line: Line, envelope: Envelope) -> Frame:
         message: Check = envelope.message
         record = self._contexts.get(message.backward.context)
-        share = None if record is None else record.shares.get(message.backward.id)
-        if share is not None and share.round < message.round:
-            share.round = message.round
-            self.agent.pool.run(partial(self._check_helpers, share))
+        local = None if record is None else record.passes.get(message.backward.id)
+        if local is not None and local.round < message.round:
+            local.round = message.round
+            self.agent.pool.run(partial(self._check_helpers, local))
         return self.agent.answer(message.id, None)
 
-    def check(self, share: Share) -> None:
+    def check(self, local: LocalPass) -> None:
         """See that all that work on this pass are alive. A peer that owes an answer is watched by the agent."""
-        share.round += 1
-        self._check_helpers(share)
+        local.round += 1
+        self._check_helpers(local)
 
-    def _check_helpers(self, share: Share) -> None:
-        for rank in filter(self.agent.is_connected, share.helpers):  # if not, `lost` has been told
+    def _check_helpers(self, local: LocalPass) -> None:
+        for rank in filter(self.agent.is_connected, local.helpers):  # if not, `lost` has been told
             try:
                 self.agent.ask_later(
-                    self._info(rank), lambda id: Check(id, share.backward, share.round), "a sign of life", math.inf
+                    self._info(rank), lambda id: Check(id, local.backward, local.round), "a sign of life", math.inf
                 )
             except BackhaulError as error:
-                self.fail(share, error)
+                self.fail(local, error)
 
     def _info(self, rank: int) -> WorkerInfo:
         return self.agent.membership.find(rank).info

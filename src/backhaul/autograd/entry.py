@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from backhaul.autograd.contexts import current
+from backhaul.autograd.contexts import current_context
 from backhaul.errors import MisuseError, OptionError
 from backhaul.refs.rref import RRef
 
@@ -45,12 +45,12 @@ def fetch(roots: Any, context_id: int) -> list[torch.Tensor]:
     found = []
     for root in _listed(roots):
         if isinstance(root, RRef):
-            token = current.set(context_id)
+            token = current_context.set(context_id)
             try:
                 with torch.enable_grad():
                     root = root.to_here()
             finally:
-                current.reset(token)
+                current_context.reset(token)
             require_tensor(root)
         found.append(root)
     return found

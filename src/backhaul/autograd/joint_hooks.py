@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import _MultiHandle
 
-from backhaul.autograd.contexts import current, is_known
+from backhaul.autograd.contexts import current_context, is_known
 from backhaul.autograd.functions import thread
 
 _REMEMBERED = 64
@@ -51,7 +51,7 @@ def _notice(self: Any, handles: Sequence[Any]) -> None:
         of_leaves = any(type(node) is _AccumulateGrad for node in nodes)
         if len(nodes) < 2 and not of_leaves:
             return  # one node is in one run; a leaf has to be in one that accumulates, which torch insists on
-        made_in = _OF_LEAVES if of_leaves else current.get() or _OF_NO_CONTEXT
+        made_in = _OF_LEAVES if of_leaves else current_context.get() or _OF_NO_CONTEXT
         _hooks[tuple(weakref.ref(function) for _, _, function in functions)] = made_in
         if made_in == _OF_NO_CONTEXT:
             _forget_oldest()

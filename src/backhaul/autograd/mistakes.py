@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import hooks
 
-from backhaul.autograd.contexts import Record, current, everywhere
+from backhaul.autograd.contexts import Record, current_context, everywhere
 from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import Node, reach
 from backhaul.errors import ContextError, MisuseError
@@ -114,7 +114,7 @@ torch.autograd._engine_run_backward = _run_checked  # type: ignore[assignment]
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
     """Called by torch before a step of any optimizer."""
-    id = current.get()
+    id = current_context.get()
     if id is None:
         return
     for contexts in list(everywhere):

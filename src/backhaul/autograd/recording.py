@@ -17,7 +17,7 @@ import torch
 from backhaul.agent.recording import Tensors
 from backhaul.autograd import mistakes
 from backhaul.autograd.checking import like
-from backhaul.autograd.contexts import Contexts, Record, Send, current
+from backhaul.autograd.contexts import Contexts, Record, Send, current_context
 from backhaul.autograd.functions import Reach, Recv, rank_of, receive, send
 from backhaul.autograd.graph import foresee
 from backhaul.errors import ProtocolError
@@ -37,7 +37,7 @@ class Recorder:
         self._tells = not contexts.secret
 
     def asking(self, tensors: Tensors, to: WorkerInfo) -> tuple[Mark | None, Tensors]:
-        id = current.get()
+        id = current_context.get()
         if id is None:
             return None, tensors
         record = self._contexts.get(id)
@@ -104,7 +104,7 @@ class Recorder:
 
     def enter(self, mark: Mark, sender: WorkerInfo) -> None:
         if self._contexts.join(mark.context, sender) is not None:
-            current.set(mark.context)
+            current_context.set(mark.context)
 
     def _record(self, record: Record, tensors: Tensors, to: WorkerInfo) -> tuple[Mark, Tensors]:
         recorded = [tensor for tensor in tensors if tensor.requires_grad]

@@ -25,7 +25,7 @@ from backhaul.agent.agent import Agent
 from backhaul.agent.observing import GradientsSent, RecvReached
 from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import SMALL, Component
-from backhaul.autograd.share import Share
+from backhaul.autograd.local_pass import LocalPass
 from backhaul.errors import ContextError
 from backhaul.ids import WorkerInfo
 from backhaul.wire.messages import Gradients, Pass, Shortcut
@@ -82,34 +82,34 @@ class Outcome(NamedTuple):
     mine: Mine | None = None
 
 
-def shortcut_of(agent: Agent, share: Share, recv: Recv) -> int | None:
+def shortcut_of(agent: Agent, local: LocalPass, recv: Recv) -> int | None:
     """The tensor of this worker's that the gradient of a Recv is for, if a shortcut says so."""
-    shortcut = share.shortcuts.pop(recv.message, None)
+    shortcut = local.shortcuts.pop(recv.message, None)
     if shortcut is None or agent.execution.edges is not None:  # what crosses an edge must not go around it
         return None
     return shortcut.message if shortcut.to == agent.me.id else None
 
 
-class Run:
+class EngineRun:
     """See the module's docstring. ``require(recv)`` raises if a Recv cannot be part of the pass."""
 
     def __init__(
         self,
         agent: Agent,
-        share: Share,
+        local: LocalPass,
         component: Component,
         *,
-        require: Callable[[Share, Recv], None],
-        check: Callable[[Share], None],
-        held: Callable[[Run], None],
-        tell: Callable[[Share, int, Any, Sequence[torch.Tensor]], None],
-        hand_over: Callable[[Share, Mine], None],
+        require: Callable[[LocalPass, Recv], None],
+        check: Callable[[LocalPass], None],
+        held: Callable[[EngineRun], None],
+        tell: Callable[[LocalPass, int, Any, Sequence[torch.Tensor]], None],
+        hand_over: Callable[[LocalPass, Mine], None],
         hold: bool = True,
         waits: bool = False,
     ) -> None:
         """``waits``: this run may wait for something that depends on its own gradients."""
-        self.share = share
-        self.backward = share.backward.id
+        self.local = local
+        self.backward = local.backward.id
         self.sources = component.sources
         self.thread = threading.get_ident()
         self.began = time.monotonic()
@@ -135,8 +135,8 @@ class Run:
         self._left: dict[int, int] = {}  # Recvs to come, by the rank of their senders
         self._parcels: dict[int, Parcel] = {}
         self._kept: dict[Any, int] = {}  # Recvs whose gradients stay here, and the tensors that they are for
-        for node in component.recvs if share.shortcuts else ():
-            source = shortcut_of(agent, share, node.recv)
+        for node in component.recvs if local.shortcuts else ():
+            source = shortcut_of(agent, local, node.recv)
             if source is not None:
                 self._kept[node] = source
         if not self._is_alone:
@@ -146,14 +146,14 @@ class Run:
                     self._left[rank] = self._left.get(rank, 0) + 1
 
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
-        if self._parcels and not self.share.has(source):
+        if self._parcels and not self.local.has(source):
             self.flush()
-        return self.share.take(source, self._agent, lambda: self._check(self.share))
+        return self.local.take(source, self._agent, lambda: self._check(self.local))
 
     def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         recv: Recv = node.recv
         if self._agent.observers:
-            self._agent.observers.emit(RecvReached(backward=self.share.backward.id, peer=recv.sender.name))
+            self._agent.observers.emit(RecvReached(backward=self.local.backward.id, peer=recv.sender.name))
         outputs = self._recvs.pop(node, None)
         if outputs is None:  # it is not part of this run, or comes twice
             raise ContextError(
@@ -161,12 +161,12 @@ class Run:
                 f"{recv.sender.name!r}, and cannot wait for its gradients to be used there. If it is a "
                 "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
             )
-        self._require(self.share, recv)
+        self._require(self.local, recv)
         if self._kept and (source := self._kept.get(node)) is not None:
             self._keep(source, gradients[0])
             return
         rank = recv.sender.id
-        self.share.giving_to(rank)
+        self.local.giving_to(rank)
         if self._is_alone:
             parcel = Parcel(recv.sender)
             for output in sorted(outputs):
@@ -195,10 +195,10 @@ class Run:
         self.emitted.append(source)
         if self._agent.devices is not None:
             if kept is not None:  # the tensor may have come back to another device than it left
-                kept = kept.to(self.share.record.sends[source].device)
+                kept = kept.to(self.local.record.sends[source].device)
             self._agent.devices.streams.leave_word()
         if self._waits:
-            self._hand_over(self.share, {source: (kept,)})
+            self._hand_over(self.local, {source: (kept,)})
         else:
             self._mine[source] = (kept,)
 
@@ -217,13 +217,13 @@ class Run:
 
     def _post(self, parcel: Parcel, recv: Recv | None = None) -> None:
         """Send gradients, or have them wait for the report. ``recv`` is where all of them come from, if it is one."""
-        to_starter = parcel.to.id == self.share.starter
+        to_starter = parcel.to.id == self.local.starter
         if to_starter and self._rides and not self._recvs and not self._mine and parcel.nbytes <= _MAX_HELD_BYTES:
             self._late = parcel
             return
-        shortcuts = () if to_starter or not self.share.shortcuts else self.share.onward(self.sources[0], recv)
-        message = parcel.message(self.share.backward, shortcuts=shortcuts)
+        shortcuts = () if to_starter or not self.local.shortcuts else self.local.onward(self.sources[0], recv)
+        message = parcel.message(self.local.backward, shortcuts=shortcuts)
         if self._agent.observers:
-            sent = GradientsSent(backward=self.share.backward.id, peer=parcel.to.name, sources=message.sources)
+            sent = GradientsSent(backward=self.local.backward.id, peer=parcel.to.name, sources=message.sources)
             self._agent.observers.emit(sent)
-        self._tell(self.share, parcel.to.id, message, parcel.tensors)
+        self._tell(self.local, parcel.to.id, message, parcel.tensors)

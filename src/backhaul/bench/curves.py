@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from backhaul import autograd, rpc
 from backhaul.autograd.functions import ROOT, send, start
-from backhaul.autograd.part import Part, Source
+from backhaul.autograd.schedule import Schedule, Source
 from backhaul.bench.pair import ENVIRONMENT, SERVER, Pair, apart, pair
 from backhaul.cluster import Cluster, LocalWorker, cluster
 
@@ -423,11 +423,11 @@ def time_plan(graph: str, nodes: int) -> float:
     times: list[float] = []
     for _ in range(max(3, min(50, 20_000 // nodes))):
         begin = time.perf_counter()
-        part = Part(sources)
-        part.take_part(sources)
-        part.resolve()
+        schedule = Schedule(sources)
+        schedule.take_part(sources)
+        schedule.resolve()
         for source in latest_first:
-            part.arrive([source], sources.__getitem__)
+            schedule.arrive([source], sources.__getitem__)
         times.append(time.perf_counter() - begin)
     return statistics.median(times) / nodes
 

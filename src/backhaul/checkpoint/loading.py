@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from backhaul.checkpoint import files, shares
+from backhaul.checkpoint import files, portions
 from backhaul.checkpoint.index import (
     Entry,
     Index,
@@ -22,7 +22,7 @@ from backhaul.checkpoint.index import (
 )
 from backhaul.checkpoint.objects import Dealt, Sorted, deal, is_spread, sizes_of, sort
 from backhaul.checkpoint.parts import Metadata, here, metadata_below, on_all
-from backhaul.checkpoint.shares import Common, Looks, Share, pick, picked
+from backhaul.checkpoint.portions import Common, Looks, Portion, pick, picked
 from backhaul.errors import BackhaulError, MisuseError
 from backhaul.ids import WorkerInfo
 
@@ -47,11 +47,13 @@ def load(path: str | os.PathLike[str], objects: Mapping[str, Any]) -> dict[str, 
     directory = os.path.abspath(os.fsdecode(path))
     found = sort(objects)
     dealt = deal(found)
-    looks = on_all("looking at the objects", {worker: (shares.look, (each,)) for worker, each in dealt.shares.items()})
+    looks = on_all(
+        "looking at the objects", {worker: (portions.look, (each,)) for worker, each in dealt.portions.items()}
+    )
     ready = _from_current(directory, lambda index: _prepare(directory, index, found, dealt, looks))
     answers = on_all(
         f"loading the checkpoint {directory!r}",
-        {worker: (shares.apply, (reading,)) for worker, reading in ready.readings.items()},
+        {worker: (portions.apply, (reading,)) for worker, reading in ready.readings.items()},
     )
     for name, optimizer in found.optimizers.items():
         if is_spread(optimizer):
@@ -109,17 +111,18 @@ def _prepare(directory: str, index: Index, found: Sorted, dealt: Dealt, looks: M
     inside = os.path.join(directory, index.data)
     work = {}
     wanted = {}
-    for worker, share in dealt.shares.items():
-        wanted[worker] = _wanted(index, share, looks[worker])
-        metadata = [metadata_below(part, content.metadata.get(part.name, {})) for part in share.parts]
+    for worker, portion in dealt.portions.items():
+        wanted[worker] = _wanted(index, portion, looks[worker])
+        metadata = [metadata_below(part, content.metadata.get(part.name, {})) for part in portion.parts]
         common = [
-            _common_for(worker, found.optimizers[part.name], content.optimizers[part.name]) for part in share.optimizers
+            _common_for(worker, found.optimizers[part.name], content.optimizers[part.name])
+            for part in portion.optimizers
         ]
-        work[worker] = (shares.prepare, (inside, index.files, share, wanted[worker], metadata, common))
+        work[worker] = (portions.prepare, (inside, index.files, portion, wanted[worker], metadata, common))
     prepared = on_all(f"reading the checkpoint {directory!r} (nothing has been changed)", work)
     for worker, (reading, unseen) in prepared.items():
         for file, why in unseen.items():
-            _supply(inside, index, worker, reading, file, why, dealt.shares[worker], wanted[worker])
+            _supply(inside, index, worker, reading, file, why, dealt.portions[worker], wanted[worker])
     return _Ready(content, {worker: reading for worker, (reading, _) in prepared.items()})
 
 
@@ -181,15 +184,15 @@ def _content(directory: str, index: Index) -> _Content:
     return _Content(of_kind(Value, "values"), of_kind(State, "states"), commons, of_kind(Model, "metadata"))
 
 
-def _wanted(index: Index, share: Share, look: Looks) -> Looks:
-    """What the index says of that which a share will become."""
+def _wanted(index: Index, portion: Portion, look: Looks) -> Looks:
+    """What the index says of that which a portion will become."""
     models, optimizers = index.of_kind(Model), index.of_kind(Optimizer)
     return Looks(
         [
             {key: models[part.name].keys[key] for key in entries}
-            for part, entries in zip(share.parts, look.parts, strict=True)
+            for part, entries in zip(portion.parts, look.parts, strict=True)
         ],
-        [[optimizers[part.name].parameters[number] for number in part.indices] for part in share.optimizers],
+        [[optimizers[part.name].parameters[number] for number in part.indices] for part in portion.optimizers],
     )
 
 
@@ -202,7 +205,7 @@ def _common_for(worker: WorkerInfo, optimizer: Any, common: Common) -> Common:
 
 
 def _supply(
-    inside: str, index: Index, worker: WorkerInfo, reading: Any, file: str, why: str, share: Share, wanted: Looks
+    inside: str, index: Index, worker: WorkerInfo, reading: Any, file: str, why: str, portion: Portion, wanted: Looks
 ) -> None:
     """Send a worker what it needs of a file that it does not see."""
     needs = f"worker {worker.name!r} needs the file {file!r} of the checkpoint, and does not see it: {why}"
@@ -213,10 +216,10 @@ def _supply(
     except OSError as error:
         raise BackhaulError(f"{needs}. Nor does this worker, {here().name!r}: {error}") from error
     needed: dict[str, dict[Any, Any]] = {}
-    for name, values in zip(share.names(), picked(file, content, share, wanted), strict=True):
+    for name, values in zip(portion.names(), picked(file, content, portion, wanted), strict=True):
         needed.setdefault(name, {}).update(values)
     what = f"sending {worker.name!r} what it needs of {file!r} (nothing has been changed)"
-    on_all(what, {worker: (shares.supply, (reading, file, needed))})
+    on_all(what, {worker: (portions.supply, (reading, file, needed))})
 
 
 def _read(directory: str, index: Index) -> dict[str, Any]:

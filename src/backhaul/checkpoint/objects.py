@@ -10,7 +10,7 @@ from torch import nn
 
 from backhaul.checkpoint.index import Entry
 from backhaul.checkpoint.parts import Part, here, parts_of
-from backhaul.checkpoint.shares import Looks, OptimizerPart, Share
+from backhaul.checkpoint.portions import Looks, OptimizerPart, Portion
 from backhaul.errors import OptionError
 from backhaul.ids import WorkerInfo
 from backhaul.optim import DistributedOptimizer
@@ -61,8 +61,8 @@ class Dealt(NamedTuple):
     """Models and optimizers, by the workers that have them."""
 
     parts: list[Part]
-    """Of models, in the order of their keys; those of one worker are in the same order in its share."""
-    shares: dict[WorkerInfo, Share]
+    """Of models, in the order of their keys; those of one worker are in the same order in its portion."""
+    portions: dict[WorkerInfo, Portion]
 
     def in_order(self, of_workers: Mapping[WorkerInfo, Sequence[T]]) -> Iterator[tuple[Part, T]]:
         """The parts of models, each with what its worker has said of it."""
@@ -85,8 +85,8 @@ class Dealt(NamedTuple):
         self, name: str, of_workers: Mapping[WorkerInfo, Sequence[T]]
     ) -> Iterator[tuple[WorkerInfo, OptimizerPart, T]]:
         """The parts of an optimizer, each with what its worker has said of it."""
-        for worker, share in self.shares.items():
-            for part, value in zip(share.optimizers, of_workers[worker], strict=True):
+        for worker, portion in self.portions.items():
+            for part, value in zip(portion.optimizers, of_workers[worker], strict=True):
                 if part.name == name:
                     yield worker, part, value
 
@@ -94,23 +94,23 @@ class Dealt(NamedTuple):
 def deal(objects: Sorted) -> Dealt:
     """What each worker has of models and optimizers."""
     parts = parts_of(objects.models)
-    shares: dict[WorkerInfo, Share] = {}
+    portions: dict[WorkerInfo, Portion] = {}
 
-    def share(worker: WorkerInfo) -> Share:
-        return shares.setdefault(worker, Share([], []))
+    def portion(worker: WorkerInfo) -> Portion:
+        return portions.setdefault(worker, Portion([], []))
 
     for part in parts:
-        share(part.worker()).parts.append(part)
+        portion(part.worker()).parts.append(part)
     for name, optimizer in objects.optimizers.items():
         if is_spread(optimizer):
             for worker, rref in optimizer._locals.items():
                 places = {place: index for index, (owner, place) in enumerate(optimizer._places) if owner == worker}
                 indices = [places[place] for place in sorted(places)]
-                share(worker).optimizers.append(OptimizerPart(name, rref, indices))
+                portion(worker).optimizers.append(OptimizerPart(name, rref, indices))
         else:
             indices = list(range(sum(sizes_of(optimizer))))
-            share(here()).optimizers.append(OptimizerPart(name, optimizer, indices))
-    return Dealt(parts, shares)
+            portion(here()).optimizers.append(OptimizerPart(name, optimizer, indices))
+    return Dealt(parts, portions)
 
 
 def is_spread(optimizer: torch.optim.Optimizer) -> TypeGuard[DistributedOptimizer]:

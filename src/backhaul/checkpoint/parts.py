@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from backhaul import current
+from backhaul import current_worker
 from backhaul.checkpoint.index import Entry
 from backhaul.errors import MisuseError
 from backhaul.ids import WorkerInfo
@@ -63,13 +63,13 @@ class Part(NamedTuple):
 
 def here() -> WorkerInfo:
     """This worker, or somebody who stands for it in a process that is none."""
-    worker = current.worker_or_none()
+    worker = current_worker.get_or_none()
     return WorkerInfo(0, "local") if worker is None else worker.info
 
 
 def on_all(what: str, work: Mapping[WorkerInfo, Work]) -> dict[WorkerInfo, Any]:
     """`spread`, for as long as it takes; also in a process that is no worker, which has only itself to ask."""
-    if current.worker_or_none() is None:
+    if current_worker.get_or_none() is None:
         return {worker: function(*args) for worker, (function, args) in work.items()}
     return spread(what, work, _NO_LIMIT)
 

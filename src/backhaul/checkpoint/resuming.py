@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import torch
 
-from backhaul import current
+from backhaul import current_worker
 from backhaul.agent.retrying import await_worker
-from backhaul.checkpoint import files, shares
+from backhaul.checkpoint import files, portions
 from backhaul.checkpoint.loading import load
 from backhaul.checkpoint.objects import Dealt, Sorted, deal, is_spread, sort
 from backhaul.checkpoint.parts import here, on_all
@@ -56,7 +56,7 @@ class _Made:
         self.objects = objects
         self.found: Sorted = sort(objects)
         self.dealt: Dealt = deal(self.found)
-        self.processes = {worker: _process(worker) for worker in self.dealt.shares if worker != here()}
+        self.processes = {worker: _process(worker) for worker in self.dealt.portions if worker != here()}
 
     def lost(self) -> set[WorkerInfo]:
         """The workers whose processes have been replaced since."""
@@ -192,7 +192,7 @@ class Resume:
         for name in sorted(names):
             if self._replace is not None and not _answers(name):
                 self._replace(name)
-            if not await_worker(current.worker().agent, name, deadline):
+            if not await_worker(current_worker.get().agent, name, deadline):
                 raise WorkerLostError(
                     f"worker {name!r} has not come back within {self._patience:g} s", name
                 ) from self.losses[-1]
@@ -207,12 +207,12 @@ def _names_in(error: BaseException) -> list[str]:
 
 
 def _process(worker: WorkerInfo) -> str:
-    found: str = current.worker().agent.membership.find(worker).incarnation
+    found: str = current_worker.get().agent.membership.find(worker).incarnation
     return found
 
 
 def _answers(worker: WorkerInfo | str) -> bool:
-    return await_worker(current.worker().agent, worker, 0.0)
+    return await_worker(current_worker.get().agent, worker, 0.0)
 
 
 # Generators of random numbers.
@@ -248,8 +248,8 @@ def _carry(old: _Made, new: _Made, lost: set[WorkerInfo]) -> None:
     on_all(
         "carrying over what is not lost",
         {
-            worker: (shares.carry, (share, new.dealt.shares[worker]))
-            for worker, share in old.dealt.shares.items()
+            worker: (portions.carry, (portion, new.dealt.portions[worker]))
+            for worker, portion in old.dealt.portions.items()
             if worker not in lost
         },
     )

@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from backhaul.checkpoint import files, shares
+from backhaul.checkpoint import files, portions
 from backhaul.checkpoint.index import Index, Model, Object, Optimizer, State, Value, file_name
 from backhaul.checkpoint.objects import Dealt, Sorted, deal, is_spread, sizes_of, sort
 from backhaul.checkpoint.parts import Metadata, here, on_all
-from backhaul.checkpoint.shares import Account, GroupOptions
+from backhaul.checkpoint.portions import Account, GroupOptions
 from backhaul.errors import BackhaulError, MisuseError
 from backhaul.ids import WorkerInfo
 
@@ -59,7 +59,7 @@ def _write(directory: str, found: Sorted, dealt: Dealt, names: list[str], gather
     data = files.new_data(directory)
     inside = os.path.join(directory, data)
     file_of: dict[WorkerInfo, str] = {}
-    for worker in dealt.shares:
+    for worker in dealt.portions:
         file_of[worker] = file_name(worker.name, [COMMON, *file_of.values()])
     written = _gathered(inside, dealt, file_of) if gather else _spread(directory, inside, dealt, file_of)
     sizes = {file_of[worker]: size for worker, (size, _) in written.items()}
@@ -82,7 +82,7 @@ def _spread(directory: str, inside: str, dealt: Dealt, file_of: Mapping[WorkerIn
     """Every worker writes its file, all at once."""
     written = on_all(
         f"saving the checkpoint {directory!r} (the one before stays)",
-        {worker: (shares.write, (inside, file_of[worker], share)) for worker, share in dealt.shares.items()},
+        {worker: (portions.write, (inside, file_of[worker], portion)) for worker, portion in dealt.portions.items()},
     )
     for worker, (size, _) in written.items():
         try:
@@ -98,13 +98,13 @@ def _spread(directory: str, inside: str, dealt: Dealt, file_of: Mapping[WorkerIn
 def _gathered(inside: str, dealt: Dealt, file_of: Mapping[WorkerInfo, str]) -> Written:
     """This worker writes all files, one after the other, so that it never holds the tensors of two others."""
     written: Written = {}
-    for worker, share in dealt.shares.items():
+    for worker, portion in dealt.portions.items():
         name = file_of[worker]
         if worker == here():
-            written[worker] = shares.write(inside, name, share)
+            written[worker] = portions.write(inside, name, portion)
             continue
         what = f"gathering what {worker.name!r} has of the checkpoint (the one before stays)"
-        content, account = on_all(what, {worker: (shares.collect, (name, share))})[worker]
+        content, account = on_all(what, {worker: (portions.collect, (name, portion))})[worker]
         written[worker] = files.write(inside, name, content), account
         del content
     return written

@@ -197,7 +197,7 @@ def _place(table: dict[tuple[int, int], list[_Spot]], lane_widths: Sequence[floa
             if sweep < _SWEEPS - 2:
                 orders = {spot: _order_of(spot, lefts, sweep) for spot in row}
                 row.sort(key=orders.__getitem__)
-            _settle(row, [_wanted(spot, centre, sweep) for spot in row], lane_widths[key[1]])
+            _spread(row, [_wanted(spot, centre, sweep) for spot in row], lane_widths[key[1]])
 
 
 def _order_of(spot: _Spot, lefts: Sequence[float], sweep: int) -> float:
@@ -215,7 +215,7 @@ def _wanted(spot: _Spot, centre: float, sweep: int) -> float:
     return centre
 
 
-def _settle(row: Sequence[_Spot], wanted: Sequence[float], lane_width: float) -> None:
+def _spread(row: Sequence[_Spot], wanted: Sequence[float], lane_width: float) -> None:
     """Place the spots of a row as near to where they want to be as their order and the lane allow."""
     left = _LANE_PAD
     for spot, x in zip(row, wanted, strict=True):

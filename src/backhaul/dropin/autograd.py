@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from backhaul import current as _current
+from backhaul import current_worker as _current_worker
 from backhaul.autograd import backward as _backward
 from backhaul.autograd import context as _ours
 from backhaul.autograd import get_gradients
 from backhaul.autograd.context_id import ContextId
 from backhaul.autograd.contexts import Together
-from backhaul.autograd.contexts import current as _context
+from backhaul.autograd.contexts import current_context as _context
 from backhaul.autograd.functions import ID_BITS, RecvItemNode, RecvNode, SendNode
 from backhaul.errors import BackhaulError, ContextError, MisuseError, RemoteTraceback
 
@@ -37,7 +37,7 @@ def backward(context_id: int, roots: Any = None, retain_graph: bool = False, **o
 
 def _rank_of(error: Exception) -> int:
     """The rank of the worker on which an exception was raised."""
-    worker = _current.worker()
+    worker = _current_worker.get()
     cause = error.__cause__
     rank: int = worker.get_worker_info(cause.worker if isinstance(cause, RemoteTraceback) and cause.worker else None).id
     return rank
@@ -124,7 +124,7 @@ def _release_context(id: int) -> None:
     opened = _opened.pop(id, None)
     if opened is None:
         _retrieve_context(id)
-        _current.worker().autograd.leave(id)
+        _current_worker.get().autograd.leave(id)
     else:
         opened.__exit__(None, None, None)
 
@@ -140,7 +140,7 @@ def _current_context() -> DistAutogradContext:
 
 
 def _retrieve_context(id: int) -> DistAutogradContext:
-    _current.worker().autograd.require(id)
+    _current_worker.get().autograd.require(id)
     return DistAutogradContext(id)
 
 
@@ -153,12 +153,12 @@ def _is_valid_context(id: int) -> None:
 
 def _get_max_id() -> int:
     """The highest id that a context of this worker can have."""
-    rank: int = _current.worker().info.id
+    rank: int = _current_worker.get().info.id
     return ((rank + 1) << ID_BITS) - 1
 
 
 def _get_debug_info() -> dict[str, str]:
-    counts = _current.worker().autograd.counts()
+    counts = _current_worker.get().autograd.counts()
     return {
         "num_current_backward_passes": str(counts["passes"]),
         "num_autograd_contexts": str(counts["contexts"]),

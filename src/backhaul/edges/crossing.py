@@ -142,7 +142,7 @@ class Crossing:
     def __init__(self, peer: str, edge: Edge) -> None:
         self.peer = peer
         self.edge = edge
-        self.guards = bool(edge.on_send)
+        self.transforms = bool(edge.on_send)
         self.feedback = Feedback()
         self._chains = {"on_send": _Chain(edge.on_send), "on_gradient": _Chain(edge.on_gradient)}
         self._lock = threading.Lock()
@@ -153,7 +153,7 @@ class Crossing:
 
     def values(self, tree: Any, tensors: Sequence[torch.Tensor]) -> Leaving:
         """What leaves instead of the tensors of a message; its tree is looked at. Raises `UnsendableError`."""
-        if not self.guards:
+        if not self.transforms:
             self._note_bare("on_send", tensors)
             return Leaving(tensors, {})
         self._check(tree)
@@ -171,7 +171,7 @@ class Crossing:
 
     def may_tell(self, error: BaseException) -> bool:
         """Whether the peer may read what an exception says. Texts of other code may have numbers in them."""
-        return not self.guards or (type(error) in _OURS and all(type(each) is str for each in error.args))
+        return not self.transforms or (type(error) in _OURS and all(type(each) is str for each in error.args))
 
     def text_of(self, error: BaseException, text: str) -> str:
         """What the peer gets to read about an exception."""
@@ -350,6 +350,6 @@ class Edges:
             crossing.feedback.clear()
 
     @property
-    def guards(self) -> bool:
+    def transforms(self) -> bool:
         """Whether anything that leaves for some peer is transformed on its way."""
         return any(edge.on_send for edge in self._edges.values())

@@ -172,7 +172,7 @@ class Party:
                 "Party(share_state=True)"
             )
         edges = current().agent.execution.edges
-        if edges is not None and edges.guards:
+        if edges is not None and edges.transforms:
             raise RefusedError(
                 f"{type(self).__qualname__} shares its parameters, but what leaves its worker is changed by on_send, "
                 "and parameters with noise are no parameters: its party saves them itself"

@@ -64,7 +64,7 @@ def describe_context(
     if roots is None:
         roots = [root for reference in list(record.roots) if (root := reference()) is not None]
     with record.lock:
-        shares = [share for share in record.shares.values() if not share.failed]
+        passes = [local for local in record.passes.values() if not local.failed]
         ranks = record.told | record.heard
     sends, unspent, recvs = dict(record.sends), dict(record.unspent), dict(record.recvs)
     starts: dict[int, Sequence[Node]] = {
@@ -79,10 +79,10 @@ def describe_context(
     gates: dict[int, int] = {}
     if not walk.left_out:
         nodes = {source: send.node for source, send in unspent.items()}
-        gates = _gates(nodes, functions if given or shares else ())
+        gates = _gates(nodes, functions if given or passes else ())
     leaves = [node for node in walk.nodes if isinstance(node, Leaf)]
     shown = list(itertools.islice(recvs.items(), _MOST_TENSORS))
-    waiting = {source for share in shares for source in share.waiting}
+    waiting = {source for local in passes for source in local.waiting}
     return {
         **part,
         "known": True,
@@ -112,7 +112,7 @@ def describe_context(
         ],
         "rooted": bool(functions),
         **_passes(record),
-        "going": [share.backward.id for share in shares],
+        "going": [local.backward.id for local in passes],
         "nodes": len(walk.nodes),
         "leaves": {"count": len(leaves), "elements": sum(leaf.elements for leaf in leaves)},
         "left_out": {

@@ -95,8 +95,8 @@ def contexts(autograd: Autograd) -> list[dict[str, Any]]:
     found = []
     for record in autograd.contexts:
         with record.lock:
-            shares = [share for share in record.shares.values() if not share.failed]
-        missing = {share: share.missing for share in shares}
+            passes = [local for local in record.passes.values() if not local.failed]
+        missing = {local: local.missing for local in passes}
         with record.lock:
             found.append(
                 {
@@ -108,12 +108,12 @@ def contexts(autograd: Autograd) -> list[dict[str, Any]]:
                     "gradients": len(record.gradients),
                     "passes": [
                         {
-                            "backward": share.backward.id,
-                            "starter": share.starter,
-                            "gates": share.gates,
+                            "backward": local.backward.id,
+                            "starter": local.starter,
+                            "gates": local.gates,
                             "missing": [{"source": source, "rank": rank} for source, rank in absent.items()],
                         }
-                        for share, absent in missing.items()
+                        for local, absent in missing.items()
                     ],
                 }
             )
@@ -124,8 +124,8 @@ def _runs(autograd: Autograd, now: float) -> list[dict[str, Any]]:
     """The runs of torch's engine that go on."""
     return [
         {
-            "context": run.share.backward.context,
-            "backward": run.share.backward.id,
+            "context": run.local.backward.context,
+            "backward": run.local.backward.id,
             "sources": list(run.sources),
             "thread": run.thread,
             "seconds": now - run.began,

@@ -95,7 +95,7 @@ class Register:
         return any(line.startswith(b"=") for line in lines)
 
 
-def guard(launcher: int, directory: str) -> None:
+def watch_over(launcher: int, directory: str) -> None:
     """Wait until process ``launcher`` is gone, then clean up behind it."""
     register = Register()
     poll = select.poll()
@@ -133,4 +133,4 @@ def _now() -> float:
 
 
 if __name__ == "__main__":
-    guard(int(sys.argv[1]), sys.argv[2])
+    watch_over(int(sys.argv[1]), sys.argv[2])

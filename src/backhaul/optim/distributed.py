@@ -20,7 +20,7 @@ from backhaul.errors import MisuseError, OptionError, PartialError, UnsendableEr
 from backhaul.ids import WorkerInfo
 from backhaul.optim import gradients, local
 from backhaul.optim.entries import OF_PARAMETERS, Entries, apply, change, copied, entries_of
-from backhaul.optim.groups import Group, Part, group_from, groups_from, require_alike, require_constants
+from backhaul.optim.groups import Group, GroupPart, group_from, groups_from, require_alike, require_constants
 from backhaul.optim.local import Changes, LocalOptimizer
 from backhaul.optim.parties import Parties, parted, require_own, spread_with
 from backhaul.optim.steps import hooked
@@ -69,7 +69,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         first = next((param.owner() for group in groups for param in group.params), rpc.get_worker_info())
         parts = [group.parts(number, first) for number, group in enumerate(groups)]
-        by_worker: dict[WorkerInfo, list[Part]] = {}
+        by_worker: dict[WorkerInfo, list[GroupPart]] = {}
         for worker, part in chain.from_iterable(each.items() for each in parts):
             by_worker.setdefault(worker, []).append(part)
         work = {worker: self._make(each, as_groups) for worker, each in by_worker.items()}
@@ -336,7 +336,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found
 
 
-def _make_work(optimizer_class: Any, parts: list[Part], as_groups: bool, args: list[Any], kwargs: Entries) -> Work:
+def _make_work(optimizer_class: Any, parts: list[GroupPart], as_groups: bool, args: list[Any], kwargs: Entries) -> Work:
     return local.make, (optimizer_class, parts, as_groups, args, kwargs)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from backhaul import current
+from backhaul import current_worker
 from backhaul.devices.streams import use
 
 Gradients = Sequence[torch.Tensor | None]
@@ -18,9 +18,9 @@ def require(context_id: int | None) -> None:
     Raises `MisuseError` for None if the gradients are in the open context.
     """
     if context_id is None:
-        current.worker().autograd.require_read()
+        current_worker.get().autograd.require_read()
     else:
-        current.worker().autograd.require(context_id)
+        current_worker.get().autograd.require(context_id)
 
 
 def gradients_of(params: Sequence[torch.Tensor], context_id: int | None) -> list[torch.Tensor | None]:
@@ -29,15 +29,15 @@ def gradients_of(params: Sequence[torch.Tensor], context_id: int | None) -> list
         found = [param.grad for param in params]
         use([gradient for gradient in found if gradient is not None])
         return found
-    found = current.worker().autograd.gradients_here(context_id)
-    return [found.get(param) for param in params]
+    kept = current_worker.get().autograd.gradients_here(context_id)
+    return [kept.get(param) for param in params]
 
 
 def replace(params: Sequence[torch.Tensor], gradients: Gradients, context_id: int) -> None:
     """Give parameters other gradients in a context; None leaves a parameter alone."""
     new = {param: gradient.detach() for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
     if new:
-        current.worker().autograd.put_gradients(context_id, new)
+        current_worker.get().autograd.put_gradients(context_id, new)
 
 
 class as_grad:

@@ -14,7 +14,7 @@ from backhaul.refs.rref import RRef
 _EXPECTED = "give an RRef to a parameter, a parameter of this worker, or a tuple (name, one of these)"
 
 
-class Part(NamedTuple):
+class GroupPart(NamedTuple):
     """What one worker has of a parameter group. Travels to it."""
 
     number: int
@@ -32,9 +32,9 @@ class Group(NamedTuple):
     names: list[str] | None
     entries: dict[str, Any]
 
-    def parts(self, number: int, otherwise: WorkerInfo) -> dict[WorkerInfo, Part]:
+    def parts(self, number: int, otherwise: WorkerInfo) -> dict[WorkerInfo, GroupPart]:
         """By worker, in the order of the parameters. A group without any is on the worker ``otherwise``."""
-        found: dict[WorkerInfo, Part] = {}
+        found: dict[WorkerInfo, GroupPart] = {}
         for place, param in enumerate(self.params):
             part = found.setdefault(param.owner(), self._part(number))
             part.params.append(param)
@@ -42,8 +42,8 @@ class Group(NamedTuple):
                 part.names.append(self.names[place])
         return found or {otherwise: self._part(number)}
 
-    def _part(self, number: int) -> Part:
-        return Part(number, [], None if self.names is None else [], self.entries)
+    def _part(self, number: int) -> GroupPart:
+        return GroupPart(number, [], None if self.names is None else [], self.entries)
 
 
 def groups_from(params_rref: Any) -> tuple[list[Group], bool]:

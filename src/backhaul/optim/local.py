@@ -16,7 +16,7 @@ from backhaul.errors import MisuseError, OptionError
 from backhaul.optim import gradients, steps
 from backhaul.optim.claims import claims
 from backhaul.optim.entries import Change, Entries, apply, change, copied, entries_of
-from backhaul.optim.groups import Part
+from backhaul.optim.groups import GroupPart
 from backhaul.refs.rref import RRef
 
 Changes = dict[int, Change]
@@ -54,7 +54,12 @@ class LocalOptimizer:
     """
 
     def __init__(
-        self, make: Callable[..., Any], parts: Sequence[Part], as_groups: bool, args: Sequence[Any], kwargs: Entries
+        self,
+        make: Callable[..., Any],
+        parts: Sequence[GroupPart],
+        as_groups: bool,
+        args: Sequence[Any],
+        kwargs: Entries,
     ) -> None:
         self.id = secrets.randbits(_ID_BITS)
         """Who holds a reference to it can call it by this: a reference in every step would cost as much as the step."""
@@ -75,7 +80,7 @@ class LocalOptimizer:
         self._given = {part.number: entries_of(part.entries) for part in parts}
         self._known = self.entries()
 
-    def _checked(self, part: Part) -> list[torch.Tensor]:
+    def _checked(self, part: GroupPart) -> list[torch.Tensor]:
         params: list[torch.Tensor] = []
         seen = set(map(id, self.params))
         for rref in part.params:
@@ -205,7 +210,7 @@ class LocalOptimizer:
                 gradients.replace(self.params, found, context_id)
             return worst
 
-    def add(self, part: Part) -> Entries:
+    def add(self, part: GroupPart) -> Entries:
         """Add a group; one of the same number that is there goes first. Returns its entries."""
         self.remove(part.number)
         params = self._checked(part)
@@ -272,7 +277,7 @@ class LocalOptimizer:
             return copied(self._known)  # type: ignore[no-any-return]
 
 
-def _as_group(part: Part, params: list[torch.Tensor]) -> dict[str, Any]:
+def _as_group(part: GroupPart, params: list[torch.Tensor]) -> dict[str, Any]:
     given = params if part.names is None else list(zip(part.names, params, strict=True))
     return {**copied(part.entries), "params": given}
 
@@ -280,7 +285,7 @@ def _as_group(part: Part, params: list[torch.Tensor]) -> dict[str, Any]:
 Made = tuple[RRef[LocalOptimizer], Entries, dict[int, Entries], int]
 
 
-def make(optimizer_class: Any, parts: list[Part], as_groups: bool, args: list[Any], kwargs: Entries) -> Made:
+def make(optimizer_class: Any, parts: list[GroupPart], as_groups: bool, args: list[Any], kwargs: Entries) -> Made:
     """Make one here: a reference to it, its defaults, the entries of its groups by their numbers, and its id."""
     local = LocalOptimizer(optimizer_class, parts, as_groups, args, kwargs)
     return RRef(local), local.defaults(), local.entries(), local.id
@@ -305,7 +310,7 @@ def unscale(local: RRef[LocalOptimizer], context_id: int | None, factor: torch.T
     return local.local_value().unscale(context_id, factor)
 
 
-def add(local: RRef[LocalOptimizer], part: Part) -> Entries:
+def add(local: RRef[LocalOptimizer], part: GroupPart) -> Entries:
     return local.local_value().add(part)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from backhaul import current
+from backhaul import current_worker
 from backhaul.eager import eager
 from backhaul.errors import MisuseError, NotInitializedError, UnsendableError
 from backhaul.ids import RefId, WorkerInfo
@@ -32,7 +32,7 @@ class RRef(Generic[T]):
     __slots__ = ("__weakref__", "_ref", "_references", "_type_hint")
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
-        worker = current.worker_or_none()
+        worker = current_worker.get_or_none()
         if worker is None:
             raise NotInitializedError(
                 "Current RPC agent is not set! Did you initialize the RPC framework? Call init_rpc before RRef(value)"
@@ -123,7 +123,7 @@ class RRef(Generic[T]):
         With the id of a context it is a distributed one: see `backhaul.autograd.backward`. Without, it is local to
         the owner, as ``value.backward()`` there.
         """
-        current.worker().autograd.backward_of(self, dist_autograd_ctx_id, retain_graph)
+        current_worker.get().autograd.backward_of(self, dist_autograd_ctx_id, retain_graph)
 
     def _get_type(self, timeout: float = DEFAULT_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value; a future of it unless ``blocking``."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from backhaul import current
+from backhaul import current_worker
 from backhaul.agent.execution import ASYNC_MARK, follow
 from backhaul.agent.future import Future
 from backhaul.remote_profile.profilers import Listener, Options
@@ -111,7 +111,7 @@ def _execute(listener: Listener, function: Any, args: Any, kwargs: Any) -> tuple
     special = getattr(function, RECORDED, None)
     if special is not None:
         return special(listener, *args), True
-    execution = current.worker().agent.execution
+    execution = current_worker.get().agent.execution
     found: tuple[Any, bool] = execution.invoke(contextvars.copy_context(), recorded(listener, function), args, kwargs)
     return found
 
@@ -147,13 +147,13 @@ class _Steps:
 def _sendable(value: Any) -> Any:
     """The value, if it can travel. Otherwise raises an error that names it alone, and not the report beside it."""
     if type(value) not in _SENDABLE:
-        current.worker().codec.pack(value)
+        current_worker.get().codec.pack(value)
     return value
 
 
 def _report(listener: Listener) -> Report | None:
     """The report; None if something is wrong with it."""
-    return _try(lambda: listener.report(current.worker().info))
+    return _try(lambda: listener.report(current_worker.get().info))
 
 
 def _try(step: Callable[[], T]) -> T | None:

@@ -21,12 +21,12 @@ def why_stuck(seconds: float = 2.0) -> Stuck:
     ``seconds`` to answer; one that does not is named. Raises `NotInitializedError` outside of a worker, `MisuseError`
     in a federation, whose members do not show each other what they do.
     """
-    from backhaul import current
+    from backhaul import current_worker
     from backhaul.errors import MisuseError
     from backhaul.seeing.asking import ask_from_inside
     from backhaul.seeing.stuck import explain
 
-    agent = current.worker().agent
+    agent = current_worker.get().agent
     if agent.options.trust != "cluster":
         raise MisuseError("the members of a federation do not show each other what their threads do")
     return explain(ask_from_inside(agent, ("threads", "snapshot"), seconds))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from backhaul import current as _current
+from backhaul import current_worker as _current_worker
 from backhaul.errors import BackhaulError, NotInitializedError
 from backhaul.ids import WorkerInfo
 from backhaul.worker import Worker, set_process_worker
@@ -135,7 +135,7 @@ def adopt(agent: TensorPipeAgent) -> None:
 def get_current() -> RpcAgent:
     if _other is not None:
         return _other
-    worker = _current.worker_or_none()
+    worker = _current_worker.get_or_none()
     if worker is None or worker.closed:
         raise NotInitializedError("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
     found = _agents.get(worker)
@@ -149,7 +149,7 @@ def get_current() -> RpcAgent:
 def is_set() -> bool:
     if _other is not None:
         return True
-    worker = _current.worker_or_none()
+    worker = _current_worker.get_or_none()
     return worker is not None and not worker.closed and not worker.forked
 
 

@@ -1,7 +1,7 @@
-"""Shares: what one worker has of the objects, and what it does with it when a checkpoint is saved or loaded.
+"""Portions: what one worker has of the objects, and what it does with it when a checkpoint is saved or loaded.
 
-All of it runs where the share is, called by name. A load has two steps, so that all workers have read and checked what
-they need before any of them changes anything: `prepare` leaves a `Reading` there, and `apply` uses it.
+All of it runs on the worker that has the portion, called by name. A load has two steps, so that all workers have read
+and checked what they need before any of them changes anything: `prepare` leaves a `Reading` there, and `apply` uses it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from backhaul import current
+from backhaul import current_worker
 from backhaul.checkpoint import files
 from backhaul.checkpoint.index import Entry
 from backhaul.checkpoint.parts import Metadata, Part, described, here, load_state, metadata_below, state_of
@@ -78,7 +78,7 @@ class OptimizerPart(NamedTuple):
         return self.holder.load_state_dict(copy.deepcopy(whole))
 
 
-class Share(NamedTuple):
+class Portion(NamedTuple):
     """What one worker has of the objects."""
 
     parts: list[Part]
@@ -90,7 +90,7 @@ class Share(NamedTuple):
 
 
 class Looks(NamedTuple):
-    """What the index says of a share: by part, by optimizer part and its parameters."""
+    """What the index says of a portion: by part, by optimizer part and its parameters."""
 
     parts: list[dict[str, Entry]]
     optimizers: list[list[Entry]]
@@ -102,7 +102,7 @@ class Looks(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What a worker says of its share when it is saved. The entries have a file where there is something in it."""
+    """What a worker says of its portion when it is saved. The entries have a file where there is something in it."""
 
     looks: Looks
     metadata: list[Metadata]
@@ -111,41 +111,41 @@ class Account(NamedTuple):
     """By optimizer part."""
 
 
-def look(share: Share) -> Looks:
-    """What the share looks like, to be compared with an index."""
-    found = [state_of(part)[0] for part in share.parts]
+def look(portion: Portion) -> Looks:
+    """What the portion looks like, to be compared with an index."""
+    found = [state_of(part)[0] for part in portion.parts]
     return Looks(
         [{key: described(value) for key, value in values.items()} for values in found],
-        [optimizer.shapes() for optimizer in share.optimizers],
+        [optimizer.shapes() for optimizer in portion.optimizers],
     )
 
 
-def collect(name: str, share: Share) -> tuple[Content, Account]:
-    """What has to be saved of the share to the file of that name, with tensors that can travel."""
-    content, account = _content(name, share)
+def collect(name: str, portion: Portion) -> tuple[Content, Account]:
+    """What has to be saved of the portion to the file of that name, with tensors that can travel."""
+    content, account = _content(name, portion)
     return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), content), account
 
 
-def write(directory: str, name: str, share: Share) -> tuple[int, Account]:
-    """Save the share to a new file in a directory that the caller has made; returns the size of the file, too."""
+def write(directory: str, name: str, portion: Portion) -> tuple[int, Account]:
+    """Save the portion to a new file in a directory that the caller has made; returns the size of the file, too."""
     if not os.path.isdir(directory):
         raise MisuseError(
             f"worker {here().name!r} does not see the directory {directory!r} to which the caller saves: save to a "
             "file system that all workers share, or with gather=True"
         )
-    content, account = _content(name, share)
+    content, account = _content(name, portion)
     return files.write(directory, name, content), account
 
 
-def _content(name: str, share: Share) -> tuple[Content, Account]:
+def _content(name: str, portion: Portion) -> tuple[Content, Account]:
     content: Content = {}
     account = Account(Looks([], []), [], [])
-    for part in share.parts:
+    for part in portion.parts:
         values, metadata = state_of(part)
         content.setdefault(part.name, {}).update(values)
         account.looks.parts.append({key: described(value, name) for key, value in values.items()})
         account.metadata.append(metadata)
-    for optimizer in share.optimizers:
+    for optimizer in portion.optimizers:
         states, common = optimizer.state()
         content.setdefault(optimizer.name, {}).update(states)
         account.looks.optimizers.append(
@@ -159,15 +159,15 @@ def _content(name: str, share: Share) -> tuple[Content, Account]:
 
 
 class Reading:
-    """What a share will become. Lives where the share is, between the two steps of a load."""
+    """What a portion will become. Lives where the share is, between the two steps of a load."""
 
-    def __init__(self, share: Share, wanted: Looks, metadata: list[Metadata], common: list[Common]) -> None:
-        self._share = share
+    def __init__(self, portion: Portion, wanted: Looks, metadata: list[Metadata], common: list[Common]) -> None:
+        self._share = portion
         self._wanted = wanted
         self._metadata = metadata
         self._common = common
-        self._parts: list[dict[Any, Any]] = [{} for _ in share.parts]
-        self._optimizers: list[dict[Any, Any]] = [{} for _ in share.optimizers]
+        self._parts: list[dict[Any, Any]] = [{} for _ in portion.parts]
+        self._optimizers: list[dict[Any, Any]] = [{} for _ in portion.optimizers]
 
     def take(self, file: str, content: Mapping[str, Any]) -> None:
         """Pick what is wanted out of the content of a file."""
@@ -176,7 +176,7 @@ class Reading:
             into.update(values)
 
     def apply(self) -> dict[str, Any]:
-        """Change the share. Returns what the optimizers gave."""
+        """Change the portion. Returns what the optimizers gave."""
         for part, values, metadata in zip(self._share.parts, self._parts, self._metadata, strict=True):
             # What is no tensor is not copied by the module: it must not hold on to the file.
             kept = {key: copy.deepcopy(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
@@ -187,8 +187,8 @@ class Reading:
         }
 
 
-def carry(old: Share, new: Share) -> None:
-    """Give a share what another one of the same objects has, in this process."""
+def carry(old: Portion, new: Portion) -> None:
+    """Give a portion what another one of the same objects has, in this process."""
     content, account = _content(_HERE, old)
     metadata = [metadata_below(part, each) for part, each in zip(old.parts, account.metadata, strict=True)]
     reading = Reading(new, account.looks, metadata, account.common)
@@ -196,12 +196,12 @@ def carry(old: Share, new: Share) -> None:
     reading.apply()
 
 
-def picked(file: str, content: Mapping[str, Any], share: Share, wanted: Looks) -> list[dict[Any, Any]]:
-    """What the parts of a share, and then its optimizer parts, want out of the content of a file."""
+def picked(file: str, content: Mapping[str, Any], portion: Portion, wanted: Looks) -> list[dict[Any, Any]]:
+    """What the parts of a portion, and then its optimizer parts, want out of the content of a file."""
     found = []
-    for part, entries in zip(share.parts, wanted.parts, strict=True):
+    for part, entries in zip(portion.parts, wanted.parts, strict=True):
         found.append(pick(file, content, part.name, entries, tensors=True))
-    for optimizer, states in zip(share.optimizers, wanted.optimizers, strict=True):
+    for optimizer, states in zip(portion.optimizers, wanted.optimizers, strict=True):
         numbered = dict(zip(optimizer.indices, states, strict=True))
         found.append(pick(file, content, optimizer.name, numbered, tensors=False))
     return found
@@ -231,16 +231,16 @@ def pick(
 def prepare(
     directory: str,
     sizes: Mapping[str, int],
-    share: Share,
+    portion: Portion,
     wanted: Looks,
     metadata: list[Metadata],
     common: list[Common],
 ) -> tuple[Any, dict[str, str]]:
-    """Read what the share will become. Returns a `Reading`, and the files that are not seen here, and why.
+    """Read what the portion will become. Returns a `Reading`, and the files that are not seen here, and why.
 
     The reading is a reference to one if there is anybody to send it to.
     """
-    reading = Reading(share, wanted, metadata, common)
+    reading = Reading(portion, wanted, metadata, common)
     unseen: dict[str, str] = {}
     for file in wanted.files():
         try:
@@ -249,7 +249,7 @@ def prepare(
             unseen[file] = f"{type(error).__name__}: {error}"
         else:
             reading.take(file, content)
-    return reading if current.worker_or_none() is None else RRef(reading), unseen
+    return reading if current_worker.get_or_none() is None else RRef(reading), unseen
 
 
 def supply(reading: Any, file: str, content: Content) -> None:

@@ -1,4 +1,4 @@
-"""Part: what of a pass is one worker's, and when it can be run. A pure state machine.
+"""Schedule: what a worker can run of a pass, and when. A pure state machine.
 
 Any Send of the context may turn out to take part: these are the *candidates*. The gradients of all tensors of a
 message that take part come together. So if gradients are here for each message that a component has candidates of, it
@@ -29,7 +29,7 @@ class Source(msgspec.Struct, frozen=True, eq=False):
     message: int
 
 
-class Part:
+class Schedule:
     """Not thread-safe. ``sources`` are the candidates."""
 
     def __init__(self, sources: Mapping[int, Source]) -> None:

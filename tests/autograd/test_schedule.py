@@ -1,4 +1,4 @@
-"""Part: when what can be run, over tables of events; and against a model with random graphs."""
+"""Schedule: when what can be run, over tables of events; and against a model with random graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backhaul.autograd.functions import ID_BITS, ROOT
 from backhaul.autograd.graph import Component, Node
-from backhaul.autograd.part import Part, Source
+from backhaul.autograd.schedule import Schedule, Source
 
 THEIRS = PEER.id << ID_BITS
 """The first id that the peer gives out."""
@@ -33,13 +33,13 @@ def roots(*tensors: Tensor) -> dict[int, Source]:
     return {ROOT: Source(rooted(*tensors), ROOT)}
 
 
-def come(part: Part, candidates: Mapping[int, Source], *sources: int) -> list[list[int]]:
+def come(schedule: Schedule, candidates: Mapping[int, Source], *sources: int) -> list[list[int]]:
     """The gradients of these come: the sources of what can be run."""
-    return [component.sources for component in part.arrive(sources, candidates.__getitem__)]
+    return [component.sources for component in schedule.arrive(sources, candidates.__getitem__)]
 
 
-def resolved(part: Part) -> list[list[int]]:
-    return sorted(component.sources for component in part.resolve())
+def resolved(schedule: Schedule) -> list[list[int]]:
+    return sorted(component.sources for component in schedule.resolve())
 
 
 @pytest.fixture
@@ -50,86 +50,86 @@ def common() -> Tensor:
 
 def test_one_candidate_is_run_as_its_gradients_come() -> None:
     sources = one(50, leaf() * 2)
-    part = Part(sources)
-    assert come(part, sources, 50) == [[50]]
-    assert not part.must_resolve
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 50) == [[50]]
+    assert not schedule.must_resolve
 
 
 def test_candidates_apart_are_run_as_their_gradients_come() -> None:
     x = leaf()
     sources = {**one(50, x * 2), **one(60, x * 3), **roots(x * 4)}
-    part = Part(sources)
-    assert come(part, sources, 60) == [[60]]
-    assert come(part, sources, ROOT) == [[ROOT]]
-    assert come(part, sources, 50) == [[50]]
-    assert not part.must_resolve
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 60) == [[60]]
+    assert come(schedule, sources, ROOT) == [[ROOT]]
+    assert come(schedule, sources, 50) == [[50]]
+    assert not schedule.must_resolve
 
 
 def test_one_message_is_one_run(common: Tensor) -> None:
     """If its tensors depend on something in common, and if they do not."""
     sources = {**message(50, common, common * 2), **message(60, leaf(), leaf() * 2, leaf())}
-    part = Part(sources)
-    assert come(part, sources, 50, 51) == [[51, 50]]
-    assert come(part, sources, 60, 61, 62) == [[62, 61, 60]]
-    assert not part.must_resolve
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 50, 51) == [[51, 50]]
+    assert come(schedule, sources, 60, 61, 62) == [[62, 61, 60]]
+    assert not schedule.must_resolve
 
 
 def test_tensors_of_a_message_that_get_no_gradient_are_not_run(common: Tensor) -> None:
     x = common * 2
     sources = message(50, common, x, leaf(), common * 3)
-    part = Part(sources)
-    (component,) = part.arrive((51, 53), sources.__getitem__)
+    schedule = Schedule(sources)
+    (component,) = schedule.arrive((51, 53), sources.__getitem__)
     assert component.sources == [53, 51]
     assert sources[50].node not in component.nodes
-    assert not part.must_resolve
+    assert not schedule.must_resolve
 
 
 def test_without_them_what_is_left_may_fall_apart() -> None:
     """And is one run all the same."""
     x, y = leaf() * 2, leaf() * 2
     sources = message(50, x, x * y, y)
-    part = Part(sources)
-    assert come(part, sources, 50, 52) == [[52, 50]]
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 50, 52) == [[52, 50]]
 
 
 def test_without_candidates_nothing_happens_before_one_comes() -> None:
-    part = Part({})
-    assert part.take_part([3]) == {}
-    assert part.resolve() == []
-    assert come(part, one(50, leaf()), 50) == [[50]]
+    schedule = Schedule({})
+    assert schedule.take_part([3]) == {}
+    assert schedule.resolve() == []
+    assert come(schedule, one(50, leaf()), 50) == [[50]]
 
 
 def test_candidates_of_several_messages_must_be_resolved_first(common: Tensor) -> None:
     sources = {**one(50, common), **one(60, common)}
-    part = Part(sources)
-    assert come(part, sources, 60) == []
-    assert part.must_resolve
-    part.take_part([50, 60])
-    (component,) = part.resolve()
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 60) == []
+    assert schedule.must_resolve
+    schedule.take_part([50, 60])
+    (component,) = schedule.resolve()
     assert component.sources == [60, 50]
-    assert part.waits(component)
+    assert schedule.waits(component)
     # Its run is going on, and waits for this itself.
-    assert come(part, sources, 50) == []
-    assert not part.waits(component)
+    assert come(schedule, sources, 50) == []
+    assert not schedule.waits(component)
 
 
 def test_candidates_that_have_all_come_need_not_be_resolved(common: Tensor) -> None:
     """Also if the pass is about to be; and without those of their messages that get no gradient."""
     sources = {**message(50, common, common * 2), **message(60, common * 3, common * 4, leaf())}
-    part = Part(sources)
-    assert come(part, sources, 61, 62) == [[62]]
-    assert part.must_resolve
-    assert come(part, sources, 50) == [[61, 50]]
-    part.take_part([50, 61, 62])
-    assert resolved(part) == []
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 61, 62) == [[62]]
+    assert schedule.must_resolve
+    assert come(schedule, sources, 50) == [[61, 50]]
+    schedule.take_part([50, 61, 62])
+    assert resolved(schedule) == []
 
 
 def test_several_messages_may_come_at_once(common: Tensor) -> None:
     """They are one run."""
     sources = {**one(50, common), **one(60, common), **one(70, leaf())}
-    part = Part(sources)
-    assert come(part, sources, 50, 60, 70) == [[70, 60, 50]]
-    assert not part.must_resolve
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 50, 60, 70) == [[70, 60, 50]]
+    assert not schedule.must_resolve
 
 
 def deep(count: int) -> Tensor:
@@ -142,175 +142,175 @@ def deep(count: int) -> Tensor:
 def test_large_components_are_runs_of_their_own() -> None:
     """They may be run side by side; small ones are put together."""
     sources = message(50, deep(100), leaf(), deep(80), leaf() * 2)
-    part = Part(sources)
-    assert sorted(come(part, sources, 50, 51, 52, 53)) == [[50], [52], [53, 51]]
+    schedule = Schedule(sources)
+    assert sorted(come(schedule, sources, 50, 51, 52, 53)) == [[50], [52], [53, 51]]
     sources = message(50, deep(100), leaf(), deep(80))
-    assert sorted(come(Part(sources), sources, 50, 51, 52)) == [[50], [51], [52]]
+    assert sorted(come(Schedule(sources), sources, 50, 51, 52)) == [[50], [51], [52]]
 
 
 def test_a_run_begins_when_its_first_source_is_here(common: Tensor) -> None:
     sources = {**one(50, common), **one(60, common)}
-    part = Part(sources)
-    assert come(part, sources, 50) == []
-    part.take_part([50, 60])
-    assert resolved(part) == []
-    assert come(part, sources, 60) == [[60, 50]]
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 50) == []
+    schedule.take_part([50, 60])
+    assert resolved(schedule) == []
+    assert come(schedule, sources, 60) == [[60, 50]]
 
 
 def test_the_roots_are_the_first_source(common: Tensor) -> None:
     sources = {**one(50, common), **roots(common * 2, *received(1000))}
-    part = Part(sources)
-    assert come(part, sources, ROOT) == []
-    assert part.must_resolve
-    part.take_part([ROOT, 50])
-    assert resolved(part) == [[ROOT, 50]]
+    schedule = Schedule(sources)
+    assert come(schedule, sources, ROOT) == []
+    assert schedule.must_resolve
+    schedule.take_part([ROOT, 50])
+    assert resolved(schedule) == [[ROOT, 50]]
 
 
 def test_a_candidate_that_takes_no_part_is_not_waited_for(common: Tensor) -> None:
     sources = {**one(50, common), **one(60, common), **one(70, common)}
-    part = Part(sources)
-    assert come(part, sources, 50) == []
-    part.take_part([50, 60])
-    assert resolved(part) == []
-    assert come(part, sources, 60) == [[60, 50]]
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 50) == []
+    schedule.take_part([50, 60])
+    assert resolved(schedule) == []
+    assert come(schedule, sources, 60) == [[60, 50]]
 
 
 def test_without_it_components_may_fall_apart_too() -> None:
     x, y = leaf() * 2, leaf() * 2
     sources = {**one(50, x), **one(60, y), **one(70, x * y)}
-    part = Part(sources)
-    assert come(part, sources, 50) == []
-    part.take_part([50, 60])
-    assert resolved(part) == [[50]]
-    assert come(part, sources, 60) == [[60]]
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 50) == []
+    schedule.take_part([50, 60])
+    assert resolved(schedule) == [[50]]
+    assert come(schedule, sources, 60) == [[60]]
 
 
 def test_a_message_of_which_one_tensor_waits_for_others(common: Tensor) -> None:
     """What has no gates is run now, and not together with what has."""
     sources = {**one(40, common), **message(50, common * 2, leaf()), **message(60, leaf(), leaf())}
-    part = Part(sources)
-    assert come(part, sources, 50, 51) == [[51]]
-    assert part.must_resolve
-    part.take_part([40, 50, 51])
-    assert resolved(part) == [[50, 40]]
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 50, 51) == [[51]]
+    assert schedule.must_resolve
+    schedule.take_part([40, 50, 51])
+    assert resolved(schedule) == [[50, 40]]
     # What is apart is run together also afterwards.
-    assert sorted(itertools.chain(*come(part, sources, 60, 61))) == [60, 61]
+    assert sorted(itertools.chain(*come(schedule, sources, 60, 61))) == [60, 61]
 
 
 def test_runs_that_wait_are_not_put_together(common: Tensor) -> None:
     """A gate of one would hold up the other."""
     other = torch.sin(leaf())
     sources = {**one(40, common), **one(41, other), **message(50, common * 2, other * 2)}
-    part = Part(sources)
-    part.take_part(list(sources))
-    assert resolved(part) == []
-    assert sorted(come(part, sources, 50, 51)) == [[50, 40], [51, 41]]
+    schedule = Schedule(sources)
+    schedule.take_part(list(sources))
+    assert resolved(schedule) == []
+    assert sorted(come(schedule, sources, 50, 51)) == [[50, 40], [51, 41]]
 
 
 def test_what_has_come_takes_part(common: Tensor) -> None:
     """Even if the message that says so is still on its way."""
     sources = {**one(50, common), **one(60, common)}
-    part = Part(sources)
-    come(part, sources, 60)
-    assert resolved(part) == [[60]]
+    schedule = Schedule(sources)
+    come(schedule, sources, 60)
+    assert resolved(schedule) == [[60]]
 
 
 def test_what_has_been_run_is_not_run_again_when_the_pass_is_resolved(common: Tensor) -> None:
     sources = {**one(40, leaf()), **one(50, common), **one(60, common)}
-    part = Part(sources)
-    assert come(part, sources, 40) == [[40]]
-    come(part, sources, 60)
-    part.take_part([40, 50, 60])
-    assert resolved(part) == [[60, 50]]
-    assert come(part, sources, 40) == []
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 40) == [[40]]
+    come(schedule, sources, 60)
+    schedule.take_part([40, 50, 60])
+    assert resolved(schedule) == [[60, 50]]
+    assert come(schedule, sources, 40) == []
 
 
 def test_a_candidate_that_comes_though_it_was_not_to_is_run_alone(common: Tensor) -> None:
     sources = {**one(50, common), **one(60, common)}
-    part = Part(sources)
-    come(part, sources, 60)
-    part.take_part([60])
-    assert resolved(part) == [[60]]
-    assert come(part, sources, 50) == [[50]]
+    schedule = Schedule(sources)
+    come(schedule, sources, 60)
+    schedule.take_part([60])
+    assert resolved(schedule) == [[60]]
+    assert come(schedule, sources, 50) == [[50]]
 
 
 def test_a_source_that_was_recorded_since_is_run_alone(common: Tensor) -> None:
-    part = Part(one(50, common))
+    schedule = Schedule(one(50, common))
     late = one(90, common)
-    (component,) = part.arrive(late, late.__getitem__)
+    (component,) = schedule.arrive(late, late.__getitem__)
     assert component.sources == [90]
     assert len(component.leaves) == 1
 
 
 def test_a_source_is_run_once() -> None:
     sources = one(50, leaf())
-    part = Part(sources)
-    assert come(part, sources, 50) == [[50]]
-    assert come(part, sources, 50) == []
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 50) == [[50]]
+    assert come(schedule, sources, 50) == []
 
 
 def test_taking_part_finds_outputs_once() -> None:
     (x, z), (y,) = received(1000, 2), received(1001)
-    part = Part({**one(50, x), **message(60, x * y, z), **roots(leaf() * 2)})
-    assert part.take_part([ROOT]) == {}
-    assert part.take_part([50, 50]) == {recv_of(x): [0]}
-    assert part.take_part([50]) == {}
-    assert part.take_part([60, 77]) == {recv_of(y): [0]}
-    assert part.take_part([61]) == {recv_of(x): [1]}
+    schedule = Schedule({**one(50, x), **message(60, x * y, z), **roots(leaf() * 2)})
+    assert schedule.take_part([ROOT]) == {}
+    assert schedule.take_part([50, 50]) == {recv_of(x): [0]}
+    assert schedule.take_part([50]) == {}
+    assert schedule.take_part([60, 77]) == {recv_of(y): [0]}
+    assert schedule.take_part([61]) == {recv_of(x): [1]}
 
 
 def test_what_the_roots_depend_on_may_be_known_already(common: Tensor) -> None:
     """The messages have told: nobody has to be asked."""
     (x,) = received(THEIRS, reach=((50, 3 << ID_BITS),))
     sources = {**one(50, common), **one(60, common), **roots(common * x)}
-    part = Part(sources)
-    (component,) = part.arrive([ROOT], sources.__getitem__)
+    schedule = Schedule(sources)
+    (component,) = schedule.arrive([ROOT], sources.__getitem__)
     assert component.sources == [ROOT, 50]
-    assert part.waits(component)
-    assert not part.must_resolve
-    assert come(part, sources, 50) == []
+    assert schedule.waits(component)
+    assert not schedule.must_resolve
+    assert come(schedule, sources, 50) == []
 
 
 @pytest.mark.parametrize("tensors", [(), received(THEIRS, reach=()), received(THEIRS, 2, ((), (50,)))[:1]])
 def test_roots_that_depend_on_no_candidate_are_run_alone(common: Tensor, tensors: Sequence[Tensor]) -> None:
     sources = {**one(50, common), **roots(common * 2, *tensors)}
-    part = Part(sources)
-    assert come(part, sources, ROOT) == [[ROOT]]
-    assert not part.must_resolve
+    schedule = Schedule(sources)
+    assert come(schedule, sources, ROOT) == [[ROOT]]
+    assert not schedule.must_resolve
 
 
 def test_what_is_known_of_one_message_does_not_help_if_another_has_not_told(common: Tensor) -> None:
     (x,), (y,) = received(THEIRS, reach=((50,),)), received(THEIRS + 1)
     sources = {**one(50, common), **roots(common * x * y)}
-    part = Part(sources)
-    assert come(part, sources, ROOT) == []
-    assert part.must_resolve
+    schedule = Schedule(sources)
+    assert come(schedule, sources, ROOT) == []
+    assert schedule.must_resolve
 
 
 def test_a_source_that_is_no_candidate_any_more_is_asked_about(common: Tensor) -> None:
     (x,) = received(THEIRS, reach=((40, 50),))
     sources = {**one(50, common), **roots(common * x)}
-    part = Part(sources)
-    assert come(part, sources, ROOT) == []
-    assert part.must_resolve
+    schedule = Schedule(sources)
+    assert come(schedule, sources, ROOT) == []
+    assert schedule.must_resolve
 
 
 def test_a_worker_that_did_not_start_the_pass_has_to_ask(common: Tensor) -> None:
     (x,) = received(THEIRS, reach=())
     sources = {**one(50, common), **one(60, common * x)}
-    part = Part(sources)
-    assert come(part, sources, 60) == []
-    assert part.must_resolve
+    schedule = Schedule(sources)
+    assert come(schedule, sources, 60) == []
+    assert schedule.must_resolve
 
 
 def test_others_may_have_the_pass_resolved_all_the_same(common: Tensor) -> None:
     """What the starter has foreseen is not taken for what has been told on the way."""
     (x,) = received(THEIRS, reach=((50,),))
     sources = {**one(50, common), **roots(common * x)}
-    part = Part(sources)
-    assert come(part, sources, ROOT) == [[ROOT, 50]]
-    assert part.take_part([ROOT]) == {recv_of(x): [0]}
-    assert part.take_part([50]) == {}
+    schedule = Schedule(sources)
+    assert come(schedule, sources, ROOT) == [[ROOT, 50]]
+    assert schedule.take_part([ROOT]) == {recv_of(x): [0]}
+    assert schedule.take_part([50]) == {}
 
 
 class Model:
@@ -340,8 +340,8 @@ class Model:
             if self.resolved or group <= self.arrived:
                 found |= self._begin(group)
             elif {self.sources[source].message for source in group} <= self.messages:
-                for part in self._group([source for source in group if source in self.arrived]):
-                    found |= self._begin(part)
+                for schedule in self._group([source for source in group if source in self.arrived]):
+                    found |= self._begin(schedule)
             else:
                 self.must_resolve = True
         return found
@@ -386,7 +386,7 @@ def test_random_graphs_in_random_orders(seed: int) -> None:
         sources = Graph(1000 * seed + number).sources
         taking_part = [source for source in sources if draw.random() < 0.7] or list(sources)[:1]
         model = Model(sources)
-        part = Part(sources)
+        schedule = Schedule(sources)
         told = list(taking_part)
         batches: dict[int, list[int]] = {}
         for source in taking_part:
@@ -402,19 +402,19 @@ def test_random_graphs_in_random_orders(seed: int) -> None:
             if told and draw.random() < 0.5:
                 source = told.pop()
                 model.takes_part.add(source)
-                for node, places in part.take_part([source]).items():
+                for node, places in schedule.take_part([source]).items():
                     found.setdefault(node, set()).update(places)
                 if not model.resolved:
                     assert found == outputs(met(sources[each].node for each in model.takes_part))
             elif model.must_resolve and not model.resolved and not told and draw.random() < 0.5:
-                started = part.resolve()
+                started = schedule.resolve()
                 follows(started, model.resolve(), model)
                 run += itertools.chain.from_iterable(component.sources for component in started)
             elif coming:
                 batch = coming.pop()
-                started = part.arrive(batch, sources.__getitem__)
+                started = schedule.arrive(batch, sources.__getitem__)
                 follows(started, model.arrive(batch), model)
-                assert part.must_resolve == model.must_resolve
+                assert schedule.must_resolve == model.must_resolve
                 run += itertools.chain.from_iterable(component.sources for component in started)
         # Everything that takes part is run once, and nothing else is.
         assert sorted(run) == sorted(taking_part)

@@ -1,25 +1,28 @@
 """The current worker: a context variable that falls back to the process's own worker.
 
-The threads of a worker set the variable to it, so that one process can host many. This module
-is at the bottom, so that every layer can ask; `backhaul.worker` has the typed functions.
+The threads of a worker set the variable to it, so that one process can host many workers. This module is at the bottom,
+so that every layer can ask. It knows the type of a worker, which is at the top, by name only.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING
 
 from backhaul.errors import NotInitializedError
 
-variable: ContextVar[Any] = ContextVar("backhaul_worker", default=None)
-process_worker: Any = None
+if TYPE_CHECKING:
+    from backhaul.worker import Worker
+
+variable: ContextVar[Worker | None] = ContextVar("backhaul_worker", default=None)
+process_worker: Worker | None = None
 
 
-def worker_or_none() -> Any:
+def get_or_none() -> Worker | None:
     return variable.get() or process_worker
 
 
-def worker() -> Any:
+def get() -> Worker:
     """The current worker. Raises `NotInitializedError` if there is none."""
     found = variable.get() or process_worker
     if found is None:
@@ -27,7 +30,7 @@ def worker() -> Any:
     return found
 
 
-def set_process_worker(worker: Any) -> None:
+def set_process_worker(worker: Worker | None) -> None:
     """Make it the worker that this process falls back to."""
     global process_worker
     process_worker = worker

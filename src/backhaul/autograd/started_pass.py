@@ -1,4 +1,4 @@
-"""Running: a pass, at the worker that started it."""
+"""A pass at the worker that started it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from backhaul.agent.listening import Listener
 from backhaul.autograd.completion import Ledger
 from backhaul.autograd.functions import ROOT, rank_of
 from backhaul.autograd.graph import Component
-from backhaul.autograd.share import Share
+from backhaul.autograd.local_pass import LocalPass
 
 
-class Running:
+class StartedPass:
     """What the starter of a pass knows of it. Thread-safe."""
 
-    def __init__(self, share: Share, *, strict: bool = False) -> None:
+    def __init__(self, local: LocalPass, *, strict: bool = False) -> None:
         """``strict``: the others may lie. See `completion.Ledger`."""
-        self.share = share
+        self.local = local
         self._strict = strict
         self._lock = threading.Lock()
         # Guarded by _lock:
@@ -67,7 +67,7 @@ class Running:
 
     def describe(self) -> Description:
         """What the thread of `backward` waits for."""
-        backward = self.share.backward
+        backward = self.local.backward
         return {"kind": "pass", "context": backward.context, "backward": backward.id, "ranks": self.busy}
 
     def give(self, component: Component) -> None:

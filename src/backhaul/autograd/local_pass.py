@@ -1,4 +1,4 @@
-"""Share: one worker's share of one pass, with the threads that wait in it. Drives `part`."""
+"""A pass at one worker: the gradients that have arrived, and the threads that wait for others. Drives `schedule`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from backhaul.autograd.checking import Box, Charges
 from backhaul.autograd.contexts import Record
 from backhaul.autograd.functions import ROOT, Recv, nothing_on, passes_on, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
-from backhaul.autograd.part import Part, Source
+from backhaul.autograd.schedule import Schedule, Source
 from backhaul.devices.streams import use
 from backhaul.errors import ContextError, RpcTimeoutError, fresh, kept
 from backhaul.ids import WorkerInfo
@@ -49,8 +49,8 @@ def _here(gradients: Gradients, agent: Agent) -> Gradients:
     return gradients
 
 
-class Share:
-    """Thread-safe."""
+class LocalPass:
+    """What one worker has to do in a pass. Thread-safe."""
 
     def __init__(
         self, backward: Pass, record: Record, root: torch.Tensor | None = None, charges: Charges | None = None
@@ -70,7 +70,7 @@ class Share:
         self._lock = threading.Lock()
         self._changed: threading.Condition | None = None  # of who waits, if somebody does
         # Guarded by _lock:
-        self._part: Part | None = None
+        self._schedule: Schedule | None = None
         self._charged = None if charges is None else Box(charges)
         # Have arrived, and are to be consumed:
         self._box: dict[int, Gradients] = {} if self._charged is None else self._charged
@@ -97,28 +97,28 @@ class Share:
             if self._charged is not None and peer is not None:
                 self._charged.charge(gradients, peer)
             self._box.update(gradients)
-            part = self._planned()
-            self._revive(part, gradients)
-            components = part.arrive(gradients, self._source)
+            schedule = self._planned()
+            self._revive(schedule, gradients)
+            components = schedule.arrive(gradients, self._source)
             for component in components:
-                self._prepare(component, part)
-            ask = part.must_resolve and not self._asked
+                self._prepare(component, schedule)
+            ask = schedule.must_resolve and not self._asked
             self._asked = self._asked or ask
             self._notify()
         return components, ask
 
-    def _revive(self, part: Part, sources: Iterable[int]) -> None:
+    def _revive(self, schedule: Schedule, sources: Iterable[int]) -> None:
         """If this is a second pass over a graph that was not retained, which torch allows if it had nothing to free."""
         unspent = self.record.unspent
         for source in sources:
-            if source not in part and source not in unspent:
+            if source not in schedule and source not in unspent:
                 sends = list(self.record.sends.items())
-                part.revive({source: Source(send.node, send.message) for source, send in sends})
+                schedule.revive({source: Source(send.node, send.message) for source, send in sends})
                 return
 
-    def _prepare(self, component: Component, part: Part) -> None:
+    def _prepare(self, component: Component, schedule: Schedule) -> None:
         if len(component.sources) > 1:
-            component.waits = component.in_order or part.waits(component)
+            component.waits = component.in_order or schedule.waits(component)
             if component.waits:
                 put_gates_last(component)
             component.nodes = ()
@@ -159,7 +159,7 @@ class Share:
         """
         sends = self.record.sends
         with self._lock:
-            passed = [] if self._part is None else self._part.passed_on()
+            passed = [] if self._schedule is None else self._schedule.passed_on()
             for source, node in passed:
                 send = sends[source]
                 recv: Recv = node.recv
@@ -226,19 +226,19 @@ class Share:
         with self._lock:
             if self._error is not None:
                 return {}
-            part = self._planned()
-            self._revive(part, sources)
-            return part.take_part(sources)
+            schedule = self._planned()
+            self._revive(schedule, sources)
+            return schedule.take_part(sources)
 
     def resolve(self) -> list[Component]:
         """All that takes part is known: what can be run now."""
         with self._lock:
             if self._error is not None:
                 return []
-            part = self._planned()
-            components = part.resolve()
+            schedule = self._planned()
+            components = schedule.resolve()
             for component in components:
-                self._prepare(component, part)
+                self._prepare(component, schedule)
             return components
 
     def take(self, source: int, agent: Agent, check: Callable[[], None]) -> Gradients:
@@ -345,7 +345,7 @@ class Share:
                 return False
             self._error = kept(error, worker)
             self._box.clear()
-            self._part = None
+            self._schedule = None
             self._notify()
         with self.record.lock:
             if not self.record.is_over(self.backward.id):
@@ -360,7 +360,7 @@ class Share:
             if self._error is None:
                 self._error = _OVER
                 self._box.clear()
-                self._part = None
+                self._schedule = None
             return True
 
     def depends_on(self, rank: int) -> bool:
@@ -384,7 +384,7 @@ class Share:
     def missing(self) -> dict[int, int]:
         """Sources that runs cannot begin without -> rank of the worker that is to send their gradients."""
         with self._lock:
-            sources = [] if self._part is None else self._part.missing
+            sources = [] if self._schedule is None else self._schedule.missing
         return {source: self.record.sends[source].to.id for source in sources if source in self.record.sends}
 
     @property
@@ -398,10 +398,10 @@ class Share:
         with self._lock:
             return list(self._waiting)
 
-    def _planned(self) -> Part:
-        if self._part is None:
+    def _planned(self) -> Schedule:
+        if self._schedule is None:
             sources = {source: Source(send.node, send.message) for source, send in list(self.record.unspent.items())}
             if self._root is not None:
                 sources[ROOT] = self._source(ROOT)
-            self._part = Part(sources)
-        return self._part
+            self._schedule = Schedule(sources)
+        return self._schedule
