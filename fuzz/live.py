@@ -164,8 +164,8 @@ class Live:
         if victim.autograd.counts()["passes"] > 256 * 64:
             raise Broken("passes without end")
         for record in victim.autograd.contexts:
-            if len(record.aborted) > 512 or len(record.shares) > 256:
-                raise Broken(f"a context with {len(record.shares)} passes")
+            if len(record.aborted) > 512 or len(record.passes) > 256:
+                raise Broken(f"a context with {len(record.passes)} passes")
         counts = victim.references.counts()
         if counts["used"] > 10_000 or counts["owned"] > 20_000:
             raise Broken(f"references without end: {counts}")

@@ -152,6 +152,7 @@ def test_a_module_imports_only_from_the_layers_above_it_in_the_list(module: str)
 # What a module knows of layers above it, by type only: whoever asks it gets a typed answer.
 SEAMS = {
     "current_worker": {"worker"},
+    "remote_profile.caller": {"refs.rref"},
 }
 
 

@@ -32,14 +32,14 @@ def five() -> Iterator[InProcessCluster]:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sources each run of torch's engine starts from."""
-    from backhaul.autograd import engine
+    from backhaul.autograd import runner
 
     seen: list[int] = []
-    run = engine._run_backward
+    run = runner._run_backward
 
     def count(starts: Any, *args: Any, **options: Any) -> Any:
         seen.append(len(starts))
         return run(starts, *args, **options)
 
-    monkeypatch.setattr(engine, "_run_backward", count)
+    monkeypatch.setattr(runner, "_run_backward", count)
     return seen

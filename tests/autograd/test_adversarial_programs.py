@@ -22,7 +22,7 @@ from adversarial_words import MODULES
 from programs import left_here
 
 from backhaul.agent import autocast
-from backhaul.autograd import engine, gradients, graph, joint_hooks, node_hooks, recording
+from backhaul.autograd import gradients, graph, joint_hooks, node_hooks, recording, runner
 from backhaul.wire import subclasses
 from crew import Crew
 
@@ -159,7 +159,7 @@ def no_grad_stays_behind(patch: pytest.MonkeyPatch) -> None:
     record = recording.Recorder._record
 
     def ask(self: Any, tensors: Any, to: Any) -> Any:
-        id = recording.current.get()
+        id = recording.current_context.get()
         context = None if id is None else self._contexts.get(id)
         return (None, tensors) if context is None else record(self, context, tensors, to)
 
@@ -168,16 +168,16 @@ def no_grad_stays_behind(patch: pytest.MonkeyPatch) -> None:
 
 def what_a_run_calls_is_outside_of_the_context(patch: pytest.MonkeyPatch) -> None:
     """Such as the calls that a checkpoint makes again. Nothing else notices."""
-    run = engine.Engine._run_engine
+    run = runner.Runner._run_engine
 
     def outside(self: Any, local: Any, *args: Any) -> Any:
-        token = recording.current.set(None)
+        token = recording.current_context.set(None)
         try:
             return run(self, local, *args)
         finally:
-            recording.current.reset(token)
+            recording.current_context.reset(token)
 
-    patch.setattr(engine.Engine, "_run_engine", outside)
+    patch.setattr(runner.Runner, "_run_engine", outside)
 
 
 MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], int] = {

@@ -323,7 +323,7 @@ def test_gradients_that_are_compressed_and_lie_fail_the_pass_alone() -> None:
         shop = RemoteModule("worker1", Shop)
         found = shop(0)
         engine = workers[0].autograd.engine
-        tell = engine._tell
+        tell = engine.send
 
         def lie(share: Any, rank: int, message: Any, tensors: Any = ()) -> None:
             if isinstance(message, Gradients):
@@ -331,8 +331,8 @@ def test_gradients_that_are_compressed_and_lie_fail_the_pass_alone() -> None:
                 message, tensors = Gradients(*fields, (HUGE,)), [torch.zeros(1), torch.zeros(1, dtype=torch.int32)]
             tell(share, rank, message, tensors)
 
-        engine._tell = lie  # type: ignore[method-assign]
+        engine.send = lie  # type: ignore[method-assign]
         with pytest.raises(BackhaulError, match="compressed tensors that take more than"):
             dist_autograd.backward(context_id, [found.sum()])
-        engine._tell = tell  # type: ignore[method-assign]
+        engine.send = tell  # type: ignore[method-assign]
         assert torch.equal(shop(0), found)

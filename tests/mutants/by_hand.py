@@ -39,7 +39,7 @@ MUTANTS = (
         ("tests/refs/test_rref.py",),
     ),
     Mutant(
-        "autograd/engine.py",
+        "autograd/runner.py",
         "gradients are stored for a pass that has failed elsewhere",
         "            if not record.over and not local.failed:",
         "            if not record.over:",

@@ -300,11 +300,11 @@ def test_reports_of_what_others_have_to_do(workers: InProcessCluster) -> None:
         thread = threading.Thread(target=run)
         thread.start()
         record = workers[0].autograd.contexts.get(context)
-        assert eventually(lambda: bool(record.shares))
-        (share,) = record.shares.values()
+        assert eventually(lambda: bool(record.passes))
+        (local,) = record.passes.values()
         (sent,) = record.sends
         for consumed, emitted in (((), (ROOT,)), ((ROOT,), ()), ((sent,), ())):
-            peer.send(Report(share.backward, False, consumed, emitted))
+            peer.send(Report(local.backward, False, consumed, emitted))
         assert isinstance(peer.ask(Ping), Result)
         late.set()
         thread.join()
@@ -336,7 +336,7 @@ def test_passes_without_number(workers: InProcessCluster) -> None:
             peer.send(Failed(Pass(NEXT + 100 + number, context, 0, True, False), "x", "y", "z", ""))
         assert isinstance(peer.ask(Ping), Result)
         record = workers[0].autograd.contexts.get(context)
-        assert len(record.shares) <= 256
+        assert len(record.passes) <= 256
         assert len(record.aborted) <= 256
         assert isinstance(peer.ask(Check, Pass(NEXT + 100, context, 0, True, False), 1 << 60), Result)
 

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from backhaul.errors import ProtocolError, QuotaError
 from backhaul.wire import spans
+from backhaul.wire.messages import Failed
+
+_MAX_TEXT = 4000
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -132,3 +137,32 @@ class Box(dict[int, Gradients]):
 
     def __del__(self) -> None:
         self.clear()
+
+
+def is_sorted(places: Sequence[int], end: int) -> bool:
+    """Whether these are different places below ``end``, in order."""
+    return all(before < place for before, place in pairwise((-1, *places, end)))
+
+
+def checked_all(
+    gradients: Mapping[int, tuple[torch.Tensor | None]], sent: Callable[[int], Like | None]
+) -> dict[int, tuple[torch.Tensor | None]]:
+    """The gradients of a message, by source, if they can be those of what was sent. Raises ProtocolError."""
+    found: dict[int, tuple[torch.Tensor | None]] = {}
+    for source, (gradient,) in gradients.items():
+        like = sent(source)
+        found[source] = (gradient if gradient is None or like is None else checked(gradient, like),)
+    return found
+
+
+def abridged(message: Failed) -> Failed:
+    """What a peer that may lie has said, to be passed on."""
+    return msgspec.structs.replace(
+        message,
+        worker=message.worker[:_MAX_TEXT],
+        type_name=message.type_name[:_MAX_TEXT],
+        text=message.text[:_MAX_TEXT],
+        traceback="",
+        tree=None,
+        refs=(),
+    )

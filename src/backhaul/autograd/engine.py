@@ -1,16 +1,16 @@
-"""Engine: what one worker does in backward passes, with torch's own engine.
+"""Engine: speaks to the other workers in backward passes. `runner` has torch's own engine run what is this worker's.
 
 How a pass goes::
 
     backward()      runs from the roots ──► Recv.backward ──► Gradients to the sender of each message
     Gradients       runs from that Send ──► Recv.backward ──► Gradients to …          (and so on)
-    each run        ──► Report, straight to who started the pass, whose ledger says when all is over
+    each run        ──► Report to the worker that started the pass, whose ledger says when all is over
 
-A component with several candidates first has the pass resolved: `Resolve` to the starter, from there
-`TakePart` along the same ways as the gradients will take, with Reports of their own, and `Resolved` to who asked.
+A component with several candidates first has the pass resolved: the worker sends `Resolve` to the starter, from there
+`TakePart` goes the ways that the gradients will go, with Reports of its own, and `Resolved` goes to those that asked.
 
-Whatever goes wrong, goes wrong for the whole pass: the worker that notices it tells the starter and all workers of
-the context (`Failed`, which each passes on once), so that nobody waits for it any more.
+A failure anywhere fails the whole pass: the worker that notices it tells the starter and all workers of the context
+(`Failed`, which each of them passes on once), so that nobody waits any longer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
 from time import perf_counter_ns
 from typing import Any
 
@@ -38,24 +36,19 @@ from backhaul.agent.observing import (
     PassBegan,
     PassEnded,
     Planned,
-    RecvReached,
     RunBegan,
     RunEnded,
-    Stored,
-    TorchBegan,
-    TorchEnded,
 )
-from backhaul.autograd import functions, gradients, joint_hooks, node_hooks
-from backhaul.autograd.checking import Charges, checked
-from backhaul.autograd.contexts import Contexts, Record, Send, current_context, gone
+from backhaul.autograd import functions, joint_hooks, node_hooks
+from backhaul.autograd.checking import Charges, abridged, checked_all, is_sorted
+from backhaul.autograd.contexts import Contexts, Record, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
-from backhaul.autograd.local_pass import LocalPass, Starts
-from backhaul.autograd.replicas import Replica, replicas
-from backhaul.autograd.run import EngineRun, Mine, Outcome, Parcel, shortcut_of
+from backhaul.autograd.local_pass import LocalPass
+from backhaul.autograd.run import EngineRun, Mine, Outcome, Parcel
+from backhaul.autograd.runner import Runner
 from backhaul.autograd.started_pass import StartedPass
 from backhaul.devices.streams import use
-from backhaul.eager import without_compiled_autograd
 from backhaul.edges.compression import devices_of, expanded
 from backhaul.errors import (
     BackhaulError,
@@ -84,9 +77,6 @@ from backhaul.wire.tensors import Later
 _log = logging.getLogger(__name__)
 
 _MAX_PASSES = 256
-_MAX_TEXT = 4000
-
-_run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
 
 
 def _gradients(
@@ -105,54 +95,8 @@ def _gradients(
     return found
 
 
-def _is_sorted(places: Sequence[int], end: int) -> bool:
-    """Whether these are different places below ``end``, in order."""
-    return all(before < place for before, place in pairwise((-1, *places, end)))
-
-
-def _checked(
-    gradients: dict[int, tuple[torch.Tensor | None]], sends: Mapping[int, Send]
-) -> dict[int, tuple[torch.Tensor | None]]:
-    """What a peer that may lie has sent, if it can be the gradients of what was sent to it. Raises ProtocolError."""
-    found: dict[int, tuple[torch.Tensor | None]] = {}
-    for source, (gradient,) in gradients.items():
-        sent = sends[source].like
-        found[source] = (gradient if gradient is None or sent is None else checked(gradient, sent),)
-    return found
-
-
-@contextmanager
-def on_one_thread() -> Iterator[None]:
-    """Inside, torch's engine runs all nodes on the calling thread, those of GPUs, too.
-
-    It has threads for GPUs otherwise. They know nothing of the run that they work for. And a gate, which comes last in
-    its run on one thread, would keep the calling thread from nodes that such a thread hands over to it later.
-    """
-    if not torch._C._is_multithreading_enabled() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield
-        return
-    torch._C._set_multithreading_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_multithreading_enabled(True)
-
-
-def _abridged(message: Failed) -> Failed:
-    """What a peer that may lie has said, to be passed on."""
-    return msgspec.structs.replace(
-        message,
-        worker=message.worker[:_MAX_TEXT],
-        type_name=message.type_name[:_MAX_TEXT],
-        text=message.text[:_MAX_TEXT],
-        traceback="",
-        tree=None,
-        refs=(),
-    )
-
-
 class Engine:
-    """One worker's part in backward passes, its own and those of others. Thread-safe."""
+    """What one worker does in backward passes, in its own and in those of others. Thread-safe."""
 
     def __init__(self, agent: Agent, contexts: Contexts, anchor: torch.Tensor) -> None:
         self.agent = agent
@@ -161,12 +105,10 @@ class Engine:
         self._contexts = contexts
         self._strict = agent.options.trust == "federation"
         self._charges = Charges(agent.options.message_limit) if self._strict else None
-        self._anchor = anchor
+        self._runner = Runner(agent, anchor, self)
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._started: dict[int, StartedPass] = {}  # passes that were started here
-        self._runs: set[EngineRun] = set()
-        self._holding: set[EngineRun] = set()
         patience = agent.options.unresponsive_after
         self._check_every = math.inf if patience is None else patience / 4
         for message, handler in (
@@ -179,7 +121,6 @@ class Engine:
         ):
             agent.register(message, partial(self._handle, handler))
         agent.register(Check, self._on_check)
-        agent.watch.ticks.append(self._tick)
 
     def backward(
         self,
@@ -317,7 +258,7 @@ class Engine:
         if self._observers:
             self._observers.emit(GradientsSent(backward=local.backward.id, peer=late.to.name, sources=message.sources))
         try:
-            self._tell(local, local.starter, message, late.tensors)
+            self.send(local, local.starter, message, late.tensors)
         except BackhaulError as error:
             self.fail(local, error)
 
@@ -332,7 +273,7 @@ class Engine:
         """Run a component. None if that has failed the pass."""
         began = perf_counter_ns()
         try:
-            outcome = self._run(local, component)
+            outcome = self._runner.run(local, component)
         except BaseException as error:
             self.fail(local, error)
             return None
@@ -358,204 +299,11 @@ class Engine:
             self.agent.pool.run(partial(self.run, local, component))
         return components[-1] if components else None
 
-    def _hand_over(self, local: LocalPass, gradients: Mine) -> None:
+    def hand_over(self, local: LocalPass, gradients: Mine) -> None:
         """The same in the middle of a run, for other threads."""
         component = self._follow(local, gradients)
         if component is not None:
             self.agent.pool.run(partial(self.run, local, component))
-
-    def _run(self, local: LocalPass, component: Component) -> Outcome:
-        """Run a component."""
-        if len(component.sources) == len(component.recvs) == 1 and not component.leaves and not component.waits:
-            passed_on = self._pass_on(local, component)
-            if passed_on is not None:
-                return passed_on
-        leaves = [leaf.variable for leaf in component.leaves]
-        averaged = replicas.of(leaves)
-        is_joint = replicas.is_joint()
-        joint = is_joint is not None and any(map(is_joint, leaves))
-        in_grad = (
-            averaged
-            or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
-            or joint_hooks.on_any(component.leaves)
-        )
-        captures = not local.backward.into_grad and not in_grad
-        starts: Starts | None = None
-        if captures and not component.recvs and not component.waits:
-            starts = local.starts(component)
-            direct = gradients.without_a_run(*starts)
-            if direct is not None:
-                found = [direct.get(leaf) for leaf in leaves]
-                starts = direct = None  # who stores the gradients will be the only one to have them
-                self._store(local, leaves, found)
-                return Outcome()
-        listener = local.listener
-        if joint and listener is not None and listener.is_mine():
-            self.agent.listeners.step_away(listener)  # the run may wait for other processes
-        run = EngineRun(
-            self.agent,
-            local,
-            component,
-            require=self.require,
-            check=self.check,
-            held=self._held,
-            tell=self._tell,
-            hand_over=self._hand_over,
-            waits=joint or component.waits,
-            # What is held may be sent by another thread, which has other streams.
-            hold=not joint and self.agent.devices is None,
-        )
-        self._runs.add(run)
-        before, functions.thread.run = functions.thread.run, run
-        # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
-        token = current_context.set(local.record.id)
-        try:
-            if captures:
-                starts = starts or local.starts(component)
-                captured = self._run_engine(local, starts, (*leaves, self._anchor))
-                starts = None
-                run.flush()
-                if leaves:
-                    self._store(local, leaves, captured)
-            elif in_grad and not local.backward.into_grad:
-                self._run_in_grad(local, component, leaves, averaged)
-                run.flush()
-            else:
-                self._run_engine(local, local.starts(component))
-                run.flush()
-                if self.agent.devices is not None:
-                    local.filled += leaves
-        finally:
-            self._holding.discard(run)
-            functions.thread.run = before
-            current_context.reset(token)
-            self._runs.discard(run)
-        return run.outcome
-
-    def _pass_on(self, local: LocalPass, component: Component) -> Outcome | None:
-        """Send back the gradient of a tensor that was sent on as it had come. None if there is more to do."""
-        if self._strict or node_hooks.are_there():
-            return None
-        gradient = local.passed_on(component)
-        if gradient is None:
-            return None
-        (node,) = component.recvs
-        recv: Recv = node.recv
-        self.require(local, recv)
-        if local.shortcuts and (source := shortcut_of(self.agent, local, recv)) is not None:
-            return Outcome((source,), None, {source: (gradient,)})
-        local.giving_to(recv.sender.id)
-        parcel = Parcel(recv.sender)
-        parcel.add(recv.message, gradient)
-        to_starter = recv.sender.id == local.starter
-        shortcuts = () if to_starter or not local.shortcuts else local.onward(component.sources[0], recv)
-        message = parcel.message(local.backward, shortcuts=shortcuts)
-        if self._observers:
-            self._observers.emit(RecvReached(backward=local.backward.id, peer=recv.sender.name))
-            self._observers.emit(
-                GradientsSent(backward=local.backward.id, peer=recv.sender.name, sources=message.sources)
-            )
-        self._tell(local, recv.sender.id, message, parcel.tensors)
-        return Outcome(message.sources)
-
-    def _run_engine(
-        self, local: LocalPass, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
-    ) -> Sequence[torch.Tensor | None]:
-        """Have torch run from these starts: the gradients of ``inputs``; without any, all go into ``.grad``."""
-        edges, values = starts
-        if self._observers:
-            self._observers.emit(TorchBegan(backward=local.backward.id))
-        try:
-            if self.agent.devices is not None:
-                use(values)
-            with on_one_thread(), without_compiled_autograd():
-                return _run_backward(
-                    edges, values, local.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
-                )
-        finally:
-            if self._observers:
-                self._observers.emit(TorchEnded(backward=local.backward.id))
-
-    def _run_in_grad(
-        self, local: LocalPass, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
-    ) -> None:
-        """Run a component so that gradients come into ``.grad``, where somebody waits for them; then keep them.
-
-        DDP averages all that is there, also what passes before this one have added (``no_sync``), and may set it for
-        parameters that this process has not used. So the context's gradients of all its parameters are put there first.
-        What is sharded leaves the gradients of this pass in parameters that are not the leaves of the graph.
-        """
-        record = local.record
-        for replica in averaged:
-            replica.check()
-        parameters = list({each: None for replica in averaged if replica.sums for each in replica.parameters})
-        lent = {each for replica in averaged if replica.lends_memory for each in replica.parameters}
-        apart = [replica for replica in averaged if not replica.sums]
-        theirs = {*parameters, *(leaf for replica in apart for leaf in replica.leaves)}
-        others = [leaf for leaf in leaves if leaf not in theirs]
-        others += {each: None for replica in apart for each in replica.parameters}
-        scratch = [leaf for replica in apart for leaf in replica.scratch]
-        streams = None if self.agent.devices is None else self.agent.devices.streams
-        with record.lock:
-            given = {each: record.gradients.get(each) for each in parameters}
-        if streams is not None:
-            streams.catch_up()
-        given.update(dict.fromkeys((*others, *scratch)))
-        with gradients.in_place_of_grad(given, local.require_going, lent=lent):
-            self._run_engine(local, local.starts(component))
-            made = {each: each.grad for each in parameters}
-            rest = [leaf.grad for leaf in others]
-        with record.lock:
-            if record.over or local.failed:
-                return
-            if streams is not None:
-                streams.catch_up()
-            for parameter, gradient in made.items():
-                if gradient is not None:
-                    record.gradients[parameter] = gradient.clone() if parameter in lent else gradient
-            gradients.store(record.gradients, others, rest)
-            if streams is not None:
-                streams.leave_word()
-
-    def _held(self, run: EngineRun) -> None:
-        """A run holds something back: see to it that it does not do so for long."""
-        self._holding.add(run)
-        if self.agent.watch.asleep:
-            self.agent.watch.wake()
-
-    def _tick(self) -> bool:
-        """Called by the watch thread."""
-        for run in list(self._holding):
-            run.ticks += 1
-            if run.ticks > 1:
-                self._holding.discard(run)
-                self.agent.pool.run(partial(self._flush, run))
-        if self._holding:
-            self.agent.watch.hurry()
-        return bool(self._holding)
-
-    def _flush(self, run: EngineRun) -> None:
-        try:
-            run.flush()
-        except BackhaulError as error:
-            self.fail(run.local, error)
-
-    def _store(self, local: LocalPass, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
-        if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
-            captured = gradients.run_hooks(leaves, captured, local.require_going)
-        record = local.record
-        streams = None if self.agent.devices is None else self.agent.devices.streams
-        if streams is not None:
-            use([gradient for gradient in captured if gradient is not None])
-        with record.lock:
-            if not record.over and not local.failed:
-                if streams is not None:
-                    streams.catch_up()  # another thread may have added to a gradient since this run began
-                gradients.store(record.gradients, leaves, captured)
-                if streams is not None:
-                    streams.leave_word()
-        if self._observers:
-            self._observers.emit(Stored(backward=local.backward.id))
 
     def require(self, local: LocalPass, recv: Recv) -> None:
         """Raise unless a Recv can be part of this pass."""
@@ -575,11 +323,11 @@ class Engine:
             self._take_report(report)
             return
         try:
-            self._tell(local, local.starter, report)
+            self.send(local, local.starter, report)
         except BackhaulError as error:
             self.fail(local, error)
 
-    def _tell(self, local: LocalPass, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def send(self, local: LocalPass, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a message of a pass. The starter waits for what the workers that it exchanges tensors with say."""
         edges = self.agent.execution.edges
         if edges is not None and tensors and (crossing := edges.to(self._info(rank).name)) is not None:
@@ -722,12 +470,12 @@ class Engine:
 
     def runs(self) -> list[EngineRun]:
         """The runs of torch's engine that go on now."""
-        return list(self._runs)
+        return self._runner.runs()
 
     def idle(self) -> bool:
         """Nothing is run here, and no pass that was started here goes on."""
         with self._lock:
-            return not self._started and not self._runs
+            return not self._started and not self._runner.runs()
 
     def _handle(self, handler: Callable[[Line, Envelope, LocalPass], None], line: Line, envelope: Envelope) -> None:
         """Handle a message of a pass; what goes wrong fails the pass."""
@@ -775,7 +523,7 @@ class Engine:
 
     def _on_gradients(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
         message: Gradients = envelope.message
-        if self._strict and not _is_sorted(message.present, len(message.sources)):
+        if self._strict and not is_sorted(message.present, len(message.sources)):
             raise ProtocolError("gradients of places that are not in order")
         for source in message.sources:
             send = local.record.sends.get(source)
@@ -798,7 +546,7 @@ class Engine:
         if on_devices and self.agent.devices is not None:
             self.agent.devices.streams.leave_word()  # another thread may use them
         if self._strict:
-            found = _checked(found, sends)
+            found = checked_all(found, lambda source: sends[source].like)
         components, ask = local.arrive(found, line.peer.id)
         if self._observers:
             self._observers.emit(Planned(backward=local.backward.id))
@@ -850,7 +598,7 @@ class Engine:
         if local.starter == self._me.id:
             self._tell_failed(self._me.id, local.backward, error)
         if self._strict:
-            message = _abridged(message)
+            message = abridged(message)
         elif message.refs or envelope.tensors:  # the texts will do
             message = msgspec.structs.replace(message, tree=None, refs=())
         self.tell(local.record.workers() - {self._me.id, line.peer.id}, message)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -90,8 +91,27 @@ def shortcut_of(agent: Agent, local: LocalPass, recv: Recv) -> int | None:
     return shortcut.message if shortcut.to == agent.me.id else None
 
 
+class Protocol(typing.Protocol):
+    """What runs ask of the worker's `engine`, which speaks to the other workers."""
+
+    def require(self, local: LocalPass, recv: Recv) -> None:
+        """Raise unless a Recv can be part of this pass."""
+
+    def check(self, local: LocalPass) -> None:
+        """See that all that work on this pass are alive."""
+
+    def send(self, local: LocalPass, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Send a message of a pass."""
+
+    def hand_over(self, local: LocalPass, gradients: Mine) -> None:
+        """In the middle of a run, gradients for this worker itself are there: have other threads use them."""
+
+    def fail(self, local: LocalPass, error: BaseException) -> None:
+        """The pass has failed here."""
+
+
 class EngineRun:
-    """See the module's docstring. ``require(recv)`` raises if a Recv cannot be part of the pass."""
+    """See the module's docstring."""
 
     def __init__(
         self,
@@ -99,11 +119,8 @@ class EngineRun:
         local: LocalPass,
         component: Component,
         *,
-        require: Callable[[LocalPass, Recv], None],
-        check: Callable[[LocalPass], None],
+        protocol: Protocol,
         held: Callable[[EngineRun], None],
-        tell: Callable[[LocalPass, int, Any, Sequence[torch.Tensor]], None],
-        hand_over: Callable[[LocalPass, Mine], None],
         hold: bool = True,
         waits: bool = False,
     ) -> None:
@@ -117,11 +134,8 @@ class EngineRun:
         self.ticks = 0
         """How many ticks have found that something is held."""
         self._agent = agent
-        self._require = require
-        self._check = check
+        self._protocol = protocol
         self._on_held = held
-        self._tell = tell
-        self._hand_over = hand_over
         self._waits = waits
         self._late: Parcel | None = None
         self._mine: Mine = {}
@@ -148,7 +162,7 @@ class EngineRun:
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
         if self._parcels and not self.local.has(source):
             self.flush()
-        return self.local.take(source, self._agent, lambda: self._check(self.local))
+        return self.local.take(source, self._agent, lambda: self._protocol.check(self.local))
 
     def emit(self, node: Any, gradients: Sequence[torch.Tensor | None]) -> None:
         recv: Recv = node.recv
@@ -161,7 +175,7 @@ class EngineRun:
                 f"{recv.sender.name!r}, and cannot wait for its gradients to be used there. If it is a "
                 "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
             )
-        self._require(self.local, recv)
+        self._protocol.require(self.local, recv)
         if self._kept and (source := self._kept.get(node)) is not None:
             self._keep(source, gradients[0])
             return
@@ -198,7 +212,7 @@ class EngineRun:
                 kept = kept.to(self.local.record.sends[source].device)
             self._agent.devices.streams.leave_word()
         if self._waits:
-            self._hand_over(self.local, {source: (kept,)})
+            self._protocol.hand_over(self.local, {source: (kept,)})
         else:
             self._mine[source] = (kept,)
 
@@ -226,4 +240,4 @@ class EngineRun:
         if self._agent.observers:
             sent = GradientsSent(backward=self.local.backward.id, peer=parcel.to.name, sources=message.sources)
             self._agent.observers.emit(sent)
-        self._tell(self.local, parcel.to.id, message, parcel.tensors)
+        self._protocol.send(self.local, parcel.to.id, message, parcel.tensors)

@@ -1,0 +1,253 @@
+"""Runner: has torch's own engine run the components of passes on this worker.
+
+It decides whether there is anything for torch to do at all, where a run starts, and where the gradients of leaves go.
+What other workers have to be told, a run leaves to the worker's `engine`, its `Protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from backhaul.agent.agent import Agent
+from backhaul.agent.observing import GradientsSent, RecvReached, Stored, TorchBegan, TorchEnded
+from backhaul.autograd import functions, gradients, joint_hooks, node_hooks
+from backhaul.autograd.contexts import current_context
+from backhaul.autograd.functions import Recv
+from backhaul.autograd.graph import Component
+from backhaul.autograd.local_pass import LocalPass, Starts
+from backhaul.autograd.replicas import Replica, replicas
+from backhaul.autograd.run import EngineRun, Outcome, Parcel, Protocol, shortcut_of
+from backhaul.devices.streams import use
+from backhaul.eager import without_compiled_autograd
+from backhaul.errors import BackhaulError
+
+_run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Inside, torch's engine runs all nodes on the calling thread, those of GPUs, too.
+
+    It has threads for GPUs otherwise. They know nothing of the run that they work for. And a gate, which comes last in
+    its run on one thread, would keep the calling thread from nodes that such a thread hands over to it later.
+    """
+    if not torch._C._is_multithreading_enabled() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield
+        return
+    torch._C._set_multithreading_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_multithreading_enabled(True)
+
+
+class Runner:
+    """Thread-safe."""
+
+    def __init__(self, agent: Agent, anchor: torch.Tensor, protocol: Protocol) -> None:
+        self._agent = agent
+        self._observers = agent.observers
+        self._strict = agent.options.trust == "federation"
+        self._anchor = anchor
+        self._protocol = protocol
+        self._runs: set[EngineRun] = set()
+        self._holding: set[EngineRun] = set()
+        agent.watch.ticks.append(self._tick)
+
+    def run(self, local: LocalPass, component: Component) -> Outcome:
+        """Run a component. Raises what goes wrong."""
+        if len(component.sources) == len(component.recvs) == 1 and not component.leaves and not component.waits:
+            passed_on = self._pass_on(local, component)
+            if passed_on is not None:
+                return passed_on
+        leaves = [leaf.variable for leaf in component.leaves]
+        averaged = replicas.of(leaves)
+        is_joint = replicas.is_joint()
+        joint = is_joint is not None and any(map(is_joint, leaves))
+        in_grad = (
+            averaged
+            or (node_hooks.are_there() and any(map(node_hooks.on, component.leaves)))
+            or joint_hooks.on_any(component.leaves)
+        )
+        captures = not local.backward.into_grad and not in_grad
+        starts: Starts | None = None
+        if captures and not component.recvs and not component.waits:
+            starts = local.starts(component)
+            direct = gradients.without_a_run(*starts)
+            if direct is not None:
+                found = [direct.get(leaf) for leaf in leaves]
+                starts = direct = None  # who stores the gradients will be the only one to have them
+                self._store(local, leaves, found)
+                return Outcome()
+        listener = local.listener
+        if joint and listener is not None and listener.is_mine():
+            self._agent.listeners.step_away(listener)  # the run may wait for other processes
+        run = EngineRun(
+            self._agent,
+            local,
+            component,
+            protocol=self._protocol,
+            held=self._held,
+            waits=joint or component.waits,
+            # What is held may be sent by another thread, which has other streams.
+            hold=not joint and self._agent.devices is None,
+        )
+        self._runs.add(run)
+        before, functions.thread.run = functions.thread.run, run
+        # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
+        token = current_context.set(local.record.id)
+        try:
+            if captures:
+                starts = starts or local.starts(component)
+                captured = self._run_engine(local, starts, (*leaves, self._anchor))
+                starts = None
+                run.flush()
+                if leaves:
+                    self._store(local, leaves, captured)
+            elif in_grad and not local.backward.into_grad:
+                self._run_in_grad(local, component, leaves, averaged)
+                run.flush()
+            else:
+                self._run_engine(local, local.starts(component))
+                run.flush()
+                if self._agent.devices is not None:
+                    local.filled += leaves
+        finally:
+            self._holding.discard(run)
+            functions.thread.run = before
+            current_context.reset(token)
+            self._runs.discard(run)
+        return run.outcome
+
+    def _pass_on(self, local: LocalPass, component: Component) -> Outcome | None:
+        """Send back the gradient of a tensor that was sent on as it had come. None if there is more to do."""
+        if self._strict or node_hooks.are_there():
+            return None
+        gradient = local.passed_on(component)
+        if gradient is None:
+            return None
+        (node,) = component.recvs
+        recv: Recv = node.recv
+        self._protocol.require(local, recv)
+        if local.shortcuts and (source := shortcut_of(self._agent, local, recv)) is not None:
+            return Outcome((source,), None, {source: (gradient,)})
+        local.giving_to(recv.sender.id)
+        parcel = Parcel(recv.sender)
+        parcel.add(recv.message, gradient)
+        to_starter = recv.sender.id == local.starter
+        shortcuts = () if to_starter or not local.shortcuts else local.onward(component.sources[0], recv)
+        message = parcel.message(local.backward, shortcuts=shortcuts)
+        if self._observers:
+            self._observers.emit(RecvReached(backward=local.backward.id, peer=recv.sender.name))
+            self._observers.emit(
+                GradientsSent(backward=local.backward.id, peer=recv.sender.name, sources=message.sources)
+            )
+        self._protocol.send(local, recv.sender.id, message, parcel.tensors)
+        return Outcome(message.sources)
+
+    def _run_engine(
+        self, local: LocalPass, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
+    ) -> Sequence[torch.Tensor | None]:
+        """Have torch run from these starts: the gradients of ``inputs``; without any, all go into ``.grad``."""
+        edges, values = starts
+        if self._observers:
+            self._observers.emit(TorchBegan(backward=local.backward.id))
+        try:
+            if self._agent.devices is not None:
+                use(values)
+            with on_one_thread(), without_compiled_autograd():
+                return _run_backward(
+                    edges, values, local.backward.retain_graph, False, inputs, True, accumulate_grad=not inputs
+                )
+        finally:
+            if self._observers:
+                self._observers.emit(TorchEnded(backward=local.backward.id))
+
+    def _run_in_grad(
+        self, local: LocalPass, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
+    ) -> None:
+        """Run a component so that gradients come into ``.grad``, where somebody waits for them; then keep them.
+
+        DDP averages all that is there, also what passes before this one have added (``no_sync``), and may set it for
+        parameters that this process has not used. So the context's gradients of all its parameters are put there first.
+        What is sharded leaves the gradients of this pass in parameters that are not the leaves of the graph.
+        """
+        record = local.record
+        for replica in averaged:
+            replica.check()
+        parameters = list({each: None for replica in averaged if replica.sums for each in replica.parameters})
+        lent = {each for replica in averaged if replica.lends_memory for each in replica.parameters}
+        apart = [replica for replica in averaged if not replica.sums]
+        theirs = {*parameters, *(leaf for replica in apart for leaf in replica.leaves)}
+        others = [leaf for leaf in leaves if leaf not in theirs]
+        others += {each: None for replica in apart for each in replica.parameters}
+        scratch = [leaf for replica in apart for leaf in replica.scratch]
+        streams = None if self._agent.devices is None else self._agent.devices.streams
+        with record.lock:
+            given = {each: record.gradients.get(each) for each in parameters}
+        if streams is not None:
+            streams.catch_up()
+        given.update(dict.fromkeys((*others, *scratch)))
+        with gradients.in_place_of_grad(given, local.require_going, lent=lent):
+            self._run_engine(local, local.starts(component))
+            made = {each: each.grad for each in parameters}
+            rest = [leaf.grad for leaf in others]
+        with record.lock:
+            if record.over or local.failed:
+                return
+            if streams is not None:
+                streams.catch_up()
+            for parameter, gradient in made.items():
+                if gradient is not None:
+                    record.gradients[parameter] = gradient.clone() if parameter in lent else gradient
+            gradients.store(record.gradients, others, rest)
+            if streams is not None:
+                streams.leave_word()
+
+    def _held(self, run: EngineRun) -> None:
+        """A run holds something back: see to it that it does not do so for long."""
+        self._holding.add(run)
+        if self._agent.watch.asleep:
+            self._agent.watch.wake()
+
+    def _tick(self) -> bool:
+        """Called by the watch thread."""
+        for run in list(self._holding):
+            run.ticks += 1
+            if run.ticks > 1:
+                self._holding.discard(run)
+                self._agent.pool.run(partial(self._flush, run))
+        if self._holding:
+            self._agent.watch.hurry()
+        return bool(self._holding)
+
+    def _flush(self, run: EngineRun) -> None:
+        try:
+            run.flush()
+        except BackhaulError as error:
+            self._protocol.fail(run.local, error)
+
+    def _store(self, local: LocalPass, leaves: list[torch.Tensor], captured: Sequence[torch.Tensor | None]) -> None:
+        if any(getattr(leaf, "_post_accumulate_grad_hooks", None) for leaf in leaves):
+            captured = gradients.run_hooks(leaves, captured, local.require_going)
+        record = local.record
+        streams = None if self._agent.devices is None else self._agent.devices.streams
+        if streams is not None:
+            use([gradient for gradient in captured if gradient is not None])
+        with record.lock:
+            if not record.over and not local.failed:
+                if streams is not None:
+                    streams.catch_up()  # another thread may have added to a gradient since this run began
+                gradients.store(record.gradients, leaves, captured)
+                if streams is not None:
+                    streams.leave_word()
+        if self._observers:
+            self._observers.emit(Stored(backward=local.backward.id))
+
+    def runs(self) -> list[EngineRun]:
+        """The runs of torch's engine that go on now."""
+        return list(self._runs)
