@@ -43,7 +43,7 @@ def join(rank: int, **options: Any) -> str | tuple[str, int]:
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=rpc.RpcOptions(**options))
     except rpc.BackhaulError as error:
         return f"{type(error).__name__}: {error}"
-    address = current().agent._transport.addresses.tcp
+    address = current().agent.transport.addresses.tcp
     assert address is not None
     return address
 

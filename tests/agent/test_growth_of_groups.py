@@ -73,7 +73,7 @@ def lose(group: CountedGroup, victim: Worker) -> None:
 
     for worker in others:
         worker.agent.fates.on_over.append(over)
-    victim.agent._transport.close()
+    victim.agent.transport.close()
     for line in [*victim.agent.calling(), *victim.agent.serving.lines]:
         line.channel.shutdown()
     for _ in others:

@@ -21,7 +21,7 @@ PATIENCE = 20.0
 
 
 def budget_of(worker: Worker) -> Budget:
-    return worker.agent._transport._budget  # type: ignore[attr-defined]
+    return worker.agent.transport._budget  # type: ignore[attr-defined]
 
 
 def exchange(worker: Worker, how: str = "rpc_async") -> None:

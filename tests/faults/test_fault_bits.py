@@ -41,7 +41,7 @@ def try_call(to: str, number: int) -> str:
 
 
 def socket_path() -> str:
-    path = current().agent._transport.addresses.unix
+    path = current().agent.transport.addresses.unix
     assert path is not None
     return str(path)
 

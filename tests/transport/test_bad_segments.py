@@ -151,7 +151,7 @@ def test_a_worker_goes_on_with_others(cases: dict[str, tuple[list[int], bytes, s
             assert torch.equal(workers[2].rpc_sync("worker0", torch.neg, args=(x,)), -x)
         before = descriptors()
         for kind, (passed, data, _) in cases.items():
-            channel, _ = transport.connect(agent._transport.addresses, hello, soon())
+            channel, _ = transport.connect(agent.transport.addresses, hello, soon())
             assert isinstance(channel, StreamChannel)
             beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", passed))] if passed else []
             channel._socket.sendmsg([data], beside)

@@ -206,7 +206,7 @@ def test_calls_and_guests() -> None:
         assert torch.equal(cluster[0].rpc_sync("worker1", torch.neg, (sent,)), -sent)
         line = cluster[0].agent.calling()[0]
         assert line.channel.path == "tcp"
-        address = cluster[0].agent._transport.addresses
+        address = cluster[0].agent.transport.addresses
         guest = Guest(msgspec.structs.replace(address, unix=None), transport_for(options))
         assert guest.ask("snapshot")["worker"]["name"] == "worker0"
         assert isinstance(guest._channel, TlsChannel)

@@ -27,8 +27,8 @@ def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_workers_meet_over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKHAUL_SECRET", "17" * 32)
     with InProcessCluster(2, sockets=True) as workers, workers[0].as_current():
-        assert workers[1].agent._transport.addresses.unix is None
-        host, _ = workers[1].agent._transport.addresses.tcp or ("", 0)
+        assert workers[1].agent.transport.addresses.unix is None
+        host, _ = workers[1].agent.transport.addresses.tcp or ("", 0)
         assert host == "127.0.0.1"
         x = torch.rand(300, 300)
         assert torch.equal(rpc.rpc_sync("worker1", torch.neg, args=(x,)), -x)

@@ -6,7 +6,6 @@ is opened when it is first needed; the lines that peers have opened; the table o
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
@@ -26,7 +25,6 @@ from backhaul.agent.accounts import Accounts
 from backhaul.agent.activity import Activity
 from backhaul.agent.calling import Calling
 from backhaul.agent.completions import Completions
-from backhaul.agent.door import PATIENCE, Door
 from backhaul.agent.endings import Ending, Endings
 from backhaul.agent.execution import Execution, name_for_people
 from backhaul.agent.farewell import Counts, Farewell
@@ -37,12 +35,14 @@ from backhaul.agent.guard import Guard
 from backhaul.agent.line import Line
 from backhaul.agent.link import Link
 from backhaul.agent.listening import Listeners
-from backhaul.agent.logs import link_logger, logged
+from backhaul.agent.logs import logged
+from backhaul.agent.losses import Losses
 from backhaul.agent.membership import Member, Membership
 from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed
 from backhaul.agent.pool import Pool
 from backhaul.agent.presence import Presence
-from backhaul.agent.serving import Handler, Served, Serving
+from backhaul.agent.reception import Reception
+from backhaul.agent.serving import Handler, Serving
 from backhaul.agent.tracing import Span, spanning, spanning_future, traced
 from backhaul.agent.waiting import Vigils
 from backhaul.agent.watch import Watch
@@ -58,16 +58,15 @@ from backhaul.errors import (
     OptionError,
     ProtocolError,
     RpcTimeoutError,
-    UnknownWorkerError,
     WorkerLostError,
 )
 from backhaul.ids import GUEST, Addresses, WorkerInfo
 from backhaul.options import RpcOptions
-from backhaul.security.handshake import LEAVING, Hello, LeavingError, Welcome
+from backhaul.security.handshake import Hello, LeavingError
 from backhaul.security.penalties import Penalties
 from backhaul.security.permissions import Permissions, Stamps
 from backhaul.transport.awake import most_awake
-from backhaul.transport.base import Channel, ChannelClosed, Listener, Transport
+from backhaul.transport.base import ChannelClosed, Listener, Transport
 from backhaul.transport.sockets import lacks_descriptors, no_descriptors
 from backhaul.wire import frames
 from backhaul.wire.decoder import Envelope
@@ -79,12 +78,6 @@ _log = logging.getLogger(__name__)
 
 _CUT_OFF_SECONDS = 2.0
 _GREET_SECONDS = 2.0
-_REPLACEMENT_SECONDS = 300.0
-"""For how long a shutdown waits for a worker that the launcher restarts; the launcher ends all if it fails for good."""
-
-_LONGEST_INCARNATION = 64
-
-_MAX_GUESTS = 16
 _BREACHES = 16
 _BREACH_SECONDS = 4.0
 _FOR_GUESTS = (Inspect, Ping)
@@ -114,7 +107,7 @@ class Agent:
         self.options = options
         self.membership = membership
         self._codec = codec
-        self._transport = transport
+        self.transport = transport
         self.closed = threading.Event()
         self.forked = False
         self._links: dict[int, Link] = {}
@@ -192,7 +185,8 @@ class Agent:
         )
         if limits is not None:
             self.serving.guard = Guard(self.execution, self.permissions, limits)
-        self.serving.on_end = self._served_ended
+        self._losses = Losses(self, self._lock)
+        self.serving.on_end = self._losses.served_ended
         self._handlers: dict[type[Any], Handler] = {}
         self.completions = Completions(self.pool, self.watch, self.observers)
         self.presence = Presence(self.completions.add, {info.id for info in self.members()})
@@ -203,18 +197,18 @@ class Agent:
         self.watch.ticks = [self.serving.tick, self.completions.tick, self.listeners.tick]
         self.fates = Fates(self)
         """What has become of peers that cannot be reached."""
-        self.fates.on_suspected.append(self._told_lost)
+        self.fates.on_suspected.append(self._losses.told)
         self.fates.on_over.append(lambda peer, _: membership.forget(peer.id))
-        self.fates.on_over.append(lambda peer, reason: self._told_lost(peer, _lost(peer, reason)))
+        self.fates.on_over.append(lambda peer, reason: self._losses.told(peer, _lost(peer, reason)))
         self.fates.on_back.append(self.presence.came)
         self.farewell = Farewell(self, self.closed)
         self._stamps = Stamps() if options.trust == "federation" else None
         self.penalties = Penalties(_BREACHES, _BREACH_SECONDS)
-        self._door = Door(label + "-door", self._judge, self._let_in, patience=min(PATIENCE, options.connect_timeout))
+        self._reception = Reception(self, label + "-door")
         self._handlers |= {
             Call: self._on_call,
             Ping: lambda line, envelope: encode(Result(envelope.message.id, None)),
-            Goodbye: self._on_goodbye,
+            Goodbye: self._losses.on_goodbye,
         }
         if options.trust == "cluster":
             self._handlers[Inspect] = self._on_inspect
@@ -237,9 +231,9 @@ class Agent:
         """Let peers in. A newcomer greets all others, so that they know of it without the store."""
         self.watch.start()
         for listener in self._listeners:
-            self.watch.add_listener(listener, self._door.visit)
+            self.watch.add_listener(listener, self._reception.door.visit)
         if self.endings.expected:
-            self.watch.add_listener(self.endings, lambda _: self._read_news())
+            self.watch.add_listener(self.endings, lambda _: self._losses.read_news())
         if self.membership.dynamic or self.membership.replaces:
             for info in self.members():
                 try:
@@ -469,27 +463,15 @@ class Agent:
 
     def how_ended(self, info: WorkerInfo) -> str | None:
         """How the process of a worker ended, if the machine, the launcher or the engine says that it did, else None."""
-        addresses = self.link(info).addresses
-        if addresses is None:
-            try:
-                addresses = self.membership.find(info).addresses
-            except UnknownWorkerError:
-                return "it has left the group"
-        ending = self.endings.of(addresses.process)
-        if ending is None and not self._transport.is_over(addresses):
-            ending = self.ask_engine(addresses)
-            if ending is None:
-                return None
-        elif ending is None:
-            told = self.endings.wait(addresses.process) if self._may_be_told(addresses) else None
-            ending = told or self.ask_engine(addresses)
-        return "its process has ended" if ending is None else f"it {ending.ending}"
+        return self._losses.how_ended(info)
 
     def is_elsewhere(self, info: WorkerInfo) -> bool:
         """Whether a worker is on another machine, as far as is known."""
-        member = self.membership.known(info)
-        addresses = self.link(info).addresses if member is None else member.addresses
-        return addresses is not None and addresses.host != self._transport.addresses.host
+        return self._losses.is_elsewhere(info)
+
+    def is_replaced(self, info: WorkerInfo) -> bool:
+        """Whether the launcher or engine replaces the process of a dead worker; True once the replacement has come."""
+        return self._losses.is_replaced(info)
 
     def cut_off(self, rank: int) -> None:
         """End the connections with a worker that is as good as dead; returns when they have been read to the end."""
@@ -545,6 +527,10 @@ class Agent:
                 link = self._links[peer.id] = Link(peer)
             return link
 
+    def known_link(self, rank: int) -> Link | None:
+        """The link with the peer of a rank, if there is one."""
+        return self._links.get(rank)
+
     def require_usable(self) -> None:
         """Raise unless calls can be made with this agent."""
         if self.forked:
@@ -586,13 +572,13 @@ class Agent:
             self.me.id,
             self.me.name,
             member.id,
-            self._transport.addresses,
+            self.transport.addresses,
             membership.incarnation,
             frames.VERSION,
         )
         deadline = min(deadline, time.monotonic() + self.options.connect_timeout)
         try:
-            channel, welcome = self._transport.connect(member.addresses, hello, deadline)
+            channel, welcome = self.transport.connect(member.addresses, hello, deadline)
         except TimeoutError as error:
             raise RpcTimeoutError(
                 f"worker {member.name!r} did not answer the greeting in time: RPC ran for more than set timeout"
@@ -606,7 +592,7 @@ class Agent:
                 raise
             raise OSError(error.errno, f"no connection to worker {member.name!r}: {no_descriptors()}") from error
         except ChannelClosed as error:
-            process = self._process_of(member)
+            process = self._losses.process_of(member)
             ending = None if process is None else self.endings.wait(process)
             fate = self.link(member.info).fate
             if ending is not None:
@@ -622,7 +608,7 @@ class Agent:
                 f"at the address of worker {member.name!r} (rank {member.id}) answers {welcome.name!r} "
                 f"(rank {welcome.id})"
             )
-        self._greeted(msgspec.structs.replace(member, incarnation=welcome.incarnation), reached=True)
+        self.greeted(msgspec.structs.replace(member, incarnation=welcome.incarnation), reached=True)
         if self.observers:
             self.observers.emit(LinkUp(peer=member.name, served=False))
         return Calling(
@@ -635,106 +621,10 @@ class Agent:
             vigils=self.vigils,
             unresponsive_after=self.options.unresponsive_after,
             deliver=self.listeners.deliver,
-            on_lost=self._calling_lost,
-            explain=self._explain,
+            on_lost=self._losses.calling_ended,
+            explain=self._losses.explain,
             ids=self._ids,
         )
-
-    def _process_of(self, member: Member | None) -> str | None:
-        """The process of a member, if the launcher of this worker may know how it ends."""
-        if member is None or not self._may_be_told(member.addresses):
-            return None
-        return member.addresses.process or None
-
-    def _may_be_told(self, addresses: Addresses) -> bool:
-        """Whether the launcher of this worker may know how a process ends."""
-        here = addresses.host == self._transport.addresses.host
-        return self.endings.expected and (here or self.endings.of_all_hosts)
-
-    def is_replaced(self, info: WorkerInfo) -> bool:
-        """Whether the launcher or engine replaces the process of a dead worker; True once the replacement has come."""
-        member = self.membership.find(info)
-        process = self._process_of(member)
-        ending = self.ask_engine(member.addresses) if process is None else self.endings.wait(process)
-        if ending is None or not ending.replaced:
-            return False
-
-        def came() -> bool:
-            known = self.membership.known(info)
-            return self.closed.is_set() or (known is not None and known.incarnation != member.incarnation)
-
-        handling = self.serving.about_to_wait()
-        try:
-            with self.presence.changed:
-                return self.presence.changed.wait_for(came, _REPLACEMENT_SECONDS) and not self.closed.is_set()
-        finally:
-            if handling:
-                self.serving.resumed()
-
-    def _explain(self, peer: WorkerInfo, lost: WorkerLostError, then: Callable[[WorkerLostError], None]) -> None:
-        """Call ``then`` with why a peer is lost: at once, or, if the launcher is about to tell, soon and elsewhere."""
-        if not self.endings.expected:  # nearly always
-            then(lost)
-            return
-        process = self._process_of(self.membership.known(peer))
-        if process is None or lost.explained:
-            then(lost)
-        elif self.endings.is_awaited(process):
-            try:
-                self.pool.run(lambda: then(_because(lost, self.endings.wait(process))))
-            except RuntimeError:  # no thread is available
-                then(lost)
-        else:
-            then(_because(lost, self.endings.of(process)))
-
-    def _read_news(self) -> None:
-        """The launcher has told how processes ended: their workers are lost. Called by the watch thread."""
-        ended = {ending.process: ending for ending in self.endings.read()}
-        if not ended:
-            return
-        for info in self.members():
-            member = self.membership.known(info)
-            process = self._process_of(member)
-            if member is not None and info != self.me and process in ended:
-                self._ended(member, ended[process])
-
-    def _ended(self, member: Member, ending: Ending) -> None:
-        """The process of a member is over."""
-        info = member.info
-        lost = WorkerLostError(f"worker {info.name!r} is lost: it {ending.ending}", info.name)
-        lost.explained = True
-        self.presence.lost(info, lost)
-        link = self._links.get(info.id)
-        if link is not None and (line := link.open) is not None:
-            line.lose(lost)
-        self.fates.end_later(info, f"it {ending.ending}", member.incarnation)
-
-    def _told_lost(self, peer: WorkerInfo, error: WorkerLostError) -> None:
-        """A peer is suspected or over."""
-        if not self.leaving:
-            self.presence.lost(peer, error)
-
-    def _calling_lost(self, line: Calling, error: WorkerLostError) -> None:
-        self._count_lost(self.link(line.peer))
-        self._connection_ended(line, line.peer, error)
-
-    def _count_lost(self, link: Link) -> None:
-        """A line of the link has ended: if it was the last one, and the peer has not said goodbye, the peer is lost."""
-        with self._lock:
-            lost = link.goes_down() and not self.closed.is_set()
-        if lost:
-            self.accounts.count_lost(link.peer)
-            if self.membership.store_is_renewable:
-                with contextlib.suppress(RuntimeError):  # no thread is available; the next use of the store notices
-                    self.pool.run(self.membership.check_store)
-
-    def _connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
-        if self.closed.is_set():
-            return
-        link_logger(peer.name).debug("= %s", error)
-        for callback in list(self.on_connection_ended):
-            callback(connection, peer, error)
-        self.fates.examine(peer)
 
     def _handle(self, line: Line, envelope: Envelope) -> Frame | None:
         handler = self._handlers.get(type(envelope.message))
@@ -760,62 +650,7 @@ class Agent:
         except Exception as error:  # not a call, so it does not count as one that failed
             return self.execution.tell_failure(lambda *what: Failure(message.id, *what), error, line)
 
-    def _on_goodbye(self, line: Line, envelope: Envelope) -> None:
-        line.said_goodbye = True  # on whichever line it came
-        link = self._links.get(line.peer.id)
-        if link is not None:
-            link.left = True
-        self.membership.forget(line.peer.id)
-        if not self.leaving and line.peer.id != GUEST:
-            gone = WorkerLostError(f"worker {line.peer.name!r} has left the group", line.peer.name)
-            self.presence.lost(line.peer, gone)
-        if link is not None and (calling := link.open) is not None:
-            name = line.peer.name
-            left = WorkerLostError(f"worker {name!r} has left the group", name)
-            left.explained = True
-            self.pool.run(lambda: calling.lose(left))
-
-    def _served_ended(self, served: Served, error: Exception) -> None:
-        if served.peer.id == GUEST:
-            return
-        if self._stamps is not None and isinstance(error, ProtocolError):
-            self.penalties.wrong(served.peer.name, time.monotonic())
-        peer, name = served.peer, served.peer.name
-        how = "has left the group" if served.said_goodbye else f"is lost: {error}"
-        lost = WorkerLostError(f"worker {name!r} {how}", name)
-        lost.explained = served.said_goodbye
-        link = self.link(peer)
-        link.ended(served)
-
-        def end(lost: WorkerLostError) -> None:
-            self._count_lost(link)
-            self._connection_ended(served, peer, lost)
-
-        self._explain(peer, lost, end)
-
-    def _let_in(self, channel: Channel, hello: Hello) -> None:
-        self.pool.run(lambda: self._welcome(channel, hello))
-
-    def _welcome(self, channel: Channel, hello: Hello) -> None:
-        if hello.id == GUEST:
-            guest = Served(WorkerInfo(GUEST, hello.name), channel, self.serving)
-            self.serving.add(guest)
-            if self.closed.is_set():
-                guest.shutdown()
-            return
-        member = Member(hello.id, hello.name, hello.addresses, incarnation=hello.incarnation)
-        peer = member.info
-        served = Served(peer, logged(channel, self.me, peer, peer), self.serving)
-        self._greeted(member, reached=False)
-        self.link(peer).opened(served)
-        self.accounts.add(served)
-        if self.observers:
-            self.observers.emit(LinkUp(peer=hello.name, served=True))
-        self.serving.add(served)
-        if self.closed.is_set():
-            served.shutdown()
-
-    def _greeted(self, member: Member, *, reached: bool) -> None:
+    def greeted(self, member: Member, *, reached: bool) -> None:
         """A member has proved who it is on a new line, which is not in use yet; ``reached``: this worker opened it.
 
         If it has taken the place of another process, that one is over, and the layers above know it when this returns.
@@ -832,47 +667,6 @@ class Agent:
                 each(member.info)
         if not link.fate.suspected:  # otherwise an examination says when it can be called
             self.presence.came(member.info)
-
-    def _judge(self, hello: Hello) -> Welcome:
-        me = self.me
-        if hello.id == GUEST:
-            return Welcome(me.id, me.name, self._judge_guest())
-        if hello.frames != frames.VERSION:
-            refused = (
-                f"it speaks version {hello.frames} of Backhaul's frames, and worker {me.name!r} version "
-                f"{frames.VERSION}: install the same version of Backhaul on both"
-            )
-        elif hello.group != self.membership.group:
-            refused = "it belongs to another group, or to an earlier one of this name"
-        elif hello.to_id != me.id:
-            refused = f"it looks for rank {hello.to_id}; this is rank {me.id}"
-        elif not self._is_member(hello):
-            refused = f"no worker {hello.name!r} of rank {hello.id} is in this group"
-        elif self.closed.is_set():
-            refused = LEAVING
-        elif (seconds := self.penalties.wait(hello.name, time.monotonic())) > 0:
-            refused = f"it has broken the protocol too often, and may come back in {math.ceil(seconds)} s"
-        elif len(hello.incarnation) > _LONGEST_INCARNATION or not hello.incarnation.isascii():
-            refused = "its incarnation is not one"
-        else:
-            refused = ""
-        return Welcome(me.id, me.name, refused, self.membership.incarnation)
-
-    def _judge_guest(self) -> str:
-        """Why a guest is refused, if it is. It has no group and need not know who is here."""
-        if self.options.trust != "cluster":
-            return "a member of a federation shows itself to nobody"
-        if self.closed.is_set():
-            return LEAVING
-        if len(self.serving.lines_of(GUEST)) >= _MAX_GUESTS:
-            return f"{_MAX_GUESTS} others are looking at it already"
-        return ""
-
-    def _is_member(self, hello: Hello) -> bool:
-        # A newcomer to a dynamic group may be ahead of what this worker has read of the store.
-        if self.membership.dynamic:
-            return True
-        return self.membership.known(WorkerInfo(hello.id, hello.name)) is not None
 
     def members(self) -> list[WorkerInfo]:
         return self.membership.members()
@@ -927,7 +721,7 @@ class Agent:
 
     def transport_memory(self) -> dict[str, int]:
         """Bytes of shared memory that carry large tensors."""
-        return self._transport.memory()
+        return self.transport.memory()
 
     def _shut_down(self) -> WorkerLostError:
         lost = WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
@@ -948,7 +742,7 @@ class Agent:
         self.endings.close()
         with self.presence.changed:
             self.presence.changed.notify_all()
-        self._door.close()
+        self._reception.door.close()
         gone = self._shut_down()
         for line in self.calling():
             line.say_goodbye()
@@ -961,7 +755,7 @@ class Agent:
         self.watch.close()
         self.pool.close(deadline)
         self.vigils.close()
-        self._transport.close()
+        self.transport.close()
 
     def abandon(self) -> None:
         """In a forked child: give up the descriptors, so that peers notice when the parent dies."""
@@ -972,22 +766,13 @@ class Agent:
             served.abandon()
         self.vigils.close()
         self.watch.abandon()
-        self._door.abandon()
+        self._reception.door.abandon()
         self.endings.abandon()
-        self._transport.abandon()
+        self.transport.abandon()
 
 
 def _lost(peer: WorkerInfo, reason: str) -> WorkerLostError:
     return WorkerLostError(f"worker {peer.name!r} is lost: {reason}", peer.name)
-
-
-def _because(lost: WorkerLostError, ending: Ending | None) -> WorkerLostError:
-    """The loss of a worker, with its cause if the launcher has told it."""
-    if ending is None:
-        return lost
-    found = WorkerLostError(f"worker {lost.worker!r} is lost: it {ending.ending}", lost.worker)
-    found.explained = True
-    return found
 
 
 def _nothing_to_see(topic: str, arguments: Mapping[str, Any]) -> Any:
