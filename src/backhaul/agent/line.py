@@ -28,7 +28,7 @@ from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.lanes import SMALL, may_pass
+from backhaul.wire.lanes import SMALL, has_calls, may_pass
 from backhaul.wire.messages import Goodbye
 
 if TYPE_CHECKING:
@@ -241,7 +241,8 @@ class Line:
                     frame = _copy(frame)
             except MemoryError:
                 waits = True
-        departure = Departure(frame, not begun and may_pass(frame), afterwards=afterwards)
+        passes = not begun and may_pass(frame)
+        departure = Departure(frame, passes, has_calls(frame), afterwards=afterwards)
         if begun:
             self._unflushed = True
             self._outbox.begin(departure)

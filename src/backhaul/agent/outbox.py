@@ -4,7 +4,8 @@ Theory of operation
 -------------------
 A frame that the channel takes at once is never here. A frame that does not fit becomes a **departure**, and so does
 every frame that comes after it, until all have left. They leave in the order of their coming, except that small ones
-pass a large one between two of its slices (`wire.lanes`).
+pass a large one between two of its slices (`wire.lanes`). Calls of one thread keep their order: a thread may make
+its next call if it does not wait for the last one to leave, so no call passes a call that nobody waits for.
 
 **Pumping** is the duty to write whenever there is room. One thread has it as long as a frame is under way: `add` gives
 it to the thread that finds nobody pumping. A thread whose frame must not change before it has left waits for it, and
@@ -36,6 +37,10 @@ class Departure(msgspec.Struct, gc=False, eq=False):
     frame: Frame
     passes: bool
     """It may leave between two slices of another one."""
+    calls: bool = False
+    """There are calls in it."""
+    number: int = 0
+    """How many came before it."""
     waiter: Any = None
     """The thread that waits for it, or for the duty to pump."""
     afterwards: Callable[[], None] | None = None
@@ -51,10 +56,22 @@ class Departure(msgspec.Struct, gc=False, eq=False):
 class Outbox(Generic[W]):
     """``W`` is what waiting threads are known by. See the module's docstring."""
 
-    __slots__ = ("_limit", "_rest", "_room", "_small", "full", "passing", "pumped", "under_way", "waiting")
+    __slots__ = (
+        "_came",
+        "_limit",
+        "_rest",
+        "_room",
+        "_small",
+        "full",
+        "passing",
+        "pumped",
+        "under_way",
+        "waiting",
+    )
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._came = 0
         self._small: deque[Departure] = deque()  # may pass the one under way
         self._rest: deque[Departure] = deque()
         self._room: list[W] = []
@@ -71,6 +88,10 @@ class Outbox(Generic[W]):
     def add(self, departure: Departure) -> bool:
         """A frame that comes after others. True if its thread is to wait until it has left."""
         waits = bool(departure.frame.keep) or self.full  # its memory is not ours, or there is too much already
+        self._came += 1
+        departure.number = self._came
+        if departure.passes and departure.calls and any(map(_may_be_followed, (self.under_way, *self._rest))):
+            departure.passes = False
         (self._small if departure.passes else self._rest).append(departure)
         self._count(departure.frame.size)
         return waits
@@ -89,11 +110,17 @@ class Outbox(Generic[W]):
 
     def next_small(self) -> Departure | None:
         """What to write between two slices."""
+        if self._small and self._small[0].calls and _may_be_followed(self.under_way):
+            return None  # a small one itself, which all that came later would have to pass
         return self._take(self._small, passing=True)
 
     def next(self) -> Departure | None:
         """What to write when the frame under way has left. None if there is nothing more."""
         # A large one first: small ones pass it, and it does not wait for all of them.
+        if self._rest and self._rest[0].calls:
+            number = self._rest[0].number
+            if any(_may_be_followed(each) and each.number < number for each in self._small):
+                return self._take(self._small, passing=False)
         return self._take(self._rest, passing=False) or self._take(self._small, passing=False)
 
     def _take(self, lane: deque[Departure], *, passing: bool) -> Departure | None:
@@ -167,3 +194,8 @@ class Outbox(Generic[W]):
     def _count(self, size: int) -> None:
         self.waiting += size
         self.full = self.waiting > self._limit
+
+
+def _may_be_followed(departure: Departure | None) -> bool:
+    """Whether a call has not left that its thread may have made another one after."""
+    return departure is not None and departure.calls and departure.waiter is None

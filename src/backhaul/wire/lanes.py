@@ -3,9 +3,10 @@
 `Slices` cuts; the decoder puts the slices together again. How large a slice is depends on the connection: `Pace` learns
 it. Pure: no clock, no socket.
 
-A message that passes a large one arrives before it. Most do not mind: calls have no order, and replies name their call.
-References do: a message that brings one, or asks for the value of one, must not come before the message that makes the
-value, nor a notice about one before the message that shares it. The end of a context does not pass its calls, either.
+A message that passes a large one arrives before it. Most do not mind: replies name their call, and calls of different
+threads have no order. Calls of one thread have one, which `agent.outbox` keeps. References do mind: a message that
+brings one, or asks for the value of one, must not come before the message that makes the value, nor a notice about one
+before the message that shares it. The end of a context does not pass its calls, either.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 
 from backhaul.wire.frames import HEADER, MAGIC, SLICE, TRACED, VERSION, Frame, kind_of
-from backhaul.wire.messages import KINDS, Create, Fetch, Inquire, Leave, Notices
+from backhaul.wire.messages import KINDS, Call, Create, Fetch, Inquire, Leave, Notices
 
 SMALL = 64 * 1024
 """A frame up to this size may pass a large one."""
@@ -121,3 +122,8 @@ def may_pass(frame: Frame) -> bool:
     if frame.keep or frame.places or len(frame.pieces) > 1 or frame.size > SMALL:
         return False
     return not any(isinstance(message, _ORDERED) or getattr(message, "refs", ()) for message, _ in messages(frame))
+
+
+def has_calls(frame: Frame) -> bool:
+    """Whether a frame, or one of several that were joined, is a call."""
+    return any(isinstance(message, Call) for message, _ in messages(frame))
