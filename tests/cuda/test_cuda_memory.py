@@ -1,4 +1,7 @@
-"""Training for 10,000 steps over processes: no memory of the host or of the GPU is lost."""
+"""Training for 10,000 steps over processes: no memory of the host or of the GPU is lost.
+
+What all processes use of the GPU is looked at, too, so nothing else may run there meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ work after the other, in every round. What a client measures ends with a synchro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 _MIB = 1 << 20
+_END_SECONDS = 20.0
 
 
 class Work(NamedTuple):
@@ -121,9 +123,16 @@ class _Client:
         return json.loads(line)
 
     def end(self) -> None:
+        """Let both processes shut down, and kill those that do not."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died
+            self._process.stdin.close()
         for process in (self._process, self._server):
-            process.kill()
-            process.wait()
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 # -- what the processes run ---------------------------------------------------------------------
@@ -176,6 +185,7 @@ def work(system: str, path: str, rank: int) -> None:
             do[kind](size)
             taken.append(time.perf_counter() - start)
         print(json.dumps(statistics.median(taken)), flush=True)
+    rpc.shutdown()
 
 
 def _join(system: str, path: str, rank: int) -> tuple[Any, Any]:
