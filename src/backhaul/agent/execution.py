@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import logging
 import threading
@@ -10,7 +9,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from torch._C import _are_functorch_transforms_active
 from backhaul.agent import autocast
 from backhaul.agent.accounts import Accounts
 from backhaul.agent.activity import Activity, Late
+from backhaul.agent.coroutines import Coroutines
 from backhaul.agent.future import Future
 from backhaul.agent.observing import (
     Encoded,
@@ -32,10 +32,10 @@ from backhaul.agent.observing import (
     SendRecorded,
 )
 from backhaul.agent.recording import NoRecording, Recording, Tensors
-from backhaul.agent.steps import start_in_steps
 from backhaul.agent.tracing import Tracing
 from backhaul.agent.traffic import NoTraffic, Traffic
 from backhaul.devices.staging import WorkerDevices, no_map
+from backhaul.devices.streams import Streams
 from backhaul.edges.compression import expanded
 from backhaul.edges.crossing import Crossing, Edges
 from backhaul.errors import (
@@ -95,11 +95,7 @@ class Execution:
         self._max_message_bytes = max_message_bytes
         self._me = me
         self._codec = codec
-        self._enter = enter
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread: threading.Thread | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._coroutines = Coroutines(me.name, enter)
 
     def run(self, envelope: Envelope, to: Peer, send_late: Callable[[Frame], None]) -> Frame | None:
         """Execute a Call that came from ``to``. Never raises.
@@ -178,7 +174,7 @@ class Execution:
             if _is_grad_enabled() is not grad:
                 self._switch_gradients(grad, function)
         if type(value) is types.CoroutineType:
-            return context.run(self._start, value), True
+            return context.run(self._coroutines.start, value, self._streams), True
         if not getattr(function, ASYNC_MARK, False):
             return value, False
         if not isinstance(value, torch._C.Future):
@@ -188,6 +184,10 @@ class Execution:
                 f"returned a {type(value).__name__}"
             )
         return value, True
+
+    @property
+    def _streams(self) -> Streams | None:
+        return None if self.devices is None else self.devices.streams
 
     def _switch_gradients(self, on: bool, function: Any) -> None:
         """Set what a function has left to its thread back: the next call there may be another caller's."""
@@ -368,13 +368,8 @@ class Execution:
         raise self.rebuild(envelope, sender)
 
     def close(self, seconds: float) -> None:
-        """Cancel the coroutines, and wait that long for their loop to end."""
-        with self._lock:
-            loop, thread = self._loop, self._loop_thread
-            self._loop = self._loop_thread = None
-        if loop is not None and thread is not None:
-            asyncio.run_coroutine_threadsafe(_cancel_all(), loop)
-            thread.join(max(0.0, seconds))
+        """Cancel the coroutines, and wait that long for them to end."""
+        self._coroutines.close(seconds)
 
     def _reply(self, id: int, done: Any, to: Peer, asked: Mark | None) -> Frame:
         try:
@@ -402,51 +397,6 @@ class Execution:
             )
         error.__cause__ = RemoteTraceback(message.worker, message.traceback)
         return error  # type: ignore[no-any-return]
-
-    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine on this worker's event loop."""
-        future: Future[Any] = Future()
-
-        async def run() -> None:
-            if self.devices is not None:
-                self.devices.streams.begin()
-            try:
-                value = await coroutine
-            except BaseException as error:
-                future.settle(None, error)
-            else:
-                if self.devices is not None:
-                    self.devices.streams.leave_word()
-                future.settle(value)
-
-        loop = self._running_loop()
-        context = contextvars.copy_context()
-        loop.call_soon_threadsafe(lambda: self._keep(loop.create_task(run())), context=context)
-        return future
-
-    def _keep(self, task: asyncio.Task[None]) -> None:
-        """The loop itself only has a weak reference to its tasks."""
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                loop = self._loop = asyncio.new_event_loop()
-                loop.set_task_factory(start_in_steps)
-                self._loop_thread = threading.Thread(
-                    target=self._run_loop, args=(loop,), name=f"backhaul-asyncio-{self._me.name}", daemon=True
-                )
-                self._loop_thread.start()
-            return self._loop
-
-    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._enter()
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_forever()
-        finally:
-            loop.close()
 
 
 def name_for_people(function: Any) -> str:
@@ -485,15 +435,6 @@ def follow(future: Any, done: Callable[[Any], None]) -> None:
         future.when_done(done)
     else:
         future.add_done_callback(done)
-
-
-async def _cancel_all() -> None:
-    loop = asyncio.get_running_loop()
-    tasks = [task for task in asyncio.all_tasks(loop) if task is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    loop.stop()
 
 
 def safe_str(error: BaseException) -> str:
