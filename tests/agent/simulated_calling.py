@@ -361,7 +361,7 @@ class Calling(Channel):
                 yield from self.time_out(slot)
             elif unread and (others := (yield from self.other_readable())):
                 yield from self.wait_for_all(slot, others, timeout)
-            elif slot.id in self.state and (token := self.begin_reading()):
+            elif token := (yield from self.begin_reading_for(slot)):
                 yield
                 yield from self.finish_reading(token, timeout)
             else:
@@ -404,6 +404,10 @@ class Calling(Channel):
         yield
 
     # Reading.
+
+    def begin_reading_for(self, slot: Slot) -> Steps:
+        yield from ()
+        return self.begin_reading() if slot.id in self.state else 0
 
     def begin_reading(self) -> int:
         token = self.state.read()

@@ -440,6 +440,15 @@ class GivesUpTheRoleFirst(Calling):
             self.world.read = original  # type: ignore[method-assign]
 
 
+class LooksBeforeTheRoleIsFree(Calling):
+    """A thread sees that its reply has not come; another one reads it and gives up the role; the first one reads on."""
+
+    def begin_reading_for(self, slot: Slot) -> Steps:
+        is_open = slot.id in self.state
+        yield
+        return self.begin_reading() if is_open else 0
+
+
 class LosesHeldCalls(Calling):
     """A thread takes along what is held back, and all of it is dropped if the channel is full."""
 
@@ -455,6 +464,7 @@ class LooksOnce(Calling):
 
 
 MISTAKES: list[type[Any]] = [
+    LooksBeforeTheRoleIsFree,
     WakesNobody,
     DoesNotPassOn,
     LeavesNothing,

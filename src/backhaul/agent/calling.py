@@ -355,7 +355,7 @@ class Calling(Line):
                     self._time_out(slot)
                 elif unread and (others := self._other_readable(unread)):
                     self._wait_for_all(slot, others, timeout)
-                elif slot.id in self._state and (token := self.begin_reading()):
+                elif token := self.begin_reading(slot):
                     self.finish_reading(token, None if timeout == math.inf else timeout)
                 else:
                     self._sleep(slot, timeout)
@@ -429,7 +429,7 @@ class Calling(Line):
         try:
             vigil = self._vigils.take()
         except OSError:  # there is no descriptor for it; the watch thread reads the others
-            if token := self.begin_reading():
+            if token := self.begin_reading(slot):
                 self.finish_reading(token, None if timeout == math.inf else timeout)
             else:
                 self._sleep(slot, timeout)
@@ -457,10 +457,13 @@ class Calling(Line):
 
     # Reading.
 
-    def begin_reading(self) -> int:
-        """Take the role of the reader: a token, or 0 if another thread has it, or the line is lost."""
+    def begin_reading(self, slot: Slot | None = None) -> int:
+        """Take the role of the reader: a token, or 0 if another thread has it, or the line is lost.
+
+        ``slot``: or if its reply has been read. Looked at with the role free, or a thread would wait for what has come.
+        """
         with self._lock:
-            return self._state.read()
+            return self._state.read() if slot is None or slot.id in self._state else 0
 
     def finish_reading(self, token: int, timeout: float | None, *, inline: bool = True) -> None:
         """Read what comes within ``timeout`` seconds, give up the role, and hand out what was read.
