@@ -303,13 +303,13 @@ class Figures(NamedTuple):
 
     def line(self) -> str:
         return (
-            f"{self.attack:<20}{self.quiet * 1e3:>9.2f}{self.attacked * 1e3:>12.2f}{self.attacked / self.quiet:>7.1f}"
-            f"{self.calls:>8}{self.grown / MiB:>10.1f}{self.left:>9}{self.cut:>6}  {self.wrong or 'good'}"
+            f"{self.attack:<20}{self.quiet * 1e3:>9.2f}{self.attacked * 1e3:>13.2f}{self.attacked / self.quiet:>8.1f}"
+            f"{self.calls:>8}{self.grown / MiB:>11.1f}{self.left:>9}{self.cut:>6}  {self.wrong or 'good'}"
         )
 
 
 HEAD = (
-    f"{'attack':<20}{'quiet ms':>9}{'attacked ms':>11}{'ratio':>8}{'calls':>8}{'grown MiB':>10}{'threads':>9}{'cut':>6}"
+    f"{'attack':<20}{'quiet ms':>9}{'attacked ms':>13}{'ratio':>8}{'calls':>8}{'grown MiB':>11}{'threads':>9}{'cut':>6}"
 )
 
 
