@@ -42,7 +42,7 @@ SETS: dict[str, list[str]] = {
         "tests/wire/test_[!d]*.py",  # without fuzzing
         "tests/autograd/test_completion.py",
         "tests/autograd/test_graph.py",
-        "tests/autograd/test_part.py",
+        "tests/autograd/test_schedule.py",
     ],
     # Several workers in one process.
     "workers": [

@@ -104,7 +104,7 @@ def watch() -> int:
     Witness.events.clear()
     Witness.lines.clear()
     # What earlier attacks have filled the log with must not hide what this one says.
-    worker.current().agent._door._refusals.summary()
+    worker.current().agent._reception.door._refusals.summary()
     worker.current().agent.penalties.forgive()
     worker.current().agent.permissions.refusals.forgive()
     Witness.watching = True
