@@ -39,7 +39,7 @@ PURE_TESTS = (
     *("tests/test_errors.py", "tests/test_options.py"),
     *(f"tests/agent/test_{name}.py" for name in ("pending", "role", "link_state", "link_simulation")),
     *(f"tests/refs/test_{name}.py" for name in ("counting", "mailbox", "simulation")),
-    *(f"tests/autograd/test_{name}.py" for name in ("graph", "part", "completion")),
+    *(f"tests/autograd/test_{name}.py" for name in ("graph", "schedule", "completion")),
 )
 # Processes of pytest for the others. Their tests wait most of the time.
 ABREAST = (os.cpu_count() or 1) + 1
