@@ -238,7 +238,7 @@ def _lift_handle(value: Any, _: Any) -> Handle:
 @functools.cache
 def codec(*, strict: bool = False) -> Codec:
     """The safe codec: no pickles, and a closed list of names. The strict one is that of a federation."""
-    made = Codec(Closed(), allow_pickle=False, strict=strict)
+    made = Codec(Closed(), allow_pickle=False, bounded=strict)
     made.register(Handle, "handle", lambda handle, _: handle.number, _lift_handle)
     return made
 

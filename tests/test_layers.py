@@ -31,6 +31,7 @@ LAYERS = [
     "news",
     "wire",
     "security",
+    "trust",
     "devices",
     "edges",
     "options",
@@ -153,6 +154,9 @@ def test_a_module_imports_only_from_the_layers_above_it_in_the_list(module: str)
 SEAMS = {
     "current_worker": {"worker"},
     "remote_profile.caller": {"refs.rref"},
+    "trust.guard": {"agent.execution", "agent.line", "options"},
+    "trust.policy": {"options"},
+    "trust.rights": {"refs.counting"},
 }
 
 
@@ -375,7 +379,7 @@ def test_an_unknown_name_of_the_package() -> None:
 
 
 DRAWING = (ROOT.parents[1] / "docs/architecture.md").read_text().split("    ┌─ ")[1].split("    └──")[0]
-SMALL_PACKAGES = ("agent", "autograd", "devices", "refs", "transport", "security", "wire")
+SMALL_PACKAGES = ("agent", "autograd", "devices", "refs", "transport", "trust", "security", "wire")
 """Those whose files are drawn one by one; of the others the name is enough."""
 
 

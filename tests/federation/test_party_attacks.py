@@ -20,7 +20,7 @@ from backhaul import rpc
 from backhaul.errors import BackhaulError, ContextError, QuotaError, RefusedError
 from backhaul.federation import Clip, Edge, GaussianNoise, Party
 from backhaul.nn import RemoteModule
-from backhaul.security.exposure import PeerNames
+from backhaul.trust.exposure import PeerNames
 from backhaul.wire import trees
 from backhaul.wire.frames import encode
 from backhaul.wire.messages import Call, Coded, Gradients

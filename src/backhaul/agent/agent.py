@@ -31,7 +31,6 @@ from backhaul.agent.farewell import Counts, Farewell
 from backhaul.agent.fates import Fates
 from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
-from backhaul.agent.guard import Guard
 from backhaul.agent.line import Line
 from backhaul.agent.link import Link
 from backhaul.agent.listening import Listeners
@@ -63,11 +62,12 @@ from backhaul.errors import (
 from backhaul.ids import GUEST, Addresses, WorkerInfo
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, LeavingError
-from backhaul.security.penalties import Penalties
-from backhaul.security.permissions import Permissions, Stamps
 from backhaul.transport.awake import most_awake
 from backhaul.transport.base import ChannelClosed, Listener, Transport
 from backhaul.transport.sockets import lacks_descriptors, no_descriptors
+from backhaul.trust.guard import Guard
+from backhaul.trust.penalties import Penalties
+from backhaul.trust.permissions import Permissions, Stamps
 from backhaul.wire import frames
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
@@ -105,6 +105,7 @@ class Agent:
     ) -> None:
         """Listen, and join the group. ``enter`` runs first on every thread that this agent makes."""
         self.options = options
+        self.trust = options.policy
         self.membership = membership
         self._codec = codec
         self.transport = transport
@@ -160,12 +161,12 @@ class Agent:
         self.permissions = Permissions(self.me.name, options.message_limit)
         """What peers may do, in a federation."""
         self.execution: Execution
-        if options.trust == "federation":
+        if self.trust.runs_any_function:
+            self.execution = Execution(self.me, codec, enter, options.message_limit)
+        else:
             self.execution = FederatedExecution(
                 self.me, codec, enter, options.message_limit, options.head_limit, self.permissions
             )
-        else:
-            self.execution = Execution(self.me, codec, enter, options.message_limit)
         self.execution.devices = self.devices
         if options.edges:
             self.execution.edges = Edges(self.me, options.edges)
@@ -202,7 +203,7 @@ class Agent:
         self.fates.on_over.append(lambda peer, reason: self._losses.told(peer, _lost(peer, reason)))
         self.fates.on_back.append(self.presence.came)
         self.farewell = Farewell(self, self.closed)
-        self._stamps = Stamps() if options.trust == "federation" else None
+        self._stamps = None if self.trust.shows else Stamps()
         self.penalties = Penalties(_BREACHES, _BREACH_SECONDS)
         self._reception = Reception(self, label + "-door")
         self._handlers |= {
@@ -210,7 +211,7 @@ class Agent:
             Ping: lambda line, envelope: encode(Result(envelope.message.id, None)),
             Goodbye: self._losses.on_goodbye,
         }
-        if options.trust == "cluster":
+        if self.trust.shows:
             self._handlers[Inspect] = self._on_inspect
         for message, handler in self.farewell.handlers():
             self.register(message, handler)

@@ -29,8 +29,8 @@ from backhaul.errors import (
     user_frames,
 )
 from backhaul.ids import WorkerInfo
-from backhaul.security.exposure import type_name
-from backhaul.security.permissions import Permissions, printable
+from backhaul.trust.exposure import type_name
+from backhaul.trust.permissions import Permissions, printable
 from backhaul.wire import callables, trees
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from backhaul.autograd.checking import Like
 from backhaul.autograd.functions import ID_BITS, rank_of
 from backhaul.errors import BackhaulError, ContextError, QuotaError
 from backhaul.ids import WorkerInfo
 from backhaul.options import Quotas
+from backhaul.trust.checking import Like
 
 if TYPE_CHECKING:
     from backhaul.autograd.graph import Node

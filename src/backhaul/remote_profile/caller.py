@@ -152,7 +152,7 @@ def _begin(agent: Agent, mode: str, request: Request) -> tuple[Span, Options | N
     span = Span(number, mode, request.name or function_name(request.function), agent.me, callee)
     for spans in holders:
         spans[span.number] = span
-    return span, None if agent.options.trust == "federation" else options
+    return span, options if agent.trust.shows else None
 
 
 def _ask(agent: Agent, request: Request, options: Options | None) -> Future[Any] | None:
