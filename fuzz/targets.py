@@ -32,8 +32,8 @@ from backhaul.security.tls import first_record
 from backhaul.transport.segments import Borrowing
 from backhaul.wire import headers, spans
 from backhaul.wire.decoder import Decoder, Envelope
+from backhaul.wire.landing import Landing, land_small
 from backhaul.wire.messages import Coded
-from backhaul.wire.tensors import Landing, land_small
 from backhaul.wire.values import Codec
 
 Target = Callable[[bytes], None]

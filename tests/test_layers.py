@@ -136,7 +136,7 @@ def test_every_file_has_a_layer() -> None:
 
 def test_the_imports_are_found() -> None:
     """Or nothing below would fail."""
-    assert {"errors", "wire.messages", "wire.frames", "wire.tensors"} <= IMPORTS["wire.decoder"]
+    assert {"errors", "wire.messages", "wire.frames", "wire.landing"} <= IMPORTS["wire.decoder"]
     assert "wire.pickles" in IMPORTS["wire.values"]  # inside a function
     assert "agent.watch" not in IMPORTS["agent.serving"]  # for the type checker only
     assert "functions" in IMPORTS["rpc"]  # a module, imported from its package

@@ -51,8 +51,8 @@ from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode, is_failure
+from backhaul.wire.landing import land
 from backhaul.wire.messages import Failed, Failure, Mark, Refs, Result
-from backhaul.wire.tensors import land
 from backhaul.wire.trees import ATOMS, Packing
 from backhaul.wire.values import Codec
 

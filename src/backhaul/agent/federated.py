@@ -34,8 +34,9 @@ from backhaul.trust.permissions import Permissions, printable
 from backhaul.wire import callables, trees
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
+from backhaul.wire.landing import land
 from backhaul.wire.messages import Failed, Failure, Refs
-from backhaul.wire.tensors import claimed, land
+from backhaul.wire.tensors import claimed
 from backhaul.wire.trees import Packing
 from backhaul.wire.values import Codec
 

@@ -62,6 +62,7 @@ from backhaul.ids import WorkerInfo
 from backhaul.trust.checking import Charges, abridged, checked_all, is_sorted
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
+from backhaul.wire.landing import Later
 from backhaul.wire.messages import (
     Check,
     Failed,
@@ -72,7 +73,6 @@ from backhaul.wire.messages import (
     Resolved,
     TakePart,
 )
-from backhaul.wire.tensors import Later
 
 _log = logging.getLogger(__name__)
 

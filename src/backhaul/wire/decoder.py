@@ -32,9 +32,9 @@ import torch
 from backhaul.errors import ProtocolError
 from backhaul.wire.frames import DEVICE_PLACE, HEADER, LONGEST_TRACE, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
 from backhaul.wire.headers import split_places
+from backhaul.wire.landing import Landing, Missing, land_small
 from backhaul.wire.messages import KIND_OF, KINDS, Call, Create, Failed, Failure, Inspect, Result
 from backhaul.wire.plain import refuse_maps
-from backhaul.wire.tensors import Landing, Missing, land_small
 
 _START = 64 * 1024
 _DRAIN = 512 * 1024
