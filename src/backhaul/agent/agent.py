@@ -37,12 +37,12 @@ from backhaul.agent.listening import Listeners
 from backhaul.agent.logs import logged
 from backhaul.agent.losses import Losses
 from backhaul.agent.membership import Member, Membership
-from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed
+from backhaul.agent.observing import Asked, Encoded, Issued, LinkUp, Observers, Packed
 from backhaul.agent.pool import Pool
 from backhaul.agent.presence import Presence
 from backhaul.agent.reception import Reception
 from backhaul.agent.serving import Handler, Serving
-from backhaul.agent.tracing import Span, spanning, spanning_future, traced
+from backhaul.agent.tracing import Span, spanning, spanning_future
 from backhaul.agent.waiting import Vigils
 from backhaul.agent.watch import Watch
 from backhaul.devices.maps import check as check_maps
@@ -59,7 +59,7 @@ from backhaul.errors import (
     RpcTimeoutError,
     WorkerLostError,
 )
-from backhaul.ids import GUEST, Addresses, WorkerInfo
+from backhaul.ids import GUEST, Addresses, RefId, WorkerInfo
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, LeavingError
 from backhaul.transport.awake import most_awake
@@ -71,7 +71,8 @@ from backhaul.trust.permissions import Permissions, Stamps
 from backhaul.wire import frames
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Call, Failure, Goodbye, Inspect, Mark, Ping, Refs, Result
+from backhaul.wire.messages import Call, Create, Failure, Goodbye, Inspect, Mark, Ping, Result
+from backhaul.wire.trees import Packing
 from backhaul.wire.values import Codec
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ _BREACH_SECONDS = 4.0
 _FOR_GUESTS = (Inspect, Ping)
 
 To = str | int | WorkerInfo
+PackedCall = tuple[Any, Packing]
+"""The tree of a call, and the state that holds its tensors and references."""
 
 T = TypeVar("T")
 
@@ -282,9 +285,10 @@ class Agent:
         if self.observers:
             return self._observed(Calling.ask, spanning, to, function, args, kwargs, timeout, name)
         line = self._route(to, time.monotonic() + timeout)
-        make = self._request(line, function, args, kwargs)
+        id = next(self._ids)
+        frame = self._call_frame(id, line, self._codec.pack_call(function, tuple(args), dict(kwargs)))
         # From here on: packing the arguments does not count.
-        return line.ask(make, name, time.monotonic() + timeout, is_call=True)
+        return line.ask(id, frame, name, time.monotonic() + timeout, is_call=True)
 
     def call_async(
         self,
@@ -300,9 +304,10 @@ class Agent:
         if self.observers:
             return self._observed(Calling.ask_async, spanning_future, to, function, args, kwargs, timeout, name)
         line = self._route(to, time.monotonic() + timeout)
-        make = self._request(line, function, args, kwargs)
+        id = next(self._ids)
+        frame = self._call_frame(id, line, self._codec.pack_call(function, tuple(args), dict(kwargs)))
         # From here on: packing the arguments does not count.
-        return line.ask_async(make, name, time.monotonic() + timeout, is_call=True)
+        return line.ask_async(id, frame, name, time.monotonic() + timeout, is_call=True)
 
     def _observed(
         self,
@@ -321,9 +326,11 @@ class Agent:
 
         def call() -> T:
             line = self._route(to, time.monotonic() + timeout)
-            make = self._request(line, function, args, kwargs)
+            packed = self._codec.pack_call(function, tuple(args), dict(kwargs))
             self.observers.emit(Packed())
-            return ask(line, traced(tracing, make), name, time.monotonic() + timeout, is_call=True)
+            id = self._issue(line, name, is_call=True)
+            frame = self._encoded(self._call_frame(id, line, packed))
+            return ask(line, id, frame, name, time.monotonic() + timeout, is_call=True)
 
         return call() if tracing is None else within(tracing.begin(name, to), call)
 
@@ -333,7 +340,9 @@ class Agent:
         mark, _ = self.execution.recording.asking((), to)
 
         def ask() -> Any:
-            return self._route(to, deadline).ask(lambda id: encode(make(id, mark)), what, deadline, is_call=True)
+            line = self._route(to, deadline)
+            id = self._issue(line, what, is_call=True)
+            return line.ask(id, self._question(make(id, mark)), what, deadline, is_call=True)
 
         tracing = self.execution.tracing
         return ask() if tracing is None else spanning(tracing.begin(what, to), ask)
@@ -346,10 +355,11 @@ class Agent:
             frame = self._encoded(frame, message)
         self._post(line, frame)
 
-    def _encoded(self, frame: Frame, message: Any) -> Frame:
-        """The frame of a one-way message, told to observers, with the mark of its pass if there is a tracer."""
-        if self.execution.tracing is not None:
-            frame = self.execution.tracing.attach_pass(frame, message)
+    def _encoded(self, frame: Frame, message: Any = None) -> Frame:
+        """A frame, told to observers. If there is a tracer, it has the mark of its pass or of this thread's call."""
+        tracing = self.execution.tracing
+        if tracing is not None:
+            frame = tracing.attach(frame) if message is None else tracing.attach_pass(frame, message)
         self.observers.emit(Encoded())
         return frame
 
@@ -417,28 +427,30 @@ class Agent:
             lost = line.lost or error
             raise WorkerLostError(str(lost), line.peer.name) from error
 
-    def prepare(
-        self, to: WorkerInfo, value: Any, make: Callable[[int, Any, Refs, Mark | None], Any]
-    ) -> Callable[[str, float], Future[Any]]:
-        """Pack a value; returns a function that sends ``make(id, tree, refs, mark)`` as a call of the user's.
+    def pack(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
+        """What `create` sends. Raises if something of it cannot travel."""
+        return self._codec.pack_call(function, args, kwargs)
 
-        That function takes what to call it in errors, and a timeout. What cannot travel raises here.
+    def create(self, to: WorkerInfo, ref: RefId, packed: PackedCall, what: str, timeout: float) -> Future[Any]:
+        """Ask a worker to run a function and to keep its value under ``ref``: a future of its answer.
+
+        ``what`` is what errors call it, and ``timeout`` is in seconds, or infinity.
         """
-        tree, packing = self._codec.pack(value, ("func", "args", "kwargs"))
+        deadline = time.monotonic() + timeout
+        tree, packing = packed
 
-        def send(what: str, timeout: float) -> Future[Any]:
-            deadline = time.monotonic() + timeout
+        def ask() -> Future[Any]:
             line = self._route(to, deadline)
-
-            def frame(id: int) -> Frame:
-                return self.execution.request(lambda refs, mark: make(id, tree, refs, mark), packing, line)
-
-            return line.ask_async(traced(tracing, frame), what, deadline, is_call=True)
+            id = self._issue(line, what, is_call=True)
+            cargo = self.execution.load(tree, packing, line)
+            message = Create(id, ref, tree, cargo.refs, cargo.mark, autocast.here(), cargo.coded)
+            frame = self.execution.frame(message, cargo)
+            if self.observers:
+                frame = self._encoded(frame)
+            return line.ask_async(id, frame, what, deadline, is_call=True)
 
         tracing = self.execution.tracing
-        if tracing is None:
-            return send
-        return lambda what, timeout: spanning_future(tracing.begin(what, to), lambda: send(what, timeout))
+        return ask() if tracing is None else spanning_future(tracing.begin(what, to), ask)
 
     def is_reachable(self, info: WorkerInfo, seconds: float) -> bool:
         """Whether a worker answers, over a new connection if need be. Raises if it does not."""
@@ -456,7 +468,8 @@ class Agent:
         while True:
             line = self._route(to, deadline, suspected=suspected)
             try:
-                return line.ask(lambda id: encode(make(id)), what, deadline, is_call=False)
+                id = self._issue(line, what, is_call=False)
+                return line.ask(id, self._question(make(id)), what, deadline, is_call=False)
             except WorkerLostError:
                 # That connection has broken, too. Only one that cannot be made says that nobody is there.
                 if time.monotonic() >= deadline:
@@ -492,14 +505,27 @@ class Agent:
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]:
         """A future of the answer to a question of our own: ``make(id)`` is the message."""
         line = self._route(to, deadline)
-        return line.ask_async(lambda id: encode(make(id)), what, deadline, is_call=False)
+        id = self._issue(line, what, is_call=False)
+        return line.ask_async(id, self._question(make(id)), what, deadline, is_call=False)
 
-    def _request(
-        self, to: Calling, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[[int], Frame]:
-        tree, packing = self._codec.pack_call(function, tuple(args), dict(kwargs))
+    def _call_frame(self, id: int, to: Calling, packed: PackedCall) -> Frame:
+        tree, packing = packed
         modes = autocast.here() if autocast.is_on() else ()
-        return lambda id: self.execution.request(lambda refs, mark: Call(id, tree, refs, mark, modes), packing, to)
+        cargo = self.execution.load(tree, packing, to)
+        return self.execution.frame(Call(id, tree, cargo.refs, cargo.mark, modes, cargo.coded), cargo)
+
+    def _issue(self, line: Calling, what: str, *, is_call: bool) -> int:
+        """The number of a new request."""
+        id = next(self._ids)
+        if self.observers:
+            self.observers.emit(Issued(peer=line.peer.name, call=id, what=what, is_call=is_call))
+        return id
+
+    def _question(self, message: Any) -> Frame:
+        frame = encode(message)
+        if self.observers:
+            self.observers.emit(Encoded())
+        return frame
 
     def _route(self, to: To, deadline: float, *, suspected: bool = False) -> Calling:
         """The line for requests to a worker, opened if need be. ``suspected``: see `insist`."""
@@ -624,7 +650,6 @@ class Agent:
             deliver=self.listeners.deliver,
             on_lost=self._losses.calling_ended,
             explain=self._losses.explain,
-            ids=self._ids,
         )
 
     def _handle(self, line: Line, envelope: Envelope) -> Frame | None:
