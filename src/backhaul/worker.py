@@ -35,6 +35,7 @@ from backhaul.refs.references import References
 from backhaul.refs.rref import RRef
 from backhaul.remote_profile import caller as _profiled
 from backhaul.remote_profile import profilers as _profilers
+from backhaul.remote_profile.callee import Reports
 from backhaul.rendezvous import Place, meet, meet_in
 from backhaul.transport.base import Addresses, Transport
 from backhaul.transport.stream import StreamTransport
@@ -98,6 +99,8 @@ class Worker:
         self.codec.register(ContextId, "context", lambda id, _: int(id), lambda id, _: ContextId.lift(id))
         self.inspection = Inspection(self._agent, self.references, self.autograd)
         self._agent.inspect = self.inspection
+        self.reports = Reports()
+        """For torch's profilers of other workers: how values that they asked for were made here."""
         _profilers.install()
         self._agent.start()
         try:
@@ -307,7 +310,7 @@ def _check_seconds(name: str, value: float) -> float:
     return float(value)
 
 
-_becoming = threading.Lock()
+_becoming = threading.Lock()  # a process becomes one worker
 
 
 def current() -> Worker:

@@ -228,6 +228,7 @@ class Agent:
             raise OptionError("device maps need a group whose members are known: give world_size")
         check_maps(found)
         devices = WorkerDevices(self.me.name, found)
+        # Of the class, and so of the process: see there.
         Future.devices = tuple(sorted({*Future.devices, *devices.streams.devices}))
         return devices
 

@@ -32,7 +32,7 @@ current_context: ContextVar[int | None] = ContextVar("backhaul_autograd_context"
 """The id of the context that this thread, or coroutine, is in."""
 
 everywhere: weakref.WeakSet[Contexts] = weakref.WeakSet()
-"""Those of all workers of this process."""
+"""Those of all workers of this process: torch's functions that `mistakes` watches know no worker."""
 
 _REMEMBERED = 4096
 _NOTED = 1024

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from backhaul.refs.rref import RRef
 
 _operator: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
-_numbers = itertools.count(1)
+_numbers = itertools.count(1)  # of spans, in profiles of torch, which are of the process
 _reports: WeakKeyDictionary[Any, Future[Any]] = WeakKeyDictionary()
 """For references that were made while a profiler was on: futures that are done when their reports have come."""
 

@@ -57,6 +57,7 @@ _STAND_INS = {KIND_OF[Call]: Call, KIND_OF[Create]: Call, KIND_OF[Result]: Resul
 _LONGEST_START = 1 + LONGEST_TRACE + 5 + 9  # a mark of a tracer, the head of an array, a number
 _OVER = "is over the limit of {} at the receiver; option max_message_bytes sets it"
 
+# Without state.
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
 # The header as `_next_plain` reads it: what all frames begin with, and the rest.
