@@ -1,4 +1,4 @@
-"""Shortcuts: if the starter of a pass has sent a tensor back to its maker as it came, its gradient stays there."""
+"""Shortcuts: the gradient of a tensor that the starter has only sent on does not go through the starter."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from models import W, await_no_leftovers, call, check, layer, leaf
 from torch import Tensor
 
 import backhaul.autograd as dist_autograd
+from awaiting import await_events
 from backhaul.agent.observing import Event, GradientsCame
 from backhaul.autograd.local_pass import MOST_SHORTCUTS
 from backhaul.testing import InProcessCluster
@@ -43,6 +44,11 @@ def along(hops: list[Hop], x: Tensor, between: Callable[[Tensor], Tensor] = lamb
     return x.sum()
 
 
+def connect(workers: InProcessCluster, one: int, other: int) -> None:
+    for mine, theirs in ((one, other), (other, one)):
+        workers[mine].rpc_sync(f"worker{theirs}", torch.ones, args=(1,))
+
+
 def test_a_worker_that_gets_its_own_tensors_back_keeps_their_gradients(trio: InProcessCluster) -> None:
     x = leaf(3, 4)
     hops = [("worker1", name) for name in "abcd"]
@@ -51,13 +57,30 @@ def test_a_worker_that_gets_its_own_tensors_back_keeps_their_gradients(trio: InP
     assert seen == ["worker1"]  # for x
 
 
-def test_gradients_for_other_workers_go_through_the_starter(trio: InProcessCluster) -> None:
+def test_gradients_go_from_worker_to_worker(trio: InProcessCluster) -> None:
+    connect(trio, 1, 2)
     x = leaf(3, 4)
-    hops = [("worker1", "a"), ("worker2", "b"), ("worker2", "c"), ("worker1", "d")]
-    leaves = {0: [x], 1: [W["a"], W["d"]], 2: [W["b"], W["c"]]}
+    hops = [("worker1", "a"), ("worker2", "b"), ("worker1", "c"), ("worker2", "d")]
+    leaves = {0: [x], 1: [W["a"], W["c"]], 2: [W["b"], W["d"]]}
+    with gradients_to(trio, 0) as starter, gradients_to(trio, 1) as first, gradients_to(trio, 2) as second:
+        check(trio, lambda: [along(hops, x)], leaves)
+    assert starter == ["worker1"]
+    assert first == ["worker2", "worker2"]
+    assert second == ["worker0", "worker1"]
+
+
+def test_workers_that_do_not_know_each_other_are_connected_for_the_next_pass(trio: InProcessCluster) -> None:
+    x = leaf(3, 4)
+    hops = [("worker1", "a"), ("worker2", "b")]
+    leaves = {0: [x], 1: [W["a"]], 2: [W["b"]]}
+    assert trio[2].agent.connected(1) is None
     with gradients_to(trio, 0) as seen:
         check(trio, lambda: [along(hops, x)], leaves)
-    assert seen == ["worker1", "worker2", "worker1"]  # and not for what worker 2 has got back
+    assert seen == ["worker2", "worker1"]
+    assert await_events(trio[2], lambda: trio[2].agent.connected(1) is not None, 10)
+    with gradients_to(trio, 0) as seen:
+        check(trio, lambda: [along(hops, x)], leaves)
+    assert seen == ["worker1"]
 
 
 def test_a_tensor_that_is_used_again_goes_through_the_starter(trio: InProcessCluster) -> None:
