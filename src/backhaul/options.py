@@ -151,8 +151,8 @@ def _transport(value: Any) -> Transport:
     return value  # type: ignore[no-any-return]
 
 
-def _trust(value: Any) -> Trust:
-    if value not in ("cluster", "federation"):
+def _trust(value: Any) -> TrustName:
+    if value not in [*POLICIES]:  # it may be of a type that has no hash
         raise OptionError("must be 'cluster' or 'federation'")
     return value  # type: ignore[no-any-return]
 
