@@ -7,12 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models import W, await_no_leftovers, call, check, layer, leaf
+from acts import Latch, work
+from endings import backward_later
+from models import WITHIN, W, await_no_leftovers, call, check, layer, leaf
 from torch import Tensor
 
 import backhaul.autograd as dist_autograd
 from awaiting import await_events
-from backhaul.agent.observing import Event, GradientsCame
+from backhaul import rpc
+from backhaul.agent.observing import Began, Event, GradientsCame, Starts
 from backhaul.autograd.local_pass import MOST_SHORTCUTS
 from backhaul.testing import InProcessCluster
 
@@ -183,3 +186,38 @@ def test_what_fails_behind_a_shortcut_reaches_the_starter(trio: InProcessCluster
         with pytest.raises(ValueError, match="no gradient for you"):
             dist_autograd.backward(context, [loss])
     await_no_leftovers(trio)
+
+
+def test_the_starter_of_a_chain_hears_of_it_once(trio: InProcessCluster) -> None:
+    """Each worker gives its report to the next one, together with the gradients."""
+    connect(trio, 1, 2)
+    x = leaf(3, 4)
+    hops = [("worker1", "a"), ("worker2", "b"), ("worker1", "c"), ("worker2", "d")]
+    kinds: list[str] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, Starts | Began):
+            kinds.append(event.kind)
+
+    remove = trio[0].agent.observers.add(note)
+    try:
+        check(trio, lambda: [along(hops, x)], {0: [x], 1: [W["a"], W["c"]], 2: [W["b"], W["d"]]})
+    finally:
+        remove()
+    assert [kind for kind in kinds if kind in ("Gradients", "Report")] == ["Gradients", "Report"]
+
+
+@pytest.mark.parametrize("dies", [1, 2])
+def test_a_worker_that_dies_behind_a_shortcut_is_named(trio: InProcessCluster, dies: int) -> None:
+    """Worker 1 works on a gradient that worker 2 has sent. Neither has said anything to the starter by then."""
+    connect(trio, 1, 2)
+    with Latch("a") as latch, trio[0].as_current(), dist_autograd.context() as context:
+        v = call("worker1", work, "a", leaf(3, 4))
+        loss = along([("worker2", "b")], v)
+        running = backward_later(trio, 0, context, loss)
+        latch.await_entered()
+        trio[dies].agent.close(0.0)
+        trio[dies].autograd.close()
+        error = running.exception(WITHIN)
+        assert isinstance(error, rpc.WorkerLostError)
+        assert error.worker == f"worker{dies}"
