@@ -23,10 +23,10 @@ _MOST = 20_000
 class Ledger:
     """Not thread-safe."""
 
-    def __init__(self, strict: bool = False) -> None:
-        """``strict``: refuse what has been reported before. It could make a ledger empty that is not."""
+    def __init__(self, doubts: bool = False) -> None:
+        """``doubts``: refuse what has been reported before. Such a lie could make a ledger empty that is not."""
         self._open = {ROOT}
-        self._told: tuple[set[int], set[int]] | None = (set(), set()) if strict else None
+        self._told: tuple[set[int], set[int]] | None = (set(), set()) if doubts else None
 
     def report(self, consumed: Collection[int], emitted: Collection[int]) -> bool:
         """Take note of a report; True if all is over."""

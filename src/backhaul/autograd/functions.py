@@ -38,6 +38,7 @@ ROOT = 0
 NOTHING = torch.zeros((), device="cpu")
 """Stands for the gradient of a Send's output."""
 
+# One for each GPU of the process; it never changes.
 _on_gpus: dict[torch.device, torch.Tensor] = {}
 
 

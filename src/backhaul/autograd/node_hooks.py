@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+# Of the process: torch knows nodes and hooks, and no worker.
 _dicts: weakref.WeakValueDictionary[int, OrderedDict[int, Any]] = weakref.WeakValueDictionary()
 _seen: list[bool] = []  # not empty once there has been one: quicker to look at than the dicts
 _register_hook: Any = torch.autograd.Function._register_hook
@@ -34,6 +35,7 @@ def _question(*_: Any) -> None:
     """Given as a hook, it asks which others there are."""
 
 
+# The only place where Python learns of such hooks; torch has one for the process.
 torch.autograd.Function._register_hook = staticmethod(_notice)  # type: ignore[method-assign]
 
 

@@ -146,12 +146,12 @@ class TlsChannel(SlicedChannel):
     def __init__(
         self, sock: socket.socket, tunnel: Tunnel, options: RpcOptions, strands: Strands | None = None
     ) -> None:
-        strict, drains = options.trust == "federation", options.limits is None
+        bounded, drains = not options.policy.believes, options.limits is None
         decoder = Decoder(
             options.message_limit,
             None,
             options.head_limit,
-            strict=strict,
+            bounded=bounded,
             drains=drains,
             check_room=check_room,
             apart=strands,
@@ -165,7 +165,7 @@ class TlsChannel(SlicedChannel):
         self._plain: list[memoryview] = []  # not encrypted yet, last piece first
         self._unsent = memoryview(b"")  # encrypted
         self._problem: ChannelClosed | ProtocolError | None = None  # with what has come
-        self._records = Records() if strict else None
+        self._records = Records() if bounded else None
         self._brought = 0  # bytes of data
         came = tunnel.incoming.read()  # together with the end of the greeting, after the record that OpenSSL is at
         self._decrypt()
