@@ -18,8 +18,9 @@ import traceback
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ("frames", "greetings", "values", "tensors", "references", "gradients", "contexts", "notices", "operators")
-MAX_LENGTH = {"references": 129, **dict.fromkeys(NAMES[5:], 64)}  # of an input; its script ends there
+LIVE = ("gradients", "contexts", "notices", "operators")  # those with a live worker
+NAMES = ("frames", "greetings", "values", "tensors", "compressed", "references", *LIVE)
+MAX_LENGTH = {"references": 129, **dict.fromkeys(LIVE, 64)}  # of an input; its script ends there
 CASES = "operator_cases"  # which forks its own children, and needs no guidance
 
 
