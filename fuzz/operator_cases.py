@@ -1,6 +1,6 @@
 """Calls of the operators that a federation may expose, of all that a peer can put together, in forked children.
 
-    python fuzz/operator_cases.py [--cases 1000000] [--seed 0]
+    python fuzz/operator_cases.py [--cases 1000000] [--seconds 240] [--seed 0]
 
 A case follows from its number. A child that is ended by a signal has come to a case that would end a worker: it is
 printed, and the next child goes on behind it. So is a result that is larger than the operator may make, or one that
@@ -19,7 +19,6 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -147,29 +146,24 @@ def describe(number: int) -> str:
     return f"case {number}: torch.{name}({', '.join(given)})"
 
 
-def run(start: int, count: int) -> Iterator[str]:
-    """Run this many cases in forked children, and return what was found."""
-    progress = mmap.mmap(-1, 16)
-    position, end = start, start + count
-    while position < end:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                code = _run_child(position, min(end, position + BATCH), progress)
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        reached, wrong = struct.unpack("<QQ", progress[:16])
-        if os.WIFSIGNALED(status):
-            name = signal.Signals(os.WTERMSIG(status)).name
-            yield f"{name}, {describe(reached)}"
-            position = reached + 1
-        elif os.WEXITSTATUS(status):
-            yield f"{'it takes too long or makes too much' if wrong else 'it fails'}: {describe(reached)}"
-            position = reached + 1
-        else:
-            position = min(end, position + BATCH)
+def run(start: int, end: int, progress: mmap.mmap) -> tuple[int, str]:
+    """Run cases in a forked child. Returns the number of the next case, and what was found."""
+    end = min(end, start + BATCH)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = _run_child(start, end, progress)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    reached, wrong = struct.unpack("<QQ", progress[:16])
+    if os.WIFSIGNALED(status):
+        return reached + 1, f"{signal.Signals(os.WTERMSIG(status)).name}, {describe(reached)}"
+    if os.WEXITSTATUS(status):
+        what = "it takes too long or makes too much" if wrong else "it fails"
+        return reached + 1, f"{what}: {describe(reached)}"
+    return end, ""
 
 
 def _run_child(start: int, end: int, progress: mmap.mmap) -> int:
@@ -184,16 +178,20 @@ def _run_child(start: int, end: int, progress: mmap.mmap) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=int, default=0, help="stop after the batch at this time; 0 sets no limit")
     parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # torch's, about kinds of tensors
     torch.set_num_threads(1)  # a child of a process with threads of torch's would wait for them
     began = time.monotonic()
-    found = 0
-    for finding in run(options.seed, options.cases):
-        found += 1
-        print(finding, flush=True)
-    print(f"{options.cases} cases in {time.monotonic() - began:.0f} s, {found} found", flush=True)
+    progress = mmap.mmap(-1, 16)
+    position, end, found = options.seed, options.seed + options.cases, 0
+    while position < end and not 0 < options.seconds < time.monotonic() - began:
+        position, finding = run(position, end, progress)
+        if finding:
+            found += 1
+            print(finding, flush=True)
+    print(f"{position - options.seed} cases in {time.monotonic() - began:.0f} s, {found} found", flush=True)
     return int(found > 0)
 
 

@@ -1,6 +1,6 @@
 """Feed each target of `targets` with inputs that atheris makes up, guided by what they reach.
 
-    python fuzz/run.py [--inputs 1000000] [target ...]
+    python fuzz/run.py [--inputs 1000000] [--seconds 240] [target ...]
 
 Prints for each how many inputs it has got, how many a second, and what was found. What was found is kept in
 fuzz/findings, and `python fuzz/run.py --replay FILE target` shows it again. The inputs that reach something new are
@@ -18,8 +18,9 @@ import traceback
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ("frames", "greetings", "values", "tensors", "references", "gradients", "contexts", "notices", "operators")
-MAX_LENGTH = {"references": 129, **dict.fromkeys(NAMES[5:], 64)}  # of an input; its script ends there
+LIVE = ("gradients", "contexts", "notices", "operators")  # those with a live worker
+NAMES = ("frames", "greetings", "values", "tensors", "compressed", "references", *LIVE)
+MAX_LENGTH = {"references": 129, **dict.fromkeys(LIVE, 64)}  # of an input; its script ends there
 CASES = "operator_cases"  # which forks its own children, and needs no guidance
 
 
@@ -28,6 +29,7 @@ def main() -> int:
     known = ", ".join((*NAMES, CASES))
     parser.add_argument("targets", nargs="*", metavar="target", help=f"of {known}; all of them without any")
     parser.add_argument("--inputs", type=int, default=1_000_000, help="for each target (default: a million)")
+    parser.add_argument("--seconds", type=int, default=0, help="for each target, at most; 0 sets no limit")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations; 0 takes another one each time")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="give this one input to the target")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -39,18 +41,20 @@ def main() -> int:
     if options.replay is not None:
         return replay(wanted[0], options.replay)
     if options.child:
-        fuzz(wanted[0], options.inputs, options.seed)
+        fuzz(wanted[0], options.inputs, options.seconds, options.seed)
         return 0
     print(f"{'target':<16}{'inputs':>10}{'seconds':>9}{'inputs/s':>10}  found", flush=True)
-    return max([watch(name, options.inputs, options.seed) for name in wanted])
+    return max([watch(name, options.inputs, options.seconds, options.seed) for name in wanted])
 
 
-def watch(name: str, inputs: int, seed: int) -> int:
+def watch(name: str, inputs: int, limit: int, seed: int) -> int:
     """Fuzz one target in a process of its own, since a finding may be a crash; print its line."""
     began = time.monotonic()
-    command = [sys.executable, __file__, "--child", "--inputs", str(inputs), "--seed", str(seed), name]
+    bounds = ["--seconds", str(limit)]
+    command = [sys.executable, __file__, "--child", "--inputs", str(inputs), *bounds, "--seed", str(seed), name]
     if name == CASES:
-        command = [sys.executable, str(HERE / f"{CASES}.py"), "--cases", str(inputs), "--seed", str(seed << 32)]
+        script = str(HERE / f"{CASES}.py")
+        command = [sys.executable, script, "--cases", str(inputs), *bounds, "--seed", str(seed << 32)]
     child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     seconds = time.monotonic() - began
     counts = r"^stat::number_of_executed_units: *(\d+)|^#(\d+)\t|^(\d+) cases in "
@@ -64,7 +68,7 @@ def watch(name: str, inputs: int, seed: int) -> int:
     return int(child.returncode != 0)
 
 
-def fuzz(name: str, inputs: int, seed: int) -> None:
+def fuzz(name: str, inputs: int, seconds: int, seed: int) -> None:
     """Never returns: the fuzzer ends the process."""
     import atheris
 
@@ -82,6 +86,7 @@ def fuzz(name: str, inputs: int, seed: int) -> None:
         (first / str(number)).write_bytes(data)
     limits = [
         f"-runs={inputs}",
+        f"-max_total_time={seconds}",
         f"-max_len={MAX_LENGTH.get(name, 4096)}",
         "-timeout=30",
         "-rss_limit_mb=4096",

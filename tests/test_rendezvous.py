@@ -14,6 +14,8 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
+from backhaul import rendezvous
+from backhaul.agent import membership
 from backhaul.agent.membership import Member, Membership, goes_on
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import Addresses
@@ -545,6 +547,27 @@ def test_a_store_with_several_addresses_is_taken_over() -> None:
     assert newcomer.group == second.group == group
     assert [info.name for info in newcomer.members()] == ["w0", "w1", "w5"]
     assert enter(method, 0).group == group
+
+
+def test_taking_the_store_over_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may ask this worker for the store any more, and newcomers wait for it."""
+    monkeypatch.setattr(rendezvous, "_RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(membership, "_RENEW_PAUSE", 0.0)
+    port = free_port()
+    host, second = enter(f"tcp://127.0.0.1:{port}", 0), enter(f"tcp://127.0.0.1:{port}", 1)
+    del host
+    pauses = []
+    with socket.create_server(("127.0.0.1", port)) as other:
+
+        def stopped(seconds: float) -> bool:
+            pauses.append(seconds)
+            other.close()  # it had the port for a moment
+            monkeypatch.setattr(rendezvous, "_RENEW_SECONDS", 5.0)
+            return False
+
+        second.check_store(stopped)
+    assert len(pauses) == 1
+    assert enter(f"tcp://127.0.0.1:{port}", 2).group == second.group
 
 
 @pytest.mark.slow

@@ -234,6 +234,37 @@ def test_a_call_counts_in_the_quota_until_its_reply_has_left() -> None:
         assert caller.rpc_sync("worker1", exposed_ones, (1,), timeout=PATIENCE).numel() == 1
 
 
+meetings: dict[str, threading.Barrier] = {}
+
+
+@rpc.expose
+def exposed_meet(name: str, seconds: float) -> bool:
+    """Whether all calls of that name have run at the same time."""
+    try:
+        meetings[name].wait(seconds)
+    except threading.BrokenBarrierError:
+        return False
+    return True
+
+
+def test_calls_of_a_peer_that_does_not_read_run_one_at_a_time() -> None:
+    """Otherwise the results of all that it may have under way would be in memory at the same time."""
+    with slow_cluster(2, None, trust="federation") as workers:
+        caller = workers[0]
+        meetings["reading"], meetings["not reading"] = threading.Barrier(2), threading.Barrier(2)
+        both = [caller.rpc_async("worker1", exposed_meet, ("reading", PATIENCE), timeout=PATIENCE) for _ in range(2)]
+        assert all(future.wait() for future in both)
+        for forwarder in workers.forwarders:
+            forwarder.rate = MEGABIT
+        large = caller.rpc_async("worker1", exposed_ones, (1 << 20,), timeout=PATIENCE)
+        until(lambda: is_congested(workers[1], "worker0"))
+        apart = [caller.rpc_async("worker1", exposed_meet, ("not reading", 0.5), timeout=PATIENCE) for _ in range(2)]
+        assert not any(future.wait() for future in apart)
+        for forwarder in workers.forwarders:
+            forwarder.rate = None
+        assert large.wait().numel() == 1 << 20
+
+
 def test_a_federation_refuses_replies_that_pile_up() -> None:
     with slow_cluster(2, 2 * MEGABIT, trust="federation", max_unsent_bytes=3 << 20) as workers:
         caller = workers[0]

@@ -169,7 +169,9 @@ def test_a_fifth_of_the_packets_lost(measure: Measure) -> None:
             took.append(time.monotonic() - begun)
             assert not found.error, found
         measure.note(f"{len(took)} calls, median {statistics.median(took):.2f} s, slowest {max(took):.2f} s")
-        assert statistics.median(took) < 1.0
+        quick = sum(seconds < 1.0 for seconds in took) / len(took)
+        measure.note(f"{quick:.0%} of them in less than 1 s")
+        assert quick > 0.85
         hosts.switch.change(loss=0.0, delay=0.0)
         found = hosts[0].run(load.large_outcome, timeout=90)
         assert not found.error, found

@@ -28,6 +28,7 @@ from key_updates import KeyUpdates
 from mallory import NAMED, TENSOR, TUPLE, Mallory, ask_federation, give, hold, set_up_federation
 
 from backhaul import rpc
+from backhaul.agent.serving import _MAX_CONNECTIONS
 from backhaul.errors import BackhaulError
 from backhaul.ids import RefId, ShareId
 from backhaul.options import Quotas
@@ -192,6 +193,24 @@ def unread_coroutines(intruder: Intruder) -> None:
     _read_slowly(intruder, "exposed:much_later")
 
 
+def unread_connections(intruder: Intruder) -> None:
+    """The same over as many connections as a peer may have, of which it reads none."""
+
+    def attack(first: Mallory) -> None:
+        with contextlib.ExitStack() as stack:
+            lines = [first]
+            for _ in range(_MAX_CONNECTIONS - 1):
+                lines.append(Mallory(intruder.besieged, intruder.context))
+                stack.callback(lines[-1].close)
+            for number in range(200):
+                line = lines[number % len(lines)]
+                line.send(Call(number + 1, [TUPLE, [NAMED, "exposed:much"], [TUPLE, 8 * MiB], {}]))
+            while not intruder.stop():
+                time.sleep(0.1)
+
+    intruder.on_each_line(attack)
+
+
 def _read_slowly(intruder: Intruder, function: str) -> None:
     def attack(line: Mallory) -> None:
         for number in range(200):
@@ -250,6 +269,7 @@ ATTACKS: dict[str, Callable[[Intruder], None]] = {
         gradients,
         unread_replies,
         unread_coroutines,
+        unread_connections,
         lying_values,
         tallies,
         key_updates,

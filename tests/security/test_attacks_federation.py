@@ -461,6 +461,25 @@ def _close_gate() -> None:
     exposed.gates["gate"].set()
 
 
+def test_replies_that_wait_count_over_all_connections(mallory: Mallory, federation: Besieged) -> None:
+    first, second = (Mallory(federation, mallory.tls.context) for _ in range(2))
+    first.send(Call(1, [TUPLE, [NAMED, "exposed:much"], [TUPLE, 40 * MiB], {}]))
+    first.tls.recv(1)  # so the reply is under way
+    refused = second.call("exposed:much", 40 * MiB)
+    assert refused.type_name == "backhaul.errors.QuotaError"
+    assert "bytes of replies wait for this peer to read them" in refused.text
+    first.close()
+    federation.victim.run(_await_end_of_unread)
+    assert isinstance(second.call("exposed:much", 40 * MiB), Result)
+    second.close()
+
+
+def _await_end_of_unread() -> None:
+    """Wait for the end of those connections of the intruder that have something to send."""
+    for line in worker.current().agent.serving.lines_of(INTRUDER):
+        assert not line.under_way or line.over.wait(20)
+
+
 def test_frames_that_lie(mallory: Mallory, federation: Besieged) -> None:
     """As in a cluster: the connection ends, and nothing else."""
     table = headers.encode_single(headers.DTYPE_CODES[torch.float32], 0, (1 << 40,), 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import runpy
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "fuzz"))
+FUZZ = Path(__file__).parents[2] / "fuzz"
+sys.path.insert(0, str(FUZZ))
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch says once of sparse tensors that they are in beta
@@ -94,10 +96,20 @@ def test_random_bytes(name: str, data: bytes) -> None:
     TARGETS[name](data)
 
 
+def test_make_fuzz_runs_every_target() -> None:
+    assert runpy.run_path(str(FUZZ / "run.py"))["NAMES"] == tuple(TARGETS)
+
+
 def test_no_case_of_an_operator_ends_a_child() -> None:
     """The same as `make fuzz` tries a million of."""
-    script = Path(__file__).parents[2] / "fuzz" / "operator_cases.py"
-    command = [sys.executable, str(script), "--cases", "1000", "--seed", str(random.randrange(1 << 40))]
+    command = [
+        sys.executable,
+        str(FUZZ / "operator_cases.py"),
+        "--cases",
+        "1000",
+        "--seed",
+        str(random.randrange(1 << 40)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1000 cases in" in done.stdout

@@ -119,7 +119,7 @@ class Line:
         afterwards = None
         if releases and (guard := self._serving.guard) is not None:
             afterwards = partial(guard.finished, self.peer, releases)
-            if self._unflushed:
+            if frame.keep:
                 frame = self._bounded(frame, guard)
         departure = None
         try:
@@ -210,10 +210,16 @@ class Line:
         """Bytes that wait to be sent, besides the frame that is under way."""
         return self._outbox.waiting
 
+    @property
+    def under_way(self) -> int:
+        """Bytes of the frame of which the peer has not taken all."""
+        departure = self._outbox.under_way
+        return 0 if departure is None else departure.frame.size
+
     def _bounded(self, frame: Frame, guard: Admission) -> Frame:
         """The reply to a call, or that it is refused: too many replies to this peer have not left."""
-        waiting = self._outbox.waiting
-        if not frame.keep or not waiting or waiting + frame.size <= self._serving.max_unsent_bytes:
+        waiting = self._serving.unsent_beside(self)
+        if not waiting or waiting + frame.size <= self._serving.max_unsent_bytes:
             return frame
         return guard.refuse_reply(self, frame, waiting)
 

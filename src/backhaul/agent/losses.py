@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from backhaul.agent.endings import Ending
@@ -112,7 +113,7 @@ class Losses:
             self._agent.accounts.count_lost(link.peer)
             if self._agent.membership.store_is_renewable:
                 with contextlib.suppress(RuntimeError):  # no thread is available; the next use of the store notices
-                    self._agent.pool.run(self._agent.membership.check_store)
+                    self._agent.pool.run(partial(self._agent.membership.check_store, self._agent.closed.wait))
 
     def _connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
         if self._agent.closed.is_set():

@@ -52,6 +52,7 @@ _PATIENCE = 0.05
 _NAME_BYTES = 16
 _INCARNATION_BYTES = 6
 _RENEW_PAUSE = 5.0
+_RENEWALS = 6
 _STORE_SECONDS = 5.0
 _ENDED = "ended"
 
@@ -243,8 +244,18 @@ class Membership:
         except RuntimeError as error:
             self._lose_store(error)
 
-    def check_store(self) -> None:
-        """A worker is lost: if the store is with it, take it over. May wait for seconds."""
+    def check_store(self, stopped: Callable[[float], bool] = lambda seconds: True) -> None:
+        """A worker is lost: if the store is with it, take it over. May wait for a minute.
+
+        Tries again if that fails, since no call of this worker may ever ask for the store, and newcomers do:
+        ``stopped`` waits for so many seconds, and says whether there is no point in it any more.
+        """
+        for _ in range(_RENEWALS):
+            self._check_store_once()
+            if not self._store_is_gone or stopped(_RENEW_PAUSE):
+                return
+
+    def _check_store_once(self) -> None:
         if self._store_is_gone:
             self.renew_store()
             return

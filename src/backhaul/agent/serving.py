@@ -7,7 +7,8 @@ so that a short request costs no hand-over between threads. Leading is a `role`.
 must:
 
 - when its request is about to wait for a call of its own (`about_to_wait`), or
-- when two ticks of the watch thread have found it at the same request (`tick`).
+- when two ticks of the watch thread have found it at the same request (`tick`), unless peers are not trusted and this
+  one does not read its replies.
 
 The old leader then goes on with its request alone, replies, and returns to the pool.
 
@@ -399,6 +400,11 @@ class Serving:
         with self._adding:
             return list(self._by_rank.get(rank, ()))
 
+    def unsent_beside(self, line: Line) -> int:
+        """Bytes that wait for the peer of a line, on all its connections, besides the frame under way on this one."""
+        others = (other for other in self.lines_of(line.peer.id) if other is not line)
+        return line.unsent + sum(other.unsent + other.under_way for other in others)
+
     def about_to_wait(self) -> bool:
         """The calling thread is about to wait for a peer. True: call `resumed` after it."""
         state = self.state
@@ -453,14 +459,17 @@ class Serving:
             elif line.busy:
                 active = True
                 self.watch.hurry()  # to see whether it is the same request then
-                if before == turn and self._may_detach():
+                if before == turn and self._may_detach(line):
                     line.pass_on(turn=turn)
             elif before != turn:
                 active = True
         self._seen = seen
         return active
 
-    def _may_detach(self) -> bool:
+    def _may_detach(self, line: Served) -> bool:
+        if self.guard is not None and line.under_way:
+            # The peer does not read its replies: its calls run one at a time, since their results would pile up.
+            return False
         if len(self.detached) < self._max_detached:
             return True
         if self.finished != self._seen_finished:
