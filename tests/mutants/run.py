@@ -1,14 +1,27 @@
 """`make mutants`: break the core in one place at a time, and see whether the tests notice.
 
-Each mutant of `by_hand.py` is applied to a copy of the package, and the tests that are to notice it run against the
-copy. A mutant that no test notices is a survivor: a test is missing, or the code that it broke is not needed.
+Two kinds of mutants. `by_rule.py` changes an operator, a number or a statement of a pure module (`pure.py` lists them
+with their unit tests); a sample of each module is tried. `by_hand.py` lists mistakes that an engineer could make in the
+modules that run threads, sockets and torch: a lock that is dropped, an order that is swapped, a check that is skipped,
+something that is not given back.
 
-    python tests/mutants/run.py            all
-    python tests/mutants/run.py share      those with this text in their file, or in what they do
+A mutant that no test notices is a survivor: a test is missing, or the code that it broke is not needed, or the mutant
+is no mistake. In the last case an excuse says why. The run fails if a survivor has no excuse, or if fewer than nine of
+ten mutants are caught; a mutant by hand that does not apply any more fails it too.
+
+    python tests/mutants/run.py                  all
+    python tests/mutants/run.py refs             those with this text in their file, or in what they do
+    python tests/mutants/run.py --hand | --rule  one kind only
+    python tests/mutants/run.py --each 60 --seed 2   another, larger sample
+
+The rules are those of mutmut and cosmic-ray. Neither is used: cosmic-ray, for one, starts an interpreter for a mutant,
+which imports torch for two seconds before the first test, and changes the files of the working tree. `forked.py` forks
+from one process that has imported torch, changes no file, and tries several mutants of one module at a time.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -18,18 +31,86 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from by_hand import MUTANTS, Mutant
+from by_hand import MUTANTS
+from by_rule import Change, changes_of, sample
+from forked import PACKAGE, ROOT, Trial, verdicts
+from mutant import Mutant
+from pure import EXCUSES, MODULES
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 ENOUGH = 0.9
-_SECONDS = 600
+_SECONDS = 300
+_PASSED = 0
 
 
-def outcome(mutant: Mutant) -> str:
+class Tally:
+    """What became of the mutants so far; prints each that is not caught."""
+
+    def __init__(self) -> None:
+        self.caught = 0
+        self.survived = 0
+        self.wrong = 0
+        """Survivors without an excuse, and mutants that do not apply."""
+
+    def add(self, name: str, outcome: str, excuse: str = "") -> None:
+        if outcome == "caught":
+            self.caught += 1
+            if excuse:
+                print(f"caught, and needs no excuse: {name}", flush=True)
+            return
+        self.survived += outcome == "survived"
+        self.wrong += not (excuse and outcome == "survived")
+        print(f"{outcome}: {name}" + (f"\n    ({excuse})" if excuse else ""), flush=True)
+
+    @property
+    def good(self) -> bool:
+        return not self.wrong and self.caught >= ENOUGH * (self.caught + self.survived)
+
+    def __str__(self) -> str:
+        return f"{self.caught} of {self.caught + self.survived} caught"
+
+
+def by_rule(wanted: str, each: int, seed: int, abreast: int) -> Tally:
+    chosen = {file: tests for file, tests in MODULES.items() if wanted in file}
+    sources = {file: (PACKAGE / file).read_text() for file in chosen}
+    unchanged = [Trial(file, sources[file], tests, _SECONDS, None) for file, tests in chosen.items()]
+    takes = {}
+    for verdict in verdicts(unchanged, abreast):
+        if verdict.status != _PASSED:
+            raise SystemExit(f"{verdict.trial.tests} fail without a mutant:\n{verdict.output}")
+        takes[verdict.trial.file] = verdict.seconds
+    trials = [
+        Trial(file, change.source, tests, 20 + 5 * takes[file], change)
+        for file, tests in chosen.items()
+        for change in sample(changes_of(sources[file]), each, seed)
+    ]
+    tally = Tally()
+    modules: dict[str, list[bool]] = {file: [] for file in chosen}
+    for trial, status, _, _ in verdicts(trials, abreast):
+        change: Change = trial.label
+        survived = status == _PASSED
+        modules[trial.file].append(not survived)
+        excuse = EXCUSES.get((trial.file, change.key), "")
+        tally.add(f"{trial.file}:{change.line}: {change.key}", "survived" if survived else "caught", excuse)
+    for file, caught in sorted(modules.items()):
+        print(f"  {sum(caught):3} of {len(caught):3}  {file}")
+    return tally
+
+
+def by_hand(wanted: str, abreast: int) -> Tally:
+    chosen = [mutant for mutant in MUTANTS if wanted in mutant.file or wanted in mutant.what]
+    tally = Tally()
+    with ThreadPoolExecutor(abreast) as pool:
+        for mutant, outcome in zip(chosen, pool.map(_outcome, chosen), strict=True):
+            tally.add(f"{mutant.file}: {mutant.what}", outcome, mutant.excuse)
+    return tally
+
+
+def _outcome(mutant: Mutant) -> str:
     """'caught', 'survived', or 'does not apply'."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "src"
-        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        # With the bytecode: it stays valid, since the copies keep the times of their files.
+        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("*.egg-info"))
         file = copy / "backhaul" / mutant.file
         text = file.read_text()
         if text.count(mutant.old) != 1:
@@ -47,21 +128,28 @@ def outcome(mutant: Mutant) -> str:
     return "caught" if done.returncode else "survived"
 
 
-def main(wanted: str = "") -> int:
-    chosen = [mutant for mutant in MUTANTS if wanted in mutant.file or wanted in mutant.what]
-    began = time.monotonic()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        outcomes = list(pool.map(outcome, chosen))
-    for mutant, found in zip(chosen, outcomes, strict=True):
-        if found != "caught":
-            print(f"{found}: {mutant.file}: {mutant.what}" + (f" ({mutant.excuse})" if mutant.excuse else ""))
-    caught = outcomes.count("caught")
-    print(f"{caught} of {len(chosen)} mutants caught, in {time.monotonic() - began:.0f} s")
-    if "does not apply" in outcomes:
-        return 1
-    survivors = [mutant for mutant, found in zip(chosen, outcomes, strict=True) if found != "caught"]
-    return 1 if not all(mutant.excuse for mutant in survivors) or caught < ENOUGH * len(chosen) else 0
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Break the core in one place at a time.")
+    parser.add_argument("wanted", nargs="?", default="")
+    parser.add_argument("--hand", action="store_true", help="only the mutants of by_hand.py")
+    parser.add_argument("--rule", action="store_true", help="only those of by_rule.py")
+    parser.add_argument("--each", type=int, default=20, help="mutants by rule of each module")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--abreast", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    good = True
+    for kind, asked in (("rule", options.rule), ("hand", options.hand)):
+        if (options.rule or options.hand) and not asked:
+            continue
+        began = time.monotonic()
+        if kind == "rule":
+            tally = by_rule(options.wanted, options.each, options.seed, options.abreast)
+        else:
+            tally = by_hand(options.wanted, options.abreast)
+        print(f"mutants by {kind}: {tally}, in {time.monotonic() - began:.0f} s", flush=True)
+        good = good and tally.good
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

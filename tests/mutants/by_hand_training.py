@@ -1,0 +1,337 @@
+"""Mistakes in what runs passes, steps and checkpoints."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+TRAINING = (
+    Mutant(
+        "autograd/recording.py",
+        "memory shared with a tensor without gradient is ignored",
+        "storages = [_storage(tensor) for tensor in tensors]",
+        "storages = [_storage(t) if t.requires_grad or i in places else -i for i, t in enumerate(tensors)]",
+        ("tests/autograd/test_exact_kinds.py",),
+    ),
+    Mutant(
+        "autograd/contexts.py",
+        "the quota of contexts is not returned",
+        "self._introduced[record.introducer] -= 1",
+        "pass",
+        ("tests/security/test_federation_passes.py",),
+    ),
+    Mutant(
+        "autograd/runner.py",
+        "gradients are stored for a pass that has failed elsewhere",
+        "            if not record.over and not local.failed:",
+        "            if not record.over:",
+        ("tests/autograd/test_ends.py",),
+    ),
+    Mutant(
+        "autograd/contexts.py",
+        "a context that is over is joined again by a late message",
+        "if id in self._over or rank_of(id) == self._me.id:",
+        "if rank_of(id) == self._me.id:",
+        ("tests/autograd/test_contexts.py", "tests/autograd/test_ends.py", "tests/autograd/test_leaving.py"),
+    ),
+    Mutant(
+        "autograd/contexts.py",
+        "two messages get one id",
+        "            self._next_id += count\n",
+        "            self._next_id += 1\n",
+        ("tests/autograd/test_exact.py",),
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "a failed pass does not wake its gates",
+        "            self._schedule = None\n            self._notify()",
+        "            self._schedule = None",
+        ("tests/autograd/test_ends.py",),
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "work is given away for a pass that has failed",
+        "            if self._error is not None:\n                raise fresh(self._error)\n"
+        "            self._gave_to.add(rank)",
+        "            self._gave_to.add(rank)",
+        ("tests/autograd/test_ends.py", "tests/autograd/test_lost.py"),
+        "the receiver drops what comes for a pass that has failed: the check spares the message",
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "a worker that has given work is not missed when it dies",
+        "rank in self._gave_to or rank in self._got_from or rank in self._waiting.values()",
+        "rank in self._gave_to or rank in self._waiting.values()",
+        ("tests/autograd/test_lost.py", "tests/autograd/test_deaths.py"),
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "a pass that is over is noted as aborted",
+        "            if not self.record.is_over(self.backward.id):\n                self.record.aborted",
+        "            if True:\n                self.record.aborted",
+        ("tests/autograd/test_ends.py", "tests/autograd/test_schedule.py", "tests/autograd/test_lost.py"),
+        "one number more, until the context ends",
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "gradients that come after a pass has failed are taken",
+        "            if self._error is not None:\n                return [], False\n",
+        "",
+        ("tests/autograd/test_ends.py",),
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "a context ends quietly while a thread waits at a gate",
+        "            if self._waiting:\n                return False\n            if self._error is None:",
+        "            if self._error is None:",
+        (
+            "tests/autograd/test_ends.py",
+            "tests/autograd/test_leaving.py",
+        ),
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "the gradients of a failed pass stay in memory",
+        "            self._error = kept(error, worker)\n            self._box.clear()",
+        "            self._error = kept(error, worker)",
+        ("tests/autograd/test_ends.py",),
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "gradients that wait are not charged to their peer",
+        "            if self._charged is not None and peer is not None:",
+        "            if False:",
+        ("tests/security/test_federation_passes.py",),
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "a shortcut spends a graph that is retained",
+        "if self._passed and not self.backward.retain_graph:",
+        "if self._passed:",
+        ("tests/autograd/test_shortcuts.py",),
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "a tensor that was not alone in its message gets a shortcut",
+        "                    and (following is None or following.message != source)\n",
+        "",
+        (
+            "tests/autograd/test_shortcuts.py",
+            "tests/autograd/test_passing_on.py",
+        ),
+    ),
+    Mutant(
+        "autograd/local_pass.py",
+        "a message tells of any number of shortcuts",
+        "        if len(found) > MOST_SHORTCUTS:",
+        "        if False:",
+        ("tests/autograd/test_shortcuts.py",),
+    ),
+    Mutant(
+        "autograd/contexts.py",
+        "the sender of a message of a context is not noted",
+        "        record.heard.add(sender.id)\n",
+        "",
+        (
+            "tests/autograd/test_contexts.py",
+            "tests/autograd/test_leaving.py",
+            "tests/autograd/test_ends.py",
+        ),
+    ),
+    Mutant(
+        "autograd/contexts.py",
+        "the context that has just ended is forgotten first",
+        "self._over.popitem(last=False)",
+        "self._over.popitem()",
+        ("tests/autograd/test_contexts.py",),
+    ),
+    Mutant(
+        "autograd/contexts.py",
+        "contexts of a peer are not limited",
+        "            if self._introduced[sender.id] >= self._limits.contexts:\n                return None\n",
+        "",
+        ("tests/security/test_federation_passes.py",),
+    ),
+    Mutant(
+        "autograd/contexts.py",
+        "a pass that is over is forgotten as soon as a later one is known to have begun",
+        "self.floors[starter] = max(floor, self.floors.get(starter, 0))",
+        "self.floors[starter] = floor",
+        (
+            "tests/autograd/test_contexts.py",
+            "tests/autograd/test_ends.py",
+        ),
+    ),
+    Mutant(
+        "autograd/recording.py",
+        "a message of a context that has just ended is recorded",
+        "        if record.over:",
+        "        if False:",
+        (
+            "tests/autograd/test_contexts.py",
+            "tests/autograd/test_leaving.py",
+            "tests/autograd/test_ends.py",
+        ),
+    ),
+    Mutant(
+        "autograd/recording.py",
+        "a peer may number messages as another worker",
+        "        if rank_of(mark.message) != sender.id:",
+        "        if False:",
+        ("tests/security/test_federation_passes.py",),
+    ),
+    Mutant(
+        "autograd/recording.py",
+        "a message sent without gradients keeps its graph",
+        "            return Mark(id, 0, False), _detached(tensors)",
+        "            return Mark(id, 0, False), tensors",
+        (
+            "tests/autograd/test_contexts.py",
+            "tests/autograd/test_exact_modes.py",
+            "tests/autograd/test_exact.py",
+        ),
+    ),
+    Mutant(
+        "autograd/gradients.py",
+        "a gradient that others have is stored without a copy",
+        "_laid_out_as(gradient if ours else gradient.clone(), leaf)",
+        "_laid_out_as(gradient, leaf)",
+        (
+            "tests/autograd/test_gradients.py",
+            "tests/autograd/test_exact.py",
+        ),
+    ),
+    Mutant(
+        "autograd/gradients.py",
+        "a gradient keeps the layout that torch has given it",
+        "        or gradient.stride() == leaf.stride()",
+        "        or True",
+        (
+            "tests/autograd/test_gradients.py",
+            "tests/autograd/test_exact_layouts.py",
+        ),
+    ),
+    Mutant(
+        "autograd/gradients.py",
+        "two passes run the hooks of a leaf at the same time",
+        "        with _lending.of([leaf], check):",
+        "        if True:",
+        (
+            "tests/autograd/test_gradients.py",
+            "tests/autograd/test_parallel.py",
+        ),
+    ),
+    Mutant(
+        "autograd/gradients.py",
+        ".grad of before is not put back after a hook has raised",
+        "            finally:\n                leaf.grad = before",
+        "            except ZeroDivisionError:\n                raise\n            leaf.grad = before",
+        (
+            "tests/autograd/test_gradients.py",
+            "tests/autograd/test_silent_mistakes.py",
+        ),
+    ),
+    Mutant(
+        "autograd/runner.py",
+        "two runs add to one gradient at the same time",
+        "        with record.lock:\n            if not record.over and not local.failed:",
+        "        if True:\n            if not record.over and not local.failed:",
+        (
+            "tests/autograd/test_parallel.py",
+            "tests/autograd/test_hammer.py",
+        ),
+    ),
+    Mutant(
+        "autograd/runner.py",
+        "a run stays the thread's after it has ended",
+        "            functions.thread.run = before\n",
+        "",
+        (
+            "tests/autograd/test_exact_passes.py",
+            "tests/autograd/test_exact.py",
+        ),
+    ),
+    Mutant(
+        "optim/claims.py",
+        "two optimizers change one parameter at the same time",
+        "        return self.thread != other.thread and not self.objects.isdisjoint(other.objects)",
+        "        return False",
+        ("tests/optim/test_optim_sharing.py",),
+    ),
+    Mutant(
+        "optim/claims.py",
+        "a claim whose thread was interrupted is kept",
+        "            self._release(claim)\n            raise",
+        "            raise",
+        (
+            "tests/optim/test_optim_sharing.py",
+            "tests/optim/test_optim_failures.py",
+        ),
+    ),
+    Mutant(
+        "optim/gradients.py",
+        ".grad of before a step is not put back",
+        "            param.grad = gradient\n\n\n@torch",
+        "            pass\n\n\n@torch",
+        (
+            "tests/optim/test_optim_steps.py",
+            "tests/optim/test_optim_state.py",
+        ),
+    ),
+    Mutant(
+        "optim/gradients.py",
+        ".grad and the context have one tensor",
+        "            param.grad = gradient.clone()",
+        "            param.grad = gradient",
+        ("tests/optim",),
+    ),
+    Mutant(
+        "edges/crossing.py",
+        "what a compression has taken away is added again and again",
+        "            found = self._kept.pop(key, None)\n            if found",
+        "            found = self._kept.get(key)\n            if found",
+        (
+            "tests/federation/test_edges.py",
+            "tests/federation/test_transforms.py",
+        ),
+    ),
+    Mutant(
+        "nn/pipeline.py",
+        "an error of a stage is raised while other stages still work",
+        "            _finish(outputs)\n            raise",
+        "            raise",
+        (
+            "tests/nn/test_pipeline_errors.py",
+            "tests/nn/test_pipeline.py",
+        ),
+    ),
+    Mutant(
+        "checkpoint/files.py",
+        "the index is swapped before its data is on the disk",
+        "    sync(os.path.join(path, index.data))\n",
+        "",
+        (
+            "tests/checkpoint/test_checkpoint_files.py",
+            "tests/checkpoint/test_checkpoint_crashes.py",
+        ),
+    ),
+    Mutant(
+        "checkpoint/files.py",
+        "old data is removed before the new index is on the disk",
+        "    sync(path)\n    index = read_index_if_any(path)",
+        "    index = read_index_if_any(path)",
+        (
+            "tests/checkpoint/test_checkpoint_files.py",
+            "tests/checkpoint/test_checkpoint_crashes.py",
+        ),
+    ),
+    Mutant(
+        "checkpoint/files.py",
+        "a file that is too short is read",
+        "    if found.st_size != size:",
+        "    if False:",
+        (
+            "tests/checkpoint/test_checkpoint_files.py",
+            "tests/checkpoint/test_checkpoint_mismatch.py",
+        ),
+    ),
+)
