@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "agent/endings.py": ("tests/agent/test_endings.py",),
-    "agent/farewell.py": ("tests/agent/test_farewell_pure.py",),
     "agent/fate.py": ("tests/agent/test_fate.py",),
     "agent/link_state.py": ("tests/agent/test_link_state.py",),
     "agent/outbox.py": ("tests/agent/test_outbox.py",),

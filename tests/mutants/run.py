@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,17 +46,21 @@ _PASSED = 0
 class Tally:
     """What became of the mutants so far; prints each that is not caught."""
 
-    def __init__(self) -> None:
+    def __init__(self, verbose: bool) -> None:
+        self._verbose = verbose
         self.caught = 0
         self.survived = 0
         self.wrong = 0
         """Survivors without an excuse, and mutants that do not apply."""
 
-    def add(self, name: str, outcome: str, excuse: str = "") -> None:
+    def add(self, name: str, outcome: str, excuse: str = "", by: str = "") -> None:
+        """``by`` is the test that has noticed it."""
         if outcome == "caught":
             self.caught += 1
             if excuse:
                 print(f"caught, and needs no excuse: {name}", flush=True)
+            elif self._verbose:
+                print(f"caught: {name}\n    by {by}", flush=True)
             return
         self.survived += outcome == "survived"
         self.wrong += not (excuse and outcome == "survived")
@@ -69,7 +74,15 @@ class Tally:
         return f"{self.caught} of {self.caught + self.survived} caught"
 
 
-def by_rule(wanted: str, each: int, seed: int, abreast: int) -> Tally:
+def _first_failure(output: str, *, in_time: bool = True) -> str:
+    """The test that has failed, by what pytest printed."""
+    if not in_time:
+        return "a test that did not end"
+    found = re.search(r"^(?:FAILED|ERROR) (.*)$", output, flags=re.MULTILINE)
+    return found[1] if found else "a run that failed as a whole"
+
+
+def by_rule(wanted: str, each: int, seed: int, abreast: int, verbose: bool) -> Tally:
     chosen = {file: tests for file, tests in MODULES.items() if wanted in file}
     sources = {file: (PACKAGE / file).read_text() for file in chosen}
     unchanged = [Trial(file, sources[file], tests, _SECONDS, None) for file, tests in chosen.items()]
@@ -83,30 +96,31 @@ def by_rule(wanted: str, each: int, seed: int, abreast: int) -> Tally:
         for file, tests in chosen.items()
         for change in sample(changes_of(sources[file]), each, seed)
     ]
-    tally = Tally()
+    tally = Tally(verbose)
     modules: dict[str, list[bool]] = {file: [] for file in chosen}
-    for trial, status, _, _ in verdicts(trials, abreast):
+    for trial, status, _, output in verdicts(trials, abreast):
         change: Change = trial.label
         survived = status == _PASSED
         modules[trial.file].append(not survived)
         excuse = EXCUSES.get((trial.file, change.key), "")
-        tally.add(f"{trial.file}:{change.line}: {change.key}", "survived" if survived else "caught", excuse)
+        by = _first_failure(output, in_time=status is not None)
+        tally.add(f"{trial.file}:{change.line}: {change.key}", "survived" if survived else "caught", excuse, by)
     for file, caught in sorted(modules.items()):
         print(f"  {sum(caught):3} of {len(caught):3}  {file}")
     return tally
 
 
-def by_hand(wanted: str, abreast: int) -> Tally:
+def by_hand(wanted: str, abreast: int, verbose: bool) -> Tally:
     chosen = [mutant for mutant in MUTANTS if wanted in mutant.file or wanted in mutant.what]
-    tally = Tally()
+    tally = Tally(verbose)
     with ThreadPoolExecutor(abreast) as pool:
-        for mutant, outcome in zip(chosen, pool.map(_outcome, chosen), strict=True):
-            tally.add(f"{mutant.file}: {mutant.what}", outcome, mutant.excuse)
+        for mutant, (outcome, by) in zip(chosen, pool.map(_outcome, chosen), strict=True):
+            tally.add(f"{mutant.file}: {mutant.what}", outcome, mutant.excuse, by)
     return tally
 
 
-def _outcome(mutant: Mutant) -> str:
-    """'caught', 'survived', or 'does not apply'."""
+def _outcome(mutant: Mutant) -> tuple[str, str]:
+    """'caught', 'survived' or 'does not apply'; and the test that has noticed it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "src"
         # With the bytecode: it stays valid, since the copies keep the times of their files.
@@ -114,7 +128,7 @@ def _outcome(mutant: Mutant) -> str:
         file = copy / "backhaul" / mutant.file
         text = file.read_text()
         if text.count(mutant.old) != 1:
-            return "does not apply"
+            return "does not apply", ""
         file.write_text(text.replace(mutant.old, mutant.new))
         options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
         command = [sys.executable, "-m", "pytest", *options, *mutant.tests]
@@ -122,10 +136,10 @@ def _outcome(mutant: Mutant) -> str:
         try:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS)
         except subprocess.TimeoutExpired:
-            return "caught"  # the mutant makes a test hang
+            return "caught", _first_failure("", in_time=False)
     if done.returncode > 1 and "error" not in done.stdout:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return "caught" if done.returncode else "survived"
+    return ("caught", _first_failure(done.stdout)) if done.returncode else ("survived", "")
 
 
 def main() -> int:
@@ -135,6 +149,7 @@ def main() -> int:
     parser.add_argument("--rule", action="store_true", help="only those of by_rule.py")
     parser.add_argument("--each", type=int, default=20, help="mutants by rule of each module")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true", help="also say which test has noticed each mutant")
     parser.add_argument("--abreast", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     good = True
@@ -143,9 +158,9 @@ def main() -> int:
             continue
         began = time.monotonic()
         if kind == "rule":
-            tally = by_rule(options.wanted, options.each, options.seed, options.abreast)
+            tally = by_rule(options.wanted, options.each, options.seed, options.abreast, options.verbose)
         else:
-            tally = by_hand(options.wanted, options.abreast)
+            tally = by_hand(options.wanted, options.abreast, options.verbose)
         print(f"mutants by {kind}: {tally}, in {time.monotonic() - began:.0f} s", flush=True)
         good = good and tally.good
     return 0 if good else 1
