@@ -32,5 +32,29 @@ MODULES: dict[str, tuple[str, ...]] = {
     "wire/trees.py": ("tests/wire/test_trees.py",),
 }
 
-EXCUSES: dict[tuple[str, str], str] = {}
+_ONLY_COST = "only when the heap is rebuilt, which is a matter of cost"
+_ONLY_CHANGES = "only whether it has changed matters"
+
+EXCUSES: dict[tuple[str, str], str] = {
+    ("agent/link_state.py", "LinkState.heard: 1 -> 2"): _ONLY_CHANGES,
+    ("agent/outbox.py", "Outbox.add: 1 -> 2"): "numbers are only compared",
+    (
+        "agent/outbox.py",
+        "Outbox.add: departure.passes and departure.calls and any(map(_may_be_followed, (self.under_way, *self._rest)))"
+        " -> ((departure.calls) and (any(map(_may_be_followed, (self.under_way, *self._rest)))))",
+    ): "what does not pass anyway is told once more not to",
+    ("agent/outbox.py", "Outbox.next: each.number < number -> (each.number <= number)"): "no two have one number",
+    ("agent/pending.py", "Pending.open: 64 -> 65"): _ONLY_COST,
+    ("agent/pending.py", "Pending.open: 2 -> 3"): _ONLY_COST,
+    (
+        "agent/pending.py",
+        "Pending.open: 2 * len(self._slots) + 64 -> ((2 * len(self._slots)) - (64))",
+    ): _ONLY_COST,
+    (
+        "agent/pending.py",
+        "Pending.open: len(self._deadlines) > 2 * len(self._slots) + 64"
+        " -> (len(self._deadlines) >= 2 * len(self._slots) + 64)",
+    ): _ONLY_COST,
+    ("agent/role.py", "Role.take: 1 -> 2"): "tokens need only differ",
+}
 """By file and by the key of the change."""
