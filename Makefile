@@ -30,8 +30,8 @@ demo: $(STAMP) ## train a model that lives in three processes, and check its gra
 test: lint ## everything that has to pass before a commit
 	@$(BIN)/python tests/suite.py
 
-quick: lint ## lint, and the tests that start no process: for every save
-	$(BIN)/pytest -q -n $$(nproc) --dist loadfile -m "not slow and not processes"
+quick: lint ## lint, and the tests that start no process and take no time: for every save
+	$(BIN)/pytest -q -n $$(nproc) --dist loadfile -m "not slow and not processes and not long"
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check
@@ -80,7 +80,7 @@ cuda: ## what needs a GPU: tests, random programs, torch's own CUDA tests, speed
 third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyPI, on Backhaul
 	$(OTHER)/bin/pytest -q third_party
 
-mutants: $(STAMP) ## mistakes in the core, made one at a time: which of them the tests do not notice
+mutants: $(STAMP) ## mistakes in the core, made one at a time: which of them the tests do not notice; half an hour
 	$(BIN)/python tests/mutants/run.py
 
 # The test of two hosts needs root, for network namespaces; without it that test is skipped, and says so.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from longest import LONG, LONGEST
 from suite import FUZZING, PURE, PURE_TESTS, missing
 
 ROOT = Path(__file__).parent.parent
@@ -13,6 +14,8 @@ MOST_LINES = 700
 def test_all_that_the_suite_names_is_there() -> None:
     assert missing(PURE, (*PURE_TESTS, *FUZZING)) == []
     assert set(FUZZING) <= set(PURE_TESTS)
+    named = {*LONGEST, *LONG}
+    assert missing((), [f"tests/{name}" for name in named]) == []
 
 
 def test_a_renamed_module_or_file_is_named() -> None:
