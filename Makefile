@@ -17,6 +17,9 @@ CHAOS_SEEDS ?= 20000
 SOAK_SECONDS ?= 1200
 CUDA_PYTHON ?= $(BIN)/python
 
+# Without bytecode, each of the hundreds of processes that the tests start would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick lint slow hosts clusters ray viewers faults chaos soak attacks conformance cuda third-party \
 	mutants fuzz matrix bench bench-pinned bench-check coverage clean

@@ -281,7 +281,7 @@ CALLS = (
         "notices for a dead worker go to its successor",
         "                self._outboxes[rank].clear()",
         "                pass",
-        ("tests/refs",),
+        ("tests/refs/test_dead_letters.py",),
     ),
     Mutant(
         "refs/holdings.py",
@@ -353,21 +353,14 @@ CALLS = (
         "a worker may use the name of another one",
         "    if names is None or hello.name in names:",
         "    if True:",
-        (
-            "tests/security/test_tls.py",
-            "tests/security/test_federation.py",
-        ),
+        ("tests/transport/test_greeting_names.py",),
     ),
     Mutant(
         "transport/greeting.py",
         "a worker talks to a server with the certificate of another one",
         "    if names is not None and welcome.name not in names:",
         "    if False:",
-        (
-            "tests/security/test_tls.py",
-            "tests/transport/test_greeting.py",
-            "tests/security/test_federation.py",
-        ),
+        ("tests/transport/test_greeting_names.py",),
     ),
     Mutant(
         "transport/segments.py",

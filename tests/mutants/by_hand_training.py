@@ -53,30 +53,28 @@ TRAINING = (
         "            if self._error is not None:\n                raise fresh(self._error)\n"
         "            self._gave_to.add(rank)",
         "            self._gave_to.add(rank)",
-        ("tests/autograd/test_ends.py", "tests/autograd/test_lost.py"),
-        "the receiver drops what comes for a pass that has failed: the check spares the message",
+        ("tests/autograd/test_local_pass.py",),
     ),
     Mutant(
         "autograd/local_pass.py",
         "a worker that has given work is not missed when it dies",
         "rank in self._gave_to or rank in self._got_from or rank in self._waiting.values()",
         "rank in self._gave_to or rank in self._waiting.values()",
-        ("tests/autograd/test_lost.py", "tests/autograd/test_deaths.py"),
+        ("tests/autograd/test_local_pass.py",),
     ),
     Mutant(
         "autograd/local_pass.py",
         "a pass that is over is noted as aborted",
         "            if not self.record.is_over(self.backward.id):\n                self.record.aborted",
         "            if True:\n                self.record.aborted",
-        ("tests/autograd/test_ends.py", "tests/autograd/test_schedule.py", "tests/autograd/test_lost.py"),
-        "one number more, until the context ends",
+        ("tests/autograd/test_local_pass.py",),
     ),
     Mutant(
         "autograd/local_pass.py",
         "gradients that come after a pass has failed are taken",
         "            if self._error is not None:\n                return [], False\n",
         "",
-        ("tests/autograd/test_ends.py",),
+        ("tests/autograd/test_local_pass.py",),
     ),
     Mutant(
         "autograd/local_pass.py",
@@ -93,14 +91,14 @@ TRAINING = (
         "the gradients of a failed pass stay in memory",
         "            self._error = kept(error, worker)\n            self._box.clear()",
         "            self._error = kept(error, worker)",
-        ("tests/autograd/test_ends.py",),
+        ("tests/autograd/test_local_pass.py",),
     ),
     Mutant(
         "autograd/local_pass.py",
         "gradients that wait are not charged to their peer",
         "            if self._charged is not None and peer is not None:",
         "            if False:",
-        ("tests/security/test_federation_passes.py",),
+        ("tests/autograd/test_local_pass.py",),
     ),
     Mutant(
         "autograd/local_pass.py",
@@ -262,10 +260,7 @@ TRAINING = (
         "a claim whose thread was interrupted is kept",
         "            self._release(claim)\n            raise",
         "            raise",
-        (
-            "tests/optim/test_optim_sharing.py",
-            "tests/optim/test_optim_failures.py",
-        ),
+        ("tests/optim/test_optim_claims.py",),
     ),
     Mutant(
         "optim/gradients.py",
@@ -309,20 +304,14 @@ TRAINING = (
         "the index is swapped before its data is on the disk",
         "    sync(os.path.join(path, index.data))\n",
         "",
-        (
-            "tests/checkpoint/test_checkpoint_files.py",
-            "tests/checkpoint/test_checkpoint_crashes.py",
-        ),
+        ("tests/checkpoint/test_checkpoint_order.py",),
     ),
     Mutant(
         "checkpoint/files.py",
         "old data is removed before the new index is on the disk",
         "    sync(path)\n    index = read_index_if_any(path)",
         "    index = read_index_if_any(path)",
-        (
-            "tests/checkpoint/test_checkpoint_files.py",
-            "tests/checkpoint/test_checkpoint_crashes.py",
-        ),
+        ("tests/checkpoint/test_checkpoint_order.py",),
     ),
     Mutant(
         "checkpoint/files.py",
