@@ -119,7 +119,7 @@ CALLS = (
         "a late reply is not copied, and leaves with the memory of later",
         "                    frame = _copy(frame)",
         "                    pass",
-        ("tests/calls",),
+        ("tests/calls/test_slow_links.py",),
     ),
     Mutant(
         "agent/line.py",
@@ -174,7 +174,7 @@ CALLS = (
         "the slot of a call that could not be sent is kept",
         "                ended = self._state.give_up(slot)",
         "                ended = False",
-        ("tests/calls",),
+        ("tests/calls/test_slow_links.py",),
     ),
     Mutant(
         "agent/calling.py",
@@ -205,21 +205,14 @@ CALLS = (
         "        self._stalled = 0\n"
         "        return True",
         "        return False",
-        (
-            "tests/calls",
-            "tests/test_processes.py",
-        ),
+        ("tests/calls/test_call_threads.py",),
     ),
     Mutant(
         "agent/serving.py",
         "a peer of a federation has any number of connections",
         "        for old in excess:\n            old.shutdown()\n",
         "",
-        (
-            "tests/security/test_federation.py",
-            "tests/security/test_federation_calls.py",
-            "tests/security/test_growth.py",
-        ),
+        ("tests/security/test_many_connections.py",),
     ),
     Mutant(
         "agent/serving.py",

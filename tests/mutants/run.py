@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,6 +75,10 @@ class Tally:
         return f"{self.caught} of {self.caught + self.survived} caught"
 
 
+def _is_wanted(wanted: Sequence[str], *texts: str) -> bool:
+    return not wanted or any(each in text for each in wanted for text in texts)
+
+
 def _first_failure(output: str, *, in_time: bool = True) -> str:
     """The test that has failed, by what pytest printed."""
     if not in_time:
@@ -82,8 +87,8 @@ def _first_failure(output: str, *, in_time: bool = True) -> str:
     return found[1] if found else "a run that failed as a whole"
 
 
-def by_rule(wanted: str, each: int, seed: int, abreast: int, verbose: bool) -> Tally:
-    chosen = {file: tests for file, tests in MODULES.items() if wanted in file}
+def by_rule(wanted: Sequence[str], each: int, seed: int, abreast: int, verbose: bool) -> Tally:
+    chosen = {file: tests for file, tests in MODULES.items() if _is_wanted(wanted, file)}
     sources = {file: (PACKAGE / file).read_text() for file in chosen}
     unchanged = [Trial(file, sources[file], tests, _SECONDS, None) for file, tests in chosen.items()]
     takes = {}
@@ -110,8 +115,8 @@ def by_rule(wanted: str, each: int, seed: int, abreast: int, verbose: bool) -> T
     return tally
 
 
-def by_hand(wanted: str, abreast: int, verbose: bool) -> Tally:
-    chosen = [mutant for mutant in MUTANTS if wanted in mutant.file or wanted in mutant.what]
+def by_hand(wanted: Sequence[str], abreast: int, verbose: bool) -> Tally:
+    chosen = [mutant for mutant in MUTANTS if _is_wanted(wanted, mutant.file, mutant.what)]
     tally = Tally(verbose)
     with ThreadPoolExecutor(abreast) as pool:
         for mutant, (outcome, by) in zip(chosen, pool.map(_outcome, chosen), strict=True):
@@ -144,7 +149,7 @@ def _outcome(mutant: Mutant) -> tuple[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Break the core in one place at a time.")
-    parser.add_argument("wanted", nargs="?", default="")
+    parser.add_argument("wanted", nargs="*", help="text in the file of a mutant, or in what it does")
     parser.add_argument("--hand", action="store_true", help="only the mutants of by_hand.py")
     parser.add_argument("--rule", action="store_true", help="only those of by_rule.py")
     parser.add_argument("--each", type=int, default=20, help="mutants by rule of each module")
