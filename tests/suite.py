@@ -30,16 +30,17 @@ PURE = (
 )
 ENOUGH = 95  # per cent of the lines of those
 # The unit tests of those layers run apart from the others. Tracing lines makes them several times slower, so nothing is
-# traced that covers no line more: neither fuzzing, nor simulations, nor what needs workers.
+# traced that covers no line more: neither fuzzing nor simulations, and of what needs workers only some.
 FUZZING = ("tests/wire/test_decoder_fuzz.py",)
 PURE_TESTS = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/wire").glob("test_*.py")),
     *(f"tests/security/test_{name}.py" for name in ("certificates", "credentials", "exposure", "handshake", "keys")),
-    *(f"tests/security/test_{name}.py" for name in ("penalties", "tls")),
+    *(f"tests/security/test_{name}.py" for name in ("penalties", "tls", "federation", "federation_calls")),
+    "tests/security/test_federation_passes.py",
     *("tests/test_errors.py", "tests/test_options.py"),
     *(f"tests/agent/test_{name}.py" for name in ("pending", "role", "link_state")),
     *(f"tests/refs/test_{name}.py" for name in ("counting", "mailbox")),
-    *(f"tests/autograd/test_{name}.py" for name in ("graph", "schedule", "completion")),
+    *(f"tests/autograd/test_{name}.py" for name in ("graph", "schedule", "completion", "node_hooks")),
 )
 # Processes of pytest for the others. Their tests wait most of the time.
 ABREAST = (os.cpu_count() or 1) + 2
