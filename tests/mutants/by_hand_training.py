@@ -206,20 +206,14 @@ TRAINING = (
         "two runs add to one gradient at the same time",
         "        with record.lock:\n            if not record.over and not local.failed:",
         "        if True:\n            if not record.over and not local.failed:",
-        (
-            "tests/autograd/test_parallel.py",
-            "tests/autograd/test_hammer.py",
-        ),
+        ("tests/autograd/test_runner.py",),
     ),
     Mutant(
         "autograd/runner.py",
         "a run stays the thread's after it has ended",
         "            functions.thread.run = before\n",
         "",
-        (
-            "tests/autograd/test_exact_passes.py",
-            "tests/autograd/test_exact.py",
-        ),
+        ("tests/autograd/test_runner.py",),
     ),
     Mutant(
         "optim/claims.py",
