@@ -29,18 +29,23 @@ PURE = (
     *("agent.pending", "agent.role", "agent.link_state", "refs.counting", "refs.mailbox"),
 )
 ENOUGH = 95  # per cent of the lines of those
-# The unit tests of those layers run apart from the others. Tracing lines makes them several times slower, so nothing is
-# traced that covers no line more: neither fuzzing nor simulations, and of what needs workers only some.
-FUZZING = ("tests/wire/test_decoder_fuzz.py",)
+# The tests of those layers run apart from the others. Tracing lines makes them several times slower: nothing is traced
+# that covers no line more: neither fuzzing, nor simulations, nor attacks by the thousand.
+UNTRACED = (
+    "tests/wire/test_decoder_fuzz.py",
+    *(f"tests/security/test_{name}.py" for name in ("fuzz_targets", "growth", "many_connections")),
+)
 PURE_TESTS = (
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/wire").glob("test_*.py")),
-    *(f"tests/security/test_{name}.py" for name in ("certificates", "credentials", "exposure", "handshake", "keys")),
-    *(f"tests/security/test_{name}.py" for name in ("penalties", "tls", "federation", "federation_calls")),
-    "tests/security/test_federation_passes.py",
+    *(
+        path
+        for folder in ("wire", "security")
+        for path in sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / folder).glob("test_*.py"))
+        if "test_attacks_" not in path and path not in UNTRACED
+    ),
     *("tests/test_errors.py", "tests/test_options.py"),
     *(f"tests/agent/test_{name}.py" for name in ("pending", "role", "link_state")),
     *(f"tests/refs/test_{name}.py" for name in ("counting", "mailbox")),
-    *(f"tests/autograd/test_{name}.py" for name in ("graph", "schedule", "completion", "node_hooks")),
+    *(f"tests/autograd/test_{name}.py" for name in ("graph", "schedule", "completion", "node_hooks", "local_pass")),
 )
 # Processes of pytest for the others. Their tests wait most of the time.
 ABREAST = (os.cpu_count() or 1) + 2
@@ -102,15 +107,14 @@ class Part:
 
 
 def main(arguments: list[str]) -> int:
-    if lost := missing(PURE, (*PURE_TESTS, *FUZZING)):
+    if lost := missing(PURE, (*PURE_TESTS, *UNTRACED)):
         print(f"{Path(__file__).name} names what does not exist: {', '.join(lost)}", file=sys.stderr)
         return 2
     covered = [*(f"--cov=backhaul.{name}" for name in PURE), "--cov-report=term:skip-covered"]
-    pure = [path for path in PURE_TESTS if path not in FUZZING]
     # By file, since files share processes between their tests; in the order of `conftest`, which has the longest first.
     others = ["-n", str(ABREAST), "--dist", "loadfile", "--no-loadscope-reorder"]
-    others += [f"--ignore={path}" for path in pure]
-    parts = [Part("pure", [*covered, *pure]), Part("others", [*others, *arguments])]
+    others += [f"--ignore={path}" for path in PURE_TESTS]
+    parts = [Part("pure", [*covered, *PURE_TESTS]), Part("others", [*others, *arguments])]
     try:
         statuses = [part.wait() for part in parts]
     finally:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from longest import LONG, LONGEST
-from suite import FUZZING, PURE, PURE_TESTS, missing
+from suite import PURE, PURE_TESTS, UNTRACED, missing
 
 ROOT = Path(__file__).parent.parent
 MOST_LINES = 700
 
 
 def test_all_that_the_suite_names_is_there() -> None:
-    assert missing(PURE, (*PURE_TESTS, *FUZZING)) == []
-    assert set(FUZZING) <= set(PURE_TESTS)
+    assert missing(PURE, (*PURE_TESTS, *UNTRACED)) == []
     named = {*LONGEST, *LONG}
     assert missing((), [f"tests/{name}" for name in named]) == []
 
