@@ -6,11 +6,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from backhaul.autograd import joint_hooks, node_hooks
 from backhaul.testing import InProcessCluster
+from longest import LONG, LONGEST
 
 _GONE_WITHIN = 5.0
 
@@ -25,10 +27,16 @@ _STARTERS = {"subprocess", "multiprocessing", "Crew", "cluster", "dropin_runs", 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of files that start processes: `make quick` leaves them out."""
+    """Mark the tests of files that `make quick` leaves out, and have the longest files first."""
+    here = Path(__file__).parent
+    names = {item: item.path.relative_to(here).as_posix() for item in items if item.path.is_relative_to(here)}
     for item in items:
         if isinstance(item, pytest.Function) and _STARTERS & vars(item.module).keys():
             item.add_marker(pytest.mark.processes)
+        if names.get(item) in LONG:
+            item.add_marker(pytest.mark.long)
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(names.get(item, ""), len(ranks)))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""``backhaul bench`` runs, says all it should, and shows the floors that calls and gradients must reach."""
+"""``backhaul bench`` runs and says all it should. The floors are judged by ``make bench-check``, in rounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -238,29 +237,11 @@ def test_the_table_and_the_json_have_every_row(tmp_path: Path) -> None:
     check_rows(text, json.loads((tmp_path / "bench.json").read_text())["rows"], works)
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
-    """The table of a quick run, and its rows by their names."""
-    path = tmp_path_factory.mktemp("bench") / "bench.json"
-    text = bench("--quick", "--json", path)
-    return text, {row["work"]: row for row in json.loads(path.read_text())["rows"]}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("work", FLOORS)
-def test_is_so_many_times_faster_than_torch(quick: tuple[str, Mapping[str, Any]], work: str) -> None:
-    """And over TLS as near to bare ssl as it has to be."""
-    text, rows = quick
-    ratio = f"{FLOORS[work].against}/{rows[work]['ours']}"
-
-    assert rows[work]["ratios"][ratio]["median"] >= FLOORS[work].at_least, text
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(560)
-def test_the_table_says_where_torch_hangs(quick: tuple[str, Mapping[str, Any]]) -> None:
-    text, rows = quick
+def test_the_table_says_where_torch_hangs(tmp_path: Path) -> None:
+    text = bench("--quick", "--only", UNUSED, "--json", tmp_path / "bench.json")
+    rows = {row["work"]: row for row in json.loads((tmp_path / "bench.json").read_text())["rows"]}
 
     assert rows[UNUSED]["notes"] == {"torch": "hangs"}
     assert set(rows[UNUSED]["systems"]) == {"backhaul"}

@@ -72,3 +72,19 @@ def test_attempts_come_ever_more_rarely_but_once_a_second_and_at_the_end() -> No
     assert fate.next_try(159.5, 60.0) == 160.0
     assert fate.next_try(161.0, 60.0) == 161.0
     assert fate.next_try(1e6, math.inf) == 1e6 + 1.0
+
+
+def test_what_is_over_is_not_given_up_once_more() -> None:
+    fate = Fate("seven")
+    fate.doubt(10.0, "refused")
+    assert fate.end("killed", certain=True)
+    assert not fate.is_given_up(1e9, 1.0)
+
+
+def test_nothing_is_certain_before_the_end() -> None:
+    fate = Fate("seven")
+    assert not fate.certain
+    fate.doubt(10.0, "refused")
+    assert not fate.certain
+    fate.end("silent for long", certain=False)
+    assert not fate.certain

@@ -10,6 +10,7 @@ import pytest
 from backhaul.agent.link_state import BACKLOG, MOST_HELD, SMALL, LinkState
 from backhaul.agent.pending import Slot
 from backhaul.agent.role import NOBODY
+from backhaul.transport.base import Way
 
 REPLY: Any = "reply"
 PATIENCE = 8.0
@@ -329,3 +330,47 @@ def test_a_reader_that_stops_just_before_leaves_the_channel_to_the_other_thread(
     state.stop_reading(token)
     assert not state.must_close()
     assert state.close()
+
+
+def test_a_look_that_comes_late_pings_again() -> None:
+    """The looking thread was stopped, not the peer: silence counts from the next ping."""
+    state = state_with(slot())
+    assert state.look(1000.0) == "ping"
+    assert state.look(1000.0 + 0.51 * PATIENCE) == "ping"
+    assert state.look(1000.0 + 1.01 * PATIENCE) is None
+    assert state.look(1000.0 + 1.27 * PATIENCE) == "lose"
+
+
+def test_a_peer_that_takes_much_lives() -> None:
+    much = 1 << 20
+    state = state_with(slot())
+    assert state.look(1000.0, Way(1, much)) == "ping"
+    assert state.look(1004.0, Way(2, much)) == "ping"
+    assert state.look(1008.0, Way(2, much)) is None
+    assert state.look(1010.0, Way(2, much)) == "lose"
+
+
+def test_a_peer_that_takes_little_need_not_live() -> None:
+    """Its system takes what it has room for, whether its process reads or not."""
+    state = state_with(slot())
+    assert state.look(1000.0, Way(1, 100)) == "ping"
+    assert state.look(1003.0, Way(2, 100)) is None
+    assert state.look(1006.0, Way(3, 100)) == "lose"
+
+
+def test_the_unanswered_requests() -> None:
+    one, other = slot(1), slot(2)
+    state = state_with(one, other)
+    assert state.unanswered() == [one, other]
+    state.answered(1, REPLY)
+    assert state.unanswered() == [other]
+
+
+def test_only_calls_of_the_user_are_counted_as_settled() -> None:
+    call, question, future = slot(1), Slot(2, "question", math.inf, False), future_slot(3)
+    state = state_with(call, question, future)
+    counts = []
+    for id in (1, 2, 3):
+        state.answered(id, REPLY)
+        counts.append(state.calls_settled)
+    assert counts == [1, 1, 1], "that of a future counts when its callbacks have run"

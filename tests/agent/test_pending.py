@@ -131,3 +131,16 @@ def test_against_a_plain_model() -> None:
                     del model[id_]
             assert len(pending) == len(model)
             assert pending.next_deadline() == min(model.values(), default=math.inf)
+
+
+def test_what_is_pending_is_found() -> None:
+    pending = filled(math.inf)
+    assert 0 in pending
+    assert 1 not in pending
+    pending.take(0)
+    assert 0 not in pending
+
+
+def test_a_new_slot_is_not_done_and_nobody_waits_for_it() -> None:
+    new = slot(1)
+    assert (new.done, new.envelope, new.error, new.waiters, new.thread, new.since) == (False, None, None, (), 0, 0.0)

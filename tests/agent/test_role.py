@@ -192,3 +192,8 @@ def test_the_end_takes_the_role_from_everybody() -> None:
     assert role.take() == NOBODY
     assert role.release(token) is None
     assert not role.free
+
+
+def test_nobody_is_false() -> None:
+    """Callers ask ``if token``."""
+    assert not NOBODY

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from backhaul.autograd.gradients import store, without_a_run
+from backhaul.autograd.gradients import run_hooks, store, without_a_run
 
 
 def stored(captured: list[torch.Tensor | None], leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,3 +97,57 @@ def test_dense_and_sparse_gradients_of_a_sent_leaf_are_added_in_either_order() -
         found = without_a_run((edge, edge), values)
         assert found is not None
         assert torch.equal(found[leaf].to_dense(), torch.full((3,), 2.0))
+
+
+def leaf_with_hook(hook: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    leaf = torch.zeros(1, requires_grad=True)
+    leaf.grad = torch.full((1,), 7.0)
+    leaf.register_post_accumulate_grad_hook(hook)
+    return leaf
+
+
+def test_hooks_see_the_gradient_of_the_pass_and_may_change_it() -> None:
+    seen: list[float] = []
+
+    def hook(leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        seen.append(leaf.grad.item())
+        leaf.grad = 2 * leaf.grad
+
+    leaf = leaf_with_hook(hook)
+    (found,) = run_hooks([leaf], [torch.ones(1)], lambda: None)
+    assert found is not None
+    assert (seen, found.item()) == ([1.0], 2.0)
+    assert leaf.grad == 7.0
+
+
+def test_a_hook_that_raises_leaves_grad_as_it_was() -> None:
+    def hook(_: torch.Tensor) -> None:
+        raise ValueError("wrong")
+
+    leaf = leaf_with_hook(hook)
+    with pytest.raises(ValueError, match="wrong"):
+        run_hooks([leaf], [torch.ones(1)], lambda: None)
+    assert leaf.grad == 7.0
+
+
+def test_one_pass_at_a_time_runs_the_hooks_of_a_leaf() -> None:
+    inside: list[int] = []
+    most: list[int] = []
+    waits = threading.Event()
+
+    def hook(_: torch.Tensor) -> None:
+        inside.append(1)
+        most.append(len(inside))
+        if len(inside) > 1:
+            waits.set()
+        waits.wait(20)
+        inside.pop()
+
+    leaf = leaf_with_hook(hook)
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(run_hooks, [leaf], [torch.ones(1)], waits.set) for _ in range(2)]
+        for each in done:
+            each.result(40)
+    assert most == [1, 1]
+    assert leaf.grad == 7.0

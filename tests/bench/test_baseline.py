@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,12 +70,17 @@ def test_a_missing_file(tmp_path: Path) -> None:
         baseline.read(tmp_path / "none.json")
 
 
+def lost_in(before: dict[str, float], result: Result, again: Callable[[list[str]], Result]) -> int:
+    """The exit code without a look at the floors."""
+    return check(FILE, before, result, again, floors=False)
+
+
 def never(names: list[str]) -> Result:
     raise AssertionError(f"nothing was lost, but measured again: {names}")
 
 
 def test_a_run_that_lost_nothing_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(FILE, {"chain of 4": 2.0}, result(chain_of_4=1.9, chain_of_1=1.0), never) == 0
+    assert lost_in({"chain of 4": 2.0}, result(chain_of_4=1.9, chain_of_1=1.0), never) == 0
     output = capsys.readouterr().out
     assert "1 of 1 ratios" in output
     assert "new: chain of 1" in output
@@ -88,7 +94,7 @@ def test_what_is_lost_once_is_measured_again(capsys: pytest.CaptureFixture[str])
         return result(**{"no-op p50": 6.0})
 
     before = {"chain of 4": 2.0, "no-op p50": 6.0}
-    assert check(FILE, before, result(**{"chain of 4": 2.0, "no-op p50": 3.0}), again) == 0
+    assert lost_in(before, result(**{"chain of 4": 2.0, "no-op p50": 3.0}), again) == 0
     assert asked == [["no-op"]]
     assert "2 of 2 ratios" in capsys.readouterr().out
 
@@ -96,31 +102,65 @@ def test_what_is_lost_once_is_measured_again(capsys: pytest.CaptureFixture[str])
 def test_what_is_lost_twice_fails_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     before = {"chain of 4": 2.0, "chain of 1": 2.0}
     first, second = result(chain_of_4=1.0, chain_of_1=2.0), result(chain_of_4=1.2)
-    assert check(FILE, before, first, lambda names: second) == 1
+    assert lost_in(before, first, lambda names: second) == 1
     output = capsys.readouterr().out
     assert "lost: chain of 4: 1.20x, was 2.00x (-40%)" in output
     assert "1 of 2 ratios" in output
 
 
 def test_what_is_lost_once_and_then_not_measured_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(FILE, {"chain of 4": 2.0}, result(chain_of_4=1.0), lambda names: result(chain_of_1=1.0)) == 1
+    assert lost_in({"chain of 4": 2.0}, result(chain_of_4=1.0), lambda names: result(chain_of_1=1.0)) == 1
     assert "lost: chain of 4: 1.00x" in capsys.readouterr().out
 
 
 def test_a_figure_that_nobody_measures_any_more_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(FILE, {"chain of 4": 2.0, "chain of 3": 2.0}, result(chain_of_4=2.0), never) == 1
+    assert lost_in({"chain of 4": 2.0, "chain of 3": 2.0}, result(chain_of_4=2.0), never) == 1
     assert "gone: chain of 3" in capsys.readouterr().out
 
 
 def test_a_failure_in_the_second_look_fails() -> None:
     second = result(chain_of_4=2.0)
     second.faults.append(Fault("backhaul", "chain of 4", "hangs", "..."))
-    assert check(FILE, {"chain of 4": 2.0}, result(chain_of_4=1.0), lambda names: second) == 1
+    assert lost_in({"chain of 4": 2.0}, result(chain_of_4=1.0), lambda names: second) == 1
+
+
+def test_what_is_below_its_floor_is_measured_again(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def again(names: list[str]) -> Result:
+        asked.append(names)
+        return result(**{"no-op p50": 3.5, "no-op p99": 1.0})
+
+    first = result(**{"no-op p50": 2.5, "chain of 4": 2.5})
+    assert check(FILE, {"no-op p50": 2.5}, first, again) == 0
+    assert asked == [["no-op"]]
+    output = capsys.readouterr().out
+    assert "once more, for being below a floor: no-op\n" in output
+    assert "\nfloor: " not in output
+
+
+def test_what_is_below_its_floor_twice_fails_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = result(**{"no-op p50": 2.5}), result(**{"no-op p50": 2.9})
+    assert check(FILE, {"no-op p50": 2.5}, first, lambda names: second) == 1
+    assert "\nfloor: no-op p50: BELOW 3x\n" in capsys.readouterr().out
+
+
+def test_what_is_below_its_floor_and_then_not_measured_fails() -> None:
+    first = result(**{"no-op p50": 2.5})
+    assert check(FILE, {"no-op p50": 2.5}, first, lambda names: result(chain_of_4=2.5)) == 1
+
+
+def test_a_second_look_for_both_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    first = result(**{"no-op p50": 2.5, "chain of 4": 2.5})
+    good = result(**{"no-op p50": 3.0, "chain of 4": 4.0})
+    assert check(FILE, {"no-op p50": 2.5, "chain of 4": 4.0}, first, lambda names: good) == 0
+    said = "once more, for having lost more than 25% or being below a floor: no-op, chain of 4\n"
+    assert said in capsys.readouterr().out
 
 
 def test_without_torch_there_is_nothing_to_check(capsys: pytest.CaptureFixture[str]) -> None:
     alone = Result(["backhaul"], [Row(Figure("chain of 4"), {"backhaul": [1.0]})], [], 0.0, {"torch": "not there"})
-    assert check(FILE, {"chain of 4": 2.0}, alone, never) == 1
+    assert lost_in({"chain of 4": 2.0}, alone, never) == 1
     assert "no ratio to torch" in capsys.readouterr().err
 
 

@@ -219,6 +219,23 @@ def test_a_peer_that_takes_nothing_is_lost_in_the_end(caplog: pytest.LogCaptureF
         assert any("it has taken nothing of a message" in record.getMessage() for record in caplog.records)
 
 
+def test_all_who_wait_to_send_are_told_that_the_connection_has_ended() -> None:
+    """One thread writes, and the others wait for their turn: none of them stays until its deadline."""
+    big = torch.ones(1 << 20)
+    with slow_cluster(2, None) as workers, ThreadPoolExecutor(3) as pool:
+        caller = workers[0]
+        caller.rpc_sync("worker1", identity, (1,))
+        for forwarder in workers.forwarders:
+            forwarder.hold()
+        (line,) = caller.agent.calling()
+        sending = [pool.submit(caller.rpc_sync, "worker1", numel, (big,), timeout=PATIENCE) for _ in range(3)]
+        until(lambda: line.unsent >= 2 * big.nbytes)
+        line.shutdown()
+        for each in sending:
+            with pytest.raises(WorkerLostError, match="worker1"):
+                each.result(PATIENCE / 3)
+
+
 def test_a_call_counts_in_the_quota_until_its_reply_has_left() -> None:
     quotas = Quotas(calls=2)
     with slow_cluster(2, 2 * MEGABIT, trust="federation", quotas=quotas) as workers:

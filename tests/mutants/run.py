@@ -1,39 +1,139 @@
 """`make mutants`: break the core in one place at a time, and see whether the tests notice.
 
-Each mutant of `by_hand.py` is applied to a copy of the package, and the tests that are to notice it run against the
-copy. A mutant that no test notices is a survivor: a test is missing, or the code that it broke is not needed.
+Two kinds of mutants. `by_rule.py` changes an operator, a number or a statement of a pure module (`pure.py` lists them
+with their unit tests); a sample of each module is tried. `by_hand.py` lists mistakes that an engineer could make in the
+modules that run threads, sockets and torch: a lock that is dropped, an order that is swapped, a check that is skipped,
+something that is not given back.
 
-    python tests/mutants/run.py            all
-    python tests/mutants/run.py share      those with this text in their file, or in what they do
+A mutant that no test notices is a survivor: a test is missing, or the code that it broke is not needed, or the mutant
+is no mistake. In the last case an excuse says why. The run fails if a survivor has no excuse, or if fewer than nine of
+ten mutants are caught; a mutant by hand that does not apply any more fails it too.
+
+    python tests/mutants/run.py                  all
+    python tests/mutants/run.py refs             those with this text in their file, or in what they do
+    python tests/mutants/run.py --hand | --rule  one kind only
+    python tests/mutants/run.py --each 60 --seed 2   another, larger sample
+
+The rules are those of mutmut and cosmic-ray. Neither is used: cosmic-ray, for one, starts an interpreter for a mutant,
+which imports torch for two seconds before the first test, and changes the files of the working tree. `forked.py` forks
+from one process that has imported torch, changes no file, and tries several mutants of one module at a time.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from by_hand import MUTANTS, Mutant
+from by_hand import MUTANTS
+from by_rule import Change, changes_of, sample
+from forked import PACKAGE, ROOT, Trial, verdicts
+from mutant import Mutant
+from pure import EXCUSES, MODULES
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 ENOUGH = 0.9
-_SECONDS = 600
+_SECONDS = 300
+_PASSED = 0
 
 
-def outcome(mutant: Mutant) -> str:
-    """'caught', 'survived', or 'does not apply'."""
+class Tally:
+    """What became of the mutants so far; prints each that is not caught."""
+
+    def __init__(self, verbose: bool) -> None:
+        self._verbose = verbose
+        self.caught = 0
+        self.survived = 0
+        self.wrong = 0
+        """Survivors without an excuse, and mutants that do not apply."""
+
+    def add(self, name: str, outcome: str, excuse: str = "", by: str = "") -> None:
+        """``by`` is the test that has noticed it."""
+        if outcome == "caught":
+            self.caught += 1
+            if excuse:
+                print(f"caught, and needs no excuse: {name}", flush=True)
+            elif self._verbose:
+                print(f"caught: {name}\n    by {by}", flush=True)
+            return
+        self.survived += outcome == "survived"
+        self.wrong += not (excuse and outcome == "survived")
+        print(f"{outcome}: {name}" + (f"\n    ({excuse})" if excuse else ""), flush=True)
+
+    @property
+    def good(self) -> bool:
+        return not self.wrong and self.caught >= ENOUGH * (self.caught + self.survived)
+
+    def __str__(self) -> str:
+        return f"{self.caught} of {self.caught + self.survived} caught"
+
+
+def _is_wanted(wanted: Sequence[str], *texts: str) -> bool:
+    return not wanted or any(each in text for each in wanted for text in texts)
+
+
+def _first_failure(output: str, *, in_time: bool = True) -> str:
+    """The test that has failed, by what pytest printed."""
+    if not in_time:
+        return "a test that did not end"
+    found = re.search(r"^(?:FAILED|ERROR) (.*)$", output, flags=re.MULTILINE)
+    return found[1] if found else "a run that failed as a whole"
+
+
+def by_rule(wanted: Sequence[str], each: int, seed: int, abreast: int, verbose: bool) -> Tally:
+    chosen = {file: tests for file, tests in MODULES.items() if _is_wanted(wanted, file)}
+    sources = {file: (PACKAGE / file).read_text() for file in chosen}
+    unchanged = [Trial(file, sources[file], tests, _SECONDS, None) for file, tests in chosen.items()]
+    takes = {}
+    for verdict in verdicts(unchanged, abreast):
+        if verdict.status != _PASSED:
+            raise SystemExit(f"{verdict.trial.tests} fail without a mutant:\n{verdict.output}")
+        takes[verdict.trial.file] = verdict.seconds
+    trials = [
+        Trial(file, change.source, tests, 20 + 5 * takes[file], change)
+        for file, tests in chosen.items()
+        for change in sample(changes_of(sources[file]), each, seed)
+    ]
+    tally = Tally(verbose)
+    modules: dict[str, list[bool]] = {file: [] for file in chosen}
+    for trial, status, _, output in verdicts(trials, abreast):
+        change: Change = trial.label
+        survived = status == _PASSED
+        modules[trial.file].append(not survived)
+        excuse = EXCUSES.get((trial.file, change.key), "")
+        by = _first_failure(output, in_time=status is not None)
+        tally.add(f"{trial.file}:{change.line}: {change.key}", "survived" if survived else "caught", excuse, by)
+    for file, caught in sorted(modules.items()):
+        print(f"  {sum(caught):3} of {len(caught):3}  {file}")
+    return tally
+
+
+def by_hand(wanted: Sequence[str], abreast: int, verbose: bool) -> Tally:
+    chosen = [mutant for mutant in MUTANTS if _is_wanted(wanted, mutant.file, mutant.what)]
+    tally = Tally(verbose)
+    with ThreadPoolExecutor(abreast) as pool:
+        for mutant, (outcome, by) in zip(chosen, pool.map(_outcome, chosen), strict=True):
+            tally.add(f"{mutant.file}: {mutant.what}", outcome, mutant.excuse, by)
+    return tally
+
+
+def _outcome(mutant: Mutant) -> tuple[str, str]:
+    """'caught', 'survived' or 'does not apply'; and the test that has noticed it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "src"
-        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        # With the bytecode: it stays valid, since the copies keep the times of their files.
+        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("*.egg-info"))
         file = copy / "backhaul" / mutant.file
         text = file.read_text()
         if text.count(mutant.old) != 1:
-            return "does not apply"
+            return "does not apply", ""
         file.write_text(text.replace(mutant.old, mutant.new))
         options = ("-q", "-x", "-p", "no:cacheprovider", "-m", "not slow")
         command = [sys.executable, "-m", "pytest", *options, *mutant.tests]
@@ -41,27 +141,35 @@ def outcome(mutant: Mutant) -> str:
         try:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS)
         except subprocess.TimeoutExpired:
-            return "caught"  # the mutant makes a test hang
+            return "caught", _first_failure("", in_time=False)
     if done.returncode > 1 and "error" not in done.stdout:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return "caught" if done.returncode else "survived"
+    return ("caught", _first_failure(done.stdout)) if done.returncode else ("survived", "")
 
 
-def main(wanted: str = "") -> int:
-    chosen = [mutant for mutant in MUTANTS if wanted in mutant.file or wanted in mutant.what]
-    began = time.monotonic()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        outcomes = list(pool.map(outcome, chosen))
-    for mutant, found in zip(chosen, outcomes, strict=True):
-        if found != "caught":
-            print(f"{found}: {mutant.file}: {mutant.what}" + (f" ({mutant.excuse})" if mutant.excuse else ""))
-    caught = outcomes.count("caught")
-    print(f"{caught} of {len(chosen)} mutants caught, in {time.monotonic() - began:.0f} s")
-    if "does not apply" in outcomes:
-        return 1
-    survivors = [mutant for mutant, found in zip(chosen, outcomes, strict=True) if found != "caught"]
-    return 1 if not all(mutant.excuse for mutant in survivors) or caught < ENOUGH * len(chosen) else 0
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Break the core in one place at a time.")
+    parser.add_argument("wanted", nargs="*", help="text in the file of a mutant, or in what it does")
+    parser.add_argument("--hand", action="store_true", help="only the mutants of by_hand.py")
+    parser.add_argument("--rule", action="store_true", help="only those of by_rule.py")
+    parser.add_argument("--each", type=int, default=20, help="mutants by rule of each module")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true", help="also say which test has noticed each mutant")
+    parser.add_argument("--abreast", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    good = True
+    for kind, asked in (("rule", options.rule), ("hand", options.hand)):
+        if (options.rule or options.hand) and not asked:
+            continue
+        began = time.monotonic()
+        if kind == "rule":
+            tally = by_rule(options.wanted, options.each, options.seed, options.abreast, options.verbose)
+        else:
+            tally = by_hand(options.wanted, options.abreast, options.verbose)
+        print(f"mutants by {kind}: {tally}, in {time.monotonic() - began:.0f} s", flush=True)
+        good = good and tally.good
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -136,3 +138,33 @@ def test_many_threads(seed: int) -> None:
         assert not thread.is_alive()
     assert not errors
     assert len(claims) == 0
+
+
+def test_the_claim_of_an_interrupted_thread_is_withdrawn() -> None:
+    claims, log = Claims(), list[str]()
+    a = object()
+    holder = Holder(claims, [a], log)
+    assert holder.held.wait(WITHIN)
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + WITHIN
+        while len(claims) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    interrupting = threading.Thread(target=interrupt)
+    try:
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt), claims.on([a]):
+            raise AssertionError("two have the object")
+    finally:
+        interrupting.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert len(claims) == 1, "the interrupted claim would keep all later ones waiting"
+    holder.end()
+    with claims.on([a]):
+        assert len(claims) == 1

@@ -40,11 +40,13 @@ def without_pauses(victim: Worker) -> None:
 class Liar:
     """A connection to ``victim`` as the member ``rank``, whose frames the test writes."""
 
-    def __init__(self, cluster: InProcessCluster, rank: int = 2, victim: int = 0) -> None:
+    def __init__(self, cluster: InProcessCluster, rank: int = 2, victim: int = 0, *, as_itself: bool = False) -> None:
+        """``as_itself``: it has the incarnation of the member, and is no other process in its place."""
         self.me: Worker = cluster[rank]
         self.victim: Worker = cluster[victim]
         membership = self.me.agent.membership
-        hello = Hello(membership.group, rank, f"worker{rank}", victim)
+        incarnation = membership.incarnation if as_itself else ""
+        hello = Hello(membership.group, rank, f"worker{rank}", victim, incarnation=incarnation)
         transport = MemoryTransport(cluster.network, RpcOptions(trust="federation"))
         self.channel, _ = transport.connect(membership.find(victim).addresses, hello, time.monotonic() + SECONDS)
         self._ids = itertools.count(1)

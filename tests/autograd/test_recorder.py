@@ -1,0 +1,100 @@
+"""What a worker notes about the contexts of messages: the tables alone, without a worker."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backhaul.autograd import contexts as module
+from backhaul.autograd.contexts import Contexts, Record, current_context
+from backhaul.autograd.functions import ID_BITS
+from backhaul.autograd.recording import Recorder
+from backhaul.errors import ContextError, ProtocolError
+from backhaul.ids import WorkerInfo
+from backhaul.options import Quotas
+from backhaul.wire.messages import Mark
+
+ME, PEER = WorkerInfo(0, "worker0"), WorkerInfo(1, "worker1")
+THEIRS = 1 << ID_BITS
+
+
+def recorder(contexts: Contexts) -> Recorder:
+    return Recorder(contexts, torch.zeros((), requires_grad=True))
+
+
+def test_the_sender_of_a_message_is_noted_with_its_context() -> None:
+    contexts = Contexts(ME)
+    record = contexts.join(THEIRS + 1, PEER)
+    assert record is not None
+    assert record.workers() == {PEER.id}
+    contexts.join(THEIRS + 1, WorkerInfo(2, "worker2"))
+    assert record.workers() == {1, 2}
+
+
+def test_of_the_contexts_that_are_over_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REMEMBERED", 2)
+    contexts = Contexts(ME)
+    for id in (1, 2, 3):
+        contexts.join(THEIRS + id, PEER)
+        contexts.end(THEIRS + id)
+    assert contexts.join(THEIRS + 3, PEER) is None, "a late message would bring it back"
+    assert contexts.join(THEIRS + 2, PEER) is None
+    assert contexts.join(THEIRS + 1, PEER) is not None
+
+
+def test_a_peer_may_tell_of_a_number_of_contexts_at_a_time() -> None:
+    contexts = Contexts(ME, Quotas(contexts=2))
+    for id in (1, 2):
+        contexts.join(THEIRS + id, PEER)
+    with pytest.raises(ContextError, match="2 autograd contexts are known from this peer"):
+        contexts.join(THEIRS + 3, PEER)
+    contexts.end(THEIRS + 1)
+    assert contexts.join(THEIRS + 3, PEER) is not None
+
+
+def test_the_floor_of_a_worker_only_rises() -> None:
+    record = Record(THEIRS)
+    record.raise_floor(PEER.id, THEIRS + 9)
+    record.raise_floor(PEER.id, THEIRS + 5)
+    assert record.is_over(THEIRS + 8)
+    assert not record.is_over(THEIRS + 9)
+    assert not record.is_over(1), "that of another worker"
+
+
+def test_a_context_that_ends_meanwhile_records_nothing() -> None:
+    """It ends between the look for it and the note of the worker that has to be told of its end."""
+    contexts = Contexts(ME)
+    record = contexts.new()
+    record.over = True
+    tensors = [torch.ones(2, requires_grad=True)]
+    token = current_context.set(record.id)
+    try:
+        assert recorder(contexts).asking(tensors, PEER) == (None, tensors)
+    finally:
+        current_context.reset(token)
+    assert record.sends == {}
+
+
+def test_without_gradients_only_the_values_leave() -> None:
+    contexts = Contexts(ME)
+    record = contexts.new()
+    token = current_context.set(record.id)
+    try:
+        with torch.no_grad():
+            mark, (sent,) = recorder(contexts).asking([torch.ones(2, requires_grad=True)], PEER)
+    finally:
+        current_context.reset(token)
+    assert mark is not None
+    assert not mark.grad
+    assert not sent.requires_grad
+    assert record.sends == {}
+    assert record.workers() == {PEER.id}, "it takes part, and hears of the end"
+
+
+def test_messages_have_the_numbers_of_their_sender() -> None:
+    contexts = Contexts(ME)
+    tensors = [torch.ones(2, requires_grad=True)]
+    with pytest.raises(ProtocolError, match="that worker 'worker1' did not number"):
+        recorder(contexts).received(Mark(THEIRS + 1, (2 << ID_BITS) + 1), tensors, PEER)
+    (received,) = recorder(contexts).received(Mark(THEIRS + 1, THEIRS + 2), tensors, PEER)
+    assert received.grad_fn is not None

@@ -1,0 +1,40 @@
+"""A peer of a federation that opens one connection after the other has a few of them, and only it loses some."""
+
+from __future__ import annotations
+
+import time
+
+from liars import SECONDS, Liar, federation
+
+from backhaul.agent.serving import _MAX_CONNECTIONS
+from backhaul.testing import InProcessCluster
+from backhaul.wire.messages import Ping
+
+
+def answers(peer: Liar, id: int) -> bool:
+    peer.send(Ping(id))
+    return getattr(peer.receive(), "id", None) == id
+
+
+def served(workers: InProcessCluster, rank: int) -> int:
+    return len(workers[0].agent.serving.lines_of(rank))
+
+
+def test_the_oldest_connections_of_a_peer_go_and_those_of_others_stay() -> None:
+    with federation() as workers:
+        other = Liar(workers, 1, as_itself=True)
+        assert answers(other, 1)
+        mine = []
+        for number in range(_MAX_CONNECTIONS + 3):
+            mine.append(Liar(workers, 2, as_itself=True))
+            assert answers(mine[-1], number), "the newest one works"
+        deadline = time.monotonic() + SECONDS
+        while served(workers, 2) > _MAX_CONNECTIONS:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert served(workers, 2) == _MAX_CONNECTIONS
+        assert served(workers, 1) == 1
+        assert answers(other, 2)
+        assert all(answers(each, 100) for each in mine[3:])
+        for each in (other, *mine):
+            each.close()
