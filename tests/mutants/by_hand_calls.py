@@ -8,12 +8,12 @@ CALLS = (
     Mutant(
         "agent/execution.py",
         "pins of a message that cannot be sent are kept",
-        "            self.traffic.stayed(refs)\n            raise",
-        "            raise",
+        "            if cargo.refs:\n                self.traffic.stayed(cargo.refs)\n",
+        "",
         ("tests/refs/test_rref.py",),
     ),
     Mutant(
-        "security/exposure.py",
+        "trust/exposure.py",
         "an exception that is exposed to some is given to all",
         "if entry is not None and entry.is_for(self.peer):\n            kind",
         "if entry is not None:\n            kind",
@@ -29,7 +29,7 @@ CALLS = (
     Mutant(
         "refs/holdings.py",
         "the failure of a creation is noted after its end",
-        "                self._gone[ref] = kept(_of_creation(error), self.me.name)\n"
+        "                self._gone[ref] = kept(of_creation(error), self.me.name)\n"
         "            self._creations.pop(ref, None)",
         "                pass\n            self._creations.pop(ref, None)",
         ("tests/refs",),
@@ -224,7 +224,7 @@ CALLS = (
         ("tests/security/test_federation_calls.py",),
     ),
     Mutant(
-        "agent/guard.py",
+        "trust/guard.py",
         "the quota of a call that is refused is not returned",
         "                    self.finished(line.peer)\n"
         "                    self.let_go(line.peer, size)\n"
@@ -233,7 +233,7 @@ CALLS = (
         ("tests/security/test_federation_calls.py",),
     ),
     Mutant(
-        "agent/guard.py",
+        "trust/guard.py",
         "the bytes of calls under way are not added up",
         "            large = taken + size > room",
         "            large = size > room",
@@ -270,16 +270,16 @@ CALLS = (
         ),
     ),
     Mutant(
-        "refs/holdings.py",
+        "refs/correspondence.py",
         "notices for a dead worker go to its successor",
-        "                self._outboxes[rank].clear()",
-        "                pass",
+        "            self._outboxes[to].clear()",
+        "            pass",
         ("tests/refs/test_dead_letters.py",),
     ),
     Mutant(
-        "refs/holdings.py",
+        "refs/correspondence.py",
         "notices that a cut has lost are not repeated",
-        "        if again is not None:\n            self._mail(peer.id, *again)",
+        "        if again is not None:\n            self._mail(to, *again)",
         "        pass",
         (
             "tests/refs",
@@ -289,7 +289,7 @@ CALLS = (
     Mutant(
         "refs/holdings.py",
         "references to the values of a replaced worker work on",
-        "                    self._gone[ref] = self._lost_value(ref)",
+        "                    self._gone[ref] = lost_value(ref, self._names)",
         "                    pass",
         (
             "tests/refs/test_stale_refs.py",
@@ -304,7 +304,7 @@ CALLS = (
         ("tests/refs",),
     ),
     Mutant(
-        "refs/holdings.py",
+        "refs/correspondence.py",
         "a batch of notices counts as under way for ever",
         "                box.answered(number)",
         "                pass",
