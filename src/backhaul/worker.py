@@ -314,10 +314,10 @@ def transport_options(options: RpcOptions) -> RpcOptions:
         )
     if options.transport == "unix":
         raise OptionError('trust="federation" goes over TCP: leave out transport="unix"')
-    if options.fabric == "plain":
+    if options.fabric != "tls":
         raise OptionError(
-            'trust="federation" encrypts all connections, since its members do not trust the network between them: '
-            'leave out fabric="plain"'
+            'trust="federation" has TLS on all connections, since its members trust neither each other nor the network '
+            f'between them: leave out fabric="{options.fabric}"'
         )
     if (options.connections or 1) > 1:
         raise OptionError(
