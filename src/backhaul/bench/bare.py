@@ -226,9 +226,10 @@ class Finder(importlib.abc.MetaPathFinder):
 def entrant(how: str, place: str, processor: str) -> None:
     """Do what the lines on standard input say, ``work seconds``; answer each with two times of a run, as JSON.
 
-    These are seconds by the clock, the median, and seconds of all processes, the mean. All of them run on
-    ``processor``.
+    These are seconds by the clock, the median, and seconds of all processes, the mean. All run on ``processor``. The
+    first line says when they are to start; what comes before runs on other processors, if there are any.
     """
+    os.sched_setaffinity(0, os.sched_getaffinity(0) - {int(processor)} or os.sched_getaffinity(0))
     Loader.stripped = how == "bare"
     sys.meta_path.insert(0, Finder())
     import torch
@@ -237,6 +238,8 @@ def entrant(how: str, place: str, processor: str) -> None:
     from backhaul import rpc
     from backhaul.bench.watched_work import WORKS
 
+    if not sys.stdin.readline():  # the pair before may still be measured
+        return
     os.sched_setaffinity(0, {int(processor)})
     names = [f"{how}{rank}" for rank in range(3)]
     rank = 0

@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each work in each round")
     parser.add_argument("--off", action="store_true", help="only: with nothing switched on, beside no code for it")
-    parser.add_argument("--off-pairs", type=int, default=6, help="pairs of groups that are started for that")
-    parser.add_argument("--off-rounds", type=int, default=36, help="rounds for each pair, of 0.2 s for each work")
+    parser.add_argument("--off-pairs", type=int, default=18, help="pairs of groups that are started for that")
+    parser.add_argument("--off-rounds", type=int, default=14, help="rounds for each pair, of 0.2 s for each work")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if not given.off:

@@ -4,7 +4,8 @@ Backhaul as it is runs beside Backhaul without the places that ask whether someb
 difference is a percent or two of microseconds, so the comparison is made to see that little:
 
 - A *pair* is one fresh group of each kind: a driver and two workers, three processes. Where the system places their
-  memory differs from process to process, and is worth a percent by itself, so there are several pairs.
+  memory differs from process to process, and is worth a percent by itself, so there are many pairs. While one is
+  measured, the next one imports torch on another processor.
 - All processes run on one processor. So the work of both ends counts in full, and no other processor's sleep and
   wake-up counts.
 - The two groups of a pair take turns in short rounds: as it is, without, without, as it is; then the other way round. A
@@ -17,7 +18,6 @@ Processor time, of all three processes together, stands beside wall time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from rich.console import Console
@@ -43,6 +43,7 @@ _DRAWS = 2000
 _CONFIDENCE = 0.95
 
 Clock = Literal["wall", "processor"]
+_CLOCKS: tuple[Clock, ...] = ("wall", "processor")
 Pairs = Sequence[Sequence[float]]
 """The ratios of the rounds of each pair."""
 
@@ -100,22 +101,30 @@ def order(number: int) -> tuple[str, str, str, str]:
 def measure(pairs: int, rounds: int) -> None:
     """Compare, and print the table."""
     processor = max(os.sched_getaffinity(0))
-    found: dict[tuple[str, Clock], list[list[float]]] = {}
-    times: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, Clock], list[list[float]]] = {(work, clock): [] for work in WORKS for clock in _CLOCKS}
+    times: dict[tuple[str, str], list[float]] = {(work, how): [] for work in WORKS for how in _VARIANTS}
     places = 0
-    for pair in range(pairs):
-        for each in found.values():
-            each.append([])
-        with _groups(processor, first=pair % 2) as groups:
-            places = groups[_BARE].places
-            for number in range(rounds):
+    following: _Pair | None = _Pair(0, processor)
+    for number in range(1, pairs + 1):
+        assert following is not None
+        pair, following = following, _Pair(number, processor) if number < pairs else None
+        try:
+            places = pair.begin()
+            for each in found.values():
+                each.append([])
+            for turn in range(rounds):
                 for work in WORKS:
-                    turns = [(how, groups[how].ask(work, _TURN_SECONDS)) for how in order(number)]
-                    for how, turn in turns:
-                        times.setdefault((work, how), []).append(turn.wall)
-                    for clock in ("wall", "processor"):
-                        found.setdefault((work, clock), [[]])[-1].append(ratio(turns, clock))
-            print(f"pair {pair + 1} of {pairs}", end="\r", file=sys.stderr, flush=True)
+                    turns = [(how, pair.groups[how].ask(work, _TURN_SECONDS)) for how in order(turn)]
+                    for how, took in turns:
+                        times[work, how].append(took.wall)
+                    for clock in _CLOCKS:
+                        found[work, clock][-1].append(ratio(turns, clock))
+            pair.end()
+        except BaseException:
+            for each_pair in filter(None, (pair, following)):
+                each_pair.kill()
+            raise
+        print(f"pair {number} of {pairs}", end="\r", file=sys.stderr, flush=True)
     counted = bare.count()
     title = (
         f"with nothing switched on, beside the same without {places} places: "
@@ -124,7 +133,7 @@ def measure(pairs: int, rounds: int) -> None:
     table = Table("work", "as it is", "without", "more, wall time", "more, processor time", "bytecodes", title=title)
     for work in WORKS:
         seen, without = (f"{statistics.median(times[work, how]) * 1e6:.1f} µs" for how in _VARIANTS)
-        wall, processors = (estimate(found[work, clock]) for clock in ("wall", "processor"))
+        wall, processors = (estimate(found[work, clock]) for clock in _CLOCKS)
         codes = "{:,} of {:,} ({:.1%})".format(*counted[work], counted[work][0] / counted[work][1])
         table.add_row(work, seen, without, f"{wall}: {wall.verdict}", f"{processors}: {processors.verdict}", codes)
     Console(width=None if sys.stdout.isatty() else 180).print(table)
@@ -133,20 +142,46 @@ def measure(pairs: int, rounds: int) -> None:
 class _Group:
     """A driver and two workers, told what to do over the driver's standard input."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.places = 0
-        """The places that are left out."""
+    def __init__(self, how: str, place: str, processor: int) -> None:
+        """The driver imports what it needs, and waits."""
+        self._process = subprocess.Popen(
+            [sys.executable, bare.__file__, how, place, str(processor)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+        )
 
-    def begin(self) -> None:
-        """Wait until the group is there."""
-        self.places = int(json.loads(self._read()))
+    def begin(self) -> int:
+        """Start its workers; how many places are left out."""
+        self._write("begin")
+        return int(json.loads(self._read()))
 
     def ask(self, work: str, seconds: float) -> Turn:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([work, seconds]) + "\n")
-        self._process.stdin.flush()
+        self._write(json.dumps([work, seconds]))
         return Turn(*json.loads(self._read()))
+
+    def end(self) -> None:
+        """Have the driver shut its group down."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._wait()
+
+    def kill(self) -> None:
+        """Its workers end by themselves: they lose their driver."""
+        self._process.kill()
+        self._wait()
+
+    def _wait(self) -> None:
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -156,29 +191,27 @@ class _Group:
         return line
 
 
-@contextlib.contextmanager
-def _groups(processor: int, first: int) -> Iterator[dict[str, _Group]]:
-    """A pair. Which of them starts first changes from pair to pair."""
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        names = _VARIANTS[::-1] if first else _VARIANTS
-        groups = {how: stack.enter_context(_group(how, place, processor)) for how in names}
-        for group in groups.values():
-            group.begin()
-        yield groups
+class _Pair:
+    """A fresh group of each kind. Which of them starts first changes from pair to pair."""
 
+    def __init__(self, number: int, processor: int) -> None:
+        self._place = tempfile.TemporaryDirectory()
+        order = _VARIANTS[::-1] if number % 2 else _VARIANTS
+        self.groups = {how: _Group(how, self._place.name, processor) for how in order}
 
-@contextlib.contextmanager
-def _group(how: str, place: str, processor: int) -> Iterator[_Group]:
-    command = [sys.executable, bare.__file__, how, place, str(processor)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment())
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield _Group(process)
-    finally:
-        process.stdin.close()  # its loop ends, and it shuts its group down
-        process.stdout.close()
-        process.wait()
+    def begin(self) -> int:
+        """Start the workers; how many places are left out."""
+        return max([group.begin() for group in self.groups.values()])
+
+    def end(self) -> None:
+        for group in self.groups.values():
+            group.end()
+        self._place.cleanup()
+
+    def kill(self) -> None:
+        for group in self.groups.values():
+            group.kill()
+        self._place.cleanup()
 
 
 def _environment() -> dict[str, str]:
