@@ -36,7 +36,7 @@ MAX_BUSY_POLL = 0.1
 
 Transport = Literal["auto", "unix", "tcp"]
 Trust = Literal["cluster", "federation"]
-Fabric = Literal["tls", "sealed", "plain"]
+Fabric = Literal["tls", "plain"]
 
 
 class BackendType(enum.Enum):
@@ -157,8 +157,8 @@ def _trust(value: Any) -> Trust:
 
 
 def _fabric(value: Any) -> Fabric:
-    if value not in ("tls", "sealed", "plain"):
-        raise OptionError("must be 'tls', 'sealed', or 'plain' for a network whose every machine and cable you trust")
+    if value not in ("tls", "plain"):
+        raise OptionError("must be 'tls', or 'plain' for a network whose every machine and cable you trust")
     return value  # type: ignore[no-any-return]
 
 
@@ -316,9 +316,8 @@ class RpcOptions:
     - ``tracing``: make OpenTelemetry spans for calls and passes; see `backhaul.seeing.spans`.
     - ``edges``: what happens to tensors and gradients before they leave for a peer, by the name of the peer, in which
       ``*`` stands for anything: see `backhaul.federation.Edge`.
-    - ``fabric``: ``"tls"``, which encrypts all TCP; ``"sealed"``, which encrypts all TCP, too, but only the greeting
-      with TLS, and large tensors much faster; or ``"plain"``, which encrypts the greeting and nothing after it, for a
-      network that you trust, at the speed of TCP. All workers have the same; a federation has TLS.
+    - ``fabric``: ``"tls"``, which encrypts all TCP; or ``"plain"``, which encrypts the greeting and nothing after it,
+      for a network that you trust, at the speed of TCP. All workers have the same; a federation cannot have it.
     - ``connections``: how many connections, 1 to 16, one large tensor may use between two hosts, each with a thread;
       the smaller number of both workers counts. None means 1 with TLS, and one for every four processors, up to 4,
       with ``fabric="plain"``. A federation has 1.
@@ -401,7 +400,7 @@ class RpcOptions:
         if self.connections is not None:
             return self.connections
         # OpenSSL gives Python one record of 16 KiB at a time, so threads that decrypt wait for the interpreter.
-        return 1 if self.fabric != "plain" else max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+        return 1 if self.fabric == "tls" else max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
     @property
     def head_limit(self) -> int:

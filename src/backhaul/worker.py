@@ -314,10 +314,10 @@ def transport_options(options: RpcOptions) -> RpcOptions:
         )
     if options.transport == "unix":
         raise OptionError('trust="federation" goes over TCP: leave out transport="unix"')
-    if options.fabric != "tls":
+    if options.fabric == "plain":
         raise OptionError(
-            'trust="federation" has TLS on all connections, since its members trust neither each other nor the network '
-            f'between them: leave out fabric="{options.fabric}"'
+            'trust="federation" encrypts all connections, since its members do not trust the network between them: '
+            'leave out fabric="plain"'
         )
     if (options.connections or 1) > 1:
         raise OptionError(

@@ -13,19 +13,7 @@ import torch
 
 from backhaul.bench import between, hosts
 from backhaul.bench.between import Result
-from backhaul.bench.hosts import (
-    CONNECTIONS_VARIABLE,
-    LOOPBACK,
-    PLAIN,
-    PORTS,
-    SEALED,
-    SSL,
-    TCP,
-    TLS,
-    TORCH,
-    VARIABLE,
-    Hosts,
-)
+from backhaul.bench.hosts import CONNECTIONS_VARIABLE, LOOPBACK, PLAIN, PORTS, SSL, TCP, TLS, TORCH, VARIABLE, Hosts
 from backhaul.bench.ports import CLIENT, KEY_FILE, SERVER
 from backhaul.bench.rows import Row
 from backhaul.bench.workloads import Figure
@@ -70,8 +58,7 @@ def test_bare_ports_over_the_address_of_their_host(
 
 
 def test_the_table_says_what_was_wanted_and_where() -> None:
-    rounds = {TLS: [0.1, 0.1], SEALED: [0.2, 0.2], PLAIN: [0.05, 0.05], TORCH: [0.09, 0.09]}
-    rounds |= {SSL: [0.08, 0.08], TCP: [0.04, 0.04]}
+    rounds = {TLS: [0.1, 0.1], PLAIN: [0.05, 0.05], TORCH: [0.09, 0.09], SSL: [0.08, 0.08], TCP: [0.04, 0.04]}
     rows = [
         Row(Figure("echo 64 MiB", ours=TLS), rounds),
         Row(Figure("echo 1 MiB", ours=TLS), {TLS: [1.0], TORCH: [0.1]}),
@@ -80,7 +67,7 @@ def test_the_table_says_what_was_wanted_and_where() -> None:
     between.write(Result(rows, [], 0.5, "two tins"), file)
     first, _, large, small = file.getvalue().splitlines()
     assert first.startswith("between two tins; rounds: 2; load before: 0.50")
-    assert large.rstrip().endswith("TLS 0.8x: met, sealed 0.8x: missed, plain 1x: met")
+    assert large.rstrip().endswith("TLS 0.8x: met, plain 1x: met")
     assert small.rstrip().endswith("TLS 0.5x: missed")
 
 
@@ -92,7 +79,7 @@ def test_a_run_in_short(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> No
     data = json.loads((tmp_path / "out.json").read_text())
     assert [row["work"] for row in data["rows"]] == ["no-op", "echo 1 MiB"]
     for row in data["rows"]:
-        assert {TLS, SEALED, PLAIN, SSL, TCP} <= row["systems"].keys()
+        assert {TLS, PLAIN, SSL, TCP} <= row["systems"].keys()
 
 
 @pytest.mark.slow

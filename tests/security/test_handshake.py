@@ -44,9 +44,9 @@ def test_both_sides_learn_who_the_other_is() -> None:
 
 def test_the_bytes_are_those_of_the_table() -> None:
     addresses = msgspec.msgpack.encode(HELLO.addresses)
-    message = b"\x9d\xa5group\x01\xa7worker1\x00" + addresses + b"\xa0\x01\xa3tls\xc2\x01\xa0\x00\xc4\x00"
+    message = b"\x9c\xa5group\x01\xa7worker1\x00" + addresses + b"\xa0\x01\xa3tls\xc2\x01\xa0\x00"
     assert encode(HELLO) == b"BHL2" + struct.pack("<H", len(message)) + message
-    message = b"\x99\x00\xa7worker0\xa0\xa0\xa3tls\xc2\x01\xa0\xc4\x00"
+    message = b"\x98\x00\xa7worker0\xa0\xa0\xa3tls\xc2\x01\xa0"
     assert encode(WELCOME) == b"BHL2" + struct.pack("<H", len(message)) + message
 
 

@@ -20,14 +20,14 @@ def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-@pytest.fixture(params=["memory", "unix", "checked", "tcp", "sealed", "plain"])
+@pytest.fixture(params=["memory", "unix", "checked", "tcp", "plain"])
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
     made = Group(request.param)
     yield made
     made.close()
 
 
-@pytest.fixture(params=["unix", "tcp", "sealed", "plain"])
+@pytest.fixture(params=["unix", "tcp", "plain"])
 def sockets(request: pytest.FixtureRequest) -> Iterator[Group]:
     made = Group(request.param)
     yield made

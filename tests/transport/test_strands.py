@@ -31,7 +31,7 @@ from backhaul.wire.lanes import LAST, LEAST_APART, MOST_SLICE, Slices
 from backhaul.wire.messages import Ping, Result
 from backhaul.wire.tensors import land
 
-KINDS = ["tcp", "sealed", "plain"]
+KINDS = ["tcp", "plain"]
 LARGE = 2 << 20  # elements: 8 MiB
 
 
@@ -325,7 +325,7 @@ def scale(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * 3
 
 
-@pytest.fixture(params=["tls", "sealed", "plain"])
+@pytest.fixture(params=["tls", "plain"])
 def workers(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
     options = RpcOptions(transport="tcp", secret=SECRET, connections=3, fabric=request.param)
     with InProcessCluster(2, sockets=True, options=options) as cluster:

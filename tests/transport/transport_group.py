@@ -123,8 +123,8 @@ class Group:
             given: dict[str, Any] = {"transport": self.kind}
             if self.kind == "checked":
                 given = {"transport": "unix", "checksum": True}
-            elif self.kind in ("tcp", "sealed", "plain"):
-                given = {"transport": "tcp", "secret": SECRET, "fabric": "tls" if self.kind == "tcp" else self.kind}
+            elif self.kind in ("tcp", "plain"):
+                given = {"transport": "tcp", "secret": SECRET, "fabric": "tls" if self.kind == "tcp" else "plain"}
             made = StreamTransport(RpcOptions(**{**given, **options}))
         made.introduce(name)
         self._ends.append(made.close)

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from backhaul.bench import ports
 from backhaul.bench.ports import KEY_FILE, SERVER, RpcPort, SslPort, TcpPort, backhaul_port, torch_port
 
-TLS, SEALED, PLAIN = "backhaul, TLS", "backhaul, sealed", "backhaul, plain"
-TORCH, SSL, TCP = "torch, TCP", "bare ssl", "bare TCP"
-SYSTEMS = (TLS, SEALED, PLAIN, TORCH, SSL, TCP)
+TLS, PLAIN, TORCH, SSL, TCP = "backhaul, TLS", "backhaul, plain", "torch, TCP", "bare ssl", "bare TCP"
+SYSTEMS = (TLS, PLAIN, TORCH, SSL, TCP)
 
 VARIABLE = "BACKHAUL_BENCH_HOSTS"
 """Tells the processes of the systems where they are."""
@@ -142,7 +141,6 @@ def _bare(kind: type[TcpPort]) -> Callable[[str, Sequence[str], str], TcpPort]:
 PORTS: dict[str, Callable[[str, Sequence[str], str], AbstractContextManager[Any]]] = {
     **ports.PORTS,
     TLS: _backhaul("tls"),
-    SEALED: _backhaul("sealed"),
     PLAIN: _backhaul("plain"),
     TORCH: _torch,
     SSL: _bare(SslPort),

@@ -39,7 +39,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     frames: int = VERSION
     """The version of the frames that it speaks."""
     fabric: str = "tls"
-    """What its TCP connections are after the greeting: ``tls``, ``sealed``, or ``plain``, without encryption."""
+    """What its TCP connections are after the greeting: ``tls``, or ``plain``, without encryption."""
     checks: bool = False
     """It wants checksums on this connection: see `wire.records`."""
     connections: int = 1
@@ -48,8 +48,6 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """If this is one of several connections: what the peer has said in its welcome on the first."""
     strand: int = 0
     """If so: its number, from 1."""
-    seal: bytes = b""
-    """With ``fabric="sealed"``: this side's share of the keys, which nobody else may know. See `sealing`."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -67,8 +65,6 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
     """As many may there be for one large tensor, this one included."""
     token: str = ""
     """What the others are known by."""
-    seal: bytes = b""
-    """As in `Hello`."""
 
 
 LEAVING = "it is shutting down"

@@ -18,7 +18,7 @@ import msgspec
 from backhaul.errors import AuthenticationError
 from backhaul.ids import GUEST
 from backhaul.options import RpcOptions
-from backhaul.security import handshake, sealing
+from backhaul.security import handshake
 from backhaul.security.handshake import HEAD_SIZE, Hello, Welcome, disagreement
 from backhaul.transport.base import Channel, ChannelClosed, Want
 from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, remaining
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from backhaul.transport.strands import Pipe, Strands
 
 T = TypeVar("T")
-Greeting = TypeVar("Greeting", Hello, Welcome)
 Steps = Generator[Want, None, T]
 
 _LONGEST_LIST = 1000
@@ -40,9 +39,6 @@ class Line(ABC):
 
     checks = False
     """Whether this side wants checksums; after the greeting, whether there are some, since one of two wants them."""
-
-    shares: tuple[bytes, bytes] = (b"", b"")
-    """After a greeting with ``fabric="sealed"``: what the client and the server contribute to its keys."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -121,10 +117,6 @@ def receive_visitor(
     welcome = msgspec.structs.replace(welcome, fabric=expected)
     if not welcome.refused:
         welcome = widen(hello, welcome)
-        if expected == "sealed":
-            welcome = msgspec.structs.replace(welcome, seal=sealing.share())
-    line.shares = hello.seal, welcome.seal
-    hello = _without_share(hello)
     line.checks = line.checks or hello.checks
     if line.checks:
         welcome = msgspec.structs.replace(welcome, checks=True)
@@ -139,8 +131,6 @@ def visit(line: Line, hello: Hello) -> Steps[Welcome]:
     names = yield from line.open()
     if line.checks:
         hello = msgspec.structs.replace(hello, checks=True)
-    if hello.fabric == "sealed":
-        hello = msgspec.structs.replace(hello, seal=sealing.share())
     yield from line.say(handshake.encode(hello))
     rest = handshake.length_of_welcome((yield from line.hear(HEAD_SIZE)))
     welcome = handshake.decode_welcome((yield from line.hear(rest)))
@@ -151,13 +141,7 @@ def visit(line: Line, hello: Hello) -> Steps[Welcome]:
     if welcome.fabric != hello.fabric:  # an older version does not look at what the hello says
         raise AuthenticationError(disagreement(hello.name, hello.fabric, welcome.name, welcome.fabric))
     line.checks = welcome.checks
-    line.shares = hello.seal, welcome.seal
-    return _without_share(welcome)
-
-
-def _without_share(said: Greeting) -> Greeting:
-    """What others may know of it: the line keeps the share of its keys."""
-    return msgspec.structs.replace(said, seal=b"") if said.seal else said
+    return welcome
 
 
 def drive(steps: Steps[T], sock: socket.socket, deadline: float) -> T:

@@ -1,6 +1,6 @@
 """The transport of processes: unix sockets within a host (`plain`), and TCP between hosts, greeted with TLS (`tls`).
 
-After the greeting, what both workers have as ``fabric`` decides: TCP stays TLS, is `sealed`, or is not encrypted.
+After the greeting, TCP stays encrypted, or, where both workers have ``fabric="plain"``, does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from backhaul.directories import PrivateDirectory
 from backhaul.errors import OptionError
 from backhaul.ids import GUEST
 from backhaul.options import RpcOptions
-from backhaul.security import sealing
 from backhaul.security.credentials import can_tell
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.security.tls import ClusterCredentials, Credentials, OwnCredentials
@@ -207,8 +206,6 @@ class StreamTransport(Transport):
     """Unix sockets between the processes of one host; TCP with TLS, if there is a secret or are certificates."""
 
     def __init__(self, options: RpcOptions) -> None:
-        if options.fabric == "sealed":
-            sealing.require()
         self._options = options
         self._budget = Budget(options.segment_pool_bytes)
         self._looms = Looms()

@@ -1,4 +1,4 @@
-"""Channels over TCP with TLS, and the greeting of all TCP connections, which may go on otherwise after it.
+"""Channels over TCP with TLS, and the greeting of all TCP connections.
 
 OpenSSL works on memory here, not on the socket: `Tunnel` turns bytes into records and back, and the socket moves
 them, many at a time. So no call of OpenSSL's waits, and one lock around each is enough to let one thread write while
@@ -24,15 +24,13 @@ import threading
 
 from backhaul.errors import AuthenticationError, ProtocolError
 from backhaul.options import RpcOptions
-from backhaul.security import sealing
 from backhaul.security.tls import RECORD, Credentials, Records, Tunnel, first_record
 from backhaul.transport.base import Channel, ChannelClosed
-from backhaul.transport.encrypted import EncryptedChannel
 from backhaul.transport.greeting import Line, Steps
 from backhaul.transport.plain import TcpChannel
 from backhaul.transport.room import check_room
-from backhaul.transport.sealed import SealedChannel
 from backhaul.transport.segments import Budget
+from backhaul.transport.sliced import SlicedChannel
 from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed
 from backhaul.transport.strands import Pipe, PlainPipe, Strands, TlsPipe
 from backhaul.wire.decoder import Decoder
@@ -42,6 +40,7 @@ _CHUNK = 16 * RECORD
 # So much is encrypted at a time. The records are written twice before the kernel has them, so they stay in the cache.
 _SEND_CHUNK = 4 * RECORD
 _FIRST_CHUNK = RECORD
+_SMALL = 4096
 _GREETING_CHUNK = 4096
 _OVERHEAD = 22  # bytes of a record besides its data: header, type, authentication tag
 # Bytes that a peer has sent in records that bring no data: a request for new keys has 5. No worker sends any.
@@ -114,9 +113,6 @@ class TlsLine(Line):
     def channel(self, options: RpcOptions, budget: Budget, fabric: str, strands: Strands | None = None) -> Channel:
         if fabric == "plain":
             return TcpChannel(self.socket, options, budget, self._leave(), strands)
-        if fabric == "sealed":
-            keys = sealing.agree(*self.shares, is_server=self._server)
-            return SealedChannel(self.socket, options, keys, self._leave(), strands)
         return TlsChannel(self.socket, self._opened(), options, strands)
 
     def pipe(self, options: RpcOptions, fabric: str) -> Pipe:
@@ -142,7 +138,7 @@ class TlsLine(Line):
         return self._tunnel
 
 
-class TlsChannel(EncryptedChannel):
+class TlsChannel(SlicedChannel):
     """Frames over a connection with TLS, after the handshake."""
 
     path = "tls"
@@ -166,8 +162,8 @@ class TlsChannel(EncryptedChannel):
         self._incoming = tunnel.incoming
         self._outgoing = tunnel.outgoing
         self._chunk = memoryview(bytearray(_FIRST_CHUNK))
-        self._plain = []
-        self._unsent = memoryview(b"")
+        self._plain: list[memoryview] = []  # not encrypted yet, last piece first
+        self._unsent = memoryview(b"")  # encrypted
         self._problem: ChannelClosed | ProtocolError | None = None  # with what has come
         self._records = Records() if strict else None
         self._brought = 0  # bytes of data
@@ -179,7 +175,9 @@ class TlsChannel(EncryptedChannel):
         pieces = frame.pieces
         self.sent += frame.size
         if len(pieces) > 1 or frame.size > RECORD:
-            return self._begin_plain(frame)
+            if not self._begin(frame):
+                self._plain = _joined(pieces)
+            return self.flush()
         try:
             with self._lock:
                 self._stream.write(pieces[0])
@@ -196,7 +194,40 @@ class TlsChannel(EncryptedChannel):
         self._unsent = memoryview(data)[sent:]
         return self.flush()
 
-    def _encrypt(self) -> memoryview:
+    def interject(self, frame: Frame) -> bool:
+        self.sent += frame.size
+        self._plain = _joined(frame.pieces)
+        self._taken = 0
+        self.between = False
+        self.flush()
+        return self.between
+
+    def flush(self) -> bool:
+        if self.between and self._slices is not None:
+            if self.awaits:
+                return False
+            self._plain = self._take_slice(self._slices)
+            self._plain.reverse()
+        flags = self._flags
+        while True:
+            while self._unsent:
+                try:
+                    sent = self._socket.send(self._unsent, flags)
+                except BlockingIOError:
+                    return False
+                except OSError as error:
+                    raise closed(error) from error
+                self._unsent = self._unsent[sent:]
+            if not self._plain:
+                return self._slice_left()
+            self._unsent = memoryview(self._encrypt())
+
+    def copy_unsent(self) -> None:
+        self._plain = [memoryview(bytes(piece)) for piece in self._plain]
+        super().copy_unsent()
+
+    def _encrypt(self) -> bytes:
+        """The next chunk of what is to be sent."""
         room = _SEND_CHUNK
         plain = self._plain
         try:
@@ -212,7 +243,7 @@ class TlsChannel(EncryptedChannel):
                         room -= count
                     if start < size:
                         plain.append(piece[start:])
-                return memoryview(self._outgoing.read())
+                return self._outgoing.read()
         except ssl.SSLError as error:
             raise ChannelClosed(_text(error)) from error
 
@@ -307,6 +338,32 @@ class TlsChannel(EncryptedChannel):
             if filled:
                 self._decoder.wrote(filled)
         return filled
+
+    def close(self) -> None:
+        self._plain = []
+        self._unsent = memoryview(b"")
+        super().close()
+
+
+def _joined(pieces: list[bytes | memoryview]) -> list[memoryview]:
+    """The pieces, last one first, small neighbours as one: each makes a record of its own."""
+    found: list[memoryview] = []
+    small: list[bytes | memoryview] = []
+    size = 0
+    for piece in pieces:
+        if len(piece) <= _SMALL and size < RECORD:
+            small.append(piece)
+            size += len(piece)
+            continue
+        if small:
+            found.append(memoryview(b"".join(small)))
+        small, size = ([piece], len(piece)) if len(piece) <= _SMALL else ([], 0)
+        if not small:
+            found.append(memoryview(piece))
+    if small:
+        found.append(memoryview(b"".join(small)))
+    found.reverse()
+    return found
 
 
 def _text(error: ssl.SSLError) -> str:
