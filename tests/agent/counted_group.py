@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from backhaul.agent import interpreter, watch
 from backhaul.errors import WorkerLostError
 from backhaul.options import RpcOptions
 from backhaul.testing import InProcessCluster
@@ -25,6 +26,7 @@ from backhaul.worker import Worker
 
 OPTIONS = RpcOptions(rpc_timeout=1500, connect_timeout=300, probe_timeout=300, unresponsive_after=None, busy_poll=0)
 
+_INTERVAL = 0.2
 _OF_WORKER = re.compile(r"backhaul-(worker\d+)")
 _STORE = ("check", "get", "compare_set", "add", "multi_get", "set", "wait")
 
@@ -98,6 +100,30 @@ class CountedGroup(InProcessCluster):
         self.network = CountedNetwork()
         self._store = self.store = CountedStore()  # type: ignore[assignment]
         return super()._join(size)
+
+
+@contextmanager
+def patience(size: int) -> Iterator[None]:
+    """Have the threads of ``size`` workers share one interpreter without wearing it out.
+
+    Each worker ticks some hundred times a second while something is due, and each thread that waits for the interpreter
+    asks for it every half millisecond. A thousand workers in one process would do nothing else. Neither has to do with
+    how large the group is.
+    """
+    slower = max(1.0, size / 10)
+    found = [(watch, "_TICK", watch._TICK * slower), (watch, "_SLOW_TICK", watch._SLOW_TICK * slower)]
+    found.append((interpreter, "SHORT", _INTERVAL))
+    before = [(module, name, getattr(module, name)) for module, name, _ in found]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_INTERVAL)
+    for module, name, value in found:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+        sys.setswitchinterval(interval)
 
 
 class Work:

@@ -13,7 +13,7 @@ import threading
 from typing import NamedTuple
 
 import pytest
-from counted_group import CountedGroup, Work, counting
+from counted_group import CountedGroup, Work, counting, patience
 
 from backhaul.ids import WorkerInfo
 from backhaul.worker import Worker
@@ -36,7 +36,7 @@ class Cost(NamedTuple):
 
 
 def cost_of(size: int) -> Cost:
-    with counting() as work:
+    with patience(size), counting() as work:
         group = CountedGroup(size)
         join = dearest(work)
         asked = group.store.asked.total() / size
@@ -88,10 +88,19 @@ def growth(costs: dict[int, float]) -> float:
     return (more / less) / (large * math.log(large) / (small * math.log(small)))
 
 
+def table(costs: dict[int, Cost]) -> str:
+    """As in docs/performance.md."""
+    rows = []
+    for size, cost in costs.items():
+        phases = " | ".join(f"{each:,} | {each / size:,.0f}" for each in (cost.join, cost.loss, cost.end))
+        rows.append(f"| {size:,} | {phases} | {cost.asked:,.0f} |")
+    return "\n".join(rows)
+
+
 def check(sizes: list[int]) -> None:
     costs = {size: cost_of(size) for size in sizes}
+    print(table(costs))
     for size, cost in costs.items():
-        print(size, cost)
         assert cost.connections == size, "one for each call, the victim's to itself among them"
     for name in ("join", "loss", "end", "asked"):
         each = {size: float(getattr(cost, name)) for size, cost in costs.items()}

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch.distributed as dist
+from counted_group import CountedStore
 
 from backhaul.agent.membership import Member, Membership
 from backhaul.errors import BackhaulError, MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
@@ -469,3 +470,36 @@ def test_a_count_that_is_none(memory: dist.Store, count: str) -> None:
     memory.set("count", count)
     with pytest.raises(BackhaulError):
         enter(memory, "a")
+
+
+def test_a_group_that_is_all_there_is_read_in_few_requests() -> None:
+    store = CountedStore()
+    for rank in range(1, 1000):
+        store.set(f"member/{rank}", record(rank, f"worker{rank}"))
+    store.asked.clear()
+    member = Membership(cast(dist.Store, store), 1000)
+    member.join("worker0", 0, at("here"), soon())
+    assert len(member.members()) == 1000
+    assert store.asked.total() < 60
+
+
+@pytest.mark.parametrize("absent", [1, 37, 64, 65, 129, 199])
+def test_the_one_that_is_missing_among_many_is_named(memory: dist.Store, absent: int) -> None:
+    for rank in range(1, 200):
+        if rank != absent:
+            memory.set(f"member/{rank}", record(rank, f"worker{rank}"))
+    with pytest.raises(RpcTimeoutError, match=f"1 of 200 workers did not join in time: ranks {absent};"):
+        Membership(memory, 200).join("worker0", 0, at("here"), PAST)
+
+
+def test_members_on_other_machines(memory: dist.Store) -> None:
+    member = enter(memory, "a")
+    assert member.elsewhere("") == []
+    member.met(Member(7, "far", Addresses(host="there"), incarnation="first"))
+    member.met(Member(8, "near", Addresses(host="")))
+    assert member.elsewhere("") == [WorkerInfo(7, "far")]
+    assert {info.id for info in member.elsewhere("there")} == {0, 8}
+    member.met(Member(7, "far", Addresses(host=""), incarnation="second"))  # it has come back, on this machine
+    assert member.elsewhere("") == []
+    member.forget(7)
+    assert {info.id for info in member.elsewhere("there")} == {0, 8}

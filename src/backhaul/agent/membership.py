@@ -20,6 +20,7 @@ only after the greeting on its own connection.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
@@ -47,6 +48,7 @@ _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.1
 # Those that wait for a large group ask the store about so often in a second, all of them together.
 _ASKED_IN_A_SECOND = 1000
+_MOST_RECORDS = 64  # that are asked for at once
 _PATIENCE = 0.05
 """Between two looks for members, this share of the time waited so far: nobody is noticed much later than needed."""
 _NAME_BYTES = 16
@@ -96,6 +98,7 @@ class Membership:
         """This worker has the place of one that was in the group before it, and has died or left."""
         self._lock = threading.Lock()
         self._by_id: dict[int, Member] = {}
+        self._by_host: dict[str, dict[int, WorkerInfo]] = {}
         self._by_name: dict[str, Member] = {}
         self._me: Member | None = None
         self._store_is_gone = False
@@ -168,6 +171,11 @@ class Membership:
         with self._lock:
             return sorted(member.info for member in self._by_id.values())
 
+    def elsewhere(self, host: str) -> list[WorkerInfo]:
+        """The known members on other machines than this one. Takes no time for the others."""
+        with self._lock:
+            return [info for each, there in self._by_host.items() if each != host for info in there.values()]
+
     def ranks(self) -> set[int]:
         """Their ranks."""
         with self._lock:
@@ -228,6 +236,7 @@ class Membership:
         if self.dynamic and (self._me is None or id != self._me.id):
             with self._lock:
                 member = self._by_id.pop(id, None)
+                self._leave_host(member)
                 if member is not None and self._by_name.get(member.name) is member:
                     del self._by_name[member.name]
 
@@ -410,17 +419,12 @@ class Membership:
             check()
             looks += 1
             # Asked and not waited for: a store that waits in vain says so on standard error.
-            came = 0
-            if looks & (looks - 1) == 0:
-                left = deque(id for id in missing if not self._has_come(id))
-                came, missing = len(missing) - len(left), left
-            else:
-                while missing and self._has_come(missing[0]):
-                    missing.popleft()
-                    came += 1
+            before = len(missing)
+            missing = self._still_missing(missing, every=looks & (looks - 1) == 0)
+            came = before - len(missing)
             now = time.monotonic()
             if missing and now > deadline:
-                absent = [id for id in missing if not self._has_come(id)]
+                absent = self._still_missing(missing, every=True)
                 if not absent:
                     return
                 raise RpcTimeoutError(
@@ -430,10 +434,32 @@ class Membership:
             if not came:
                 time.sleep(min(max(_PATIENCE * (now - start), _SHORTEST_PAUSE), longest))
 
-    def _has_come(self, id: int) -> bool:
-        """Whether there is a record of a member of a fixed group, which is known then."""
-        key = f"member/{id}"
-        if not self._store.check([key]) or not (record := self._store.get(key)):
+    def _still_missing(self, missing: deque[int], *, every: bool) -> deque[int]:
+        """Those that have no record yet; the others are known then. Looks as far as the first of them, or at ``every``.
+
+        Asks for several at once, twice as many after each time that all of them were there: a request is a round trip.
+        """
+        ahead, left = deque(missing), deque[int]()
+        count = 1
+        while ahead and (every or not left):
+            ids = list(itertools.islice(ahead, count))
+            keys = [f"member/{id}" for id in ids]
+            if self._store.check(keys):
+                records = self._store.multi_get(keys)
+                left += (id for id, record in zip(ids, records, strict=True) if not self._has_come(id, record))
+                count = min(2 * count, _MOST_RECORDS)
+            elif count > 1:
+                count //= 2
+                continue
+            else:
+                left += ids
+            for _ in ids:
+                ahead.popleft()
+        return left + ahead
+
+    def _has_come(self, id: int, record: bytes) -> bool:
+        """Whether this is a record of a member of a fixed group, which is known then."""
+        if not record:
             return False
         if record == _ENDED.encode():
             raise MisuseError(f"this group has ended: rank {id} has shut it down")
@@ -455,8 +481,18 @@ class Membership:
 
     def _learn(self, member: Member) -> None:
         with self._lock:
+            self._leave_host(self._by_id.get(member.id))
             self._by_id[member.id] = member
             self._by_name[member.name] = member
+            self._by_host.setdefault(member.addresses.host, {})[member.id] = member.info
+
+    def _leave_host(self, member: Member | None) -> None:
+        """Holds ``_lock``."""
+        if member is not None:
+            there = self._by_host[member.addresses.host]
+            del there[member.id]
+            if not there:
+                del self._by_host[member.addresses.host]
 
     def _look_up(self, to: str | int | WorkerInfo) -> Member | None:
         if isinstance(to, str):

@@ -223,8 +223,13 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def entrant(how: str, place: str) -> None:
-    """Do what the lines on standard input say, ``work seconds``; answer each with the times of the calls, as JSON."""
+def entrant(how: str, place: str, processor: str) -> None:
+    """Do what the lines on standard input say, ``work seconds``; answer each with two times of a run, as JSON.
+
+    These are seconds by the clock, the median, and seconds of all processes, the mean. All run on ``processor``. The
+    first line says when they are to start; what comes before runs on other processors, if there are any.
+    """
+    os.sched_setaffinity(0, os.sched_getaffinity(0) - {int(processor)} or os.sched_getaffinity(0))
     Loader.stripped = how == "bare"
     sys.meta_path.insert(0, Finder())
     import torch
@@ -233,20 +238,33 @@ def entrant(how: str, place: str) -> None:
     from backhaul import rpc
     from backhaul.bench.watched_work import WORKS
 
+    if not sys.stdin.readline():  # the pair before may still be measured
+        return
+    os.sched_setaffinity(0, {int(processor)})
     names = [f"{how}{rank}" for rank in range(3)]
     rank = 0
+    children = []
     for each in (1, 2):
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             rank = each
             break
+        children.append(child)
     options = rpc.RpcOptions(init_method=f"file://{place}/{how}")
     rpc.init_rpc(names[rank], rank=rank, world_size=3, rpc_backend_options=options)
     if rank == 0:
+        clocks = [processor_clock(process) for process in (os.getpid(), *children)]
         print(json.dumps(Loader.places), flush=True)
         for line in sys.stdin:
             work, seconds = json.loads(line)
-            print(json.dumps(measure(partial(WORKS[work], names[1:]), seconds, seconds / 10)), flush=True)
+            do = partial(WORKS[work], names[1:])
+            print(json.dumps(measure_both(do, seconds, seconds / 10, clocks)), flush=True)
     rpc.shutdown()
+
+
+def processor_clock(process: int) -> int:
+    """The clock that shows what all threads of a process have used, as clock_getcpuclockid(3) makes it."""
+    return ~process << 3 | 2
 
 
 def count() -> dict[str, tuple[int, int]]:
@@ -345,15 +363,22 @@ def _is_within(place: Span | None, span: Span) -> bool:
 
 def measure(do: Callable[[], None], seconds: float, warm_up: float) -> float:
     """The median time of ``do`` over ``seconds`` of repeated runs, after a warm-up."""
+    return measure_both(do, seconds, warm_up, ())[0]
+
+
+def measure_both(do: Callable[[], None], seconds: float, warm_up: float, clocks: Sequence[int]) -> tuple[float, float]:
+    """The same, and the mean of what these clocks show."""
     end = time.perf_counter() + warm_up
     while time.perf_counter() < end:
         do()
     taken = []
+    used = -sum(map(time.clock_gettime, clocks))
     end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end:
         do()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken) if taken else seconds
+    used += sum(map(time.clock_gettime, clocks))
+    return (statistics.median(taken), used / len(taken)) if taken else (seconds, used)
 
 
 if __name__ == "__main__":

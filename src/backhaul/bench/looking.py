@@ -4,22 +4,17 @@ A driver and two workers, all of them processes, do the same work again and agai
 meter of every worker counting (as for metrics), with a dashboard that looks at all of them from another process,
 under a profile of the cluster, and under torch's own profiler at the caller. All take turns in every round.
 
-``--off`` measures what it costs to be ready for all that, with nothing switched on: Backhaul as it is beside Backhaul
-without the places that ask whether somebody looks, or take notes (`bare`). Each has a driver and two workers. They take
-turns in short rounds and change who is first, so that both see the same machine. The ratio is the median of the rounds'
-ratios. The bytecodes of these places are counted, too: their number does not depend on what else the machine does.
+``--off`` measures what it costs to be ready for all that, with nothing switched on: see `off`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -29,15 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from backhaul import rpc
-from backhaul.bench import bare
+from backhaul.bench import bare, off
 from backhaul.bench.watched_work import WORKS
 from backhaul.cluster import cluster
 from backhaul.worker import current
 
 _WARM_UP_SECONDS = 0.15
 _NOTHING = "nothing"
-_OFF_SECONDS = 0.2
-_VARIANTS = _SEEN, _BARE = ("seen", "bare")
 _holds: list[Callable[[], None]] = []
 
 
@@ -46,12 +39,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each work in each round")
     parser.add_argument("--off", action="store_true", help="only: with nothing switched on, beside no code for it")
-    parser.add_argument("--off-rounds", type=int, default=100, help="rounds of 0.2 s for each work and variant")
+    parser.add_argument("--off-pairs", type=int, default=18, help="pairs of groups that are started for that")
+    parser.add_argument("--off-rounds", type=int, default=14, help="rounds for each pair, of 0.2 s for each work")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if not given.off:
         _measure_lookers(given)
-    _measure_off(given.off_rounds)
+    off.measure(given.off_pairs, given.off_rounds)
     return 0
 
 
@@ -70,70 +64,6 @@ def _measure_lookers(given: argparse.Namespace) -> None:
                         found.setdefault((work, looker), []).append(seconds)
             print(f"round {number + 1} of {given.rounds}", end="\r", file=sys.stderr, flush=True)
     _show(found)
-
-
-def _measure_off(rounds: int) -> None:
-    """Backhaul as it is, and without the places that look."""
-    found: dict[tuple[str, str], list[float]] = {(work, how): [] for work in WORKS for how in _VARIANTS}
-    counted = bare.count()
-    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        entrants = {how: stack.enter_context(_entrant(how, place)) for how in _VARIANTS}
-        places = {how: json.loads(entrants[how].readline()) for how in _VARIANTS}
-        for number in range(rounds):
-            for work in WORKS:
-                for how in _VARIANTS if number % 2 else _VARIANTS[::-1]:
-                    found[work, how].append(entrants[how].ask(work, _OFF_SECONDS))
-            print(f"round {number + 1} of {rounds}", end="\r", file=sys.stderr, flush=True)
-    title = f"with nothing switched on, beside the same without {places[_BARE]} places: microseconds, {rounds} rounds"
-    table = Table("work", "as it is", "without", "more", "quartiles", "bytecodes", title=title)
-    for work in WORKS:
-        ratios = [a / b - 1 for a, b in zip(found[work, _SEEN], found[work, _BARE], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        seen, without = (statistics.median(found[work, how]) * 1e6 for how in _VARIANTS)
-        codes = "{} of {}".format(*counted[work])
-        table.add_row(work, f"{seen:.1f}", f"{without:.1f}", f"{middle:+.1%}", f"{low:+.1%} to {high:+.1%}", codes)
-    Console().print(table)
-
-
-class _Entrant:
-    """A process of `bare`."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def readline(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("a process of the comparison has ended; it says above why")
-        return line
-
-    def ask(self, work: str, seconds: float) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([work, seconds]) + "\n")
-        self._process.stdin.flush()
-        return float(json.loads(self.readline()))
-
-
-@contextlib.contextmanager
-def _entrant(how: str, place: str) -> Iterator[_Entrant]:
-    command = [sys.executable, bare.__file__, how, place]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment())
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield _Entrant(process)
-    finally:
-        process.stdin.close()  # its loop ends, and it shuts its group down
-        process.stdout.close()
-        process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """With the Backhaul that runs here, wherever it is, and without a launcher's word on who this is."""
-    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(bare.__file__))))
-    path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def _show(found: dict[tuple[str, str], list[float]]) -> None:

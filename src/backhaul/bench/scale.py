@@ -63,9 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     ours, torchs = SIZES[options.size]
     load = os.getloadavg()[0]
     outcomes = []
-    for size in options.workers or ours:
+    for size in filter(None, options.workers or ours):
         outcomes.append(_say(measure(BACKHAUL, size, options.seconds)))
-    for size in options.torch or torchs:
+    for size in filter(None, options.torch or torchs):
         if torch_has_rpc():
             outcomes.append(_say(measure(TORCH, size, options.seconds)))
     write(outcomes, load, sys.stdout)
@@ -86,8 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="size", action="store_const", const="quick", help="smaller groups")
     size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="seconds; means nothing")
-    parser.add_argument("--workers", type=int, action="append", metavar="N", help="groups of this size of Backhaul")
-    parser.add_argument("--torch", type=int, action="append", metavar="N", help="groups of this size of torch RPC")
+    parser.add_argument(
+        "--workers", type=int, action="append", metavar="N", help="groups of this size of Backhaul; 0: none"
+    )
+    parser.add_argument(
+        "--torch", type=int, action="append", metavar="N", help="groups of this size of torch RPC; 0: none"
+    )
     parser.add_argument("--seconds", type=float, default=600.0, help="that each step may take at most")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
     parser.set_defaults(size="full")

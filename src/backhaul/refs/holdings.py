@@ -481,11 +481,10 @@ class Holdings:
         """Tell the workers on other machines that there is a connection with how a worker of this machine has ended."""
         if not self._trust.believes:  # nor would the others believe this worker
             return
-        far = [
-            info.id for info in self._agent.members() if self._agent.is_elsewhere(info) and self._agent.link(info).up
-        ]
+        far = self._agent.membership.elsewhere(self._agent.transport.addresses.host)
+        far = [info for info in far if self._agent.link(info).up]
         with self._lock:
-            after = self._apply([] if self._closed else [Send(rank, obituary) for rank in far])
+            after = self._apply([] if self._closed else [Send(info.id, obituary) for info in far])
         self._act(after)
 
     def _bury(self, rank: int, obituary: Obituary | None = None) -> None:
