@@ -266,7 +266,7 @@ def test_a_reference_that_is_no_party() -> None:
 
 
 def test_a_device_that_the_party_has_not_chosen() -> None:
-    with federation(), pytest.raises(OptionError, match="has its module on cpu, not on cuda:0: leave the device out"):
+    with federation(), pytest.raises(OptionError, match="has its module on cpu, not on cuda:0: omit the device"):
         RemoteModule("worker1/cuda:0", Shop)
 
 
@@ -287,12 +287,12 @@ REFUSED: dict[str, Callable[[RemoteModule], Any]] = {
 def test_what_only_the_party_does(what: str) -> None:
     with federation():
         shop = RemoteModule("worker1", Shop)
-        with pytest.raises(MisuseError, match=f"{what}.* is not for others to do with the module of a party"):
+        with pytest.raises(MisuseError, match=f"{what}.* is not allowed on the module of a party: let 'worker1'"):
             REFUSED[what](shop)
 
 
 def test_an_optimizer_of_what_belongs_to_others() -> None:
-    with federation(), pytest.raises(MisuseError, match=r"nobody steps what belongs to others: 'worker1' exposes a"):
+    with federation(), pytest.raises(MisuseError, match=r"only its owner may step it. Let 'worker1' expose a"):
         DistributedOptimizer(torch.optim.SGD, [rpc.remote("worker1", party_models.plain_module)], lr=0.1)
 
 

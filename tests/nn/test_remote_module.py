@@ -353,7 +353,7 @@ def test_init_from_module_rref() -> None:
 
 def test_a_reference_that_cannot_be_used() -> None:
     m = RemoteModule("worker1", linear)
-    with pytest.raises(OptionError, match="'worker2/cpu' is not where the module is: it is on 'worker1'"):
+    with pytest.raises(OptionError, match="remote_device is 'worker2/cpu', but the module is on 'worker1'"):
         RemoteModule.init_from_module_rref("worker2/cpu", m.module_rref)
     with pytest.raises(OptionError, match=r"must be an RRef to an nn\.Module"):
         RemoteModule.init_from_module_rref("worker1", m)  # type: ignore[arg-type]
@@ -380,9 +380,9 @@ def test_two_for_one_module_see_the_same() -> None:
         (lambda m: m.register_buffer("b", torch.ones(1)), "register_buffer"),
         (lambda m: m.add_module("c", nn.ReLU()), "add_module"),
         (lambda m: m.register_module("c", nn.ReLU()), "register_module"),
-        (lambda m: setattr(m, "p", nn.Parameter(torch.ones(1))), "to set 'p'"),
-        (lambda m: setattr(m, "b", nn.Buffer(torch.ones(1))), "to set 'b'"),
-        (lambda m: setattr(m, "c", nn.ReLU()), "to set 'c'"),
+        (lambda m: setattr(m, "p", nn.Parameter(torch.ones(1))), "setting 'p'"),
+        (lambda m: setattr(m, "b", nn.Buffer(torch.ones(1))), "setting 'b'"),
+        (lambda m: setattr(m, "c", nn.ReLU()), "setting 'c'"),
     ],
 )
 def test_it_has_nothing_of_its_own(act: Any, what: str) -> None:
