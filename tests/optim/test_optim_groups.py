@@ -227,10 +227,10 @@ def sizes(local: Any) -> tuple[list[int], int]:
 def test_a_parameter_that_comes_twice(workers: InProcessCluster) -> None:
     parameter = nn.Parameter(torch.ones(2))
     for given in ([parameter, parameter], [{"params": [parameter]}, {"params": [RRef(parameter)]}]):
-        with pytest.raises(PartialError, match=r"of shape \[2\] comes twice"):
+        with pytest.raises(PartialError, match=r"of shape \[2\] is given twice"):
             DistributedOptimizer(torch.optim.SGD, given)
     optimizer = DistributedOptimizer(torch.optim.SGD, [parameter])
-    with pytest.raises(PartialError, match=r"of shape \[2\] comes twice"):
+    with pytest.raises(PartialError, match=r"of shape \[2\] is given twice"):
         optimizer.add_param_group({"params": [parameter]})
     optimizer.step()
 

@@ -128,7 +128,7 @@ def test_a_context_that_is_over_is_refused_before_anybody_steps(workers: InProce
     for what in (optimizer.step, optimizer.accumulate):
         with pytest.raises(rpc.BackhaulError, match="Could not find autograd context with id"):
             what(context_id)
-        with pytest.raises(TypeError, match="the context id is an int"):
+        with pytest.raises(TypeError, match="the context id must be an int"):
             what("text")  # type: ignore[arg-type]
     twins.assert_same_parameters()
 
@@ -136,7 +136,7 @@ def test_a_context_that_is_over_is_refused_before_anybody_steps(workers: InProce
 def test_closures_are_refused(workers: InProcessCluster) -> None:
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
-    with pytest.raises(OptionError, match="takes the id of an autograd context, and no closure"):
+    with pytest.raises(OptionError, match="takes the id of an autograd context, not a closure"):
         optimizer.step(lambda: 1.0)  # type: ignore[arg-type]
 
 
