@@ -14,7 +14,7 @@ from torch.masked import MaskedTensor
 
 REFUSALS: tuple[tuple[str, str], ...] = (
     # The feature that a program has, and what it is refused with. All of these are in docs/autograd.md.
-    ("part: reentrant checkpoint", "give it use_reentrant=False"),
+    ("part: reentrant checkpoint", "give the checkpoint use_reentrant=False"),
     ("part: reentrant checkpoint", r"When use_reentrant=True, torch\.utils\.checkpoint is incompatible"),
     ("masked bare", "the gradient of a tensor from another worker is a MaskedTensor"),
     ("masked", "the gradient of a MaskedTensor from another worker has another mask"),

@@ -83,7 +83,7 @@ def test_leaves_that_are_meant_as_such(pair: InProcessCluster) -> None:
 
 
 def test_a_gradient_that_would_be_incomplete(pair: InProcessCluster) -> None:
-    says = r"do not go through other workers: the gradient of a tensor that worker 'worker1' has computed with"
+    says = r"do not go through other workers: the gradient of an input that worker 'worker1' used"
     x = leaf(4, 4)
     with pair[0].as_current(), dist_autograd.context() as context_id:
         h = x * 2
@@ -136,7 +136,7 @@ def test_a_missing_context_id(pair: InProcessCluster) -> None:
 
 
 def test_a_step_without_the_context_id(pair: InProcessCluster) -> None:
-    says = r"are in the open autograd context: write step\(context_id\)"
+    says = r"are in the open autograd context: pass context_id to step\(\)"
     with pair[0].as_current():
         module = RemoteModule("worker1", nn.Linear, args=(3, 2))
         optimizer = DistributedOptimizer(torch.optim.SGD, parameter_rrefs(module), lr=0.1)
@@ -402,7 +402,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (twice_without_the_graph, RuntimeError, "backward through the graph a second time"),
     (a_result_is_changed_in_place, RuntimeError, "modified by an inplace operation"),
     (a_weight_is_changed_in_place, RuntimeError, "modified by an inplace operation"),
-    (the_number, TypeError, r"such as loss\.item\(\), has no history: give the tensor itself"),
+    (the_number, TypeError, r"such as loss\.item\(\), has no autograd graph: give the tensor itself"),
     (the_number_as_a_tensor, MisuseError, "requires_grad not set on root"),
     (the_number_as_a_leaf, MisuseError, "it is a leaf, not computed from anything"),
     (a_value_of_another_context, ContextError, "gradients cannot go back across contexts"),

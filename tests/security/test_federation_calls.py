@@ -367,7 +367,7 @@ def test_a_recorded_reply_of_a_context_that_nobody_made(workers: InProcessCluste
     with attack(workers):
         for _ in range(64):
             assert workers[0].rpc_sync("worker2", exposed.double, (1,)).requires_grad
-        with pytest.raises(QuotaError, match="64 autograd contexts are known from this peer"):
+        with pytest.raises(QuotaError, match="this peer has 64 open autograd contexts already"):
             workers[0].rpc_sync("worker2", exposed.double, (1,))
         lie(workers, lambda id: Result(id, [trees.TENSOR, 0], (), Mark(context, (1 << 48) + 1)), [tensor])
         with pytest.raises(ProtocolError, match="did not number"):
@@ -466,6 +466,6 @@ def test_contexts() -> None:
                 assert is_value(peer.call("exposed:double", 1, mark=Mark((2 << 48) + number)), 2)
             answer = peer.call("exposed:double", 1, mark=Mark((2 << 48) + 4))
             assert answer.type_name == "backhaul.errors.QuotaError"
-            assert "4 autograd contexts are known from this peer" in answer.text
+            assert "this peer has 4 open autograd contexts already" in answer.text
         with workers[1].as_current():  # for whom it is none of its business
             assert rpc.rpc_sync("worker0", exposed.double, (1,)) == 2

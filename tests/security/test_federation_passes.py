@@ -168,7 +168,7 @@ def test_a_gradient_that_cannot_be_of_what_was_sent(
         assert record is not None
         assert not record.gradients
         assert workers[0].autograd.engine._charges.of(2) == 0
-    assert "of a tensor that is torch.float64[3], torch.strided on cpu" in caplog.text
+    assert "for a tensor that is torch.float64[3], torch.strided on cpu" in caplog.text
 
 
 GOOD = {
