@@ -231,7 +231,7 @@ def test_loaders_misused() -> None:
     ("arguments", "text"),
     [
         ({"module": make_encoder}, "needs an nn.Module, not a function"),
-        ({"optimizer": 3}, "needs an optimizer of torch's, or None, not a int"),
+        ({"optimizer": 3}, "needs a torch optimizer, or None, not a int"),
         ({"loader": 3}, "a function or an iterable, not a int"),
         ({"max_rows": 0}, "max_rows=0 must be"),
     ],
