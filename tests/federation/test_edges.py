@@ -259,13 +259,13 @@ def test_numbers_that_are_no_tensors_do_not_leave(what: str) -> None:
     with federation(edges={"worker0": HALVE}):
         shop = rpc.remote("worker1", Shop)
         for attempt in (shop.rpc_sync().raw_in, lambda way: shop.remote().raw_in(way).to_here()):
-            with pytest.raises(UnsendableError, match=r"on_send is set for what leaves to 'worker0'"):
+            with pytest.raises(UnsendableError, match=r"on_send is set for the edge to 'worker0'"):
                 attempt(what)
 
 
 def test_numbers_of_a_pickle_do_not_leave() -> None:
     options = RpcOptions(edges={"worker0": HALVE})
-    refused = pytest.raises(UnsendableError, match="an object that is pickled")
+    refused = pytest.raises(UnsendableError, match="a pickled object")
     with InProcessCluster(2, options=options) as workers, workers[0].as_current(), refused:
         rpc.rpc_sync("worker1", slice_of_objects)
 
@@ -359,7 +359,7 @@ def test_a_gradient_that_cannot_be_transformed_fails_the_pass() -> None:
     edge = Edge(on_send=[], on_gradient=[fail_to_transform])
     with federation(edges={"worker*": edge}), dist_autograd.context() as context_id:
         found = rpc.rpc_sync("worker1", encode_rows)
-        with pytest.raises(MisuseError, match="on_gradient for what leaves to 'worker1' has failed with KeyError"):
+        with pytest.raises(MisuseError, match="on_gradient of the edge to 'worker1' has failed with KeyError"):
             dist_autograd.backward(context_id, [found.sum()])
 
 
@@ -469,7 +469,7 @@ def test_noise_averages_out_unless_the_releases_are_bounded() -> None:
     with federation(edges={"worker0": NOISY}):
         for _ in range(4):
             rpc.rpc_sync("worker1", echo, (torch.ones(2),))
-        with pytest.raises(QuotaError, match="4 tensors have left for 'worker0' with noise"):
+        with pytest.raises(QuotaError, match="4 tensors were sent to 'worker0' with noise"):
             rpc.rpc_sync("worker1", echo, (torch.ones(2),))
         assert rpc.rpc_sync("worker1", echo, (1,)) == 1
 

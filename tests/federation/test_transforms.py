@@ -390,7 +390,7 @@ def test_a_function_that_fails_sends_nothing_and_tells_nobody_why(caplog: pytest
         raise ValueError(f"{tensor.tolist()}")
 
     crossing = Crossing("bank", Edge(on_send=[fail], on_gradient=[]))
-    with pytest.raises(MisuseError, match="on_send for what leaves to 'bank' has failed with ValueError") as failure:
+    with pytest.raises(MisuseError, match="on_send of the edge to 'bank' has failed with ValueError") as failure:
         crossing.values(None, [torch.full((1,), 0.125)])
     assert "0.125" not in str(failure.value)
     assert failure.value.__cause__ is None
@@ -401,7 +401,7 @@ def test_releases_are_bounded() -> None:
     crossing = Crossing("bank", Edge(on_send=[], on_gradient=[Clip(1.0), GaussianNoise(1.0, releases=3)]))
     crossing.gradients([torch.ones(2), torch.ones(2)])
     crossing.gradients([torch.ones(2)])
-    with pytest.raises(QuotaError, match="3 tensors have left for 'bank' with noise"):
+    with pytest.raises(QuotaError, match="3 tensors were sent to 'bank' with noise"):
         crossing.gradients([torch.ones(2)])
     crossing.values(None, [torch.ones(2)])  # the other direction has its own
 
