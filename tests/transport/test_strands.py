@@ -125,7 +125,7 @@ def test_announcements_that_make_no_sense() -> None:
     strands = Strands(2)
     with pytest.raises(ProtocolError, match="on connection 3, and there are 2 besides this one"):
         Decoder(apart=strands).receive_data(own[0] + header(3, LEAST_APART))
-    with pytest.raises(ProtocolError, match="ends before what it has on other connections"):
+    with pytest.raises(ProtocolError, match="ends before its slices on other connections"):
         Decoder(apart=strands).receive_data(b"".join(own))
     strands.close()
 
@@ -427,7 +427,7 @@ def test_a_strand_that_ends_as_it_is_chosen_breaks_the_channel() -> None:
     strand = Strand(1, lambda: None, broken.append)
     strand.state = "gone"
     strand.give(memoryview(b"x"), None)
-    assert [str(error) for error in broken] == ["it has ended"]
+    assert [str(error) for error in broken] == ["the connection has ended"]
     strand.expect(None, 1)
     assert len(broken) == 2
     strand.close()

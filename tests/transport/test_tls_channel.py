@@ -204,7 +204,7 @@ def test_no_client_certificate(make: Made, threads: ThreadPoolExecutor) -> None:
     got, error = strangers_view(make, threads, speak)
     assert isinstance(got, ssl.SSLError)
     assert "certificate required" in str(got)
-    assert str(error) == "the peer shows no certificate, and so nobody knows who it is"
+    assert str(error) == "the peer shows no certificate, so it cannot be identified"
 
 
 # What goes over the wire.

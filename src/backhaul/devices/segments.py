@@ -355,7 +355,9 @@ class DeviceBorrowing:
     def lend(self, id: int, size: int) -> DeviceLease:
         segment = self._segments.get(id)
         if segment is None or size > segment.size:
-            raise ProtocolError(f"{size} bytes in segment {id} of device memory, which was not passed or is smaller")
+            raise ProtocolError(
+                f"{size} bytes in segment {id} of device memory, which has not been passed or is smaller"
+            )
         return DeviceLease(segment, size)
 
 
