@@ -195,7 +195,7 @@ def test_no_certificate() -> None:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     there, here = join(server, Tunnel(context, server=False))
-    assert str(there) == "the peer shows no certificate, and so nobody knows who it is"
+    assert str(there) == "the peer shows no certificate, so it cannot be identified"
     assert str(here) == "the peer wants a certificate, and this worker showed none"
     assert isinstance(there, AuthenticationError)
     assert isinstance(here, AuthenticationError)
@@ -337,10 +337,10 @@ def test_each_file_that_cannot_be_used_is_named(mint: Mint, tmp_path: Path) -> N
     expect(f"there is no CA file {nothing}", nothing, cert, key)
     expect(f"there is no certificate {nothing}", ca, nothing, key)
     expect(f"there is no private key {nothing}", ca, cert, nothing)
-    expect(f"the CA file {text} holds no certificates", text, cert, key)
+    expect(f"the CA file {text} contains no certificates", text, cert, key)
     expect(f"the certificate {text} and the private key {key} cannot be read", ca, text, key)
     expect(f"the certificate {cert} and the private key {text} cannot be read", ca, cert, text)
-    expect(f"the private key {other_key} is not that of the certificate {cert}", ca, cert, other_key)
+    expect(f"the private key {other_key} does not belong to the certificate {cert}", ca, cert, other_key)
     expect(r"TLS\(cert=\.\.\.\) must be the path of a PEM file, not None", ca, None, key)
     expect(r"TLS\(ca=\.\.\.\) must be the path of a PEM file, not ''", "", cert, key)
     os.chmod(other_key, 0o640)
