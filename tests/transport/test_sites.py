@@ -176,7 +176,7 @@ def test_all_interfaces_announce_the_one_on_the_way_to_the_store(
 
 
 def test_without_a_store_s_host_the_default_route_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of this machine, whose routes are not the test's: loopback is on the way to loopback.
+    # The routes of this machine are unknown, but the route to loopback is always loopback.
     monkeypatch.setattr(hosts, "_ANYWHERE", ("127.0.0.1",))
     site = choose_site(RpcOptions(init_method="file:///tmp/x", host="0.0.0.0"))
     assert site.announced == "127.0.0.1"
