@@ -118,7 +118,7 @@ def test_a_stage_that_fails_fails_the_batch_when_no_stage_works_on_it() -> None:
 
 
 def test_gradients_of_several_contexts() -> None:
-    """`accumulate`, and a step without a context; and `.grad` that a pass writes itself."""
+    """`accumulate` and a step without a context; and a `.grad` that a pass writes itself."""
     encoder = make_encoder()
     optimizer = torch.optim.Adam(encoder.parameters(), lr=0.05)
     for step in (0, 1):
@@ -138,7 +138,7 @@ def test_gradients_of_several_contexts() -> None:
         with dist_autograd.context() as context_id:
             dist_autograd.backward(context_id, [shop(2).pow(2).mean()], accumulate="grad")
         distributed.step()
-        distributed.step()  # without gradients: nothing
+        distributed.step()  # without gradients it does nothing
         assert_same(encoder, party_of(Shop).module)
         assert party_of(Shop).steps == 2
 
@@ -176,7 +176,7 @@ def test_what_a_remote_module_says_of_a_party() -> None:
 
 
 def test_one_party_for_several_peers() -> None:
-    """An exposed function gives the same to all."""
+    """An exposed function returns the same party to all peers."""
     with federation(3) as workers:
         encoder = make_encoder()
         one = Party(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
