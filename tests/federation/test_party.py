@@ -300,7 +300,7 @@ def test_options_are_for_the_parameters_of_this_worker() -> None:
     with federation():
         (shop,) = parameter_rrefs(RemoteModule("worker1", Shop))
         head = make_head()
-        with pytest.raises(OptionError, match="a parameter group with lr has a party in it"):
+        with pytest.raises(OptionError, match="a parameter group with lr contains a party"):
             DistributedOptimizer(torch.optim.SGD, [{"params": [shop, *head.parameters()], "lr": 0.1}], lr=1.0)
         optimizer = DistributedOptimizer(
             torch.optim.SGD, [{"params": list(head.parameters()), "lr": 0.1}, {"params": [shop]}], lr=1.0

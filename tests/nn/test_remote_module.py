@@ -357,7 +357,7 @@ def test_a_reference_that_cannot_be_used() -> None:
         RemoteModule.init_from_module_rref("worker2/cpu", m.module_rref)
     with pytest.raises(OptionError, match=r"must be an RRef to an nn\.Module"):
         RemoteModule.init_from_module_rref("worker1", m)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"refers to str, which is no nn\.Module"):
+    with pytest.raises(OptionError, match=r"refers to a str, which is not an nn\.Module"):
         RemoteModule.init_from_module_rref("worker1", rpc.remote("worker1", no_module))  # type: ignore[arg-type]
     with pytest.raises(LookupError):
         RemoteModule.init_from_module_rref("worker1", rpc.remote("worker1", Failing))

@@ -247,7 +247,7 @@ def test_a_parameter_that_comes_twice(workers: InProcessCluster) -> None:
         ([{"params": {nn.Parameter(torch.ones(1))}}], "a set does not have"),
         ([{"params": []}, nn.Parameter(torch.ones(1))], "give either groups or parameters"),
         ([nn.Parameter(torch.ones(1)), {"params": []}], "cannot be optimized"),
-        ([("a", nn.Parameter(torch.ones(1))), nn.Parameter(torch.ones(1))], "give all of them names, or none"),
+        ([("a", nn.Parameter(torch.ones(1))), nn.Parameter(torch.ones(1))], "name all of them, or none"),
         ([{"params": [("a", nn.Parameter(torch.ones(1)))]}, {"params": []}], "name all, or none"),
     ],
 )

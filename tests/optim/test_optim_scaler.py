@@ -319,7 +319,7 @@ def test_the_order_of_calls_is_checked_as_in_torch(workers: InProcessCluster) ->
         scaler.unscale_(optimizer, context_id)
         with pytest.raises(RuntimeError, match="already been called on this optimizer"):
             scaler.unscale_(optimizer, context_id)
-        with pytest.raises(MisuseError, match=f"those of context {context_id}, and the step is to be with those of No"):
+        with pytest.raises(MisuseError, match=f"was called with context {context_id}, and step.. with None: give both"):
             scaler.step(optimizer)
         scaler.step(optimizer, context_id)
         with pytest.raises(RuntimeError, match="already been called since the last"):

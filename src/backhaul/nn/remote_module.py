@@ -104,8 +104,8 @@ class RemoteModule(Spread):
 
     def __reduce__(self) -> NoReturn:
         raise UnsendableError(
-            "a RemoteModule cannot be pickled, only sent to other workers in the arguments and results of calls: its "
-            "module stays where it is. To save it, save its state_dict()"
+            "a RemoteModule can only be sent to other workers, in the arguments and results of calls: its module stays "
+            "where it is. To save it, save its state_dict()"
         )
 
     def __copy__(self) -> RemoteModule:
