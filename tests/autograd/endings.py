@@ -36,7 +36,7 @@ def await_gates(worker: Any, count: int) -> None:
 
 
 def later(work: Callable[[], Any]) -> Future[Any]:
-    """Run the function on a new thread. Gives what it returns or raises."""
+    """Run the function on a new thread. Returns a future of its result."""
     future: Future[Any] = Future()
 
     def run() -> None:

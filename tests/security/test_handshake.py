@@ -1,4 +1,4 @@
-"""The greeting: what both sides say, and every way in which one of them may be wrong."""
+"""The greeting: what both sides send, and every way in which one of them may be wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key file: made once, closed to others, and refused when it is not."""
+"""The key file: made once, readable only by its owner, and refused otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TLS without sockets: two tunnels joined over bytes, every way in which one of them is not welcome, and the words."""
+"""TLS without sockets: two tunnels joined over bytes, every reason for a refusal, and the messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Outcome = tuple[Exception | None, Exception | None]
 
 
 def join(server: Tunnel, client: Tunnel, change: Callable[[bytes], bytes] = bytes) -> Outcome:
-    """Have both shake hands over bytes; what the server and the client raised. ``change`` happens on the way."""
+    """Run a handshake over bytes. Returns what the server and the client raised. ``change`` alters bytes on the way."""
     raised: dict[bool, Exception] = {}
     for _ in range(4):
         for one, other in ((client, server), (server, client)):
@@ -102,7 +102,7 @@ def test_there_is_no_session_to_resume() -> None:
 
 
 def test_a_recorded_connection_is_of_no_use() -> None:
-    """What the client sent to one server, word for word, to another of the same cluster."""
+    """The exact bytes that a client sent to one server are sent to another server of the same cluster."""
     server, client = between(cluster(), cluster())
     said = b""
     for _ in range(3):
@@ -131,7 +131,7 @@ def test_a_certificate_is_renewed_when_half_of_its_life_is_over(monkeypatch: pyt
     assert join(server, client) == (None, None)
 
 
-# Wrong ones. Both sides say why.
+# Wrong peers. Both sides say why.
 
 
 def test_another_secret() -> None:
@@ -147,7 +147,7 @@ def test_another_secret() -> None:
 
 
 def test_a_client_of_another_cluster_that_believes_anybody() -> None:
-    """Its own handshake is over by then: it learns of the refusal from what it reads first."""
+    """Its own handshake is finished before the refusal. Its first read shows the refusal."""
     server, client = between(cluster(SECRET), cluster(OTHER))
     context = client.stream.context
     context.verify_mode = ssl.CERT_NONE
@@ -159,7 +159,7 @@ def test_a_client_of_another_cluster_that_believes_anybody() -> None:
 
 
 def issued(moment: datetime.timedelta) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Contexts of the right cluster, with a certificate that was made at another time."""
+    """Contexts of the right cluster, with a certificate from another time."""
     authority = Authority(SECRET)
     now = datetime.datetime.now(datetime.timezone.utc)
     return contexts_of(authority.issue("ana", now + moment), authority.certificate)
@@ -283,7 +283,7 @@ def test_reading_and_writing_before_the_handshake() -> None:
         tunnel.write(b"x")
 
 
-# Certificates of the user's.
+# The user's own certificates.
 
 
 def test_certificates_of_the_user_s_own(mint: Mint) -> None:
@@ -305,7 +305,7 @@ NAMES: list[tuple[dict[str, Any], set[str]]] = [
 
 @pytest.mark.parametrize(("how", "names"), NAMES)
 def test_the_names_of_a_certificate(mint: Mint, how: dict[str, Any], names: set[str]) -> None:
-    """The common name counts only where there is no other: others may be let to choose it."""
+    """The common name counts only if there is no other name, because an authority may let clients choose it."""
     assert mint.tls("common", **how).names() == names
 
 
@@ -396,7 +396,7 @@ def test_certificates_are_read_again_when_they_change(mint: Mint) -> None:
 
 
 def test_half_of_the_files_is_new(mint: Mint) -> None:
-    """Somebody is about to replace them: until then, what was there before still works."""
+    """The files are being replaced. Until that is done, the old ones still work."""
     tls = mint.tls("bank", file="half")
     credentials = OwnCredentials(tls, "bank")
     first = credentials.tunnel(server=True).stream.context
