@@ -129,7 +129,7 @@ def test_a_diamond_inside_a_call(workers: InProcessCluster) -> None:
 
 
 def go_round(ring: Sequence[str], x: Tensor, times: int) -> Tensor:
-    """Call the next worker of the ring, which calls the next, ``count`` times."""
+    """Call the next worker of the ring, which calls the next, ``times`` times."""
     if times == 0:
         return x
     y = torch.tanh(x @ W[ring[0]])

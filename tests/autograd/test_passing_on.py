@@ -24,7 +24,7 @@ def pair_of(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_of(pair: InProcessCluster, change: Callable[[Tensor], object], *, after: bool = True) -> list[float]:
-    """The gradient of x through two calls. ``between`` does something to the tensor in between."""
+    """The gradient of x through two calls. ``change`` is applied to the tensor in between."""
     x = torch.ones(3, requires_grad=True)
     with pair[0].as_current(), dist_autograd.context() as context:
         v = rpc.rpc_sync("worker1", twice, args=(x,))

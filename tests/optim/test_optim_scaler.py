@@ -64,7 +64,7 @@ def set_value(layer: Moody, value: float) -> None:
 
 
 def moody_twins(rank: int) -> Twins:
-    """Twins in which the layer on ``worker`` is moody."""
+    """Twins in which the layer on worker ``rank`` is moody."""
     return Twins([(f"worker{i}", Moody if i == rank else linear, (4, 4)) for i in range(3)])
 
 
