@@ -166,8 +166,8 @@ def test_awaiting_one_after_another_is_quick(pair: InProcessCluster) -> None:
             times.append(time.perf_counter() - start)
         return times
 
-    # A future that waited for the watch thread's next tick would take 2 ms or more. (The mean would also depend on other
-    # processes.)
+    # A future that waited for the watch thread's next tick would take 2 ms or more. (The mean would also depend on
+    # other processes.)
     assert statistics.median(asyncio.run(main())) < 0.0018
 
 

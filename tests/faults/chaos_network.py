@@ -66,7 +66,7 @@ class Messages(Network):
         self._thread.join()
 
     def delay(self, channel: MemoryChannel, deliveries: int) -> None:
-        """Let ``deliveries`` messages on other channels, if there are any, arrive before the next one on this channel."""
+        """Let ``deliveries`` messages on other channels, if any, arrive before the next one on this channel."""
         self._delayed[channel] = deliveries
 
     def drop(self, channel: MemoryChannel) -> None:
