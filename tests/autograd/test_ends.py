@@ -585,7 +585,7 @@ def test_hooks_after_accumulation_hold_up_only_who_wants_the_same_leaf(trio: InP
     try:
         assert inside.wait(10)
         run(1, other, 10)
-        with pytest.raises(RpcTimeoutError, match="another pass has the"):
+        with pytest.raises(RpcTimeoutError, match="another pass is using the"):
             run(2, shared, 0.3)
     finally:
         released.set()

@@ -370,7 +370,7 @@ def test_a_recorded_reply_of_a_context_that_nobody_made(workers: InProcessCluste
         with pytest.raises(QuotaError, match="this peer has 64 open autograd contexts already"):
             workers[0].rpc_sync("worker2", exposed.double, (1,))
         lie(workers, lambda id: Result(id, [trees.TENSOR, 0], (), Mark(context, (1 << 48) + 1)), [tensor])
-        with pytest.raises(ProtocolError, match="did not number"):
+        with pytest.raises(ProtocolError, match="does not belong to its sender"):
             workers[0].rpc_sync("worker2", exposed.double, (1,))
 
 
