@@ -2,7 +2,7 @@
 
 Libraries put hooks there to see a gradient when it is in ``.grad``, or to change it before. Torch offers no way to ask
 whether a node has hooks. But each hook goes into a dict that Python code makes. This module replaces that code, so it
-knows whether there are hooks at all. Only then does it ask single nodes, by registering a hook that is none
+knows whether there are hooks at all. Only then does it ask single nodes, by registering a fake hook
 (`_question`).
 """
 

@@ -71,7 +71,7 @@ class Averaged:
     """A module under `DistributedDataParallel`."""
 
     sums = True
-    scratch: list[torch.Tensor] = []  # noqa: RUF012 nobody adds to it
+    scratch: list[torch.Tensor] = []  # noqa: RUF012 never changed
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -128,7 +128,7 @@ class Sharded:
 
     sums = False
     lends_memory = False
-    scratch: list[torch.Tensor] = []  # noqa: RUF012 nobody adds to it
+    scratch: list[torch.Tensor] = []  # noqa: RUF012 never changed
 
     def __init__(self, states: Sequence[Any]) -> None:
         parts = [part for state in states for group in shard_groups(state) for part in group.fsdp_params]

@@ -141,7 +141,7 @@ class DeviceLending:
         """``limit``: the bytes of device memory that the segments may take.
 
         ``warn`` is called once with the reason if segments cannot be made. ``on_use`` is called when the first segment
-        is made, so that somebody calls `trim` later.
+        is made, so that the caller arranges for `trim`.
         """
         self._on_use = on_use
         self._limit = limit

@@ -149,7 +149,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, value: Sequence[torch.Tensor]) -> torch.Tensor:
-        return value[0]  # inside a list, so that it is no input: torch takes a returned input for changed in place
+        return value[0]  # passed in a list: torch would take a returned input for changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
