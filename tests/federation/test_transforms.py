@@ -414,7 +414,7 @@ MISUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: GaussianNoise(1.0, std=1.0), "give a multiplier"),
     (lambda: GaussianNoise(-1.0), "multiplier=-1.0 must be a positive number"),
     (lambda: GaussianNoise(1.0, releases=0), "releases=0 must be a whole number"),
-    (lambda: GaussianNoise(1.0)(torch.ones(1)), "alone it needs std"),
+    (lambda: GaussianNoise(1.0)(torch.ones(1)), "give std to use it alone"),
     (lambda: TopK(0), "fraction=0 must be above 0"),
     (lambda: TopK(1.5), "must be above 0 and at most 1"),
     (lambda: Int8(feedback=1), "must be True or False"),  # type: ignore[arg-type]
@@ -427,7 +427,7 @@ MISUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Edge(on_send=Clip(1.0), on_gradient=[]), "must be a list of transforms"),  # type: ignore[arg-type]
     (lambda: Edge(on_send=[Clip], on_gradient=[]), "must be a list of transforms"),  # type: ignore[list-item]
     (lambda: Edge(on_send=None, on_gradient=[]), "must be a list of transforms"),  # type: ignore[arg-type]
-    (lambda: Edge(on_send=[], on_gradient=[], passes=[int]), "passes: .* must be a list of dtypes"),
+    (lambda: Edge(on_send=[], on_gradient=[], passes=[int]), "passes: .* must be a list of torch dtypes"),
     (lambda: Edge(on_send=[], on_gradient=[], passes="float"), "passes: "),
 ]
 

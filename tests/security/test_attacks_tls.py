@@ -202,8 +202,8 @@ def _impostor(sock: socket.socket) -> None:
 
 LISTENERS: dict[str, tuple[Callable[[socket.socket], None], str]] = {
     "says nothing": (lambda sock: _answer(sock, b""), "ended"),
-    "speaks HTTP": (lambda sock: _answer(sock, b"HTTP/1.1 400 Bad Request\r\n\r\n"), "speaks no TLS"),
-    "greets in the clear": (lambda sock: _answer(sock, MAGIC + bytes(32)), "speaks no TLS"),
+    "speaks HTTP": (lambda sock: _answer(sock, b"HTTP/1.1 400 Bad Request\r\n\r\n"), "does not speak TLS"),
+    "greets in the clear": (lambda sock: _answer(sock, MAGIC + bytes(32)), "does not speak TLS"),
     "is of another cluster": (_impostor, "another cluster"),
 }
 

@@ -229,7 +229,7 @@ def test_plain_text_is_told_at_once(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="plain text where TLS is spoken") as refusal:
         first_record(data, server=True)
     assert (repr(data[:4]) if data[:1].isalpha() else "other bytes") in str(refusal.value)
-    with pytest.raises(ProtocolError, match="speaks no TLS, and is no Backhaul worker: it says"):
+    with pytest.raises(ProtocolError, match="does not speak TLS, so it is not a Backhaul worker: it says"):
         first_record(data, server=False)
 
 
