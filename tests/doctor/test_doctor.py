@@ -247,7 +247,7 @@ def given(ca: object, cert: object, private: object) -> list[object]:
     ("how", "text", "state"),
     [
         ({"life": -HOUR}, "it has expired", "expired"),
-        ({"life": 2 * DAY, "since": DAY}, "it is not valid yet; see whether the clocks", "not valid yet"),
+        ({"life": 2 * DAY, "since": DAY}, "it is not valid yet; check the clocks", "not valid yet"),
     ],
     ids=["expired", "not yet"],
 )

@@ -168,10 +168,10 @@ def issued(moment: datetime.timedelta) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 MOMENTS = [
     (
         -2 * DAY,
-        "it has expired; renew it, or see whether the clocks",
+        "it has expired; renew it, or check the clocks",
         "says that this worker's certificate has expired",
     ),
-    (+DAY, "it is not valid yet; see whether the clocks", "does not accept this worker's certificate, or not yet"),
+    (+DAY, "it is not valid yet; check the clocks", "does not accept this worker's certificate, or not yet"),
 ]
 
 

@@ -78,7 +78,7 @@ def bad() -> dict[str, tuple[list[int], bytes, str]]:
         "pipe": (pipes(), frame([1]), "is not a segment"),
         "socket": ([socket.socket().detach()], PING, "is not a segment"),
         "directory": ([os.open("/", os.O_RDONLY)], PING, "is not a segment"),
-        "file": ([unlinked], frame([1]), "no se"),
+        "file": ([unlinked], frame([1]), "not a se"),
         "one good, one bad": ([memfd(ROOM), *pipes()], frame([1]), "is not a segment"),
         "never passed": ([], frame([1]), "in segment 1, which has not been passed"),
         "another one": ([memfd(ROOM)], frame([2]), "in segment 2, which has not been passed"),

@@ -579,7 +579,7 @@ def test_a_receiver_without_descriptors_says_so(link: Link, few: None) -> None:
     send(link.near, Ping(1), [numbered(1)])
     before = descriptors()
     use_up_descriptors()
-    with pytest.raises(ProtocolError, match="or else this process has used up its"):
+    with pytest.raises(ProtocolError, match="or this process has used up its"):
         receive(link.far)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     assert descriptors() == before

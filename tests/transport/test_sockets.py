@@ -117,7 +117,7 @@ def test_a_server_that_is_no_worker(sockets: Group) -> None:
             until_end(sock)
 
     def connect() -> None:
-        with pytest.raises(ProtocolError, match="no Backhaul worker: it says b'220 '"):
+        with pytest.raises(ProtocolError, match="not a Backhaul worker: it says b'220 '"):
             sockets.transport().connect(transport.addresses, HELLO, soon())
 
     run(serve, connect)
