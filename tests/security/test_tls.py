@@ -310,7 +310,7 @@ def test_the_names_of_a_certificate(mint: Mint, how: dict[str, Any], names: set[
 
 
 def test_a_certificate_for_another_worker_is_refused_at_the_start(mint: Mint) -> None:
-    with pytest.raises(OptionError, match=r"this worker is 'shop', and its certificate .* is for 'bank', 'till': have"):
+    with pytest.raises(OptionError, match=r"this worker is 'shop', and its certificate .* is for 'bank', 'till': get"):
         OwnCredentials(mint.tls("x", dns=["bank", "till"]), "shop")
 
 
