@@ -31,11 +31,11 @@ from liars import Liar, federation  # noqa: E402
 from backhaul import rpc  # noqa: E402
 from backhaul.errors import AuthenticationError, UnsendableError  # noqa: E402
 from backhaul.ids import RefId, ShareId  # noqa: E402
-from backhaul.security import exposure  # noqa: E402
-from backhaul.security.operators import TABLE  # noqa: E402
-from backhaul.security.penalties import Penalties  # noqa: E402
 from backhaul.testing import InProcessCluster  # noqa: E402
 from backhaul.transport.base import ChannelClosed  # noqa: E402
+from backhaul.trust import exposure  # noqa: E402
+from backhaul.trust.operators import TABLE  # noqa: E402
+from backhaul.trust.penalties import Penalties  # noqa: E402
 from backhaul.wire import trees  # noqa: E402
 from backhaul.wire.messages import (  # noqa: E402
     Call,
@@ -106,7 +106,7 @@ class Live:
             self.close()
         if self._workers is None:
             logging.getLogger("backhaul").addHandler(self._failures)
-            self._exposed = dict(exposure._table)
+            self._exposed = dict(exposure.registry._entries)
             for operator in TABLE.values():
                 rpc.expose(operator.function)
             self._workers = federation()
@@ -119,8 +119,8 @@ class Live:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-            exposure._table.clear()
-            exposure._table.update(self._exposed)
+            exposure.registry._entries.clear()
+            exposure.registry._entries.update(self._exposed)
             logging.getLogger("backhaul").removeHandler(self._failures)
 
     def play(self, data: bytes, step: Callable[[Live, Say, int, int, int, int], None], *, records: bool) -> None:
@@ -267,7 +267,7 @@ def _notice_step(me: Live, say: Say, operation: int, a: int, b: int, c: int) -> 
     say(said[operation % len(said)], [])
 
 
-_codec = Codec(strict=True)
+_codec = Codec(bounded=True)
 
 
 def _operator_step(me: Live, say: Say, operation: int, a: int, b: int, c: int) -> None:

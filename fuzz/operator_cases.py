@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from backhaul.security import operators
+from backhaul.trust import operators
 from backhaul.wire import headers
 
 LIMIT = 1 << 20

@@ -5,8 +5,8 @@ values and shares that exist or that they make up. Nothing here raises but `Brok
 hold.
 
 Each step is an operation and three operands, a byte each; the first byte of a script says whether the peers are of a
-federation. Then the driver (`refs.holdings`) hears only what `Counting.allows`, and more has to hold: what a peer
-says changes nothing that other peers have. Notices go through msgpack, as they come from the wire.
+federation. Then the driver (`refs.holdings`) hears only what `GivenRights.may_say` lets pass, and more has to hold:
+what a peer says changes nothing that other peers have. Notices go through msgpack, as they come from the wire.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 
 from backhaul.ids import RefId, ShareId
 from backhaul.refs.counting import Action, Counting, Free, Send
+from backhaul.trust.rights import GivenRights
 from backhaul.wire.messages import Notice, Recall, Register, Registered, Release, Sweep, Swept, Unpin
 
 ME = 0
@@ -42,7 +43,8 @@ class Script:
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
-        self.machine = Counting(ME, strict=strict)
+        self.machine = Counting(ME, direct=strict)
+        self.rights = GivenRights(self.machine, None, (ME, *PEERS))
         for peer in PEERS:
             self.machine.joined(peer)
         self.held: Counter[RefId] = Counter()  # copies here
@@ -161,7 +163,7 @@ class Script:
     def _notice(self, a: int, b: int, c: int) -> None:
         peer = PEERS[a % 3]
         notice = _decoder.decode(_encoder.encode(self._made_up(a // 3, b, c)))
-        if self.strict and not self.machine.allows(peer, notice):
+        if self.strict and not self.rights.may_say(peer, notice):
             return
         if isinstance(notice, Release):
             self.listed.discard((peer, notice.ref))
@@ -242,7 +244,7 @@ class Script:
             bounds = [bound for pair in zip(numbers._starts, numbers._ends, strict=True) for bound in pair]
             if any(one >= other for one, other in pairwise(bounds)):
                 raise Broken(f"ranges that meet: {bounds}")
-        if len(entries) > 2 * self.steps or len(machine._questions) > len(PEERS):
+        if len(entries) > 2 * self.steps or len(machine._sweeps._questions) > len(PEERS):
             raise Broken("more is kept than was told")
 
 

@@ -32,8 +32,8 @@ from backhaul.security.tls import first_record
 from backhaul.transport.segments import Borrowing
 from backhaul.wire import headers, spans
 from backhaul.wire.decoder import Decoder, Envelope
+from backhaul.wire.landing import Landing, land_small
 from backhaul.wire.messages import Coded
-from backhaul.wire.tensors import Landing, land_small
 from backhaul.wire.values import Codec
 
 Target = Callable[[bytes], None]
@@ -238,7 +238,7 @@ def _lift_handle(value: Any, _: Any) -> Handle:
 @functools.cache
 def codec(*, strict: bool = False) -> Codec:
     """The safe codec: no pickles, and a closed list of names. The strict one is that of a federation."""
-    made = Codec(Closed(), allow_pickle=False, strict=strict)
+    made = Codec(Closed(), allow_pickle=False, bounded=strict)
     made.register(Handle, "handle", lambda handle, _: handle.number, _lift_handle)
     return made
 

@@ -131,7 +131,7 @@ def test_tensors_that_torch_warns_of_once_are_received_without_a_warning() -> No
     sent = [torch.empty(2, 2, dtype=torch.complex32), *map(sparse, LAYOUTS[1:])]
     packed = pack_tensors(sent)
     program = f"""
-from backhaul.wire.tensors import Landing
+from backhaul.wire.landing import Landing
 landing = Landing.parse({bytes(packed.table)!r}, {sum(map(len, packed.buffers))})
 for place, buffer in enumerate({[bytes(buffer) for buffer in packed.buffers]!r}):
     landing.put(place, buffer)

@@ -31,6 +31,7 @@ LAYERS = [
     "news",
     "wire",
     "security",
+    "trust",
     "devices",
     "edges",
     "options",
@@ -135,7 +136,7 @@ def test_every_file_has_a_layer() -> None:
 
 def test_the_imports_are_found() -> None:
     """Or nothing below would fail."""
-    assert {"errors", "wire.messages", "wire.frames", "wire.tensors"} <= IMPORTS["wire.decoder"]
+    assert {"errors", "wire.messages", "wire.frames", "wire.landing"} <= IMPORTS["wire.decoder"]
     assert "wire.pickles" in IMPORTS["wire.values"]  # inside a function
     assert "agent.watch" not in IMPORTS["agent.serving"]  # for the type checker only
     assert "functions" in IMPORTS["rpc"]  # a module, imported from its package
@@ -153,6 +154,9 @@ def test_a_module_imports_only_from_the_layers_above_it_in_the_list(module: str)
 SEAMS = {
     "current_worker": {"worker"},
     "remote_profile.caller": {"refs.rref"},
+    "trust.guard": {"agent.execution", "agent.line", "options"},
+    "trust.policy": {"options"},
+    "trust.rights": {"refs.counting"},
 }
 
 
@@ -375,7 +379,7 @@ def test_an_unknown_name_of_the_package() -> None:
 
 
 DRAWING = (ROOT.parents[1] / "docs/architecture.md").read_text().split("    ┌─ ")[1].split("    └──")[0]
-SMALL_PACKAGES = ("agent", "autograd", "devices", "refs", "transport", "security", "wire")
+SMALL_PACKAGES = ("agent", "autograd", "devices", "refs", "transport", "trust", "security", "wire")
 """Those whose files are drawn one by one; of the others the name is enough."""
 
 

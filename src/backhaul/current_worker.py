@@ -14,8 +14,9 @@ from backhaul.errors import NotInitializedError
 if TYPE_CHECKING:
     from backhaul.worker import Worker
 
+# These two say which worker is meant, so they can hang off none.
 variable: ContextVar[Worker | None] = ContextVar("backhaul_worker", default=None)
-process_worker: Worker | None = None
+process_worker: Worker | None = None  # what `init_rpc` makes: one for the process, as in torch
 
 
 def get_or_none() -> Worker | None:

@@ -72,4 +72,5 @@ class _Off:
                     _compiled.set_autograd_compiler(*self._before)
 
 
+# Torch has one compiler for autograd in a process.
 _off = _Off()

@@ -14,6 +14,7 @@ from backhaul.edges.edge import Edge, check_edges
 from backhaul.errors import OptionError
 from backhaul.security.keys import KEY_BYTES, KEY_FILE_VARIABLE, read_key_file
 from backhaul.security.tls import TLS
+from backhaul.trust.policy import POLICIES, Trust
 
 DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 30
@@ -35,7 +36,7 @@ MAX_BUSY_POLL = 0.1
 """Longer than that, nobody should keep a processor for what may not come."""
 
 Transport = Literal["auto", "unix", "tcp"]
-Trust = Literal["cluster", "federation"]
+TrustName = Literal["cluster", "federation"]
 Fabric = Literal["tls", "plain"]
 
 
@@ -150,8 +151,8 @@ def _transport(value: Any) -> Transport:
     return value  # type: ignore[no-any-return]
 
 
-def _trust(value: Any) -> Trust:
-    if value not in ("cluster", "federation"):
+def _trust(value: Any) -> TrustName:
+    if value not in [*POLICIES]:  # it may be of a type that has no hash
         raise OptionError("must be 'cluster' or 'federation'")
     return value  # type: ignore[no-any-return]
 
@@ -343,7 +344,7 @@ class RpcOptions:
     tls: TLS | None = None
     host: str | None = None
     port: int = 0
-    trust: Trust = "cluster"
+    trust: TrustName = "cluster"
     quotas: Quotas | None = None
     device_maps: DeviceMaps = None
     device_pool_bytes: int = 1 << 30
@@ -382,9 +383,14 @@ class RpcOptions:
         object.__setattr__(self, name, value)
 
     @property
+    def policy(self) -> Trust:
+        """The policy that ``trust`` names."""
+        return POLICIES[self.trust]
+
+    @property
     def limits(self) -> Quotas | None:
         """The quotas that apply, if any."""
-        return Quotas() if self.quotas is None and self.trust == "federation" else self.quotas
+        return Quotas() if self.quotas is None and not self.policy.believes else self.quotas
 
     @property
     def message_limit(self) -> int:
@@ -395,7 +401,7 @@ class RpcOptions:
     @property
     def most_connections(self) -> int:
         """How many connections a channel between two hosts may have."""
-        if self.trust == "federation":
+        if not self.policy.believes:  # what comes on one connection is bounded
             return 1
         if self.connections is not None:
             return self.connections

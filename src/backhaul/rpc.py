@@ -39,8 +39,8 @@ from backhaul.ids import WorkerInfo
 from backhaul.options import BackendType, Quotas, RpcOptions
 from backhaul.refs.rref import RRef
 from backhaul.rendezvous import place_from
-from backhaul.security.exposure import expose
 from backhaul.security.tls import TLS
+from backhaul.trust.exposure import expose
 from backhaul.worker import UNSET_TIMEOUT, become_worker, current, set_process_worker
 
 T = TypeVar("T")

@@ -7,7 +7,6 @@ back to the process's own worker, made by `init_rpc`. So one process can host ma
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 import time
@@ -36,6 +35,7 @@ from backhaul.refs.references import References
 from backhaul.refs.rref import RRef
 from backhaul.remote_profile import caller as _profiled
 from backhaul.remote_profile import profilers as _profilers
+from backhaul.remote_profile.callee import Reports
 from backhaul.rendezvous import Place, meet, meet_in
 from backhaul.transport.base import Addresses, Transport
 from backhaul.transport.stream import StreamTransport
@@ -73,16 +73,13 @@ class Worker:
         while others are waited for; it may raise.
         """
         self.options = RpcOptions() if options is None else options
-        federation = self.options.trust == "federation"
-        if federation and world_size is None:
-            raise OptionError(
-                'trust="federation" needs a group whose members are known: give world_size, and each its rank'
-            )
-        self.codec = Codec(strict=federation, max_bytes=self.options.message_limit)
+        trust = self.options.policy
+        trust.check_group(world_size)
+        self.codec = Codec(bounded=not trust.believes, max_bytes=self.options.message_limit)
         self.before_call: list[Callable[[WorkerInfo, Any, Sequence[Any], Mapping[str, Any]], None]] = []
         """Called with the target, the function, args and kwargs before each call leaves."""
         if transport is None:
-            transport = StreamTransport(transport_options(self.options))
+            transport = StreamTransport(trust.transport_options(self.options))
         self._agent = Agent(
             name,
             rank,
@@ -102,6 +99,8 @@ class Worker:
         self.codec.register(ContextId, "context", lambda id, _: int(id), lambda id, _: ContextId.lift(id))
         self.inspection = Inspection(self._agent, self.references, self.autograd)
         self._agent.inspect = self.inspection
+        self.reports = Reports()
+        """For torch's profilers of other workers: how values that they asked for were made here."""
         _profilers.install()
         self._agent.start()
         try:
@@ -201,6 +200,14 @@ class Worker:
             request = _profiled.Request(to, func, args, kwargs, self._seconds(timeout))
             return _profiled.remote(self._agent, self.references.remote, request, timeout)
         return self.references.remote(to, func, args, kwargs, timeout)
+
+    def expose(self, obj: Any = None, *, to: str | Sequence[str] = "*") -> Any:
+        """Let the other members of a federation call a function, or use a class, on this worker.
+
+        What `backhaul.rpc.expose` does for all workers of this process, for this one alone; of the same name, this
+        entry counts.
+        """
+        return self._agent.permissions.exposed.expose(obj, to)
 
     def get_worker_info(self, name: To | None = None) -> WorkerInfo:
         """This worker, or the one of that name or rank."""
@@ -303,31 +310,7 @@ def _check_seconds(name: str, value: float) -> float:
     return float(value)
 
 
-def transport_options(options: RpcOptions) -> RpcOptions:
-    """The options for a worker's transport. In a federation: TLS with certificates, and no memory in common."""
-    if options.trust != "federation":
-        return options
-    if options.tls is None:
-        raise OptionError(
-            'trust="federation" needs certificates that tell the peers apart, which a shared secret does not: give '
-            "tls=TLS(ca=..., cert=..., key=...)"
-        )
-    if options.transport == "unix":
-        raise OptionError('trust="federation" goes over TCP: leave out transport="unix"')
-    if options.fabric == "plain":
-        raise OptionError(
-            'trust="federation" encrypts all connections, since its members do not trust the network between them: '
-            'leave out fabric="plain"'
-        )
-    if (options.connections or 1) > 1:
-        raise OptionError(
-            'trust="federation" has one connection for each direction, on which what a member sends is bounded: leave '
-            f"out connections={options.connections}"
-        )
-    return dataclasses.replace(options, transport="tcp", segment_pool_bytes=0)
-
-
-_becoming = threading.Lock()
+_becoming = threading.Lock()  # a process becomes one worker
 
 
 def current() -> Worker:

@@ -222,7 +222,7 @@ def test_a_call_that_comes_when_the_peer_has_just_been_lost(
     def ask() -> None:
         assert shutting.wait(PATIENCE)
         try:
-            line.ask(lambda id: encode(AwaitEnd(id, 0)), "a question", math.inf, is_call=False)
+            line.ask(1 << 40, encode(AwaitEnd(1 << 40, 0)), "a question", math.inf, is_call=False)
         except BaseException as error:
             errors.append(error)
         asked.set()

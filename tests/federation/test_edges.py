@@ -24,8 +24,8 @@ from backhaul.errors import (
 )
 from backhaul.federation import BFloat16, Clip, Edge, GaussianNoise, Int8, TopK, epsilon
 from backhaul.options import RpcOptions
-from backhaul.security import exposure
 from backhaul.testing import InProcessCluster
+from backhaul.trust import exposure
 
 
 @rpc.expose
@@ -192,7 +192,8 @@ def test_a_tensor_that_comes_twice_is_transformed_once() -> None:
 @pytest.mark.parametrize("inside", [True, False])
 def test_every_way_that_a_tensor_can_leave(grad: bool, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only tensors from worker1 to worker0 are halved, so a tensor that comes back unchanged has bypassed the edge."""
-    monkeypatch.setattr(exposure, "_table", dict(exposure._table))  # other tests must not see what is exposed here
+    # Other tests must not see what is exposed here.
+    monkeypatch.setattr(exposure.registry, "_entries", dict(exposure.registry._entries))
     rpc.expose(torch.add)
     x = torch.full((3,), 8.0, requires_grad=grad)
     with federation(edges={"worker0": HALVE}), torch.set_grad_enabled(grad):

@@ -20,7 +20,7 @@ from backhaul import rpc
 from backhaul.errors import BackhaulError, ContextError, QuotaError, RefusedError
 from backhaul.federation import Clip, Edge, GaussianNoise, Party
 from backhaul.nn import RemoteModule
-from backhaul.security.exposure import PeerNames
+from backhaul.trust.exposure import PeerNames
 from backhaul.wire import trees
 from backhaul.wire.frames import encode
 from backhaul.wire.messages import Call, Coded, Gradients
@@ -308,7 +308,7 @@ def test_a_small_message_does_not_become_a_large_tensor(caplog: pytest.LogCaptur
     with federation() as workers:
         line = workers[0].agent._route("worker1", math.inf)
         with pytest.raises(RefusedError):
-            line.ask(lambda id: encode(Call(id, call, coded=(HUGE,)), parts), "a bomb", math.inf, is_call=True)
+            line.ask(1 << 40, encode(Call(1 << 40, call, coded=(HUGE,)), parts), "a bomb", math.inf, is_call=True)
         assert "compressed tensors that take more than 268435456 bytes" in caplog.text
         assert rpc.rpc_sync("worker1", echo, (1,)) == 1
 

@@ -46,7 +46,7 @@ MUTANTS = (
         ("tests/autograd/test_ends.py",),
     ),
     Mutant(
-        "security/exposure.py",
+        "trust/exposure.py",
         "an exception that is exposed to some is given to all",
         "if entry is not None and entry.is_for(self.peer):\n            kind",
         "if entry is not None:\n            kind",
@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant(
         "refs/holdings.py",
         "the failure of a creation is noted after its end",
-        "                self._gone[ref] = kept(_of_creation(error), self.me.name)\n"
+        "                self._gone[ref] = kept(of_creation(error), self.me.name)\n"
         "            self._creations.pop(ref, None)",
         "                pass\n            self._creations.pop(ref, None)",
         ("tests/refs",),

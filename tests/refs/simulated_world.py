@@ -157,7 +157,7 @@ class World:
             self.compare(
                 f"peers that {rank} has news for", {to for to, box in worker.outboxes.items() if len(box)}, set()
             )
-            if counting.sweeping or counting._questions:
+            if counting.sweeping or counting._sweeps._questions:
                 raise self.failure(f"worker {rank} still sweeps, or is asked")
             held: dict[RefId, set[int]] = {ref: set() for ref in worker.hands if ref.owner == rank}
             for user in living:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from backhaul.ids import RefId, ShareId
-from backhaul.refs.counting import Action, Confirm, Counting, Free, Send, Void, _Numbers
-from backhaul.refs.rights import Rights
+from backhaul.refs.counting import Action, Confirm, Counting, Free, Send, Void
+from backhaul.refs.numbers import Numbers
+from backhaul.trust.rights import GivenRights
 from backhaul.wire.messages import Recall, Register, Registered, Release, Sweep, Swept, Unpin
 
 O, U, V, W = range(4)  # noqa: E741
@@ -56,7 +57,7 @@ def assert_nothing_left(workers: dict[int, Counting], *ranks: int) -> None:
         counting = workers[rank]
         assert (list(counting.owned), list(counting.used), counting.pinned) == ([], [], 0), "OUVW"[rank]
         assert not counting.sweeping
-        assert not counting._questions
+        assert not counting._sweeps._questions
 
 
 CREATED: list[Step] = [
@@ -579,7 +580,7 @@ def test_many_creations_are_remembered_as_one_range() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_numbers_in_any_order(seed: int) -> None:
     order = random.Random(seed).sample(range(30), 30)
-    numbers = _Numbers()
+    numbers = Numbers()
     for count, number in enumerate(order, 1):
         assert number not in numbers
         numbers.add(number)
@@ -617,7 +618,7 @@ def test_a_worker_that_lives_is_not_taken_for_dead() -> None:
 
 
 def test_a_share_that_comes_twice_is_unpinned_once() -> None:
-    user = Counting(1, strict=True)
+    user = Counting(1, direct=True)
     ref, share = RefId(0, 0, 1), ShareId(0, 5)
     assert user.receive(ref, share) == [Send(0, Register(ref))]
     assert user.receive(ref, share) == []
@@ -629,8 +630,8 @@ def test_a_share_that_comes_twice_is_unpinned_once() -> None:
 
 
 def test_a_peer_may_have_so_many_unconfirmed_shares() -> None:
-    user = Counting(1, strict=True)
-    rights = Rights(user, 10, strict=True, ranks=(0, 1))
+    user = Counting(1, direct=True)
+    rights = GivenRights(user, 10, ranks=(0, 1))
     ref = RefId(0, 0, 1)
     for number in range(10):
         assert rights.objection(((ref, ShareId(0, number)),), 0) is None
@@ -645,12 +646,12 @@ def test_a_peer_may_have_so_many_unconfirmed_shares() -> None:
     [(RefId(0, 7, 1), 1), (RefId(0, -1, 1), 1), (RefId(0, 0, -1), 1), (RefId(0, 0, 1 << 63), 1), (RefId(0, 0, 1), -1)],
 )
 def test_references_as_no_worker_makes_them(ref: RefId, number: int) -> None:
-    rights = Rights(Counting(1, strict=True), None, strict=True, ranks=(0, 1))
+    rights = GivenRights(Counting(1, direct=True), None, ranks=(0, 1))
     assert rights.objection(((ref, ShareId(0, number)),), 0) == f"{ref}, which no worker has made"
 
 
 def test_who_was_given_a_value_is_known_as_long_as_it_is_pinned() -> None:
-    owner = Counting(0, strict=True)
+    owner = Counting(0, direct=True)
     ref = owner.new_ref(0)
     owner.own(ref)
     first, second = owner.share(ref, 1), owner.share(ref, 1)

@@ -78,9 +78,10 @@ def test_a_request_that_is_made_for_a_lost_line(pair: InProcessCluster) -> None:
         ]
         cut(pair)
         # What a call does that has found the line just before it was lost.
-        make = pair[0].agent._request(line, who, (value,), {})
+        agent = pair[0].agent
+        frame = agent._call_frame(1 << 40, line, agent.pack(who, (value,), {}))
         with pytest.raises(rpc.WorkerLostError):
-            line.ask(make, "who", time.monotonic() + WITHIN, is_call=True)
+            line.ask(1 << 40, frame, "who", time.monotonic() + WITHIN, is_call=True)
         assert pair[0].references.counts()["pinned"] == 0
-        del value, make
+        del value, frame
     await_counts(pair, 0, values=0, pinned=0)

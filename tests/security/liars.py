@@ -14,11 +14,11 @@ import torch
 
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello
-from backhaul.security.penalties import Penalties
-from backhaul.security.permissions import refusal
 from backhaul.testing import InProcessCluster
 from backhaul.transport.base import ChannelClosed
 from backhaul.transport.memory import MemoryTransport
+from backhaul.trust.penalties import Penalties
+from backhaul.trust.permissions import refusal
 from backhaul.wire import trees
 from backhaul.wire.frames import encode
 from backhaul.wire.messages import Call, Failure, Mark, Refs, Result

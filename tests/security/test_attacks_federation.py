@@ -25,8 +25,8 @@ from test_attacks_pickles import CONTAINERS
 import backhaul.autograd as dist_autograd
 from backhaul import rpc, worker
 from backhaul.ids import RefId, ShareId
-from backhaul.security.penalties import Penalties
-from backhaul.security.permissions import refusal
+from backhaul.trust.penalties import Penalties
+from backhaul.trust.permissions import refusal
 from backhaul.wire import headers, trees
 from backhaul.wire.frames import HEADER, encode
 from backhaul.wire.messages import (

@@ -58,7 +58,7 @@ class Box:
 def try_all() -> tuple[int, list[str], bool]:
     """In the attacked process: how many were refused, which were not, and whether pickle's module was loaded."""
     sys.modules.pop("backhaul.wire.pickles", None)
-    codecs = [Codec(allow_pickle=False), Codec(strict=True)]
+    codecs = [Codec(allow_pickle=False), Codec(bounded=True)]
     for codec in codecs:
         codec.register(Box, "box", lambda box, packing: None, lambda value, unpacking: Box())
     refused, taken = 0, []
@@ -120,7 +120,7 @@ def test_every_pickle_in_every_container(besieged: Besieged) -> None:
 
 
 def _unpack(tree: Any) -> None:
-    for codec in (Codec(allow_pickle=False), Codec(strict=True)):
+    for codec in (Codec(allow_pickle=False), Codec(bounded=True)):
         codec.register(Box, "box", lambda box, packing: None, lambda value, unpacking: Box())
         with contextlib.suppress(ProtocolError, MisuseError):
             codec.unpack(tree, [])

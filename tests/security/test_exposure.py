@@ -13,8 +13,8 @@ from exposed import Account, Current, Savings, Vault
 
 from backhaul import rpc
 from backhaul.errors import MisuseError, OptionError, QuotaError
-from backhaul.security import exposure, operators
-from backhaul.security.exposure import Exposed, PeerNames
+from backhaul.trust import exposure, operators
+from backhaul.trust.exposure import Exposed, PeerNames, Table
 
 SHOP = PeerNames("shop", 1 << 20)
 BANK = PeerNames("bank-7", 1 << 20)
@@ -22,7 +22,7 @@ BANK = PeerNames("bank-7", 1 << 20)
 
 @pytest.fixture(autouse=True)
 def _table_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposure, "_table", dict(exposure._table))
+    monkeypatch.setattr(exposure.registry, "_entries", dict(exposure.registry._entries))
 
 
 def refused(names: PeerNames, name: str) -> str:
@@ -41,6 +41,18 @@ def test_to_whom() -> None:
     assert PeerNames("worker1", 0).find("exposed:for_some") is exposed.for_some
     for name in ("shop", "bank", "worker10", "Bank-7", "xbank-1", "BANK-1"):
         refused(PeerNames(name, 0), "exposed:for_some")
+
+
+def test_the_table_of_a_worker_is_above_the_one_of_the_process() -> None:
+    mine, other = Table(below=exposure.registry), Table(below=exposure.registry)
+    mine.expose(exposed.hidden, to="shop")
+    mine.expose(exposed.for_some, to="shop")
+    assert PeerNames("shop", 0, mine).find("exposed:hidden") is exposed.hidden
+    assert PeerNames("shop", 0, mine).find("exposed:for_some") is exposed.for_some
+    assert PeerNames("shop", 0, mine).find("exposed:double") is exposed.double
+    refused(PeerNames("bank-7", 0, mine), "exposed:for_some")  # which the entry of this worker replaces
+    refused(PeerNames("shop", 0, other), "exposed:hidden")
+    refused(PeerNames("shop", 0), "exposed:hidden")
 
 
 def test_what_is_not_there_and_what_is_not_exposed_give_one_text() -> None:

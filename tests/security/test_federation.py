@@ -51,6 +51,15 @@ def asker(workers: InProcessCluster) -> Iterator[Worker]:
 # Calls.
 
 
+def test_what_one_worker_exposes_is_not_exposed_by_the_others_of_its_process(workers: InProcessCluster) -> None:
+    workers[0].expose(exposed.hidden, to="worker1")
+    assert workers[1].rpc_sync("worker0", exposed.hidden, (1, 2)) == (1, 2)
+    with pytest.raises(RefusedError, match=REFUSED):
+        workers[2].rpc_sync("worker0", exposed.hidden)
+    with pytest.raises(RefusedError, match="'worker2' refused this"):
+        workers[1].rpc_sync("worker2", exposed.hidden)
+
+
 def test_an_exposed_function(asker: Worker) -> None:
     assert rpc.rpc_sync("worker0", exposed.double, (21,)) == 42
     assert torch.equal(rpc.rpc_async("worker0", exposed.double, (torch.ones(2),)).wait(), torch.full((2,), 2.0))

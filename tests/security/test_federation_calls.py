@@ -74,7 +74,7 @@ NAMES = [
     "backhaul.nn.members:create",
     "backhaul.rpc:shutdown",
     "backhaul.rpc:expose",
-    "backhaul.security.exposure:_expose",
+    "backhaul.trust.exposure:registry.expose",
     "",
     ":",
     "double",

@@ -14,12 +14,12 @@ from liars import attack, federation, is_value, liar, without_pauses
 
 import backhaul.autograd as dist_autograd
 from backhaul import rpc
-from backhaul.autograd.checking import Box, Charges
 from backhaul.autograd.completion import Ledger
 from backhaul.autograd.functions import ROOT
 from backhaul.errors import ProtocolError, QuotaError, RpcTimeoutError
 from backhaul.options import Quotas
 from backhaul.testing import InProcessCluster
+from backhaul.trust.checking import Box, Charges
 from backhaul.wire import trees
 from backhaul.wire.messages import (
     Check,
@@ -314,12 +314,12 @@ def test_reports_of_what_others_have_to_do(workers: InProcessCluster) -> None:
 
 
 def test_what_is_reported_twice() -> None:
-    ledger = Ledger(strict=True)
+    ledger = Ledger(doubts=True)
     assert not ledger.report([ROOT], [7, 8])
     for consumed, emitted in (([], [7]), ([], [9, 9]), ([ROOT], [])):
         with pytest.raises(ProtocolError, match="reported before"):
             ledger.report(consumed, emitted)
-    honest = Ledger(strict=True)
+    honest = Ledger(doubts=True)
     assert not honest.report([7], [])
     assert not honest.report([ROOT], [7, 8])
     assert honest.report([8], [])

@@ -20,6 +20,7 @@ from backhaul.ids import RefId, ShareId
 from backhaul.options import Quotas
 from backhaul.refs.counting import Counting
 from backhaul.testing import InProcessCluster
+from backhaul.trust.rights import GivenRights
 from backhaul.wire import trees
 from backhaul.wire.messages import (
     Create,
@@ -316,7 +317,7 @@ MINE = RefId(0, 0, 1)
 
 def owner_of_one() -> tuple[Counting, ShareId]:
     """Rank 0, with a value that it has sent to rank 1."""
-    owner = Counting(0, strict=True)
+    owner = Counting(0, direct=True)
     owner.own(MINE)
     return owner, owner.share(MINE, 1)
 
@@ -357,7 +358,7 @@ def test_who_may_use_a_value() -> None:
 )
 def test_what_a_peer_may_say(peer: int, notice: Notice, allowed: bool) -> None:
     owner, _ = owner_of_one()
-    assert owner.allows(peer, notice) is allowed
+    assert GivenRights(owner, None, range(3)).may_say(peer, notice) is allowed
 
 
 def test_the_dead_are_struck_off_at_once() -> None:

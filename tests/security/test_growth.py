@@ -18,9 +18,9 @@ from liars import Liar, federation
 
 from backhaul.errors import AuthenticationError
 from backhaul.ids import RefId, ShareId
-from backhaul.security.penalties import Penalties
 from backhaul.testing import InProcessCluster
 from backhaul.transport.base import ChannelClosed
+from backhaul.trust.penalties import Penalties
 from backhaul.wire import headers, trees
 from backhaul.wire.frames import HEADER, encode
 from backhaul.wire.messages import (

@@ -9,7 +9,7 @@ import pytest
 from liars import federation, is_refused, liar
 
 from backhaul.errors import AuthenticationError
-from backhaul.security.penalties import Penalties
+from backhaul.trust.penalties import Penalties
 from backhaul.wire import trees
 from backhaul.wire.frames import HEADER
 

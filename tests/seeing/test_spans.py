@@ -19,9 +19,9 @@ import backhaul.autograd as dist_autograd
 from backhaul import rpc
 from backhaul.errors import MisuseError
 from backhaul.options import RpcOptions
-from backhaul.security.exposure import expose
 from backhaul.seeing import spans
 from backhaul.testing import InProcessCluster
+from backhaul.trust.exposure import expose
 from backhaul.wire import frames
 from backhaul.wire.messages import Call, Gradients
 

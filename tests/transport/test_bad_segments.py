@@ -24,8 +24,8 @@ from backhaul.transport.base import ChannelClosed
 from backhaul.transport.segments import MAX_PASSED, Budget
 from backhaul.transport.stream import StreamChannel, StreamTransport
 from backhaul.wire.frames import HEADER, encode
+from backhaul.wire.landing import land
 from backhaul.wire.messages import Ping
-from backhaul.wire.tensors import land
 
 CONTROL = mmap.PAGESIZE
 ROOM = MiB + CONTROL

@@ -15,8 +15,8 @@ from backhaul.errors import ProtocolError
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
+from backhaul.wire.landing import land
 from backhaul.wire.messages import Call, Failed, Goodbye, Pass, Ping, Result
-from backhaul.wire.tensors import land
 
 
 def test_messages_go_both_ways(group: Group) -> None:

@@ -39,8 +39,9 @@ from backhaul.transport.greeting import Steps, drive, receive_visitor, visit
 from backhaul.transport.plain import TcpChannel
 from backhaul.transport.segments import Budget
 from backhaul.transport.tls import TlsChannel, TlsLine
+from backhaul.trust.policy import FEDERATION
 from backhaul.wire.messages import Ping, Result
-from backhaul.worker import Worker, transport_options
+from backhaul.worker import Worker
 from mint import Mint
 
 SECRET = os.urandom(32)
@@ -216,6 +217,6 @@ def test_calls_and_guests() -> None:
 def test_a_federation_refuses_it(tmp_path_factory: pytest.TempPathFactory) -> None:
     tls = Mint(tmp_path_factory.mktemp("mint")).tls("bank")
     with pytest.raises(OptionError, match='leave out fabric="plain"'):
-        transport_options(RpcOptions(trust="federation", tls=tls, fabric="plain"))
+        FEDERATION.transport_options(RpcOptions(trust="federation", tls=tls, fabric="plain"))
     with pytest.raises(OptionError, match=r"one connection for each direction.*leave out connections=2"):
-        transport_options(RpcOptions(trust="federation", tls=tls, connections=2))
+        FEDERATION.transport_options(RpcOptions(trust="federation", tls=tls, connections=2))

@@ -27,9 +27,9 @@ from backhaul.transport.strands import Strand, Strands
 from backhaul.transport.stream import StreamTransport
 from backhaul.wire.decoder import Decoder
 from backhaul.wire.frames import HEADER, MAGIC, SLICE, VERSION, encode
+from backhaul.wire.landing import land
 from backhaul.wire.lanes import LAST, LEAST_APART, MOST_SLICE, Slices
 from backhaul.wire.messages import Ping, Result
-from backhaul.wire.tensors import land
 
 KINDS = ["tcp", "plain"]
 LARGE = 2 << 20  # elements: 8 MiB

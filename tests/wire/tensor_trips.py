@@ -10,7 +10,8 @@ import torch
 
 from backhaul.compat import use_up_warning
 from backhaul.wire import headers, spans
-from backhaul.wire.tensors import Landing, Packed, pack_tensors
+from backhaul.wire.landing import Landing
+from backhaul.wire.tensors import Packed, pack_tensors
 
 DTYPES = [dtype for dtype in headers.DTYPES if dtype is not None]
 

@@ -59,7 +59,7 @@ class WithInitVar:
     x: dataclasses.InitVar[int]
 
 
-strict = Codec(strict=True)
+strict = Codec(bounded=True)
 lax = Codec()
 
 

@@ -247,4 +247,4 @@ def test_a_strict_decoder_takes_no_maps_however_they_come(sliced: bool) -> None:
         frame = HEADER.pack(MAGIC, VERSION, SLICE, 0, 0, len(frame)) + frame
     assert [type(each.message) for each in Decoder().receive_data(frame)] == [Call]
     with pytest.raises(ProtocolError, match="map"):
-        Decoder(strict=True).receive_data(frame)
+        Decoder(bounded=True).receive_data(frame)

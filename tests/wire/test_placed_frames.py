@@ -20,8 +20,8 @@ from backhaul.transport.segments import Borrowing
 from backhaul.wire import headers
 from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import HEADER, PLACED, encode, place
+from backhaul.wire.landing import Landing
 from backhaul.wire.messages import Ping, Result
-from backhaul.wire.tensors import Landing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

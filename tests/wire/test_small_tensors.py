@@ -14,8 +14,9 @@ from backhaul.errors import ProtocolError, UnsendableError
 from backhaul.wire import headers, tensors
 from backhaul.wire.decoder import Decoder
 from backhaul.wire.frames import encode
+from backhaul.wire.landing import land_small
 from backhaul.wire.messages import Ping
-from backhaul.wire.tensors import INLINE, Packed, land_small, pack_small, pack_tensors
+from backhaul.wire.tensors import INLINE, Packed, pack_small, pack_tensors
 
 base = torch.arange(60.0)
 

@@ -26,7 +26,7 @@ from backhaul.wire.values import Codec
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors:UserWarning")
 
 
-STRICT = Codec(strict=True)
+STRICT = Codec(bounded=True)
 
 
 def trip(value: Any, codec: Codec = CODEC) -> Any:

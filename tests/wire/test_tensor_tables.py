@@ -14,7 +14,8 @@ from torch import nn
 
 from backhaul.errors import ProtocolError
 from backhaul.wire import headers
-from backhaul.wire.tensors import Landing, pack_tensors
+from backhaul.wire.landing import Landing
+from backhaul.wire.tensors import pack_tensors
 
 
 def entry(

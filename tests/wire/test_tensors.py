@@ -12,8 +12,9 @@ from tensor_trips import DTYPES, check, filled, land, trip
 from torch import nn
 
 from backhaul.errors import ProtocolError, UnsendableError
-from backhaul.wire import spans, tensors
-from backhaul.wire.tensors import INLINE, Landing, pack_tensors
+from backhaul.wire import landing, spans, tensors
+from backhaul.wire.landing import Landing
+from backhaul.wire.tensors import INLINE, pack_tensors
 
 FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point or dtype.is_complex]
 
@@ -138,10 +139,10 @@ def test_no_tensors() -> None:
 
 
 def test_huge_pages_are_a_linux_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors._madvise.cache_clear()
-    monkeypatch.setattr(tensors.sys, "platform", "darwin")
-    tensors._ask_for_huge_pages(0, 1 << 30)
-    tensors._madvise.cache_clear()
+    landing._madvise.cache_clear()
+    monkeypatch.setattr(landing.sys, "platform", "darwin")
+    landing._ask_for_huge_pages(0, 1 << 30)
+    landing._madvise.cache_clear()
 
 
 # Gradients, parameters, bits.

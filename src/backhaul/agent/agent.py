@@ -32,19 +32,18 @@ from backhaul.agent.farewell import Counts, Farewell
 from backhaul.agent.fates import Fates
 from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
-from backhaul.agent.guard import Guard
 from backhaul.agent.line import Line
 from backhaul.agent.link import Link
 from backhaul.agent.listening import Listeners
 from backhaul.agent.logs import logged
 from backhaul.agent.losses import Losses
 from backhaul.agent.membership import Member, Membership
-from backhaul.agent.observing import Asked, Encoded, LinkUp, Observers, Packed
+from backhaul.agent.observing import Asked, Encoded, Issued, LinkUp, Observers, Packed
 from backhaul.agent.pool import Pool
 from backhaul.agent.presence import Presence
 from backhaul.agent.reception import Reception
 from backhaul.agent.serving import Handler, Serving
-from backhaul.agent.tracing import Span, spanning, spanning_future, traced
+from backhaul.agent.tracing import Span, spanning, spanning_future
 from backhaul.agent.waiting import Vigils
 from backhaul.agent.watch import Watch
 from backhaul.devices.maps import check as check_maps
@@ -61,18 +60,20 @@ from backhaul.errors import (
     RpcTimeoutError,
     WorkerLostError,
 )
-from backhaul.ids import GUEST, Addresses, WorkerInfo
+from backhaul.ids import GUEST, Addresses, RefId, WorkerInfo
 from backhaul.options import RpcOptions
 from backhaul.security.handshake import Hello, LeavingError
-from backhaul.security.penalties import Penalties
-from backhaul.security.permissions import Permissions, Stamps
 from backhaul.transport.awake import most_awake
 from backhaul.transport.base import ChannelClosed, Listener, Transport
 from backhaul.transport.sockets import lacks_descriptors, no_descriptors
+from backhaul.trust.guard import Guard
+from backhaul.trust.penalties import Penalties
+from backhaul.trust.permissions import Permissions, Stamps
 from backhaul.wire import frames
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Call, Failure, Goodbye, Inspect, Mark, Ping, Refs, Result
+from backhaul.wire.messages import Call, Create, Failure, Goodbye, Inspect, Mark, Ping, Result
+from backhaul.wire.trees import Packing
 from backhaul.wire.values import Codec
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ _BREACH_SECONDS = 4.0
 _FOR_GUESTS = (Inspect, Ping)
 
 To = str | int | WorkerInfo
+PackedCall = tuple[Any, Packing]
+"""The tree of a call, and the state that holds its tensors and references."""
 
 T = TypeVar("T")
 
@@ -107,6 +110,7 @@ class Agent:
     ) -> None:
         """Listen, and join the group. ``enter`` runs first on every thread that this agent makes."""
         self.options = options
+        self.trust = options.policy
         self.membership = membership
         self._codec = codec
         self.transport = transport
@@ -163,12 +167,12 @@ class Agent:
         self.permissions = Permissions(self.me.name, options.message_limit)
         """What peers may do, in a federation."""
         self.execution: Execution
-        if options.trust == "federation":
+        if self.trust.runs_any_function:
+            self.execution = Execution(self.me, codec, enter, options.message_limit)
+        else:
             self.execution = FederatedExecution(
                 self.me, codec, enter, options.message_limit, options.head_limit, self.permissions
             )
-        else:
-            self.execution = Execution(self.me, codec, enter, options.message_limit)
         self.execution.devices = self.devices
         if options.edges:
             self.execution.edges = Edges(self.me, options.edges)
@@ -205,7 +209,7 @@ class Agent:
         self.fates.on_over.append(lambda peer, reason: self._losses.told(peer, _lost(peer, reason)))
         self.fates.on_back.append(self.presence.came)
         self.farewell = Farewell(self, self.closed)
-        self._stamps = Stamps() if options.trust == "federation" else None
+        self._stamps = None if self.trust.shows else Stamps()
         self.penalties = Penalties(_BREACHES, _BREACH_SECONDS)
         self._reception = Reception(self, label + "-door")
         self._handlers |= {
@@ -213,7 +217,7 @@ class Agent:
             Ping: lambda line, envelope: encode(Result(envelope.message.id, None)),
             Goodbye: self._losses.on_goodbye,
         }
-        if options.trust == "cluster":
+        if self.trust.shows:
             self._handlers[Inspect] = self._on_inspect
         for message, handler in self.farewell.handlers():
             self.register(message, handler)
@@ -227,6 +231,7 @@ class Agent:
             raise OptionError("device maps need a group whose members are known: give world_size")
         check_maps(found)
         devices = WorkerDevices(self.me.name, found)
+        # Of the class, and so of the process: see there.
         Future.devices = tuple(sorted({*Future.devices, *devices.streams.devices}))
         return devices
 
@@ -284,9 +289,10 @@ class Agent:
         if self.observers:
             return self._observed(Calling.ask, spanning, to, function, args, kwargs, timeout, name)
         line = self._route(to, time.monotonic() + timeout)
-        make = self._request(line, function, args, kwargs)
+        id = next(self._ids)
+        frame = self._call_frame(id, line, self._codec.pack_call(function, tuple(args), dict(kwargs)))
         # From here on: packing the arguments does not count.
-        return line.ask(make, name, time.monotonic() + timeout, is_call=True)
+        return line.ask(id, frame, name, time.monotonic() + timeout, is_call=True)
 
     def call_async(
         self,
@@ -302,9 +308,10 @@ class Agent:
         if self.observers:
             return self._observed(Calling.ask_async, spanning_future, to, function, args, kwargs, timeout, name)
         line = self._route(to, time.monotonic() + timeout)
-        make = self._request(line, function, args, kwargs)
+        id = next(self._ids)
+        frame = self._call_frame(id, line, self._codec.pack_call(function, tuple(args), dict(kwargs)))
         # From here on: packing the arguments does not count.
-        return line.ask_async(make, name, time.monotonic() + timeout, is_call=True)
+        return line.ask_async(id, frame, name, time.monotonic() + timeout, is_call=True)
 
     def _observed(
         self,
@@ -323,9 +330,11 @@ class Agent:
 
         def call() -> T:
             line = self._route(to, time.monotonic() + timeout)
-            make = self._request(line, function, args, kwargs)
+            packed = self._codec.pack_call(function, tuple(args), dict(kwargs))
             self.observers.emit(Packed())
-            return ask(line, traced(tracing, make), name, time.monotonic() + timeout, is_call=True)
+            id = self._issue(line, name, is_call=True)
+            frame = self._encoded(self._call_frame(id, line, packed))
+            return ask(line, id, frame, name, time.monotonic() + timeout, is_call=True)
 
         return call() if tracing is None else within(tracing.begin(name, to), call)
 
@@ -335,7 +344,9 @@ class Agent:
         mark, _ = self.execution.recording.asking((), to)
 
         def ask() -> Any:
-            return self._route(to, deadline).ask(lambda id: encode(make(id, mark)), what, deadline, is_call=True)
+            line = self._route(to, deadline)
+            id = self._issue(line, what, is_call=True)
+            return line.ask(id, self._question(make(id, mark)), what, deadline, is_call=True)
 
         tracing = self.execution.tracing
         return ask() if tracing is None else spanning(tracing.begin(what, to), ask)
@@ -348,10 +359,11 @@ class Agent:
             frame = self._encoded(frame, message)
         self._post(line, frame)
 
-    def _encoded(self, frame: Frame, message: Any) -> Frame:
-        """The frame of a one-way message, told to observers, with the mark of its pass if there is a tracer."""
-        if self.execution.tracing is not None:
-            frame = self.execution.tracing.attach_pass(frame, message)
+    def _encoded(self, frame: Frame, message: Any = None) -> Frame:
+        """A frame, told to observers. If there is a tracer, it has the mark of its pass or of this thread's call."""
+        tracing = self.execution.tracing
+        if tracing is not None:
+            frame = tracing.attach(frame) if message is None else tracing.attach_pass(frame, message)
         self.observers.emit(Encoded())
         return frame
 
@@ -440,28 +452,30 @@ class Agent:
             lost = line.lost or error
             raise WorkerLostError(str(lost), line.peer.name) from error
 
-    def prepare(
-        self, to: WorkerInfo, value: Any, make: Callable[[int, Any, Refs, Mark | None], Any]
-    ) -> Callable[[str, float], Future[Any]]:
-        """Pack a value; returns a function that sends ``make(id, tree, refs, mark)`` as a call of the user's.
+    def pack(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
+        """What `create` sends. Raises if something of it cannot travel."""
+        return self._codec.pack_call(function, args, kwargs)
 
-        That function takes what to call it in errors, and a timeout. What cannot travel raises here.
+    def create(self, to: WorkerInfo, ref: RefId, packed: PackedCall, what: str, timeout: float) -> Future[Any]:
+        """Ask a worker to run a function and to keep its value under ``ref``: a future of its answer.
+
+        ``what`` is what errors call it, and ``timeout`` is in seconds, or infinity.
         """
-        tree, packing = self._codec.pack(value, ("func", "args", "kwargs"))
+        deadline = time.monotonic() + timeout
+        tree, packing = packed
 
-        def send(what: str, timeout: float) -> Future[Any]:
-            deadline = time.monotonic() + timeout
+        def ask() -> Future[Any]:
             line = self._route(to, deadline)
-
-            def frame(id: int) -> Frame:
-                return self.execution.request(lambda refs, mark: make(id, tree, refs, mark), packing, line)
-
-            return line.ask_async(traced(tracing, frame), what, deadline, is_call=True)
+            id = self._issue(line, what, is_call=True)
+            cargo = self.execution.load(tree, packing, line)
+            message = Create(id, ref, tree, cargo.refs, cargo.mark, autocast.here(), cargo.coded)
+            frame = self.execution.frame(message, cargo)
+            if self.observers:
+                frame = self._encoded(frame)
+            return line.ask_async(id, frame, what, deadline, is_call=True)
 
         tracing = self.execution.tracing
-        if tracing is None:
-            return send
-        return lambda what, timeout: spanning_future(tracing.begin(what, to), lambda: send(what, timeout))
+        return ask() if tracing is None else spanning_future(tracing.begin(what, to), ask)
 
     def is_reachable(self, info: WorkerInfo, seconds: float) -> bool:
         """Whether a worker answers, over a new connection if need be. Raises if it does not."""
@@ -479,7 +493,8 @@ class Agent:
         while True:
             line = self._route(to, deadline, suspected=suspected)
             try:
-                return line.ask(lambda id: encode(make(id)), what, deadline, is_call=False)
+                id = self._issue(line, what, is_call=False)
+                return line.ask(id, self._question(make(id)), what, deadline, is_call=False)
             except WorkerLostError:
                 # That connection has broken, too. Only one that cannot be made says that nobody is there.
                 if time.monotonic() >= deadline:
@@ -515,14 +530,27 @@ class Agent:
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]:
         """A future of the answer to a question of our own: ``make(id)`` is the message."""
         line = self._route(to, deadline)
-        return line.ask_async(lambda id: encode(make(id)), what, deadline, is_call=False)
+        id = self._issue(line, what, is_call=False)
+        return line.ask_async(id, self._question(make(id)), what, deadline, is_call=False)
 
-    def _request(
-        self, to: Calling, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[[int], Frame]:
-        tree, packing = self._codec.pack_call(function, tuple(args), dict(kwargs))
+    def _call_frame(self, id: int, to: Calling, packed: PackedCall) -> Frame:
+        tree, packing = packed
         modes = autocast.here() if autocast.is_on() else ()
-        return lambda id: self.execution.request(lambda refs, mark: Call(id, tree, refs, mark, modes), packing, to)
+        cargo = self.execution.load(tree, packing, to)
+        return self.execution.frame(Call(id, tree, cargo.refs, cargo.mark, modes, cargo.coded), cargo)
+
+    def _issue(self, line: Calling, what: str, *, is_call: bool) -> int:
+        """The number of a new request."""
+        id = next(self._ids)
+        if self.observers:
+            self.observers.emit(Issued(peer=line.peer.name, call=id, what=what, is_call=is_call))
+        return id
+
+    def _question(self, message: Any) -> Frame:
+        frame = encode(message)
+        if self.observers:
+            self.observers.emit(Encoded())
+        return frame
 
     def _route(self, to: To, deadline: float, *, suspected: bool = False) -> Calling:
         """The line for requests to a worker, opened if need be. ``suspected``: see `insist`."""
@@ -647,7 +675,6 @@ class Agent:
             deliver=self.listeners.deliver,
             on_lost=self._losses.calling_ended,
             explain=self._losses.explain,
-            ids=self._ids,
         )
 
     def _handle(self, line: Line, envelope: Envelope) -> Frame | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,9 +34,7 @@ from backhaul.agent.line import Line
 from backhaul.agent.link_state import MOST_HELD, SMALL, LinkState
 from backhaul.agent.observing import (
     Came,
-    Encoded,
     HandedOut,
-    Issued,
     LinkLost,
     Losing,
     Read,
@@ -106,7 +104,6 @@ class Calling(Line):
         deliver: Callable[[Line, Envelope], None],
         on_lost: Callable[[Calling, WorkerLostError], None],
         explain: Callable[[WorkerInfo, WorkerLostError, Callable[[WorkerLostError], None]], None],
-        ids: Iterator[int],
     ) -> None:
         super().__init__(peer, channel, serving)
         self._execution = execution
@@ -117,7 +114,6 @@ class Calling(Line):
         self._deliver = deliver
         self._on_lost = on_lost
         self._explain = explain
-        self._ids = ids
         self._state: LinkState[Sleeper] = LinkState(self._patience)  # guarded by _lock
         self._urgent: set[int] = set()  # slots whose futures have callbacks; some may be done
         self._ending: list[Slot] = []  # the line is lost, and they end when it is known why; guarded by _lock
@@ -157,38 +153,22 @@ class Calling(Line):
 
     # Requests.
 
-    def ask(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Any:
-        """Send a request and return its reply's value, or raise."""
-        slot = Slot(next(self._ids), what, deadline, is_call, thread=get_ident())
-        if self._observers:
-            return self._ask_observed(slot, make)
-        self._request(slot, make(slot.id), watched=False)
+    def ask(self, id: int, frame: Frame, what: str, deadline: float, *, is_call: bool) -> Any:
+        """Send the request of that number, which no other has, and return its reply's value, or raise."""
+        slot = Slot(id, what, deadline, is_call, thread=get_ident())
+        self._request(slot, frame, watched=False)
         if not slot.done:
             self.wait(slot)
-        return self._open_reply(slot)
+        return self._open_observed(slot) if self._observers else self._open_reply(slot)
 
-    def _ask_observed(self, slot: Slot, make: Callable[[int], Frame]) -> Any:
-        self._request(slot, self._make_observed(slot, make), watched=False)
-        if not slot.done:
-            self.wait(slot)
-        return self._open_observed(slot)
-
-    def ask_async(self, make: Callable[[int], Frame], what: str, deadline: float, *, is_call: bool) -> Future[Any]:
-        """Send a request; return a future of its reply's value."""
-        slot = Slot(next(self._ids), what, deadline, is_call)
+    def ask_async(self, id: int, frame: Frame, what: str, deadline: float, *, is_call: bool) -> Future[Any]:
+        """Send the request of that number, which no other has; return a future of its reply's value."""
+        slot = Slot(id, what, deadline, is_call)
         future = _Reply(self, slot)
         slot.future = future
-        frame = self._make_observed(slot, make) if self._observers else make(slot.id)
         self._request(slot, frame, watched=True)
         self._watch.look_after(self, deadline)
         return future
-
-    def _make_observed(self, slot: Slot, make: Callable[[int], Frame]) -> Frame:
-        issued = Issued(peer=self.peer.name, call=slot.id, what=slot.what, is_call=slot.is_call)
-        self._observers.emit(issued)
-        frame = make(slot.id)
-        self._observers.emit(Encoded())
-        return frame
 
     def _request(self, slot: Slot, frame: Frame, *, watched: bool) -> None:
         with self._lock:

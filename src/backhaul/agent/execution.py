@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
 import torch
-from msgspec.structs import replace
 from torch._C import _are_functorch_transforms_active
 
 from backhaul.agent import autocast
@@ -51,8 +51,9 @@ from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode, is_failure
-from backhaul.wire.messages import Failed, Failure, Mark, Refs, Result
-from backhaul.wire.tensors import land
+from backhaul.wire.landing import land
+from backhaul.wire.messages import Coded, Failed, Failure, Mark, Refs, Result
+from backhaul.wire.tensors import Staging
 from backhaul.wire.trees import ATOMS, Packing
 from backhaul.wire.values import Codec
 
@@ -72,6 +73,19 @@ class Peer(Protocol):
 
     @property
     def channel(self) -> Channel: ...
+
+
+class Cargo(msgspec.Struct, frozen=True, gc=False):
+    """What a message takes along besides its tree. It is found first; then the message is made, and `Execution.frame`.
+
+    The references in it are pinned for this message: whoever gives the message up instead calls `Traffic.stayed`.
+    """
+
+    mark: Mark | None
+    refs: Refs
+    tensors: Tensors
+    staging: Staging | None
+    coded: tuple[Coded, ...]
 
 
 class Execution:
@@ -235,77 +249,89 @@ class Execution:
         if envelope.message.refs:
             self.traffic.arrived(envelope.message.refs)
 
-    def request(self, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
-        """The frame of a request with a packed value, made by the calling thread."""
+    def load(self, tree: Any, packing: Packing, to: Peer) -> Cargo:
+        """What a request with this packed value takes along, made by the calling thread."""
         if _are_functorch_transforms_active() and any(map(_stands_for_another, packing.tensors)):
             raise inside_a_transform()
         try:
             if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None:
-                return self._cross(crossing, make, packing, to)
+                return self._cross(crossing, tree, packing, to)
             mark, tensors = self.recording.asking(packing.tensors, to.peer)
-            if packing.unrecorded is not None:
-                self._require_history(packing.unrecorded, mark)
-            if mark is not None and self.observers:
-                self.observers.emit(SendRecorded())
-            return self._frame(lambda refs: make(refs, mark), packing, tensors, to, reply=False)
+            if mark is not None:
+                self._asks(mark, packing)
+            return self._load(mark, tensors, packing, to, reply=False)
         except RuntimeError as error:
             if _are_functorch_transforms_active():
                 raise inside_a_transform() from error
             raise
 
-    def _cross(self, crossing: Crossing, make: Callable[[Refs, Mark | None], Any], packing: Packing, to: Peer) -> Frame:
-        """`request`, for a peer that there is an edge to."""
-        leaving = crossing.values(make((), None).tree, packing.tensors)
-        mark, recorded = self.recording.asking(leaving.tensors, to.peer)
-        if packing.unrecorded is not None:
-            self._require_history(packing.unrecorded, mark)
-        if mark is not None and self.observers:
-            self.observers.emit(SendRecorded())
-        tensors, coded = leaving.wired(recorded)
-        return self._frame(lambda refs: replace(make(refs, mark), coded=coded), packing, tensors, to, reply=False)
-
-    @staticmethod
-    def _require_history(tensor: Any, mark: Mark | None) -> None:
-        """Raise if a request is recorded that has this tensor: it would arrive without its history."""
-        if mark is not None and mark.grad:
-            raise without_history(tensor)
-
-    def _cross_back(self, crossing: Crossing, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
-        """`result`, for a peer that there is an edge to."""
-        tree, packing = self._codec.pack(value)
+    def _cross(self, crossing: Crossing, tree: Any, packing: Packing, to: Peer) -> Cargo:
+        """`load`, for a peer that there is an edge to."""
         leaving = crossing.values(tree, packing.tensors)
-        mark, recorded = None, leaving.tensors
-        if asked is not None:
-            mark, recorded = self.recording.answering(asked, recorded, to.peer)
-            if self.observers:
-                self.observers.emit(SendRecorded())
+        mark, recorded = self.recording.asking(leaving.tensors, to.peer)
+        if mark is not None:
+            self._asks(mark, packing)
         tensors, coded = leaving.wired(recorded)
-        return self._frame(lambda refs: Result(id, tree, refs, mark, coded), packing, tensors, to)
+        return self._load(mark, tensors, packing, to, coded, reply=False)
+
+    def _asks(self, mark: Mark, packing: Packing) -> None:
+        """A request is recorded. Raise if it has a tensor that would arrive without its history."""
+        if packing.unrecorded is not None and mark.grad:
+            raise without_history(packing.unrecorded)
+        if self.observers:
+            self.observers.emit(SendRecorded())
 
     def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
         """The frame that answers request ``id`` of ``to``, which had the mark ``asked``, with a value."""
-        if self.edges is not None and (crossing := self.edges.to(to.peer.name)) is not None:
-            return self._cross_back(crossing, id, value, to, asked)
-        if asked is None and type(value) in ATOMS:
+        crossing = None if self.edges is None else self.edges.to(to.peer.name)
+        if asked is None and crossing is None and type(value) in ATOMS:
             return encode(Result(id, value))
         tree, packing = self._codec.pack(value)
         if self.observers:
             self.observers.emit(Packed())
+        if crossing is None:
+            cargo = self._load_reply(packing, to, asked)
+        else:
+            cargo = self._cross_back(crossing, tree, packing, to, asked)
+        return self.frame(Result(id, tree, cargo.refs, cargo.mark, cargo.coded), cargo)
+
+    def _load_reply(self, packing: Packing, to: Peer, asked: Mark | None) -> Cargo:
         tensors: Tensors = packing.tensors
         mark = None
         if asked is not None:
-            if packing.unrecorded is not None and asked.grad:
-                raise without_history(packing.unrecorded)
-            mark, tensors = self.recording.answering(asked, tensors, to.peer)
-            if self.observers:
-                self.observers.emit(SendRecorded())
+            mark, tensors = self._answers(asked, tensors, packing, to)
         elif tensors:
             mark = self.recording.leaving(tensors)
-        return self._frame(lambda refs: Result(id, tree, refs, mark), packing, tensors, to)
+        return self._load(mark, tensors, packing, to)
 
-    def _frame(
-        self, make: Callable[[Refs], Any], packing: Packing, tensors: Tensors, to: Peer, *, reply: bool = True
-    ) -> Frame:
+    def _cross_back(self, crossing: Crossing, tree: Any, packing: Packing, to: Peer, asked: Mark | None) -> Cargo:
+        """`_load_reply`, for a peer that there is an edge to."""
+        leaving = crossing.values(tree, packing.tensors)
+        mark, recorded = None, leaving.tensors
+        if asked is not None:
+            mark, recorded = self._answers(asked, recorded, packing, to)
+        tensors, coded = leaving.wired(recorded)
+        return self._load(mark, tensors, packing, to, coded)
+
+    def _answers(self, asked: Mark, tensors: Tensors, packing: Packing, to: Peer) -> tuple[Mark | None, Tensors]:
+        """The reply to a recorded request: its mark, and the tensors to send."""
+        if packing.unrecorded is not None and asked.grad:
+            raise without_history(packing.unrecorded)
+        recorded = self.recording.answering(asked, tensors, to.peer)
+        if self.observers:
+            self.observers.emit(SendRecorded())
+        return recorded
+
+    def _load(
+        self,
+        mark: Mark | None,
+        tensors: Tensors,
+        packing: Packing,
+        to: Peer,
+        coded: tuple[Coded, ...] = (),
+        *,
+        reply: bool = True,
+    ) -> Cargo:
         staging = None
         if self.devices is not None:
             # What is enqueued here may be what the message refers to.
@@ -314,13 +340,18 @@ class Execution:
             staging = self.devices.staging(to.peer.name, to.channel.device_lending, tensors, reply=reply)
         elif reply and any(tensor.is_cuda for tensor in tensors):
             raise UnsendableError(no_map(to.peer.name, reply=True))
-        if not packing.attached:
-            return self._checked(encode(make(()), tensors, staging))
-        refs = self.traffic.departing(packing.attached, to.peer, to)
+        refs = self.traffic.departing(packing.attached, to.peer, to) if packing.attached else ()
+        return Cargo(mark, refs, tensors, staging, coded)
+
+    def frame(self, message: Any, cargo: Cargo) -> Frame:
+        """The frame of a message that was made with this cargo. If there is none, its references stay here."""
         try:
-            return self._checked(encode(make(refs), tensors, staging))
-        except BaseException:
-            self.traffic.stayed(refs)
+            return self._checked(encode(message, cargo.tensors, cargo.staging))
+        except BaseException as error:
+            if cargo.refs:
+                self.traffic.stayed(cargo.refs)
+            if isinstance(error, RuntimeError) and _are_functorch_transforms_active():
+                raise inside_a_transform() from error
             raise
 
     def _checked(self, frame: Frame) -> Frame:
@@ -354,7 +385,8 @@ class Execution:
             error = type(error)(texts[2])  # without what else hangs on it
         try:
             tree, packing = self._codec.pack(error)
-            return self._frame(lambda refs: make(*texts, tree, refs), packing, packing.tensors, to)
+            cargo = self._load(None, packing.tensors, packing, to)
+            return self.frame(make(*texts, tree, cargo.refs), cargo)
         except Exception:  # an exception that cannot travel: its texts do
             return encode(make(*texts))
 

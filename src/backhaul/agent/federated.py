@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from backhaul.agent import autocast
-from backhaul.agent.execution import Execution, Peer, safe_str
+from backhaul.agent.execution import Cargo, Execution, Peer, safe_str
 from backhaul.agent.observing import RecvRecorded
 from backhaul.agent.recording import Tensors
 from backhaul.edges.compression import expanded
@@ -29,13 +29,14 @@ from backhaul.errors import (
     user_frames,
 )
 from backhaul.ids import WorkerInfo
-from backhaul.security.exposure import type_name
-from backhaul.security.permissions import Permissions, printable
+from backhaul.trust.exposure import type_name
+from backhaul.trust.permissions import Permissions, printable
 from backhaul.wire import callables, trees
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.messages import Failed, Failure, Refs
-from backhaul.wire.tensors import claimed, land
+from backhaul.wire.landing import land
+from backhaul.wire.messages import Coded, Failed, Failure, Mark
+from backhaul.wire.tensors import claimed
 from backhaul.wire.trees import Packing
 from backhaul.wire.values import Codec
 
@@ -124,15 +125,22 @@ class FederatedExecution(Execution):
             if message.refs:
                 self.traffic.arrived(message.refs)
 
-    def _frame(
-        self, make: Callable[[Refs], Any], packing: Packing, tensors: Tensors, to: Peer, *, reply: bool = True
-    ) -> Frame:
+    def _load(
+        self,
+        mark: Mark | None,
+        tensors: Tensors,
+        packing: Packing,
+        to: Peer,
+        coded: tuple[Coded, ...] = (),
+        *,
+        reply: bool = True,
+    ) -> Cargo:
         if claimed(tensors) > self._max_message_bytes:
             raise UnsendableError(
                 f"tensors whose shapes stand for more than {self._max_message_bytes} bytes beyond their memory, since "
                 "they are expanded, empty, sparse or on the meta device: no worker of a federation takes them"
             )
-        return super()._frame(make, packing, tensors, to, reply=reply)
+        return super()._load(mark, tensors, packing, to, coded, reply=reply)
 
     def _checked(self, frame: Frame) -> Frame:
         if len(frame.pieces[0]) > self._max_head_bytes:

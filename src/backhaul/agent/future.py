@@ -48,7 +48,8 @@ class Future(torch.futures.Future[T]):
     _attend: Callable[[], None] | None = None
     _settled = False
     devices: tuple[int, ...] = ()
-    """The GPUs that values may have tensors on. Of the class: those that the workers of this process use."""
+    """The GPUs that values may have tensors on. Of the class: those that the workers of this process use, since a
+    future that a user makes has no worker, and any worker may complete it."""
     _ready: Callable[[Any], None] | None = None
     """Called with the value by each thread that gets it: makes tensors on GPUs ready on its current streams."""
     _value: Any = None

@@ -42,4 +42,5 @@ class SwitchInterval:
                 self._before = None
 
 
+# There is one interpreter, and one interval, for all workers of the process.
 switch_interval = SwitchInterval()

@@ -27,8 +27,8 @@ from backhaul.devices.segments import DeviceLending
 from backhaul.errors import OptionError
 from backhaul.ids import WorkerInfo
 from backhaul.options import LOG_LEVEL_VARIABLE, LOG_LEVELS
-from backhaul.security.permissions import printable
 from backhaul.transport.base import Channel, Way
+from backhaul.trust.permissions import printable
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.lanes import messages

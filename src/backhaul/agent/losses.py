@@ -89,7 +89,7 @@ class Losses:
     def served_ended(self, served: Served, error: Exception) -> None:
         if served.peer.id == GUEST:
             return
-        if self._agent.options.trust == "federation" and isinstance(error, ProtocolError):
+        if not self._agent.trust.believes and isinstance(error, ProtocolError):
             self._agent.penalties.wrong(served.peer.name, time.monotonic())
         peer, name = served.peer, served.peer.name
         how = "has left the group" if served.said_goodbye else f"is lost: {error}"

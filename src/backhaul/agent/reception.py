@@ -58,7 +58,7 @@ class Reception:
 
     def _judge_guest(self) -> str:
         """Why a guest is refused, if it is. It has no group and need not know who is here."""
-        if self._agent.options.trust != "cluster":
+        if not self._agent.trust.shows:
             return "a member of a federation shows itself to nobody"
         if self._agent.closed.is_set():
             return LEAVING

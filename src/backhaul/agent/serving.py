@@ -71,7 +71,7 @@ Handler = Callable[[Line, Envelope], Frame | None]
 
 
 class Admission(Protocol):
-    """What `agent.guard` does."""
+    """What `trust.guard` does."""
 
     def __call__(self, line: Line, envelope: Envelope) -> Frame | None:
         """What to answer instead of handling a message, if it is refused. Raises if the connection is to end."""

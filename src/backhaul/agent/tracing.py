@@ -52,11 +52,6 @@ def spanning_future(span: Span, call: Callable[[], T]) -> T:
     return future
 
 
-def traced(tracing: Tracing | None, make: Callable[[int], Frame]) -> Callable[[int], Frame]:
-    """``make``, whose frames have the mark of the span that their thread is at."""
-    return make if tracing is None else lambda id: tracing.attach(make(id))
-
-
 class Tracing(Protocol):
     """See `inspection.spans`. Thread-safe."""
 

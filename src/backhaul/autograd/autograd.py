@@ -45,12 +45,12 @@ class Autograd:
     def __init__(self, agent: Agent) -> None:
         anchor = torch.zeros((), device="cpu", requires_grad=True)
         self.me = agent.me
-        self._strict = agent.options.trust == "federation"
+        self._believes = agent.trust.believes
         self.contexts = Contexts(
             agent.me,
             agent.options.limits,
             lambda peer, why: agent.permissions.over_quota(peer.name, "a context", why),
-            secret=self._strict,
+            secret=not agent.trust.shows,
         )
         self.engine = Engine(agent, self.contexts, anchor)
         self._agent = agent
@@ -142,7 +142,7 @@ class Autograd:
 
     def _on_leave(self, line: Line, envelope: Envelope) -> None:
         id, sender = envelope.message.context, line.peer.id
-        if not self._strict or rank_of(id) == sender:
+        if self._believes or rank_of(id) == sender:
             self._end(id, sender, gone(id, self.me))
         elif self.contexts.get(id) is not None and id not in self._doubted:
             self._doubted.add(id)  # only the initiator's own word counts

@@ -23,13 +23,13 @@ _MOST = 20_000
 class Ledger:
     """The messages of a pass that are under way. Not thread-safe."""
 
-    def __init__(self, strict: bool = False) -> None:
-        """``strict``: refuse ids that were reported before. Such a report could empty a ledger too early."""
+    def __init__(self, doubts: bool = False) -> None:
+        """``doubts``: refuse ids that were reported before. Such a report could empty a ledger too early."""
         self._open = {ROOT}
-        self._told: tuple[set[int], set[int]] | None = (set(), set()) if strict else None
+        self._told: tuple[set[int], set[int]] | None = (set(), set()) if doubts else None
 
     def report(self, consumed: Collection[int], emitted: Collection[int]) -> bool:
-        """Enter a report. Returns whether the pass is over. If strict, raises `ProtocolError` for a repeated id."""
+        """Enter a report. Returns whether it is over. With ``doubts``, raises `ProtocolError` for repeated ids."""
         if self._told is not None:
             for before, now in zip(self._told, (consumed, emitted), strict=True):
                 if len(now) > _MOST or len(set(now)) != len(now) or not before.isdisjoint(now):

@@ -120,7 +120,7 @@ def _gather(agent: Agent, id: int, roots: Sequence[torch.Tensor] | None, timeout
     deadline = time.monotonic() + timeout
     mine: Answer = agent.inspect("context", {"id": id} if roots is None else {"id": id, "roots": list(roots)})
     parts: dict[int, Answer] = {agent.me.id: mine}
-    if agent.options.trust == "federation":  # peers do not show their graphs
+    if not agent.trust.shows:  # peers do not show their graphs
         return [mine, *(_silent(rank, _name(mine, rank), "in a federation") for rank in mentioned(mine))]
     answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
     asked: dict[int, str] = {}

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import torch
 
-from backhaul.autograd.checking import Like
 from backhaul.autograd.functions import ID_BITS, rank_of
 from backhaul.errors import BackhaulError, ContextError, QuotaError
 from backhaul.ids import WorkerInfo
 from backhaul.options import Quotas
+from backhaul.trust.checking import Like
 
 if TYPE_CHECKING:
     from backhaul.autograd.graph import Node
@@ -32,7 +32,8 @@ current_context: ContextVar[int | None] = ContextVar("backhaul_autograd_context"
 """The id of the context that this thread, or coroutine, is in."""
 
 everywhere: weakref.WeakSet[Contexts] = weakref.WeakSet()
-"""The `Contexts` of all workers of this process."""
+"""The `Contexts` of all workers of this process. It is global, since the torch functions that `mistakes` watches know
+no worker."""
 
 _REMEMBERED = 4096
 _NOTED = 1024

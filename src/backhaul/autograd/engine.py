@@ -41,7 +41,6 @@ from backhaul.agent.observing import (
     RunEnded,
 )
 from backhaul.autograd import functions, joint_hooks, node_hooks
-from backhaul.autograd.checking import Charges, abridged, checked_all, is_sorted
 from backhaul.autograd.contexts import Contexts, Record, gone
 from backhaul.autograd.functions import ROOT, Recv, rank_of
 from backhaul.autograd.graph import Component
@@ -61,8 +60,10 @@ from backhaul.errors import (
     WorkerLostError,
 )
 from backhaul.ids import WorkerInfo
+from backhaul.trust.checking import Charges, abridged, checked_all, is_sorted
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
+from backhaul.wire.landing import Later
 from backhaul.wire.messages import (
     Check,
     Failed,
@@ -73,7 +74,6 @@ from backhaul.wire.messages import (
     Resolved,
     TakePart,
 )
-from backhaul.wire.tensors import Later
 
 _log = logging.getLogger(__name__)
 
@@ -106,8 +106,8 @@ class Engine:
         self._observers = agent.observers
         self._me = agent.me
         self._contexts = contexts
-        self._strict = agent.options.trust == "federation"
-        self._charges = Charges(agent.options.message_limit) if self._strict else None
+        self._doubts = not agent.trust.believes
+        self._charges = Charges(agent.options.message_limit) if self._doubts else None
         self._runner = Runner(agent, anchor, self)
         self._lock = threading.Lock()
         # Guarded by _lock:
@@ -203,7 +203,7 @@ class Engine:
             floor = min([id, *(other for other, r in self._started.items() if r.local.record is record)])
             local = LocalPass(Pass(id, record.id, floor, retain_graph, into_grad), record, root, self._charges)
             local.deadline, local.check_every = deadline, self._check_every
-            started = self._started[id] = StartedPass(local, strict=self._strict)
+            started = self._started[id] = StartedPass(local, doubts=self._doubts)
         with record.lock:
             over = record.over
             if not over:
@@ -217,7 +217,7 @@ class Engine:
 
     def _find_shortcuts(self, local: LocalPass) -> None:
         """Find the gradients of a pass that starts here that need not come through this worker."""
-        if self._strict or self.agent.execution.edges is not None or node_hooks.are_there() or joint_hooks.are_there():
+        if self._doubts or self.agent.execution.edges is not None or node_hooks.are_there() or joint_hooks.are_there():
             return
         if len(local.record.sends) > 1:
             local.find_shortcuts(self._me.id)
@@ -504,12 +504,12 @@ class Engine:
             if local is not None:
                 handler(line, envelope, local)
         except Exception as error:
-            if self._strict and isinstance(error, ProtocolError | QuotaError):
+            if self._doubts and isinstance(error, ProtocolError | QuotaError):
                 what = f"a {type(envelope.message).__name__}"
                 self.agent.permissions.note(line.peer.name, what, error, size=envelope.size)
             if local is None:
                 # In a federation the sender may have invented the pass. So the sender is told, and must pass it on.
-                to = line.peer.id if self._strict else rank_of(backward.id)
+                to = line.peer.id if self._doubts else rank_of(backward.id)
                 self._tell_failed(to, backward, error)
             else:
                 self.fail(local, error)
@@ -524,8 +524,8 @@ class Engine:
             if record.over or starter == self._me.id or backward.id in record.aborted or record.is_over(backward.id):
                 return None
             # The floor says which passes are over. In a federation only the starter itself is believed on that.
-            ended = record.raise_floor(starter, 0 if self._strict and sender != starter else backward.floor)
-            full = self._strict and len(record.passes) >= _MAX_PASSES
+            ended = record.raise_floor(starter, 0 if self._doubts and sender != starter else backward.floor)
+            full = self._doubts and len(record.passes) >= _MAX_PASSES
             if not full:
                 local = record.passes[backward.id] = LocalPass(backward, record, None, self._charges)
         for old in ended:  # if a thread still waits in it, the pass has failed, and the message about that is late
@@ -536,15 +536,15 @@ class Engine:
 
     def _on_gradients(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
         message: Gradients = envelope.message
-        if self._strict and not is_sorted(message.present, len(message.sources)):
+        if self._doubts and not is_sorted(message.present, len(message.sources)):
             raise ProtocolError("gradients whose places are not in order")
         for source in message.sources:
             send = local.record.sends.get(source)
             # The starter may have sent the tensor on. Then a shortcut leads here from any worker.
-            if send is None or (send.to.id != line.peer.id and (self._strict or send.to.id != local.starter)):
+            if send is None or (send.to.id != line.peer.id and (self._doubts or send.to.id != local.starter)):
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {line.peer.name!r}")
         if message.shortcuts:
-            if self._strict:
+            if self._doubts:
                 raise ProtocolError("gradients with shortcuts, which a federation does not allow")
             local.shortcuts.update((each.source, each) for each in message.shortcuts)
         local.got_from(line.peer.id)
@@ -552,7 +552,7 @@ class Engine:
             came = GradientsCame(backward=local.backward.id, peer=line.peer.name, sources=message.sources)
             self._observers.emit(came)
         if message.consumed:
-            if local.starter == self._me.id or self._strict:
+            if local.starter == self._me.id or self._doubts:
                 self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
             else:
                 local.carry(message.consumed, message.emitted)
@@ -566,7 +566,7 @@ class Engine:
                     if gradient is not None:
                         found[source] = (gradient.to(sends[source].device),)
             self.agent.devices.streams.leave_word()  # another thread may use them
-        if self._strict:
+        if self._doubts:
             found = checked_all(found, lambda source: sends[source].like)
         components, ask = local.arrive(found, line.peer.id)
         if self._observers:
@@ -607,7 +607,7 @@ class Engine:
         self._on_reported(line, envelope.message)
 
     def _on_reported(self, line: Line, message: Report) -> None:
-        if self._strict and any(each == ROOT or rank_of(each) != line.peer.id for each in message.consumed):
+        if self._doubts and any(each == ROOT or rank_of(each) != line.peer.id for each in message.consumed):
             raise ProtocolError(f"worker {line.peer.name!r} reports work of other workers")
         self._take_report(message)
 
@@ -618,7 +618,7 @@ class Engine:
             return
         if local.starter == self._me.id:
             self._tell_failed(self._me.id, local.backward, error)
-        if self._strict:
+        if self._doubts:
             message = abridged(message)
         elif message.refs or envelope.tensors:  # the texts are enough for the other workers
             message = msgspec.structs.replace(message, tree=None, refs=())

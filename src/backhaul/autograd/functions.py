@@ -40,6 +40,7 @@ ROOT = 0
 NOTHING = torch.zeros((), device="cpu")
 """The dummy gradient of a Send's output."""
 
+# One for each GPU of the process; it never changes.
 _on_gpus: dict[torch.device, torch.Tensor] = {}
 
 

@@ -58,6 +58,7 @@ class _Lending:
         return all(self._lent.get(leaf, thread) == thread for leaf in leaves)
 
 
+# Of the process: ``.grad`` belongs to the leaf, and workers of one process may have leaves in common.
 _lending = _Lending()
 
 

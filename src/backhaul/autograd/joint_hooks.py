@@ -36,7 +36,8 @@ _Parts = tuple[weakref.ref[Any], ...]
 """The functions of one hook, one for each tensor. A function may be freed with its tensor, before the others."""
 
 _hooks: dict[_Parts, int] = {}
-"""Each hook that waits for all its tensors -> the context in which it was made."""
+"""Each hook that waits for all its tensors -> the context in which it was made. It is global, since torch's
+hooks know no worker."""
 
 _init = _MultiHandle.__init__
 
@@ -64,6 +65,7 @@ def _notice(self: Any, handles: Sequence[Any]) -> None:
         hooks[id] = once
 
 
+# Torch has no other place that learns of such hooks, and it has one for the process.
 _MultiHandle.__init__ = _notice  # type: ignore[method-assign]
 
 

@@ -18,7 +18,6 @@ from backhaul.agent.agent import Agent
 from backhaul.agent.listening import Listener
 from backhaul.agent.observing import GateOpens, GateWaits
 from backhaul.autograd import joint_hooks
-from backhaul.autograd.checking import Box, Charges
 from backhaul.autograd.contexts import Record
 from backhaul.autograd.functions import ROOT, Recv, nothing_on, passes_on, rank_of
 from backhaul.autograd.graph import Component, Node, put_gates_last
@@ -26,6 +25,7 @@ from backhaul.autograd.schedule import Schedule, Source
 from backhaul.devices.streams import use
 from backhaul.errors import ContextError, RpcTimeoutError, fresh, kept
 from backhaul.ids import WorkerInfo
+from backhaul.trust.checking import Box, Charges
 from backhaul.wire.messages import Pass, Shortcut
 
 Gradients = Sequence[torch.Tensor | None]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+# Of the process: torch knows nodes and hooks, and no worker.
 _dicts: weakref.WeakValueDictionary[int, OrderedDict[int, Any]] = weakref.WeakValueDictionary()
 _seen: list[bool] = []  # not empty after the first hook: quicker to test than the dicts
 _register_hook: Any = torch.autograd.Function._register_hook
@@ -35,6 +36,7 @@ def _question(*_: Any) -> None:
     """Registering this as a hook returns the node's dict of hooks, and adds nothing."""
 
 
+# The only place where Python learns of such hooks; torch has one for the process.
 torch.autograd.Function._register_hook = staticmethod(_notice)  # type: ignore[method-assign]
 
 

@@ -16,12 +16,12 @@ import torch
 
 from backhaul.agent.recording import Tensors
 from backhaul.autograd import mistakes
-from backhaul.autograd.checking import like
 from backhaul.autograd.contexts import Contexts, Record, Send, current_context
 from backhaul.autograd.functions import Reach, Recv, rank_of, receive, send
 from backhaul.autograd.graph import foresee
 from backhaul.errors import ProtocolError
 from backhaul.ids import WorkerInfo
+from backhaul.trust.checking import like
 from backhaul.wire.messages import Mark
 
 _NO_CONTEXT = 0
@@ -116,9 +116,8 @@ class Recorder:
             record.require_room(len(record.sends) + len(recorded))
         record.told.add(to.id)
         message = self._contexts.new_id(len(recorded))
-        strict = self._contexts.secret
         sends = [
-            Send(message, to, send(source, [tensor]), tensor.device, like(tensor) if strict else None)
+            Send(message, to, send(source, [tensor]), tensor.device, None if self._tells else like(tensor))
             for source, tensor in enumerate(recorded, message)
         ]
         for source, made in enumerate(sends, message):

@@ -33,7 +33,7 @@ from backhaul.compat import shard_groups
 from backhaul.errors import MisuseError
 
 _composed: Mapping[torch.nn.Module, Any] = {}
-"""Modules that `fully_shard` and similar functions were applied to -> weak references to their states."""
+"""Modules that `fully_shard` and similar functions were applied to -> weak references to states. Torch owns it."""
 if torch.distributed.is_available():
     from torch.distributed._composable_state import _module_state_mapping as _composed
 _some_composed: Any = getattr(_composed, "data", _composed)
@@ -225,6 +225,7 @@ def _sharded_roots() -> list[Sequence[Any]]:
     return [states for states in roots.values() if states]
 
 
+# Of the process: modules belong to no worker, and process groups order their work by process.
 replicas = Replicas()
 register_module_module_registration_hook(replicas.notice)
 if torch.distributed.is_available() and torch.distributed.is_initialized():  # otherwise there are no replicas yet

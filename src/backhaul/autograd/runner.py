@@ -51,7 +51,7 @@ class Runner:
     def __init__(self, agent: Agent, anchor: torch.Tensor, protocol: Protocol) -> None:
         self._agent = agent
         self._observers = agent.observers
-        self._strict = agent.options.trust == "federation"
+        self._believes = agent.trust.believes
         self._anchor = anchor
         self._protocol = protocol
         self._runs: set[EngineRun] = set()
@@ -95,7 +95,7 @@ class Runner:
             waits=joint or component.waits,
             # Another thread, with other streams, may send held gradients.
             hold=not joint and self._agent.devices is None,
-            carried=not self._strict,
+            carried=self._believes,
         )
         self._runs.add(run)
         before, functions.thread.run = functions.thread.run, run
@@ -126,7 +126,7 @@ class Runner:
 
     def _pass_on(self, local: LocalPass, component: Component) -> Outcome | None:
         """Send the gradient of a tensor that was sent on unchanged back. Returns None if torch must run."""
-        if self._strict or node_hooks.are_there():
+        if not self._believes or node_hooks.are_there():
             return None
         gradient = local.passed_on(component)
         if gradient is None:

@@ -19,13 +19,13 @@ from backhaul.autograd.local_pass import LocalPass
 class StartedPass:
     """What the starter of a pass knows about it. Thread-safe."""
 
-    def __init__(self, local: LocalPass, *, strict: bool = False) -> None:
-        """``strict``: other workers may lie. See `completion.Ledger`."""
+    def __init__(self, local: LocalPass, *, doubts: bool = False) -> None:
+        """``doubts``: other workers may lie. See `completion.Ledger`."""
         self.local = local
-        self._strict = strict
+        self._doubts = doubts
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._ledger = Ledger(strict)
+        self._ledger = Ledger(doubts)
         self._resolving: Ledger | None = None
         self._askers: set[int] = set()
         self._resolved = False
@@ -43,7 +43,7 @@ class StartedPass:
             self._askers.add(rank)
             begin = self._resolving is None
             if begin:
-                self._resolving = Ledger(self._strict)
+                self._resolving = Ledger(self._doubts)
             return begin, False
 
     def report(self, resolving: bool, consumed: Sequence[int], emitted: Sequence[int]) -> set[int]:

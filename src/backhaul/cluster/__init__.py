@@ -60,7 +60,7 @@ def cluster(
     options = RpcOptions() if options is None else options
     if options.init_method != RpcOptions().init_method:
         raise OptionError("cluster() decides where its workers meet: leave init_method out of the options")
-    if options.trust == "federation":
+    if not options.policy.is_one_user:
         raise OptionError(
             'cluster() starts workers of one user, which trust each other: trust="federation" is for parties that each '
             "start their own, with init_rpc"

@@ -85,6 +85,7 @@ def wait(event: int, stream: Stream) -> None:
         check(code, "waiting for an event")
 
 
+# The driver has one context for each GPU of a process, and streams belong to it.
 _handles: dict[tuple[int, int, int], Stream] = {}
 
 
@@ -93,7 +94,7 @@ class _ThreadState(threading.local):
         self.ready: set[int] = set()
 
 
-_state = _ThreadState()
+_state = _ThreadState()  # of a thread: where the driver's context is current
 
 
 def current_stream(device: int) -> Stream:

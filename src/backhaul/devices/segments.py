@@ -60,7 +60,7 @@ def uuid_of(device: int) -> str:
 
 
 _here: weakref.WeakValueDictionary[bytes, _Segment] = weakref.WeakValueDictionary()
-"""The segments that this process has made, by name."""
+"""The segments that this process has made, by name: another worker of the process cannot open them, and uses these."""
 
 
 class _Segment:

@@ -16,7 +16,8 @@ from backhaul.devices.streams import Streams
 from backhaul.errors import UnsendableError
 from backhaul.wire import headers
 from backhaul.wire.frames import DEVICE_PLACE
-from backhaul.wire.tensors import pin, view_of
+from backhaul.wire.landing import pin
+from backhaul.wire.tensors import view_of
 
 _log = logging.getLogger(__name__)
 

@@ -66,7 +66,7 @@ def use(tensors: Sequence[torch.Tensor]) -> None:
 
 
 _in_use: set[int] = set()
-"""The GPUs that the workers of this process use."""
+"""The GPUs that the workers of this process use. What a `Baton` orders may be shared by workers."""
 
 
 class Baton:

@@ -43,7 +43,7 @@ def examine(report: Report, options: RpcOptions, tls: tuple[str, str, str] | Non
     """``tls`` are paths that were given, whether or not ``options`` have taken them."""
     report.section("authentication")
     report.fact("trust", f"{options.trust}: {_TRUST[options.trust]}", mode=options.trust)
-    uses_unix = options.transport != "tcp" and options.trust != "federation"
+    uses_unix = options.transport != "tcp" and options.policy.is_one_user
     text = f"only processes of user {os.geteuid()}, as the kernel tells (SO_PEERCRED)" if uses_unix else "not used"
     report.fact("unix sockets", text, uid=os.geteuid() if uses_unix else None)
     if tls is not None:

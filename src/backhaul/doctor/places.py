@@ -27,7 +27,7 @@ _PATIENCE = 1.0  # for the host of the store to answer
 def listening(report: Report, options: RpcOptions, credentials: str) -> Site | None:
     """What TCP would listen on, if it would. ``credentials`` are the kind of those that there are."""
     report.section("listening")
-    if options.transport == "tcp" or options.trust == "federation":
+    if options.transport == "tcp" or not options.policy.is_one_user:
         report.fact("unix sockets", "none: all goes over TCP", directory=None)
     else:
         _unix(report)

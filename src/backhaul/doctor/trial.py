@@ -39,11 +39,10 @@ def run(report: Report, options: RpcOptions, name: str) -> None:
     seconds = time.perf_counter() - begin
     report.fact("import torch", f"{seconds:.1f} s", seconds=seconds)
     from backhaul.transport.stream import StreamTransport
-    from backhaul.worker import transport_options
 
     tensor = torch.arange(_BYTES // torch.int64.itemsize)
     try:
-        options = transport_options(options)
+        options = options.policy.transport_options(options)
         transport = StreamTransport(options)
     except _SAID as error:
         report.fault(str(error))

@@ -16,6 +16,7 @@ from backhaul.errors import BackhaulError, ContextError, MisuseError, RemoteTrac
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
+# Torch's module has no worker: these are contexts of whichever is current.
 _opened: dict[int, _ours] = {}
 
 

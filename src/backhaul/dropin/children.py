@@ -40,6 +40,7 @@ def _tell_spawned() -> None:
         path = f"import sys; sys.path[:] = {data['sys_path']!r}; " if "sys_path" in data else ""
         return {"backhaul": _Beginning(path + STATEMENT), **data}
 
+    # Processes are started by the process.
     multiprocessing.spawn.get_preparation_data = get_preparation_data
 
 
@@ -60,4 +61,5 @@ def _tell_fork_servers() -> None:
         finally:
             server._preload_modules = wanted
 
+    # There is one server for the process.
     server.ensure_running = multiprocessing.forkserver.ensure_running = ensure_running

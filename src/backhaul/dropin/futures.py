@@ -45,5 +45,6 @@ def callback_error(error: BaseException) -> BaseException:
 
 def adopt() -> None:
     """Have all futures behave so, from now on."""
+    # Futures are torch's, which knows no worker.
     torch.futures.wait_all = wait_all
     Future.callback_error = staticmethod(callback_error)

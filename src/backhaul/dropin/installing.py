@@ -47,7 +47,7 @@ _MEMBERS = {
 }
 """Packages of torch's with a module of ours -> what they offer of it. Not imported here: that may take seconds."""
 
-_installed = False
+_installed = False  # ``sys.modules`` is of the process
 
 
 def is_installed() -> bool:

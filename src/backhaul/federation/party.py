@@ -24,7 +24,7 @@ from backhaul.errors import ContextError, MisuseError, OptionError, QuotaError, 
 from backhaul.nn.device import arrived, device_of, leaving
 from backhaul.optim import gradients
 from backhaul.optim.claims import claims
-from backhaul.security.exposure import expose
+from backhaul.trust.exposure import expose
 from backhaul.worker import current
 
 _KEY_BITS = 62

@@ -298,6 +298,7 @@ class _Walk:
         return classes
 
 
+# A cache. Modules belong to no worker: the garbage collector finds those of the process.
 _seen: list[weakref.ref[nn.Module]] = []
 
 

@@ -32,8 +32,9 @@ LOOPBACK = "127.0.0.1"
 _LOCAL_RANK_VARIABLE = "LOCAL_RANK"
 _JOIN_SECONDS = 5.0
 
+# A registry of Prometheus is the process's, and takes one collector for all its workers.
 _collectors: weakref.WeakKeyDictionary[CollectorRegistry, Collector] = weakref.WeakKeyDictionary()
-_registering = threading.Lock()
+_registering = threading.Lock()  # around these
 
 
 def prometheus() -> Any:

@@ -54,7 +54,7 @@ class Spans:
         self._propagator = TraceContextTextMapPropagator()
         self._tracer = trace.get_tracer(_NAME, tracer_provider=provider)
         self._agent = agent
-        self._trusting = agent.options.trust == "cluster"
+        self._believes = agent.trust.believes
         self._lock = threading.Lock()
         # All guarded by _lock:
         self._marks: OrderedDict[int, str] = OrderedDict()  # by pass
@@ -146,7 +146,7 @@ class Spans:
         remote = self._context_of(mark)
         if remote is None:
             return nowhere, []
-        if not self._trusting:
+        if not self._believes:
             return nowhere, [self._api.Link(remote)]
         return self._api.set_span_in_context(self._api.NonRecordingSpan(remote), nowhere), []
 

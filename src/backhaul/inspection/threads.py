@@ -63,6 +63,7 @@ def describe_threads(activity: Activity, *, stacks: bool = True) -> list[dict[st
     return found
 
 
+# The frames are those of all threads of the process.
 _looking = threading.Lock()
 
 

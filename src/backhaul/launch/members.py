@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 JOIN = "join"
 
 beginning: list[str] = []
-"""Statements that every worker process begins with."""
+"""Statements that every worker process begins with. Of the launching process, which has no worker."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class PartyParameters(NamedTuple):
 
 
 def in_federation() -> bool:
-    return current().options.trust == "federation"
+    return not current().options.policy.runs_any_function
 
 
 def create(

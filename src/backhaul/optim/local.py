@@ -27,6 +27,7 @@ News = Changes | Literal[False] | None
 
 
 _ID_BITS = 62
+# By random number. Of the process: its workers may have parameters in common, and so optimizers.
 _here: weakref.WeakValueDictionary[int, LocalOptimizer] = weakref.WeakValueDictionary()
 
 

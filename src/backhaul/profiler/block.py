@@ -88,7 +88,7 @@ class profile:
         if self._used:
             raise MisuseError("a profile is for one block: make a new one with backhaul.profiler.profile(...)")
         worker = workers.current()
-        if worker.options.trust == "federation":
+        if not worker.options.policy.shows:
             raise MisuseError(
                 "the members of a federation do not let each other look inside, so they cannot be profiled together; "
                 "use torch.profiler on each of them"

@@ -67,9 +67,10 @@ def _slices(rows: Iterable[Any]) -> Iterator[list[Any]]:
         yield part
 
 
+# The garbage collector is the process's.
 _lock = threading.Lock()
 _pauses = 0  # of this process, like the collector itself
-_was_on = False
+_was_on = False  # before the first pause
 
 
 @contextmanager

@@ -153,8 +153,9 @@ class _Packing:
         self._thread.join()
 
 
+# The session of each worker. It hangs here and not off the Worker, which is below this layer and does not know it.
 _sessions: weakref.WeakKeyDictionary[Worker, Session] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = threading.Lock()  # around these
 
 
 def _remove(worker: Worker, session: Session) -> None:

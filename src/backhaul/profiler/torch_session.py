@@ -35,6 +35,7 @@ _MEMORY_EVERY = 4
 """Looks at memory at every fourth look at the interpreter."""
 
 
+# Torch has one profiler in a process.
 _claiming = threading.Lock()
 _active: weakref.ref[TorchSession] | None = None
 """The session that records in this process now."""

@@ -173,7 +173,7 @@ def closed_options(options: RpcOptions | None, what: str) -> RpcOptions:
         raise OptionError(f"{what} takes RpcOptions, not {type(options).__name__}")
     if options.init_method != RpcOptions().init_method:
         raise OptionError(f"{what} decides where its workers meet: leave init_method out of the options")
-    if options.trust == "federation":
+    if not options.policy.is_one_user:
         raise OptionError(
             f'{what} is for workers of one user, which trust each other: trust="federation" is for parties that each '
             "start their own, with backhaul.rpc.init_rpc"

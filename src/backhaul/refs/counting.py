@@ -40,24 +40,16 @@ else the creator's `Release`. A creation is *settled* once either has come. The 
 reference that it has no entry for, it tells by that whether its value is still to come or has been freed. A reference
 names the process of its owner as well (``life``): what was made by another process is not to come.
 
-**Deaths.** A worker may die after it has sent a reference on and before the receiver is listed. If the
-owner struck the dead worker off at once, the value could go although the receiver has it. So whoever
-has the dead worker on a list, or a pin towards it, first *sweeps*: it asks every other living worker
-whether all that the dead ones ever sent it has been dealt with. A worker answers `Swept` when it has
-read the dead ones' connections to their end, and every entry that was registering then is
-confirmed. When all have answered for all the dead, nothing that a dead worker sent is under way, and what
-it held is dropped. Workers that die meanwhile are added to the question. Those that join meanwhile are not asked:
-who was not in the group while the dead one lived has nothing from it.
+**Deaths.** The dead are struck off the lists. If a dead worker may have sent a reference on, the living are asked first
+whether it is under way: see `sweeps`.
 
 **What is assumed.** Between two living workers, these messages arrive in order and once (`mailbox` sees to
-that, over connections that may break). Nothing is assumed of their order relative to calls. A worker
-that one takes for dead is dead, and the driver examines every worker that a `Sweep` names: it then calls `died`, or
-`lives` if that worker answers, since the one who asks is mistaken or means a predecessor.
+that, over connections that may break). Nothing is assumed of their order relative to calls.
 
-**Federation.** Where peers may lie (``strict``), a reference goes only from its owner to a user and back. Then no
-worker can have sent on what it had when it died, and nobody is asked: the dead are struck off at once, and a `Sweep` is
-nothing that a peer has to say. `allows` says which notices a peer may send at all: about itself, and about what it was
-given. Whoever was given a reference is listed for it, or the owner has a pin towards it (`may_use`).
+**Direct references.** Where peers may lie, a reference goes only from its owner to a user and back (``direct``). Then
+no worker can have sent on what it had when it died, and nobody is asked: the dead are struck off at once, and a `Sweep`
+is nothing that a peer has to say. A worker that was given a reference is listed for it, or the owner has a pin towards
+it (`may_use`). `trust.rights` decides by that.
 
 Methods return the messages to send, and the values to free; they do nothing else. One driver calls them, under
 one lock, and does not let go of it before the messages are in their outboxes: a `Register` that overtakes the
@@ -66,12 +58,13 @@ one lock, and does not let go of it before the messages are in their outboxes: a
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from backhaul.ids import RefId, ShareId
+from backhaul.refs.numbers import Numbers
+from backhaul.refs.sweeps import Sweeps
 from backhaul.wire.messages import Notice, Recall, Register, Registered, Release, Sweep, Swept, Unpin
 
 
@@ -149,57 +142,22 @@ class _Pin:
         self.over = over
 
 
-class _Numbers:
-    """A set of numbers that come nearly in order, kept as ranges ``starts[i] <= n < ends[i]``."""
-
-    __slots__ = ("_ends", "_starts")
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-
-    def __contains__(self, number: int) -> bool:
-        before = bisect_right(self._starts, number)
-        return before > 0 and number < self._ends[before - 1]
-
-    def add(self, number: int) -> None:
-        """Add a number that is not in it."""
-        at = bisect_right(self._starts, number)
-        self._starts.insert(at, number)
-        self._ends.insert(at, number + 1)
-        for left in (at, at - 1):
-            if 0 <= left < len(self._starts) - 1 and self._ends[left] == self._starts[left + 1]:
-                del self._ends[left], self._starts[left + 1]
-
-    def __len__(self) -> int:
-        """How many ranges there are."""
-        return len(self._starts)
-
-
-class _Question:
-    """A sweep of another worker that has not been answered yet."""
-
-    __slots__ = ("awaited", "dead", "open")
-
-    def __init__(self, dead: tuple[int, ...]) -> None:
-        self.dead = dead
-        self.open = set(dead)  # those whose fate is not known here
-        self.awaited: set[RefId] | None = None  # entries to be confirmed first; None until the dead have ended
-
-
 class Counting:
     """One worker's part. ``me`` is its rank."""
 
-    def __init__(self, me: int, first_number: int = 0, *, strict: bool = False, life: int = 0) -> None:
-        """``first_number`` must be far from that of any other process that ever has this rank, and ``life`` another."""
+    def __init__(self, me: int, first_number: int = 0, *, direct: bool = False, life: int = 0) -> None:
+        """``first_number`` must be far from that of any other process that ever has this rank, and ``life`` another.
+
+        ``direct``: references go from their owner to a user and back, and no further.
+        """
         self.me = me
         self.life = life
-        self._strict = strict
+        self._direct = direct
         self._first_number = first_number
         self._owned: dict[RefId, _Owned] = {}
         self._used: dict[RefId, _Used] = {}
         self._pins: dict[ShareId, _Pin] = {}
-        self._refs: dict[int, int] = {}  # owner -> how many there are; one count for each owner keeps `_Numbers` short
+        self._refs: dict[int, int] = {}  # owner -> how many there are; one count for each owner keeps `Numbers` short
         self._shares = first_number
         self._listed: Counter[int] = Counter()  # worker -> how many entries of ours list it
         self._pinned: Counter[int] = Counter()  # worker -> how many pins there are towards it
@@ -207,12 +165,9 @@ class Counting:
         self._to_unpin: dict[ShareId, RefId] = {}  # all shares by which references came that are registering
         self._unconfirmed: Counter[int] = Counter()  # worker -> how many of these came from it
         self._used_of: Counter[int] = Counter()  # owner -> how many of its values are used here
-        self._settled: dict[int, _Numbers] = {}  # creator -> its creations here that have come, or never will
-        # Deaths:
-        self._dead: set[int] = set()  # and all that they sent here has been read
-        self._living: set[int] = set()
-        self._unswept: set[int] | None = None  # who has not answered the sweep that is going on
-        self._questions: dict[int, _Question] = {}  # who asks -> the last it has asked
+        self._settled: dict[int, Numbers] = {}  # creator -> its creations here that have come, or never will
+        self._sweeps = Sweeps(me)
+        self._dead = self._sweeps.dead
 
     @property
     def owned(self) -> Iterable[RefId]:
@@ -265,20 +220,10 @@ class Counting:
         """Whether nothing is known of a value that its creator asks for."""
         return ref not in self._owned and ref.number not in self._settled.get(ref.creator, ())
 
-    def allows(self, peer: int, notice: Notice) -> bool:
-        """Whether a peer that may lie has a right to say this."""
-        if isinstance(notice, Register):
-            return self.may_use(peer, notice.ref)
-        if isinstance(notice, Release):
-            return notice.ref.owner == self.me
-        if isinstance(notice, Registered):
-            return notice.ref.owner == peer
-        if isinstance(notice, Unpin):
-            pin = self._pins.get(notice.share)
-            return pin is None or pin.to == peer
-        if isinstance(notice, Recall):
-            return all(share.sharer == peer for share in notice.shares)
-        return False  # a Sweep, which nobody needs
+    def shared_with(self, share: ShareId) -> int | None:
+        """The receiver of a share that is pinned here."""
+        pin = self._pins.get(share)
+        return None if pin is None else pin.to
 
     def new_ref(self, owner: int, life: int = 0) -> RefId:
         """A name for a value. If it is another worker's, which has ``life``, `creating` and `created` must follow."""
@@ -450,7 +395,7 @@ class Counting:
 
     def _settle(self, ref: RefId) -> bool:
         """Its creation has come, or will not come any more. False if that was known."""
-        settled = self._settled.setdefault(ref.creator, _Numbers())
+        settled = self._settled.setdefault(ref.creator, Numbers())
         if ref.number in settled:
             return False
         settled.add(ref.number)
@@ -485,9 +430,7 @@ class Counting:
             self._unconfirmed[share.sharer] -= 1
             actions += self._tell(share.sharer, Unpin(share))
         actions += self._leave_if_idle(ref)
-        for question in self._questions.values():
-            if question.awaited is not None:
-                question.awaited.discard(ref)
+        self._sweeps.confirmed(ref)
         return actions + self._answer_sweeps()
 
     def joined(self, *workers: int) -> None:
@@ -495,7 +438,7 @@ class Counting:
 
         Before `died`, this must be told of all that were in the group at any time before the death.
         """
-        self._living.update({*workers} - self._dead - {self.me})
+        self._sweeps.joined(workers)
 
     def died(self, worker: int) -> list[Action]:
         """A worker is dead, and what it has sent to us has been read to the end.
@@ -504,18 +447,16 @@ class Counting:
         """
         if worker in self._dead or worker == self.me:
             return []
-        self._dead.add(worker)
-        self._living.discard(worker)
-        self._questions.pop(worker, None)
+        self._sweeps.died(worker)
         actions: list[Action] = []
         for ref in [ref for ref, entry in self._owned.items() if ref.creator == worker and entry.expected]:
             actions += self._void(ref)
         # What it owned can be used no more; nothing is to be told to it.
         for ref, used in [(ref, used) for ref, used in self._used.items() if ref.owner == worker]:
             actions += [Confirm(ref, False)] if used.confirmed else self._confirm(ref, exists=False)
-        if self._strict:
+        if self._direct:
             actions += self._strike_off_the_dead()
-        elif self._unswept is not None or self._concerned(worker):
+        elif self._sweeps.going_on or self._concerned(worker):
             actions += self._start_sweep()
         return actions + self._answer_sweeps()
 
@@ -527,8 +468,7 @@ class Counting:
         if worker not in self._dead:
             return []
         actions = self.give_up_sweep()  # which was about what it held before
-        self._dead.discard(worker)
-        self._living.add(worker)
+        self._sweeps.revived(worker)
         return actions
 
     def is_dead(self, worker: int) -> bool:
@@ -539,8 +479,7 @@ class Counting:
 
         Nothing that a predecessor sent is under way to us: its connections were read to their end when this one came.
         """
-        for question in self._questions.values():
-            question.open.discard(worker)
+        self._sweeps.lives(worker)
         return self._answer_sweeps()
 
     def _concerned(self, worker: int) -> bool:
@@ -550,28 +489,19 @@ class Counting:
 
     def _start_sweep(self) -> list[Action]:
         """Ask the living about all the dead, anew if a sweep is going on."""
-        self._unswept = set(self._living)
-        question = Sweep(tuple(sorted(self._dead)))
-        actions: list[Action] = [Send(worker, question) for worker in sorted(self._living)]
-        return actions if self._living else self._end_sweep()
+        questions = self._sweeps.begin()
+        return [Send(worker, question) for worker, question in questions] or self._strike_off_the_dead()
 
     def _on_swept(self, peer: int, dead: tuple[int, ...]) -> list[Action]:
-        if self._unswept is None or not self._dead.issubset(dead):
-            return []  # an answer to an earlier, smaller question
-        self._unswept.discard(peer)
-        return [] if self._unswept else self._end_sweep()
+        return self._strike_off_the_dead() if self._sweeps.answered(peer, dead) else []
 
     def give_up_sweep(self) -> list[Action]:
         """Some worker does not answer; do not keep for ever what only the dead held."""
-        return [] if self._unswept is None else self._end_sweep()
-
-    def _end_sweep(self) -> list[Action]:
-        self._unswept = None
-        return self._strike_off_the_dead()
+        return self._strike_off_the_dead() if self._sweeps.end() else []
 
     @property
     def sweeping(self) -> bool:
-        return self._unswept is not None
+        return self._sweeps.going_on
 
     def _strike_off_the_dead(self) -> list[Action]:
         actions: list[Action] = []
@@ -583,18 +513,15 @@ class Counting:
         return actions
 
     def _on_sweep(self, peer: int, dead: tuple[int, ...]) -> list[Action]:
-        self._questions[peer] = _Question(dead)
+        self._sweeps.asked(peer, dead)
         return self._answer_sweeps()
 
     def _answer_sweeps(self) -> list[Action]:
-        actions: list[Action] = []
-        for peer, question in list(self._questions.items()):
-            if question.awaited is None and self._dead.issuperset(question.open):
-                question.awaited = {ref for ref, entry in self._used.items() if entry.to_unpin}
-            if question.awaited is not None and not question.awaited:
-                del self._questions[peer]
-                actions += self._tell(peer, Swept(question.dead))
-        return actions
+        answers = self._sweeps.answers(self._registering)
+        return [action for peer, answer in answers for action in self._tell(peer, answer)]
+
+    def _registering(self) -> set[RefId]:
+        return {ref for ref, entry in self._used.items() if entry.to_unpin}
 
     def _list(self, entry: _Owned, user: int) -> None:
         if user not in entry.users:

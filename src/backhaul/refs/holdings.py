@@ -4,8 +4,7 @@
 
 - One lock guards the state machine and the tables here. Nothing is sent, and no value is freed or
   completed, while it is held.
-- Notices are sent from a queue (`completions`), never from the thread that caused them: that may be a
-  finalizer, or one that reads a connection.
+- Notices leave and arrive through `correspondence`.
 - A peer counts as dead when its incarnation is over (`agent.fates`), and everything that it sent has been read.
   A peer that merely cannot be reached keeps what it holds and owns. Once it answers again, the notices that were
   under way are repeated.
@@ -14,7 +13,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import threading
 import weakref
@@ -42,9 +40,10 @@ from backhaul.errors import (
 )
 from backhaul.ids import RefId, WorkerInfo, life_of
 from backhaul.refs.cell import Cell
+from backhaul.refs.correspondence import Correspondence
 from backhaul.refs.counting import Action, Counting, Free, Send, Void
-from backhaul.refs.mailbox import Inbox, Outbox
-from backhaul.refs.rights import Rights
+from backhaul.refs.losses import Names, lost_creation, lost_value, of_creation, stale
+from backhaul.trust.rights import GivenRights, Rights
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Create, Notice, Notices, Obituary, Recall, Refs, Register, Registered, Sweep, Unpin
@@ -76,26 +75,25 @@ class Holdings:
         self._agent = agent
         self._lock = threading.Lock()
         self._sweep_ended = threading.Condition(self._lock)
+        self._trust = agent.trust
+        # Tells this process from others that have had its rank.
+        process = secrets.randbits(_PROCESS_BITS) + 1
+        # Peers that are shown nothing need not know one process from another: what they were given is listed.
+        life = life_of(agent.membership.incarnation) if self._trust.shows else 0
+        believes, limits = self._trust.believes, agent.options.limits
         # Guarded by _lock:
-        self._process = secrets.randbits(_PROCESS_BITS) + 1  # tells this process from others that have had its rank
-        strict, limits = agent.options.trust == "federation", agent.options.limits
-        # Peers of a federation need not know one process from another: what they were given is listed.
-        life = 0 if strict else life_of(agent.membership.incarnation)
-        self._counting = Counting(agent.me.id, first_number=self._process << _NUMBER_BITS, strict=strict, life=life)
-        self._rights = Rights(
-            self._counting,
-            None if limits is None else limits.references,
-            strict=strict,
-            ranks={member.id for member in agent.members()} if strict else (),
+        self._counting = Counting(agent.me.id, first_number=process << _NUMBER_BITS, direct=not believes, life=life)
+        limit = None if limits is None else limits.references
+        self._rights = (
+            Rights(self._counting, limit)
+            if believes
+            else GivenRights(self._counting, limit, {member.id for member in agent.members()})
         )
+        self._post = Correspondence(agent, self._lock, process, self.info, self._examine)
         self._cells: dict[RefId, Cell] = {}  # values of ours
         self._gone: dict[RefId, BaseException] = {}  # why a value of others cannot be had
         self._creations: dict[RefId, Future[Any]] = {}  # under way
-        self._outboxes: dict[int, Outbox] = {}
-        self._inboxes: dict[int, Inbox] = {}
-        self._names: dict[int, WorkerInfo] = {}
-        self._replaced: dict[int, str] = {}  # rank -> which process has taken the place of which
-        self._flushing = False
+        self._names = Names()
         self._ended: weakref.WeakSet[Any] = weakref.WeakSet()  # connections; requests may still be at work for them
         self._closed = False
         self._dropped: deque[RefId] = deque()  # filled by finalizers, without the lock
@@ -132,7 +130,7 @@ class Holdings:
             if cell is None:
                 if not self._counting.expects(ref):
                     if self._counting.is_stale(ref):
-                        raise self._stale(ref)
+                        raise stale(ref, self.me)
                     raise MisuseError(f"there is no value {ref} on worker {self.me.name!r} any more")
                 cell = self._cells[ref] = Cell()
             return cell
@@ -179,7 +177,7 @@ class Holdings:
     def new_ref(self, owner: WorkerInfo) -> RefId:
         """A reference that nobody has yet: see `creating`."""
         self._names[owner.id] = owner
-        member = None if self._rights.strict else self._agent.membership.known(owner)
+        member = self._agent.membership.known(owner) if self._trust.shows else None
         life = 0 if member is None else life_of(member.incarnation)
         with self._lock:
             return self._counting.new_ref(owner.id, life)
@@ -241,26 +239,27 @@ class Holdings:
         """The owner has answered; or, with an error, it is not known whether it makes the value."""
         with self._lock:
             if error is not None:  # first: who finds no creation under way looks at this next, without the lock
-                self._gone[ref] = kept(_of_creation(error), self.me.name)
+                self._gone[ref] = kept(of_creation(error), self.me.name)
             self._creations.pop(ref, None)
             cell = self._cells.get(ref)
             # One that has timed out may have happened: its copies here stay listed, as in torch.
             lost = error is not None and not isinstance(error, RpcTimeoutError)
             after = self._apply(self._counting.created(ref, lost=lost))
         if error is not None and cell is not None:
-            cell.fail(_of_creation(error), self.me.name)
+            cell.fail(of_creation(error), self.me.name)
         self._act(after)
 
     # What the agent tells about messages: see agent.traffic.
 
     def departing(self, attached: list[Any], to: WorkerInfo, over: object) -> Refs:
-        if self._rights.strict:
-            self._require_direct(attached, to)
+        names = [rref._ref for rref in attached]
+        if (wrong := self._rights.misdirected(names, to.id)) is not None:
+            raise self._indirect(attached[names.index(wrong)], to)
         with self._lock:
-            if self._rights.is_full(to.id, len(attached)):
+            if self._rights.is_full(to.id, len(names)):
                 refs = None
             else:
-                refs = tuple((rref._ref, self._counting.share(rref._ref, to.id, over)) for rref in attached)
+                refs = tuple((ref, self._counting.share(ref, to.id, over)) for ref in names)
             late = over in self._ended
         if refs is None:
             raise self._over_quota(to, "references to more values")
@@ -268,13 +267,11 @@ class Holdings:
             self.stayed(refs)
         return refs
 
-    def _require_direct(self, attached: list[Any], to: WorkerInfo) -> None:
-        for rref in attached:
-            if rref._ref.owner not in (self.me.id, to.id):
-                raise UnsendableError(
-                    f"{rref!r} cannot go to worker {to.name!r}: in a federation a reference goes from its owner to "
-                    f"another worker and back. Let {rref.owner_name()!r} give it to {to.name!r}, or send the value"
-                )
+    def _indirect(self, rref: Any, to: WorkerInfo) -> UnsendableError:
+        return UnsendableError(
+            f"{rref!r} cannot go to worker {to.name!r}: in a federation a reference goes from its owner to "
+            f"another worker and back. Let {rref.owner_name()!r} give it to {to.name!r}, or send the value"
+        )
 
     def _over_quota(self, peer: WorkerInfo, what: str) -> QuotaError:
         return self._agent.permissions.over_quota(
@@ -303,7 +300,7 @@ class Holdings:
             wrong = self._rights.complaint(request, sender.id)
             full = makes and self._rights.is_full(sender.id, 1)
             if wrong is None and not full:
-                if makes and self._rights.strict:
+                if makes and not self._trust.believes:
                     self._counting.expects(request.ref)  # later requests may name it
                 after = self._receive(getattr(request, "refs", ()))
             modest = self._is_modest(sender.id)
@@ -323,8 +320,7 @@ class Holdings:
 
     def _is_modest(self, rank: int) -> bool:
         """Whether a peer does not make this worker remember ever more. Holds the lock."""
-        box = self._outboxes.get(rank)
-        return self._rights.is_modest(rank, 0 if box is None else len(box))
+        return self._rights.is_modest(rank, self._post.waiting(rank))
 
     def _receive(self, refs: Refs) -> _Aftermath:
         """Holds the lock."""
@@ -342,7 +338,7 @@ class Holdings:
         after = _Aftermath()
         for action in actions:
             if isinstance(action, Send):
-                self._outboxes.setdefault(action.to, Outbox()).add(action.notice)
+                self._post.add(action.to, action.notice)
                 after.mail = True
             elif isinstance(action, Free):
                 after.freed.append(self._cells.pop(action.ref, None))
@@ -351,7 +347,7 @@ class Holdings:
             elif isinstance(action, Void):
                 after.voided.append((action.ref, self._cells.setdefault(action.ref, Cell())))
             elif not action.exists and self._counting.knows(action.ref):
-                self._gone.setdefault(action.ref, self._lost_value(action.ref))
+                self._gone.setdefault(action.ref, lost_value(action.ref, self._names))
         return after
 
     def _act(self, after: _Aftermath) -> None:
@@ -359,57 +355,21 @@ class Holdings:
         for ref, cell in after.voided:
             cell.fail(self._lost_creation(ref), self.me.name)
         if after.mail:
-            self._flush_later()
+            self._post.flush_later()
         after.freed.clear()
-
-    def _flush_later(self) -> None:
-        with self._lock:
-            if self._flushing or self._closed:
-                return
-            self._flushing = True
-        self._agent.completions.add(self._flush)
-
-    def _flush(self) -> None:
-        with self._lock:
-            self._flushing = False
-            batches = [(to, batch) for to, box in self._outboxes.items() if (batch := box.next_batch()) is not None]
-        for to, (number, notices) in batches:
-            self._mail(to, number, notices)
-
-    def _mail(self, to: int, number: int, notices: tuple[Notice, ...]) -> None:
-        try:
-            future = self._agent.ask_later(
-                self.info(to), lambda id: Notices(id, self._process, number, notices), "notices", math.inf
-            )
-        except BackhaulError:
-            self._examine(to)
-            return
-        future.when_done(lambda done: self._mailed(to, number, done))
-
-    def _mailed(self, to: int, number: int, done: Any) -> None:
-        try:
-            done.value()
-        except BackhaulError:
-            self._examine(to)
-            return
-        with self._lock:
-            box = self._outboxes.get(to)
-            if box is not None:
-                box.answered(number)
-        self._flush_later()
 
     def _on_notices(self, line: Line, envelope: Envelope) -> Frame:
         message: Notices = envelope.message
         actions: list[Action] = []
         disallowed: list[Notice] = []
         with self._lock:
-            if self._inboxes.setdefault(line.peer.id, Inbox()).accept(message.number, message.process):
+            if self._post.accept(line.peer.id, message):
                 for notice in message.notices:
                     if not self._rights.is_modest(line.peer.id, len(actions)):
                         break
-                    if self._rights.strict and not self._counting.allows(line.peer.id, notice):
+                    if not self._rights.may_say(line.peer.id, notice):
                         disallowed.append(notice)
-                        if isinstance(notice, Register):  # to whom asks for a value, it is as if there were none
+                        if isinstance(notice, Register):  # the peer sees no difference to a value that is not there
                             actions.append(Send(line.peer.id, Registered(notice.ref, False)))
                     elif not isinstance(notice, Obituary):
                         actions += self._counting.handle(line.peer.id, notice)
@@ -420,9 +380,9 @@ class Holdings:
         self._act(after)
         for notice in disallowed:
             self._agent.permissions.note(line.peer.name, f"a {type(notice).__name__}", getattr(notice, "ref", ""))
-        if self._rights.strict:
-            if not modest:
-                raise ProtocolError(_IMMODEST)
+        if not modest:
+            raise ProtocolError(_IMMODEST)
+        if not self._trust.believes:
             recalled = sum(len(notice.shares) for notice in message.notices if isinstance(notice, Recall))
             self._agent.permissions.count(line.peer.name, recalled)
             return self._agent.answer(message.id, None)
@@ -452,24 +412,8 @@ class Holdings:
             after = self._apply(actions)
         self._act(after)
 
-    def _stale(self, ref: RefId) -> WorkerLostError:
-        text = f"the value {ref} is gone: another process was worker {self.me.name!r} when it was made. Make it anew"
-        return WorkerLostError(text, self.me.name)
-
     def _lost_creation(self, ref: RefId) -> BackhaulError:
-        if self._counting.is_stale(ref):
-            return self._stale(ref)
-        info = self._names.get(ref.creator)
-        name = f"rank {ref.creator}" if info is None else info.name
-        return WorkerLostError(f"the value {ref} will not be made: the request of worker {name!r} for it is lost", name)
-
-    def _lost_value(self, ref: RefId) -> BackhaulError:
-        """Holds the lock."""
-        info = self._names.get(ref.owner)
-        name = f"rank {ref.owner}" if info is None else info.name
-        if ref.owner in self._replaced:
-            return WorkerLostError(f"the value {ref} is gone: {self._replaced[ref.owner]}", name)
-        return WorkerLostError(f"the value {ref} is gone: its owner, worker {name!r}, is lost or has freed it", name)
+        return stale(ref, self.me) if self._counting.is_stale(ref) else lost_creation(ref, self._names)
 
     # Deaths.
 
@@ -488,10 +432,10 @@ class Holdings:
         text = f"{before}, which had it, is over, and {after} has its place and none of its values. Make the value anew"
         with self._lock:
             self._names[rank] = after.info
-            self._replaced[rank] = text
+            self._names.replaced[rank] = text
             for ref in self._counting.used:
                 if ref.owner == rank:
-                    self._gone[ref] = self._lost_value(ref)
+                    self._gone[ref] = lost_value(ref, self._names)
 
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, _: WorkerLostError) -> None:
         with self._lock:
@@ -516,15 +460,12 @@ class Holdings:
 
     def _on_present(self, peer: WorkerInfo) -> None:
         """A peer answers: repeat the notices that may not have reached it."""
+        self._post.repeat(peer.id)
         with self._lock:
             if self._closed:
                 return
-            box = self._outboxes.get(peer.id)
-            again = None if box is None else box.again()
             after = self._apply(self._counting.lives(peer.id))
         self._act(after)
-        if again is not None:
-            self._mail(peer.id, *again)
 
     def _on_over(self, peer: WorkerInfo, reason: str) -> None:
         link = self._agent.link(peer)
@@ -538,7 +479,7 @@ class Holdings:
 
     def _spread(self, obituary: Obituary) -> None:
         """Tell the workers on other machines that there is a connection with how a worker of this machine has ended."""
-        if self._rights.strict:
+        if not self._trust.believes:  # nor would the others believe this worker
             return
         far = [
             info.id for info in self._agent.members() if self._agent.is_elsewhere(info) and self._agent.link(info).up
@@ -555,8 +496,7 @@ class Holdings:
             if self._closed:
                 return
             self._counting.joined(*self._agent.membership.ranks())
-            if rank in self._outboxes:
-                self._outboxes[rank].clear()
+            self._post.drop(rank)
             actions: list[Action] = []
             for action in self._counting.died(rank):
                 if obituary is not None and isinstance(action, Send) and isinstance(action.notice, Sweep):
@@ -595,7 +535,7 @@ class Holdings:
     def idle(self) -> bool:
         """Nothing about references is under way."""
         with self._lock:
-            return not (self._dropped or self._creations or any(map(len, self._outboxes.values())))
+            return not (self._dropped or self._creations) and self._post.idle()
 
     def release_all(self) -> None:
         """Give up all references to values of others, whoever still has copies: the group ends."""
@@ -615,6 +555,7 @@ class Holdings:
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            self._post.close()
             self._sweep_ended.notify_all()
             cells = list(self._cells.values())
             self._cells.clear()
@@ -640,11 +581,3 @@ class Holdings:
                 "creations": len(self._creations),
                 "unconfirmed": sum(not self._counting.is_confirmed(ref) for ref in self._counting.used),
             }
-
-
-def _of_creation(error: BaseException) -> BaseException:
-    """The error for those who use a reference whose value was to be made elsewhere."""
-    text = f"RRef creation by rpc.remote has failed: {error}"
-    if isinstance(error, WorkerLostError):
-        return type(error)(text, error.worker)
-    return RpcTimeoutError(text) if isinstance(error, RpcTimeoutError) else error

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from backhaul.agent import autocast
 from backhaul.agent.agent import Agent, To
 from backhaul.agent.execution import ASYNC_MARK, Execution, follow, name_for_people
 from backhaul.agent.federated import FederatedExecution
@@ -137,16 +136,11 @@ class References:
         """A reference to the value of a function that ``to`` runs; ``what`` is what errors call it."""
         owner = self._agent.membership.find(to).info
         ref = self._holdings.new_ref(owner)
-        modes = autocast.here()
-        send = self._agent.prepare(
-            owner,
-            (function, tuple(args), dict(kwargs)),
-            lambda id, tree, refs, mark: Create(id, ref, tree, refs, mark, modes),
-        )
+        packed = self._agent.pack(function, tuple(args), dict(kwargs))
         self._holdings.creating(ref)
         rref: RRef[Any] = RRef._made(self, ref)
         try:
-            answer = send(what or name_for_people(function), self._seconds(timeout))
+            answer = self._agent.create(owner, ref, packed, what or name_for_people(function), self._seconds(timeout))
         except (WorkerLostError, RpcTimeoutError) as error:
             self._holdings.created(ref, error)
             return rref

@@ -30,8 +30,25 @@ MOST_KEPT = 1000
 
 _SENDABLE = frozenset({type(None), bool, int, float, str, bytes, torch.Tensor})
 
-_kept: OrderedDict[str, Report] = OrderedDict()
-_keeping = threading.Lock()
+
+class Reports:
+    """Reports on values of `remote`, which one worker keeps until their creators ask. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Report] = OrderedDict()
+
+    def keep(self, token: str, listener: Listener) -> None:
+        report = _report(listener)
+        if report is not None:
+            with self._lock:
+                self._kept[token] = report
+                while len(self._kept) > MOST_KEPT:
+                    self._kept.popitem(last=False)
+
+    def take(self, token: str) -> Report | None:
+        with self._lock:
+            return self._kept.pop(token, None)
 
 
 def run_profiled(options: Any, function: Any, args: Any, kwargs: Any) -> Future[Any]:
@@ -49,21 +66,22 @@ def run_profiled(options: Any, function: Any, args: Any, kwargs: Any) -> Future[
 def run_for_reference(options: Any, token: str, function: Any, args: Any, kwargs: Any) -> Future[Any]:
     """Run a function whose value stays here; a future of the value. `collect` has the report on it."""
     listener = Listener(Options(*options))
+    reports = current_worker.get().reports
     future: Future[Any] = Future()
     try:
         value, later = _execute(listener, function, args, kwargs)
     except BaseException:
-        _keep(token, listener)
+        reports.keep(token, listener)
         raise
     if later:
 
         def finish(done: Any) -> None:
-            _keep(token, listener)
+            reports.keep(token, listener)
             _pass_on(done, future, lambda result: result)
 
         follow(value, finish)
     else:
-        _keep(token, listener)
+        reports.keep(token, listener)
         future.settle(value)
     return future
 
@@ -71,11 +89,10 @@ def run_for_reference(options: Any, token: str, function: Any, args: Any, kwargs
 def collect(rref: Any, token: str) -> Future[Any]:
     """The report on how the value of a reference was made, once that is over. None if there is none."""
     future: Future[Any] = Future()
+    reports = current_worker.get().reports
 
     def answer(_: Any) -> None:
-        with _keeping:
-            report = _kept.pop(token, None)
-        future.settle(report)
+        future.settle(reports.take(token))
 
     rref._references.use(rref._ref, answer)
     return future
@@ -163,15 +180,6 @@ def _try(step: Callable[[], T]) -> T | None:
     except Exception:
         _log.exception("a call could not be profiled; its result is what it is without a profiler")
         return None
-
-
-def _keep(token: str, listener: Listener) -> None:
-    report = _report(listener)
-    if report is not None:
-        with _keeping:
-            _kept[token] = report
-            while len(_kept) > MOST_KEPT:
-                _kept.popitem(last=False)
 
 
 def _pass_on(done: Any, future: Future[Any], make: Callable[[Any], Any]) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from backhaul.refs.rref import RRef
 
 _operator: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
-_numbers = itertools.count(1)
+_numbers = itertools.count(1)  # of spans, in profiles of torch, which are of the process
 _reports: WeakKeyDictionary[Any, Future[Any]] = WeakKeyDictionary()
 """For references that were made while a profiler was on: futures that are done when their reports have come."""
 
@@ -152,7 +152,7 @@ def _begin(agent: Agent, mode: str, request: Request) -> tuple[Span, Options | N
     span = Span(number, mode, request.name or function_name(request.function), agent.me, callee)
     for spans in holders:
         spans[span.number] = span
-    return span, None if agent.options.trust == "federation" else options
+    return span, options if agent.trust.shows else None
 
 
 def _ask(agent: Agent, request: Request, options: Options | None) -> Future[Any] | None:

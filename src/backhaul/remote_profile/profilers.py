@@ -36,8 +36,9 @@ is_on: Callable[[], bool] = torch.autograd._profiler_enabled
 
 _SPANS = "_backhaul_spans"
 _parse: Callable[[Any], list[Any]] | None = None if _legacy is None else _legacy._parse_legacy_records
+# Torch's profilers are patched once, for all workers of the process.
 _installing = threading.Lock()
-_installed = False
+_installed = False  # by the first worker
 
 
 class Options(NamedTuple):
@@ -76,8 +77,9 @@ class _Thread(threading.local):
         """The profiler of this thread is that of the listeners."""
 
 
+# Torch's profilers are of a thread or of the process, and know no worker.
 _here = _Thread()
-_latest: weakref.ref[Any] | None = None
+_latest: weakref.ref[Any] | None = None  # the profile of the process that was started last
 
 
 class Listener:

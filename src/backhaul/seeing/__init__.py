@@ -27,6 +27,6 @@ def why_stuck(seconds: float = 2.0) -> Stuck:
     from backhaul.seeing.stuck import explain
 
     agent = current_worker.get().agent
-    if agent.options.trust != "cluster":
+    if not agent.trust.shows:
         raise MisuseError("the members of a federation do not show each other what their threads do")
     return explain(ask_from_inside(agent, ("threads", "snapshot"), seconds))

@@ -29,7 +29,7 @@ from backhaul.wire.values import Codec
 PATIENCE = 5.0
 """Seconds that a worker has to answer a question."""
 
-_codec = Codec(strict=True)  # what a worker answers is data, and nothing of it is run here
+_codec = Codec(bounded=True)  # what a worker answers is data, and nothing of it is run here
 
 
 class _NoNames:

@@ -69,8 +69,8 @@ class _Bell:
 
 
 def _decoder(options: RpcOptions) -> Decoder:
-    strict, drains = options.trust == "federation", options.limits is None
-    return Decoder(options.message_limit, None, options.head_limit, strict=strict, drains=drains)
+    bounded, drains = not options.policy.believes, options.limits is None
+    return Decoder(options.message_limit, None, options.head_limit, bounded=bounded, drains=drains)
 
 
 class MemoryChannel(Channel):

@@ -59,6 +59,7 @@ _IDLE_SECONDS = 4.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_REMOVE = 9  # punches a hole
 
+# The functions of the C library and their types: constants.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -412,7 +413,7 @@ class _Fork(threading.local):
     copies: Mapping[_Lease, bytes] = {}
 
 
-_fork = _Fork()
+_fork = _Fork()  # of a thread: a fork copies the process
 
 
 def _before_fork() -> None:

@@ -223,7 +223,7 @@ class StreamTransport(Transport):
     def _has_unix(self) -> bool:
         if sockets.UNIX is None or not can_tell():
             return False
-        return self._options.transport != "tcp" and self._options.trust != "federation"
+        return self._options.transport != "tcp" and self._options.policy.is_one_user
 
     @property
     def _has_tcp(self) -> bool:
@@ -250,7 +250,7 @@ class StreamTransport(Transport):
         unix = self._listen_unix() if self._has_unix else None
         tcp = self._listen_tcp(self._site) if self._has_tcp and self._site is not None else None
         # In a federation, peers learn only what they need about this machine.
-        process = "" if self._options.trust == "federation" else processes.own_name()
+        process = processes.own_name() if self._options.policy.shows else ""
         self._addresses = Addresses(host=self._host, unix=unix, tcp=tcp, process=process)
         return self._listeners
 

@@ -147,12 +147,12 @@ class TlsChannel(SlicedChannel):
     def __init__(
         self, sock: socket.socket, tunnel: Tunnel, options: RpcOptions, strands: Strands | None = None
     ) -> None:
-        strict, drains = options.trust == "federation", options.limits is None
+        bounded, drains = not options.policy.believes, options.limits is None
         decoder = Decoder(
             options.message_limit,
             None,
             options.head_limit,
-            strict=strict,
+            bounded=bounded,
             drains=drains,
             check_room=check_room,
             apart=strands,
@@ -166,7 +166,7 @@ class TlsChannel(SlicedChannel):
         self._plain: list[memoryview] = []  # not encrypted yet, last piece first
         self._unsent = memoryview(b"")  # encrypted
         self._problem: ChannelClosed | ProtocolError | None = None  # an error in received bytes, for the next read
-        self._records = Records() if strict else None
+        self._records = Records() if bounded else None
         self._brought = 0  # the bytes of data in all records
         came = tunnel.incoming.read()  # came together with the end of the greeting, after OpenSSL's current record
         self._decrypt()

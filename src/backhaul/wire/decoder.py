@@ -32,9 +32,9 @@ import torch
 from backhaul.errors import ProtocolError
 from backhaul.wire.frames import DEVICE_PLACE, HEADER, LONGEST_TRACE, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
 from backhaul.wire.headers import split_places
+from backhaul.wire.landing import Landing, Missing, land_small
 from backhaul.wire.messages import KIND_OF, KINDS, Call, Create, Failed, Failure, Inspect, Result
 from backhaul.wire.plain import refuse_maps
-from backhaul.wire.tensors import Landing, Missing, land_small
 
 _START = 64 * 1024
 _DRAIN = 512 * 1024
@@ -57,6 +57,7 @@ _STAND_INS = {KIND_OF[Call]: Call, KIND_OF[Create]: Call, KIND_OF[Result]: Resul
 _LONGEST_START = 1 + LONGEST_TRACE + 5 + 9  # a mark of a tracer, the head of an array, a number
 _OVER = "is over the limit of {} at the receiver; option max_message_bytes sets it"
 
+# Without state.
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
 # The header as `_next_plain` reads it: what all frames begin with, and the rest.
@@ -103,7 +104,7 @@ class Decoder:
         segments: Segments | None = None,
         max_head_bytes: int | None = None,
         *,
-        strict: bool = False,
+        bounded: bool = False,
         drains: bool = False,
         check_room: Callable[[int], None] | None = None,
         sliced: bool = False,
@@ -111,13 +112,13 @@ class Decoder:
     ) -> None:
         """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes.
 
-        A ``strict`` decoder is for peers that may lie: no map is decoded, and tensors do not claim to be larger than a
+        A ``bounded`` decoder is for peers that may lie: no map is decoded, and tensors do not claim to be larger than a
         message may be. ``drains``: a message whose payload is over the limit is taken without its tensors, instead of
         being an error. ``check_room(size)`` raises MemoryError if this process cannot have that much memory.
         ``sliced``: its bytes come in slices, which have no slices in them. ``apart``: some of them come over others of
         the peer's connections.
         """
-        self._strict = strict
+        self._bounded = bounded
         self._limit = max_message_bytes
         self._head_limit = max_message_bytes if max_head_bytes is None else max_head_bytes
         self._segments = segments
@@ -180,7 +181,7 @@ class Decoder:
 
     def next(self) -> Envelope | None:
         """The next complete message, or None when more bytes are needed."""
-        if self._landing is None and not self._strict:
+        if self._landing is None and not self._bounded:
             if self._large is not None and (envelope := self._next_large()) is not None:
                 return envelope
             if self._end - self._start < self._wanted or self._slice:
@@ -284,7 +285,7 @@ class Decoder:
                         self._announce(self._apart, metadata, payload)
                         return False
                 raise ProtocolError(f"a frame of unknown kind {kind}")
-            if self._strict and kind & ~_BITS in _FOR_CLUSTERS:
+            if self._bounded and kind & ~_BITS in _FOR_CLUSTERS:
                 raise ProtocolError(f"a {KINDS[kind & ~_BITS].__name__}, in a federation")
             drains = self._drains and payload <= _MOST_DRAINED
             if drains and size > self._limit and kind & ~TRACED in _STAND_INS and table <= MAX_TABLE:
@@ -313,7 +314,7 @@ class Decoder:
             metadata -= 1 + len(self._trace)
         kind &= ~_BITS
         data = self._view[body : body + metadata]
-        if self._strict and kind in _UNTYPED:
+        if self._bounded and kind in _UNTYPED:
             refuse_maps(data)
         try:
             self._message = _decoders[kind].decode(data)
@@ -338,7 +339,7 @@ class Decoder:
                     self._miss(f"is over the limit of {self._limit} at the receiver (max_message_bytes)", payload)
             else:
                 self._landing = Landing.parse(headers, payload)
-            if self._strict and self._landing.claimed > self._limit:
+            if self._bounded and self._landing.claimed > self._limit:
                 raise ProtocolError(
                     f"tensors that claim {self._landing.claimed} bytes beyond those that follow; {self._limit} may be"
                 )
@@ -379,7 +380,7 @@ class Decoder:
                 self._limit,
                 self._segments,
                 self._head_limit,
-                strict=self._strict,
+                bounded=self._bounded,
                 drains=self._drains,
                 check_room=self._check_room,
                 sliced=True,

@@ -80,7 +80,8 @@ _ONE_EACH = 1 << 32 | 1
 _START_OF_FIRST = bytes(12)
 
 
-# The same few kinds of tensor go to and fro in most programs: their tables, both ways.
+# The same few kinds of tensor go to and fro in most programs: their tables, both ways. No result depends on these
+# caches, so all workers of a process share them.
 _REMEMBERED = 1024
 _MAX_REMEMBERED_SIZE = 4096
 _made: dict[tuple[int, int, tuple[int, ...], int] | tuple[Plain, ...], bytes] = {}

@@ -35,6 +35,7 @@ _LONG = 0.1
 
 _ORDERED = (Create, Fetch, Notices, Leave, Inquire)
 
+# Without state.
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
 

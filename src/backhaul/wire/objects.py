@@ -80,7 +80,7 @@ def _lower_method(value: Any, packing: Packing) -> Any:
     owner, name = value.__self__, value.__name__
     if isinstance(owner, type):
         return [trees.NAMED, _name(value, packing)]
-    if packing.strict:
+    if packing.bounds:
         raise Refusal("it is bound to an object, and goes to a worker of a federation: pass a function and the object")
     if _method(owner, name) != value:
         raise Refusal(f"its object has no such method under the name {name!r}: pass the object and a function")
@@ -108,7 +108,7 @@ def _method(owner: Any, name: Any) -> Any:
 
 
 def _lower_partial(value: functools.partial[Any], packing: Packing) -> Any:
-    if packing.strict:
+    if packing.bounds:
         raise Refusal("a partial does not go to a worker of a federation: pass the function and its arguments")
     if vars(value):
         return packing.lower_unknown(value, "a partial with attributes of its own: take them off")
@@ -221,7 +221,7 @@ def _lower_dataclass(value: Any, packing: Packing) -> Any:
     if not getattr(value, "__dict__", {}).keys() <= {field.name for field in fields}:
         return packing.lower_unknown(value, "it has attributes that its dataclass does not declare as fields")
     tree = [trees.DATACLASS, _name(type(value), packing)]
-    if packing.strict is not None:
+    if packing.bounds is not None:
         fields = _init_fields(value)
     for field in fields:
         try:
@@ -305,7 +305,7 @@ LIFT: dict[int, Lift] = {
     trees.DATACLASS: _lift_dataclass,
 }
 
-STRICT_LIFT: dict[int, Lift] = {
+CHECKED_LIFT: dict[int, Lift] = {
     trees.DATACLASS: _lift_checked_dataclass,
     trees.NAMED_TUPLE: _lift_checked_named_tuple,
     trees.FLAG: _lift_checked_flag,

@@ -116,8 +116,8 @@ def _lift_range(tree: list[Any], unpacking: Unpacking) -> range:
 
 def _bound(nbytes: int, unpacking: Unpacking) -> None:
     """Refuse a value of a few bytes that stands for so many, from a peer that may lie."""
-    if unpacking.strict is not None and nbytes > unpacking.strict.max_bytes:
-        raise ProtocolError(f"a value that stands for more than {unpacking.strict.max_bytes} bytes")
+    if unpacking.bounds is not None and nbytes > unpacking.bounds.max_bytes:
+        raise ProtocolError(f"a value that stands for more than {unpacking.bounds.max_bytes} bytes")
 
 
 def _lower_tensor(value: torch.Tensor, packing: Packing) -> Any:

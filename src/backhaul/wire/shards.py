@@ -23,6 +23,7 @@ from backhaul.wire.trees import Packing, Refusal, Unpacking, check_arity, malfor
 HOW = 2
 """What the tree of such a subclass has after its number: see `subclasses`."""
 
+# A cache of meshes that torch knows, in which all workers of the process take part.
 _meshes: list[weakref.ref[Any]] = []
 
 

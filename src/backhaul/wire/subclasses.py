@@ -140,7 +140,7 @@ def _lower_plain(value: torch.Tensor, packing: Packing) -> Any:
     known = packing.known(value)
     if known is not None:
         return known
-    if packing.strict:
+    if packing.bounds:
         raise Refusal(_FOR_A_FEDERATION)
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         tensor = value.as_subclass(torch.Tensor)
@@ -182,7 +182,7 @@ def _plain_tensor(value: Any) -> torch.Tensor:
 
 
 def _lower_shard(value: Any, packing: Packing) -> Any:
-    if packing.strict:
+    if packing.bounds:
         raise Refusal(_FOR_A_FEDERATION)
     return packing.known(value) or shards.lower(value, packing)
 
@@ -276,7 +276,7 @@ def _lower_wrapper(value: torch.Tensor, packing: Packing) -> Any:
     known = packing.known(value)
     if known is not None:
         return known
-    if packing.strict:
+    if packing.bounds:
         raise Refusal(_FOR_A_FEDERATION)
     kind = type(value)
     names, context = _flatten(value)
@@ -341,7 +341,7 @@ _HOW = {_PLAIN: _lift_plain, _PARTS: _lift_wrapper, shards.HOW: shards.lift}
 
 
 def _lift(tree: list[Any], unpacking: Unpacking) -> Any:
-    if unpacking.strict:
+    if unpacking.bounds:
         raise ProtocolError("a tensor subclass, from a peer that may not send any")
     if len(tree) < 2 or type(tree[1]) is not int:
         malformed("a tensor subclass", tree[1:2])

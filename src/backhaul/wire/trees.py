@@ -110,9 +110,9 @@ class Packing:
         "_resolve",
         "_subclasses",
         "attached",
+        "bounds",
         "depth",
         "names",
-        "strict",
         "tensors",
         "unrecorded",
     )
@@ -124,12 +124,12 @@ class Packing:
         lower_unknown: Callable[[Any, Packing, str], Any],
         names: Names,
         depth: int,
-        strict: Bounds | None,
+        bounds: Bounds | None,
     ) -> None:
         self.tensors: list[torch.Tensor] = []
         self.attached: list[Any] = []  # extensions may note here what they sent
         self.names = names
-        self.strict = strict
+        self.bounds = bounds
         self.depth = depth  # how many levels may still be entered
         self._indices: dict[int, int] = {}
         self._noted: set[Hashable] = set()
@@ -228,7 +228,7 @@ class Packing:
 class Unpacking:
     """The state of one unpack: the tensors of the message, and how to lift a part of its tree."""
 
-    __slots__ = ("_lifters", "_subclasses", "announced", "depth", "names", "strict", "tensors")
+    __slots__ = ("_lifters", "_subclasses", "announced", "bounds", "depth", "names", "tensors")
 
     def __init__(
         self,
@@ -236,13 +236,13 @@ class Unpacking:
         tensors: Sequence[torch.Tensor],
         names: Names,
         depth: int,
-        strict: Bounds | None,
+        bounds: Bounds | None,
         announced: Container[Any] | None,
     ) -> None:
         self.tensors = tensors
         self.names = names
         self.depth = depth
-        self.strict = strict
+        self.bounds = bounds
         self.announced = announced  # what extensions may find in the tree, if that is limited
         self._lifters = lifters
         self._subclasses: dict[int, Any] | None = None

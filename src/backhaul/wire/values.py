@@ -40,7 +40,7 @@ class Codec:
     """Packs and unpacks values; one for each kind of peer. Thread-safe once types are registered.
 
     ``names`` decides which functions and classes may be named, by default any that can
-    be imported. A ``strict`` codec is for peers that may run no code here: no pickles, nothing that is
+    be imported. A ``bounded`` codec is for peers that may run no code here: no pickles, nothing that is
     bound to an object, no maps, and nothing that takes much longer to build than to send. ``max_bytes`` is how much
     memory a value of it may stand for, whatever it takes to send it.
     """
@@ -50,13 +50,13 @@ class Codec:
         names: Names | None = None,
         *,
         allow_pickle: bool = True,
-        strict: bool = False,
+        bounded: bool = False,
         max_depth: int = 100,
         max_bytes: int = 64 << 30,
     ) -> None:
         self._names: Names = callables if names is None else names
-        self._allow_pickle = allow_pickle and not strict
-        self._strict = strict
+        self._allow_pickle = allow_pickle and not bounded
+        self._bounded = bounded
         self._max_depth = max_depth
         self._max_bytes = max_bytes
         self._extensions: dict[type, tuple[str, Lower]] = {}
@@ -66,8 +66,8 @@ class Codec:
         lifters: dict[int, Lift] = {**scalars.LIFT, **objects.LIFT, **subclasses.LIFT, **_LIFT}
         lifters[trees.EXTENSION] = self._lift_extension
         lifters[trees.PICKLE] = self._lift_pickle
-        if strict:
-            lifters |= objects.STRICT_LIFT
+        if bounded:
+            lifters |= objects.CHECKED_LIFT
             lifters[trees.METHOD] = lifters[trees.PARTIAL] = _lift_bound
         self._lifters = [lifters[tag] for tag in range(len(lifters))]
 
@@ -131,8 +131,8 @@ class Codec:
         class or function that does not exist here.
         """
         # What has no parts for the packer may still be an array or two of the tree.
-        strict = Bounds(self._max_bytes) if self._strict else None
-        unpacking = Unpacking(self._lifters, tensors, names or self._names, self._max_depth + 2, strict, announced)
+        bounds = Bounds(self._max_bytes) if self._bounded else None
+        unpacking = Unpacking(self._lifters, tensors, names or self._names, self._max_depth + 2, bounds, announced)
         try:
             return unpacking.lift(tree)
         except BackhaulError:
@@ -141,8 +141,8 @@ class Codec:
             raise ProtocolError(f"a malformed value: {type(error).__name__}: {error}") from error
 
     def _packing(self) -> Packing:
-        strict = Bounds(self._max_bytes) if self._strict else None
-        return Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth, strict)
+        bounds = Bounds(self._max_bytes) if self._bounded else None
+        return Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth, bounds)
 
     def _resolve(self, kind: type) -> Lower:
         """How to lower a type that was not seen before."""
@@ -268,21 +268,21 @@ def _count_keys(keys: Iterable[Any], bounds: Bounds) -> None:
 
 
 def _lower_set(value: set[Any], packing: Packing) -> Any:
-    if packing.strict is not None:
-        _count_keys(value, packing.strict)
+    if packing.bounds is not None:
+        _count_keys(value, packing.bounds)
     return _lower_items(trees.SET, value, packing)
 
 
 def _lower_frozenset(value: frozenset[Any], packing: Packing) -> Any:
-    if packing.strict is not None:
-        _count_keys(value, packing.strict)
+    if packing.bounds is not None:
+        _count_keys(value, packing.bounds)
     return _lower_items(trees.FROZEN_SET, value, packing)
 
 
 def _lower_dict(value: dict[Any, Any], packing: Packing) -> Any:
     if not value:
         return {}
-    if packing.strict is not None or not _STR.issuperset(map(type, value)) or not _is_utf8("".join(value)):
+    if packing.bounds is not None or not _STR.issuperset(map(type, value)) or not _is_utf8("".join(value)):
         return _lower_pairs(trees.DICT, value, packing)
     if trees.ATOMS.issuperset(map(type, value.values())):
         return value.copy()
@@ -303,8 +303,8 @@ def _lower_ordered_dict(value: OrderedDict[Any, Any], packing: Packing) -> Any:
 
 
 def _lower_pairs(tag: int, value: dict[Any, Any], packing: Packing) -> Any:
-    if packing.strict is not None:
-        _count_keys(value, packing.strict)
+    if packing.bounds is not None:
+        _count_keys(value, packing.bounds)
     tree = [tag]
     for key, item in value.items():
         tree.append(packing.lower_part(key, f"[key {key!r:.50}]"))
@@ -343,7 +343,7 @@ def _check_keys(keys: Sequence[Any], unpacking: Unpacking) -> None:
     are compared one by one. Keys of different hashes can be chosen so that they look in the same places of a table,
     so their number is limited, too.
     """
-    bounds = unpacking.strict
+    bounds = unpacking.bounds
     if bounds is None:
         return
     odd = [key for key in keys if type(key) not in _SPREAD]

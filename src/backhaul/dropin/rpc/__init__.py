@@ -56,7 +56,7 @@ _DEFAULT_NUM_WORKER_THREADS = constants.DEFAULT_NUM_WORKER_THREADS
 _DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
 _UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
 _is_tensorpipe_available = True
-_becoming = threading.Lock()
+_becoming = threading.Lock()  # a process becomes one worker
 _CONFIRMED_WITHIN = 0.5
 
 __all__ = [

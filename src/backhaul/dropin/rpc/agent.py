@@ -103,7 +103,7 @@ def meet_all(worker: Worker, seconds: float) -> None:
 
 
 _GIL_SAMPLES = 20
-_gil_profiling = False
+_gil_profiling = False  # of the process, as torch's switch and the GIL are
 
 
 def enable_gil_profiling(flag: bool) -> None:
@@ -120,6 +120,7 @@ def _gil_wait() -> float:
     return (time.perf_counter() - start) / _GIL_SAMPLES
 
 
+# The worker of this process, as torch would have its agent.
 _agents: dict[Worker, RpcAgent] = {}
 _other: RpcAgent | None = None
 """One of a backend that the user has registered."""

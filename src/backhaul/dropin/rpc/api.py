@@ -30,8 +30,9 @@ __all__ = ["AllGatherStates", "RRef", "get_worker_info", "remote", "rpc_async", 
 logger = logging.getLogger(__name__)
 
 _ignore_rref_leak = True
+# Names of torch's module, which programs and its own tests use.
 _default_pickler: Any = _internal_rpc_pickler
-_thread_local_var = threading.local()
+_thread_local_var = threading.local()  # likewise
 _LOOK_AGAIN = 1.0
 _REMIND_SECONDS = 10.0
 
@@ -147,6 +148,7 @@ class AllGatherStates:
         self.proceed_signal = threading.Event()
 
 
+# Names of torch's module, which its own tests use.
 _ALL_WORKER_NAMES: set[str] = set()
 _all_gather_dict_lock = threading.RLock()
 _all_gather_sequence_id: dict[str, int] = {}

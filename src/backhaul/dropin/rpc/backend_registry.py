@@ -65,6 +65,7 @@ class BackendType(metaclass=_Registry):
         return f"BackendType.{self.name}"
 
 
+# Backends are registered for the process, before there is a worker.
 _members: dict[str, BackendType] = {}
 
 

@@ -16,7 +16,7 @@ from backhaul.rpc import RRef
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
-_tables = threading.local()
+_tables = threading.local()  # of the message that a thread packs or unpacks
 
 
 class RPCExecMode(enum.Enum):
@@ -96,7 +96,7 @@ class _InternalRPCPickler:
             stack.pop()
 
 
-_internal_rpc_pickler = _InternalRPCPickler()
+_internal_rpc_pickler = _InternalRPCPickler()  # a name of torch's module; it has no state
 
 
 def serialize(obj: Any) -> tuple[bytes, list[Any]]:

@@ -25,7 +25,7 @@ _made: WeakKeyDictionary[RRef[Any], Any] = WeakKeyDictionary()
 _ids: WeakKeyDictionary[RRef[Any], tuple[int, int]] = WeakKeyDictionary()
 """What torch calls the local ids of a reference and of its fork, for those that somebody has looked at."""
 
-_numbers = itertools.count()
+_numbers = itertools.count()  # of these local ids
 
 _is_confirmed = RRef.confirmed_by_owner
 _to_here = RRef.to_here

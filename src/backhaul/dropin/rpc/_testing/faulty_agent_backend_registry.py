@@ -110,4 +110,5 @@ def _agent(store: Any, name: str, rank: int, world_size: int | None, rpc_backend
     return agent
 
 
+# As torch's module of this name does when it is imported.
 backend_registry.register_backend("FAULTY_TENSORPIPE", _options, _agent)

@@ -12,18 +12,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from backhaul.agent.execution import Execution
-from backhaul.agent.line import Line
 from backhaul.errors import ProtocolError, RefusedError
 from backhaul.ids import WorkerInfo
-from backhaul.options import Quotas
-from backhaul.security.permissions import Permissions
+from backhaul.trust.permissions import Permissions
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.lanes import messages
 from backhaul.wire.messages import AwaitEnd, AwaitReady, Call, Create, Failed, Fetch
+
+if TYPE_CHECKING:
+    from backhaul.agent.execution import Execution
+    from backhaul.agent.line import Line
+    from backhaul.options import Quotas
 
 _REQUESTS = (Call, Create, Fetch)
 _ANSWERED = (Call, Fetch)  # a creation is answered before it runs, and is over when it has run

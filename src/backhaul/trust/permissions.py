@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 
 from backhaul.errors import QuotaError, RefusedError
-from backhaul.security.exposure import PeerNames
-from backhaul.security.penalties import Penalties
+from backhaul.trust.exposure import PeerNames, Table, registry
+from backhaul.trust.penalties import Penalties
 
 _log = logging.getLogger("backhaul.security")
 
@@ -78,6 +78,8 @@ class Permissions:
         """``message_bytes`` is the most that a message may have."""
         self._me = me
         self._message_bytes = message_bytes
+        self.exposed = Table(below=registry)
+        """What this worker exposes to its peers, besides what the process does."""
         self._names: dict[str, PeerNames] = {}
         self._lock = threading.Lock()
         self._lines: dict[str, _Lines] = {}
@@ -88,7 +90,7 @@ class Permissions:
         """What that peer may name."""
         found = self._names.get(peer)
         if found is None:
-            found = self._names[peer] = PeerNames(peer, self._message_bytes)
+            found = self._names[peer] = PeerNames(peer, self._message_bytes, self.exposed)
         return found
 
     def refuse(self, peer: str, what: str, why: object, seconds: float = 0.0, size: int = 0) -> RefusedError:

@@ -1,9 +1,12 @@
 """What a federation's peers may name: functions and classes that were marked with `expose`.
 
-In federation a name that a peer sends is looked up in the table here, and nowhere else: nothing is imported, and no
-attribute is followed. So there is no difference between what does not exist and what is not exposed.
+In federation a name that a peer sends is looked up in a table, and nowhere else: nothing is imported, and no attribute
+is followed. So there is no difference between what does not exist and what is not exposed.
 
-The mark is an entry of the table and no attribute of the object: a subclass does not inherit it.
+Each worker has a `Table`, for what `Worker.expose` marks. Below it is the `registry` of the process, for what the
+decorator marks: see there.
+
+The mark is an entry of a table and no attribute of the object: a subclass does not inherit it.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ import builtins
 import dataclasses
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, overload
 
 from backhaul import errors
 from backhaul.errors import MisuseError, OptionError, UnsendableError
-from backhaul.security import operators
+from backhaul.trust import operators
 from backhaul.wire import built, callables
 from backhaul.wire.objects import is_named_tuple
 
@@ -42,8 +46,47 @@ def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(".*".join(parts), name, re.DOTALL) is not None
 
 
-_table: dict[str, Exposed] = {}  # "module:qualname" ->
-_exceptions: dict[str, str] = {}  # "module.qualname" -> the key above, of exposed classes of exceptions
+class Table:
+    """What is exposed, by name, and to which peers. Thread-safe: an entry is replaced as a whole."""
+
+    def __init__(self, below: Table | None = None) -> None:
+        """Names that are not in this table are looked up in the one ``below``."""
+        self._below = below
+        self._entries: dict[str, Exposed] = {}  # "module:qualname" ->
+        self._exceptions: dict[str, str] = {}  # "module.qualname" -> the key above, of exposed classes of exceptions
+
+    def get(self, name: str) -> Exposed | None:
+        """The entry of a name, for whichever peer it is."""
+        found = self._entries.get(name)
+        return found if found is not None or self._below is None else self._below.get(name)
+
+    def exception(self, name: str) -> Exposed | None:
+        """The entry of a class of exceptions, by its `type_name`."""
+        key = self._exceptions.get(name)
+        if key is not None:
+            return self._entries.get(key)
+        return None if self._below is None else self._below.exception(name)
+
+    def expose(self, obj: Any, to: str | Sequence[str] = "*") -> Any:
+        """Add an entry; as a decorator if ``obj`` is None. See `backhaul.rpc.expose`."""
+        patterns = _patterns(to)
+        if obj is None:
+            return lambda found: self._add(found, patterns)
+        return self._add(obj, patterns)
+
+    def _add(self, obj: T, to: tuple[str, ...]) -> T:
+        name = _name_for(obj)
+        self._entries[name] = Exposed(operators.find(obj) or obj, to)
+        if isinstance(obj, type) and (dataclasses.is_dataclass(obj) or is_named_tuple(obj)):
+            built.prepare(obj)
+        if isinstance(obj, type) and issubclass(obj, Exception):
+            self._exceptions[type_name(obj)] = name
+        return obj
+
+
+registry = Table()
+"""What `expose` marks. It is of the process and not of a worker: a decorator runs when its module is imported, which
+happens once in a process, before there is a worker, and for all workers that the process will ever have."""
 
 
 @overload
@@ -54,7 +97,7 @@ def expose(obj: Any = None, *, to: str | Sequence[str] = "*") -> Any:
     """Let the other workers of a federation call a function, or use a class. Returns it as it is.
 
     As a decorator, ``@rpc.expose`` or ``@rpc.expose(to="bank-*")``, or as a call, ``rpc.expose(torch.matmul)``. Of
-    torch's own operators, those in `security.operators` can be exposed; peers may give them what is listed there.
+    torch's own operators, those in `trust.operators` can be exposed; peers may give them what is listed there.
     ``to`` are the names of the workers that may, as in their certificates: one or several, in which ``*`` stands for
     anything, and all other characters for themselves. To expose the same name again replaces the entry.
 
@@ -62,22 +105,10 @@ def expose(obj: Any = None, *, to: str | Sequence[str] = "*") -> Any:
     and call the public methods that are written in it, on instances that they have references to. Its subclasses are
     not exposed, nor are methods of its bases, unless these are exposed, too.
 
-    Outside a federation it changes nothing: there peers may call whatever can be imported.
+    It holds for all workers of this process; `Worker.expose` is for one of them. Outside a federation it changes
+    nothing: there peers may call whatever can be imported.
     """
-    patterns = _patterns(to)
-    if obj is None:
-        return lambda found: _expose(found, patterns)
-    return _expose(obj, patterns)
-
-
-def _expose(obj: T, to: tuple[str, ...]) -> T:
-    name = _name_for(obj)
-    _table[name] = Exposed(operators.find(obj) or obj, to)
-    if isinstance(obj, type) and (dataclasses.is_dataclass(obj) or is_named_tuple(obj)):
-        built.prepare(obj)
-    if isinstance(obj, type) and issubclass(obj, Exception):
-        _exceptions[type_name(obj)] = name
-    return obj
+    return registry.expose(obj, to)
 
 
 def _patterns(to: Any) -> tuple[str, ...]:
@@ -112,12 +143,13 @@ def type_name(kind: type) -> str:
 class PeerNames:
     """What one peer may name: the `Names` of a codec."""
 
-    __slots__ = ("_limit", "peer")
+    __slots__ = ("_limit", "_table", "peer")
 
-    def __init__(self, peer: str, limit: int) -> None:
+    def __init__(self, peer: str, limit: int, table: Table = registry) -> None:
         """``limit`` is the most bytes that the result of an operator may have."""
         self.peer = peer
         self._limit = limit
+        self._table = table
 
     def name_of(self, obj: Any) -> str:
         """The name to send for something of ours: who gets it decides whether it knows it."""
@@ -125,7 +157,7 @@ class PeerNames:
 
     def get(self, name: str) -> Any:
         """What the peer means; None if it may not name it, whether there is such a thing or not."""
-        entry = _table.get(name)
+        entry = self._table.get(name)
         if entry is None or not entry.is_for(self.peer):
             return None
         if type(entry.target) is operators.Operator:
@@ -144,7 +176,7 @@ class PeerNames:
 
     def exception(self, name: str) -> type[Exception] | None:
         """The class of an exception that the peer tells of, by its `type_name`, if it may be raised here."""
-        entry = _table.get(_exceptions.get(name, ""))
+        entry = self._table.exception(name)
         if entry is not None and entry.is_for(self.peer):
             kind: type[Exception] = entry.target
             return kind
@@ -175,21 +207,16 @@ class PeerNames:
         return None
 
     def _has(self, kind: type) -> bool:
-        entry = _table.get(f"{kind.__module__}:{kind.__qualname__}")
+        entry = self._table.get(f"{kind.__module__}:{kind.__qualname__}")
         return entry is not None and entry.target is kind and entry.is_for(self.peer)
 
 
-def _plain_exceptions() -> dict[str, type[Exception]]:
+@cache
+def _plain_exceptions() -> Mapping[str, type[Exception]]:
     """Exceptions that anybody may raise: builtin ones and ours, that are made of a text."""
-    global _plain
-    if not _plain:
-        found = [*vars(builtins).values(), *vars(errors).values()]
-        kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)}
-        _plain = {type_name(kind): kind for kind in kinds if _is_made_of_text(kind)}
-    return _plain
-
-
-_plain: dict[str, type[Exception]] = {}
+    found = [*vars(builtins).values(), *vars(errors).values()]
+    kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)}
+    return {type_name(kind): kind for kind in kinds if _is_made_of_text(kind)}
 
 
 def _is_made_of_text(kind: type[Exception]) -> bool:

@@ -1,0 +1,47 @@
+"""What a worker says of a value that is lost, and why: the exceptions that users of a reference get. Pure."""
+
+from __future__ import annotations
+
+from backhaul.errors import RpcTimeoutError, WorkerLostError
+from backhaul.ids import RefId, WorkerInfo
+
+
+class Names(dict[int, WorkerInfo]):
+    """The workers that are known here, by rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replaced: dict[int, str] = {}
+        """By rank: which process has taken the place of which."""
+
+    def name(self, rank: int) -> str:
+        info = self.get(rank)
+        return f"rank {rank}" if info is None else info.name
+
+
+def stale(ref: RefId, owner: WorkerInfo) -> WorkerLostError:
+    """For a value of an earlier process that had the place of its owner."""
+    text = f"the value {ref} is gone: another process was worker {owner.name!r} when it was made. Make it anew"
+    return WorkerLostError(text, owner.name)
+
+
+def lost_creation(ref: RefId, names: Names) -> WorkerLostError:
+    """For a value whose creator is dead, or whose request never came."""
+    name = names.name(ref.creator)
+    return WorkerLostError(f"the value {ref} will not be made: the request of worker {name!r} for it is lost", name)
+
+
+def lost_value(ref: RefId, names: Names) -> WorkerLostError:
+    """For a value whose owner is dead, or has no such value any more."""
+    name = names.name(ref.owner)
+    if ref.owner in names.replaced:
+        return WorkerLostError(f"the value {ref} is gone: {names.replaced[ref.owner]}", name)
+    return WorkerLostError(f"the value {ref} is gone: its owner, worker {name!r}, is lost or has freed it", name)
+
+
+def of_creation(error: BaseException) -> BaseException:
+    """For a reference whose value was to be made elsewhere, which has failed with that error."""
+    text = f"RRef creation by rpc.remote has failed: {error}"
+    if isinstance(error, WorkerLostError):
+        return type(error)(text, error.worker)
+    return RpcTimeoutError(text) if isinstance(error, RpcTimeoutError) else error

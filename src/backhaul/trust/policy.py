@@ -1,0 +1,100 @@
+"""Policy: what the members of a group may do to each other. There are two: `Cluster` and `Federation`.
+
+The option ``trust`` names the policy of a worker, and `RpcOptions.policy` is the object. No layer compares names. Each
+asks the policy a question, at the point where the answer matters:
+
+| question | what hangs on it |
+|---|---|
+| `runs_any_function` | agent: which `Execution` serves calls, and whose names the codec knows |
+| `believes` | wire, transport: bounds on what is decoded. refs: `rights`. autograd: `checking`. agent: penalties |
+| `shows` | agent: counts, inspection. refs, transport: processes. autograd: marks, ids of contexts. Profilers |
+| `is_one_user` | transport: unix sockets and common memory. Launchers: whether they may start such a worker |
+| `transport_options`, `check_group` | the worker, when it starts |
+
+An answer is an attribute, so asking costs no more than a flag. What only federations need stands in this folder, except
+where a layer forbids it: `wire.built` and `wire.plain` decode, and `agent.federated` is an `Execution`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar
+
+from backhaul.errors import OptionError
+
+if TYPE_CHECKING:
+    from backhaul.options import RpcOptions
+
+
+class Trust:
+    """The seam: see the table above. Its two kinds have no state, so one object of each serves a process."""
+
+    name: ClassVar[str]
+    """What the option ``trust`` calls it."""
+    runs_any_function: ClassVar[bool]
+    """Peers may call whatever can be imported, and send pickles. Otherwise they may call what is exposed to them."""
+    believes: ClassVar[bool]
+    """What peers say is true: sizes, reports, gradients, the deaths of others. Otherwise it is bounded and checked."""
+    shows: ClassVar[bool]
+    """Peers may see how this worker computes: its process, its counts, its graphs, its profiles."""
+    is_one_user: ClassVar[bool]
+    """All members belong to one user, so those on one machine meet in unix sockets and share memory."""
+
+    def check_group(self, world_size: int | None) -> None:
+        """Raise `OptionError` if a group of that size, or one of no fixed size, cannot have this policy."""
+
+    def transport_options(self, options: RpcOptions) -> RpcOptions:
+        """The options for a worker's transport. Raises `OptionError` for those that contradict the policy."""
+        return options
+
+
+class Cluster(Trust):
+    """The peers hold the group's secret or belong to the same user. They may do here whatever they like."""
+
+    name = "cluster"
+    runs_any_function = True
+    believes = True
+    shows = True
+    is_one_user = True
+
+
+class Federation(Trust):
+    """Each peer is a party of its own, known by its certificate. It may do what was exposed to it, and it may lie."""
+
+    name = "federation"
+    runs_any_function = False
+    believes = False
+    shows = False
+    is_one_user = False
+
+    def check_group(self, world_size: int | None) -> None:
+        if world_size is None:
+            raise OptionError(
+                'trust="federation" needs a group whose members are known: give world_size, and each its rank'
+            )
+
+    def transport_options(self, options: RpcOptions) -> RpcOptions:
+        """TLS with certificates, and no memory in common."""
+        if options.tls is None:
+            raise OptionError(
+                'trust="federation" needs certificates that tell the peers apart, which a shared secret does not: give '
+                "tls=TLS(ca=..., cert=..., key=...)"
+            )
+        if options.transport == "unix":
+            raise OptionError('trust="federation" goes over TCP: leave out transport="unix"')
+        if options.fabric == "plain":
+            raise OptionError(
+                'trust="federation" encrypts all connections, since its members do not trust the network between them: '
+                'leave out fabric="plain"'
+            )
+        if (options.connections or 1) > 1:
+            raise OptionError(
+                'trust="federation" has one connection for each direction, on which what a member sends is bounded: '
+                f"leave out connections={options.connections}"
+            )
+        return dataclasses.replace(options, transport="tcp", segment_pool_bytes=0)
+
+
+CLUSTER = Cluster()
+FEDERATION = Federation()
+POLICIES: dict[str, Trust] = {policy.name: policy for policy in (CLUSTER, FEDERATION)}

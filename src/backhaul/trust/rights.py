@@ -1,0 +1,120 @@
+"""Rights: which values and references a peer may name, and how many it may have. Pure.
+
+`Rights` are those of a cluster: peers may name what they know of, and only the quota limits them. `GivenRights` are
+those of a federation: a peer may name what was given to it, and say what concerns it.
+
+They only look: the driver asks under the lock that guards the state machine, and acts on the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING, Any
+
+from backhaul.ids import RefId
+from backhaul.wire.messages import Create, Fetch, Notice, Recall, Refs, Register, Registered, Release, Unpin
+
+if TYPE_CHECKING:
+    from backhaul.refs.counting import Counting
+
+_MAX_FRAGMENTS = 10_000
+_MAX_NOTICES = 100_000
+_MAX_NUMBER = 1 << 63
+
+
+class Rights:
+    """Of peers that are believed. ``limit`` is how many references a peer may have, or None."""
+
+    def __init__(self, counting: Counting, limit: int | None) -> None:
+        self.limit = limit
+        self._counting = counting
+
+    def complaint(self, request: Any, peer: int) -> str | None:
+        """What is wrong with a request, if something is: with the value that it asks for, or what it brings."""
+        return None
+
+    def objection(self, refs: Refs, peer: int) -> str | None:
+        """What is wrong with the references that a message of that worker brings, if something is."""
+        return None
+
+    def is_full(self, peer: int, more: int) -> bool:
+        """Whether so many more references to values of ours are too many for that worker."""
+        return self.limit is not None and self._counting.held_by(peer) + more > self.limit
+
+    def is_modest(self, peer: int, unsent: int) -> bool:
+        """Whether a peer does not make this worker remember ever more. ``unsent`` are notices that wait for it."""
+        return True
+
+    def may_say(self, peer: int, notice: Notice) -> bool:
+        """Whether a notice is one that this peer may send."""
+        return True
+
+    def misdirected(self, refs: Iterable[RefId], to: int) -> RefId | None:
+        """The first of these references that this worker may not send there, if there is one."""
+        return None
+
+
+class GivenRights(Rights):
+    """Of peers that may lie."""
+
+    def __init__(self, counting: Counting, limit: int | None, ranks: Container[int]) -> None:
+        """``ranks`` are those of the members of the group."""
+        super().__init__(counting, limit)
+        self._ranks = ranks
+
+    def complaint(self, request: Any, peer: int) -> str | None:
+        return self._about_value(request, peer) or self.objection(getattr(request, "refs", ()), peer)
+
+    def objection(self, refs: Refs, peer: int) -> str | None:
+        me = self._counting.me
+        if self.limit is not None and self._counting.used_of(peer) + len(refs) > self.limit:
+            return f"references to more than {self.limit} values of its own"
+        if self.limit is not None and self._counting.unconfirmed_of(peer) + len(refs) > self.limit:
+            return f"more than {self.limit} shares of values that it has not confirmed"
+        for ref, share in refs:
+            if share.sharer != peer:
+                return f"a share of rank {share.sharer}"
+            # Ranks and numbers as any worker makes them: others can be chosen so that their hashes collide.
+            if (
+                ref.creator not in self._ranks
+                or not 0 <= ref.number < _MAX_NUMBER
+                or not 0 <= share.number < _MAX_NUMBER
+            ):
+                return f"{ref}, which no worker has made"
+            if ref.owner not in (me, peer):
+                return f"{ref}, whose owner has to give it"
+            if ref.owner == me and not self._counting.may_use(peer, ref):
+                return f"{ref}, which was not given to it"
+        return None
+
+    def is_modest(self, peer: int, unsent: int) -> bool:
+        return self._counting.fragments(peer) <= _MAX_FRAGMENTS and unsent <= _MAX_NOTICES
+
+    def may_say(self, peer: int, notice: Notice) -> bool:
+        counting = self._counting
+        if isinstance(notice, Register):
+            return counting.may_use(peer, notice.ref)
+        if isinstance(notice, Release):
+            return notice.ref.owner == counting.me
+        if isinstance(notice, Registered):
+            return notice.ref.owner == peer
+        if isinstance(notice, Unpin):
+            return counting.shared_with(notice.share) in (None, peer)
+        if isinstance(notice, Recall):
+            return all(share.sharer == peer for share in notice.shares)
+        return False  # a Sweep or an Obituary, which no peer has to send: see `counting`
+
+    def misdirected(self, refs: Iterable[RefId], to: int) -> RefId | None:
+        return next((ref for ref in refs if ref.owner not in (self._counting.me, to)), None)
+
+    def _about_value(self, request: Any, peer: int) -> str | None:
+        if type(request) is Fetch and not self._counting.may_use(peer, request.ref):
+            return f"it was not given {request.ref}"
+        if type(request) is Create:
+            ref, me = request.ref, self._counting.me
+            known = peer != me and not self._counting.is_new(ref)  # one's own has been noted already
+            if ref.owner != me or ref.creator != peer or known:
+                return f"{ref} is not its to make"
+            if self._counting.fragments(peer) > _MAX_FRAGMENTS:
+                return f"{ref} leaves yet another gap in its numbers"
+        return None

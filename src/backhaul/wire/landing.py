@@ -1,0 +1,338 @@
+"""A table of headers plus raw buffers -> tensors. The way there is `tensors`.
+
+The receiver makes a `Landing` from the table of a message, fills its buffers straight from the socket, and takes the
+tensors. They are the receiver's own: clean base tensors with their own memory, writable, leaves for autograd, and
+resizable unless they lie in a segment. Tensors that shared memory in the message share it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from backhaul.compat import use_up_warning
+from backhaul.errors import BackhaulError, ProtocolError
+from backhaul.wire import headers, modes, spans
+from backhaul.wire.headers import Header
+from backhaul.wire.tensors import view_of
+
+_HUGE = 4 * 1024 * 1024  # fresh memory from this size on asks for huge pages
+_MOST_PINNED = 256 * 1024 * 1024  # larger buffers for GPUs are received in ordinary memory
+_MADV_HUGEPAGE = 14
+
+_CPU = torch.device("cpu")
+_META = torch.device("meta")
+
+# Of the process, as the pool of pinned memory is. A transport makes its decoders before its worker knows whether the
+# group has GPUs, and only a worker whose group has some is sent a buffer for one.
+_pinning = False
+
+
+def pin() -> None:
+    """Receive what goes to GPUs in pinned memory from now on: nobody waits for the copies to the GPU."""
+    global _pinning
+    _pinning = True
+
+
+def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
+    """The one tensor of a message, from its table and the ``size`` bytes at an address; None if it is not plain.
+
+    What a `Landing` does, in one go. Raises ProtocolError.
+    """
+    plain = headers.recognise(table, size)
+    if plain is None or modes.are_on():
+        return None
+    dtype, shape, requires_grad = plain
+    if dtype is torch.complex32:
+        use_up_warning(torch.complex32)
+    try:
+        # Unpacked: torch takes twice as long to make sense of a tuple.
+        tensor = torch.empty(*shape or ((),), dtype=dtype, device=_CPU)
+    except (RuntimeError, TypeError):
+        return None  # the landing says what is wrong
+    ctypes.memmove(tensor.data_ptr(), address, size)
+    if requires_grad:
+        tensor.requires_grad_(True)
+    return tensor
+
+
+class Later(list[torch.Tensor]):
+    """The tensors of a message of which some go to GPUs. It is empty until `land` is called, by who wants them."""
+
+    def __init__(self, landing: Landing | Missing) -> None:
+        super().__init__()
+        self._landing: Landing | Missing | None = landing
+
+    def land(self, expected: Sequence[torch.device] = ()) -> None:
+        """Make the tensors, ready on the current streams of the calling thread. Raises ProtocolError, MemoryError.
+
+        ``expected`` says where those go whose sender does not say it, one for each tensor.
+        """
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            self.extend(landing.land(expected))
+
+
+class Missing:
+    """Stands for the landing of a message whose tensors have no room here. Who wants the tensors is told why."""
+
+    sizes: Sequence[int] = ()
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def tensors(self) -> list[torch.Tensor]:
+        return Later(self)
+
+    def land(self, expected: Sequence[torch.device] = ()) -> list[torch.Tensor]:
+        raise MemoryError(self._reason)
+
+
+def land(tensors: list[torch.Tensor], expected: Sequence[torch.device] = ()) -> None:
+    """Make the tensors of a message that are not there yet."""
+    if type(tensors) is Later:
+        tensors.land(expected)
+
+
+class Landing:
+    """Where the buffers of one message go: made from a table, filled, then turned into tensors.
+
+    Memory is allocated by `put` and `place`, buffer by buffer. Not thread-safe.
+    """
+
+    __slots__ = ("_alone", "_headers", "_leases", "_memory", "_owners", "_pinned", "_target", "claimed", "sizes")
+
+    sizes: Sequence[int]  # of each buffer, in bytes
+    claimed: int  # see `headers.Table`
+
+    def __init__(self, table: headers.Table) -> None:
+        self.sizes = table.sizes
+        self.claimed = table.claimed
+        self._headers = table.headers
+        self._memory: list[torch.Tensor | None] = [None] * len(table.sizes)
+        # A buffer that is exactly one tensor is allocated as that tensor.
+        self._owners = list(table.owners)
+        self._leases: dict[int, Any] = {}
+        self._alone: set[int] = set()  # buffers on GPUs that are exactly one tensor
+        self._pinned: set[int] = set()  # buffers in pinned memory
+        self._target: torch.device | None = None
+
+    @classmethod
+    def parse(cls, table: bytes | memoryview, payload: int) -> Landing:
+        """Check a table; `payload` is how many bytes of buffers follow. Raises ProtocolError.
+
+        Allocates nothing in proportion to what the table claims.
+        """
+        return cls(headers.parse(table, payload))
+
+    def put(self, index: int, data: bytes | bytearray | memoryview) -> None:
+        """Fill a whole buffer at once; for small ones."""
+        size = self.sizes[index]
+        if len(data) != size:
+            raise ProtocolError(f"buffer {index} has {len(data)} bytes, its table says {size}")
+        if type(data) is not bytes:
+            data = bytes(data)
+        ctypes.memmove(self._allocate(index).data_ptr(), data, size)
+
+    def copy(self, index: int, address: int) -> None:
+        """Fill a whole buffer with the bytes at an address."""
+        ctypes.memmove(self._allocate(index).data_ptr(), address, self.sizes[index])
+
+    def place(self, index: int) -> memoryview:
+        """Allocate a buffer and return all of its bytes, for the caller to fill.
+
+        The memory is not touched: what a table merely claims costs nothing.
+        """
+        return view_of(self._allocate(index), self.sizes[index])
+
+    def adopt_device(self, index: int, lease: Any) -> None:
+        """Take an object that has the bytes of a buffer on a GPU: ``take(device)`` gets them."""
+        if self._owners[index] is not None:
+            self._alone.add(index)
+        self._owners[index] = None
+        self._leases[index] = lease
+
+    def adopt(self, index: int, buffer: Any) -> None:
+        """Take an object that has the bytes of a buffer, and lives as long as somebody uses them."""
+        self._owners[index] = None
+        if modes.are_on():
+            with modes.off():
+                self._memory[index] = torch.frombuffer(buffer, dtype=torch.uint8)
+        else:
+            self._memory[index] = torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors, once every buffer was put, adopted, or placed and filled. Raises ProtocolError."""
+        if self._leases or any(header.device >= headers.GPU for header in self._headers):
+            return Later(self)
+        return self.land()
+
+    def land(self, expected: Sequence[torch.device] = ()) -> list[torch.Tensor]:
+        """The tensors, also those on GPUs."""
+        try:
+            if modes.are_on():
+                with modes.off():
+                    return self._build_all(expected)
+            return self._build_all(expected)
+        except BackhaulError:
+            raise
+        except Exception as error:
+            raise ProtocolError(f"torch refuses a tensor of the table: {error}") from error
+
+    def _allocate(self, index: int) -> torch.Tensor:
+        size = self.sizes[index]
+        owner = self._owners[index]
+        try:
+            if _pinning and self._goes_to_a_gpu(index):
+                memory = torch.empty(size, dtype=torch.uint8, device=_CPU, pin_memory=True)
+                self._owners[index] = None
+                self._pinned.add(index)
+                self._memory[index] = memory
+                return memory
+            if modes.are_on():
+                with modes.off():
+                    memory = _fresh(owner, size)
+            else:
+                memory = _fresh(owner, size)
+        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:
+            raise MemoryError(f"no memory for a buffer of {size} bytes: {error}") from error
+        if size >= _HUGE:
+            _ask_for_huge_pages(memory.data_ptr(), size)
+        self._memory[index] = memory
+        return memory
+
+    def _goes_to_a_gpu(self, index: int) -> bool:
+        """Whether a buffer does, as far as its sender knows: a gradient goes where its tensor came from."""
+        return (
+            any(each.buffer == index and each.device >= headers.GPU for each in self._headers)
+            and self.sizes[index] <= _MOST_PINNED
+            and not modes.are_on()
+        )
+
+    def _build_all(self, expected: Sequence[torch.device]) -> list[torch.Tensor]:
+        following = iter(self._headers)
+        found: list[torch.Tensor] = []
+        for header in following:
+            self._target = _device(header.device, expected[len(found)] if expected else None)
+            found.append(self._build(header, following))
+        return found
+
+    def _build(self, header: Header, following: Iterator[Header]) -> torch.Tensor:
+        if header.layout != headers.STRIDED:
+            tensor = self._build_sparse(header, following)
+        elif header.buffer != headers.NO_BUFFER:
+            tensor = self._build_over(header)
+        else:
+            tensor = _empty(header, _META if header.device == headers.META else self._target or _CPU)
+        flags = header.flags
+        if flags:
+            # The bits are set in place: conj() and _neg_view() would make autograd views.
+            if flags & headers.CONJ:
+                torch._C._set_conj(tensor, True)
+            if flags & headers.NEG:
+                torch._C._set_neg(tensor, True)
+            if flags & headers.PARAMETER:
+                return Parameter(tensor, bool(flags & headers.GRAD))
+            if flags & headers.GRAD:
+                tensor.requires_grad_(True)
+        return tensor
+
+    def _build_over(self, header: Header) -> torch.Tensor:
+        target = self._target or _CPU
+        lease = self._leases.pop(header.buffer, None)
+        if lease is not None:
+            if header.buffer in self._alone and target.type == "cuda":
+                made = _empty(header, target)
+                lease.fill(made)
+                return made
+            self._memory[header.buffer] = lease.take(target)
+        memory = self._memory[header.buffer]
+        if memory is None:
+            raise ProtocolError(f"buffer {header.buffer} never arrived")
+        if memory.device != target:
+            # A GPU may read ordinary memory long after the copy was asked for. Of pinned memory, torch knows.
+            memory = self._memory[header.buffer] = memory.to(target, non_blocking=header.buffer in self._pinned)
+            self._pinned.discard(header.buffer)
+        elif header.buffer in self._pinned:
+            memory = self._memory[header.buffer] = memory.clone()  # the pinned memory goes back to its pool
+            self._pinned.remove(header.buffer)
+        if self._owners[header.buffer] is not None:
+            return memory
+        strides = header.strides
+        if strides is None:
+            strides = spans.contiguous_strides(header.sizes)
+        if header.dtype is torch.complex32:
+            use_up_warning(torch.complex32)
+        offset = header.offset // header.dtype.itemsize
+        # Another tensor over that storage, not a view of `memory` for autograd.
+        return torch.empty(0, dtype=header.dtype, device=target).set_(
+            memory.untyped_storage(), offset, header.sizes, strides
+        )
+
+    def _build_sparse(self, header: Header, following: Iterator[Header]) -> torch.Tensor:
+        """Made with its invariants checked: a wrong index would be undefined behaviour later."""
+        count = headers.COMPONENTS[header.layout]
+        *indices, values = [self._build(next(following), following) for _ in range(count)]
+        if values.dtype is not header.dtype:
+            raise ProtocolError(f"a sparse tensor of {header.dtype} with values of {values.dtype}")
+        sizes = tuple(header.sizes)
+        if header.layout == headers.COO:
+            use_up_warning(torch.sparse_coo)
+            coalesced = bool(header.flags & headers.COALESCED)
+            return torch.sparse_coo_tensor(indices[0], values, sizes, is_coalesced=coalesced, check_invariants=True)
+        layout = headers.LAYOUTS[header.layout]
+        use_up_warning(layout)
+        return torch.sparse_compressed_tensor(
+            indices[0], indices[1], values, sizes, layout=layout, check_invariants=True
+        )
+
+
+def _device(code: int, expected: torch.device | None) -> torch.device:
+    if code == headers.EXPECTED:
+        if expected is None:
+            raise ProtocolError("a tensor for a device that nobody expects it on")
+        return expected
+    if code < headers.GPU:
+        return _CPU
+    index = code - headers.GPU
+    if index >= torch.cuda.device_count():
+        raise ProtocolError(f"a tensor for cuda:{index}, and this process has {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", index)
+
+
+def _fresh(owner: Header | None, size: int) -> torch.Tensor:
+    if owner is None:
+        return torch.empty(size, dtype=torch.uint8, device=_CPU)
+    return _empty(owner, _CPU)
+
+
+def _empty(header: Header, device: torch.device) -> torch.Tensor:
+    if header.dtype is torch.complex32:
+        use_up_warning(torch.complex32)
+    if header.strides is None:
+        # Unpacked: torch takes twice as long to make sense of a tuple.
+        return torch.empty(*header.sizes or ((),), dtype=header.dtype, device=device)
+    return torch.empty_strided(header.sizes, header.strides, dtype=header.dtype, device=device)
+
+
+@lru_cache(maxsize=1)
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+def _ask_for_huge_pages(address: int, size: int) -> None:
+    """Fewer page faults while the buffer is filled; a refusal costs nothing but speed."""
+    madvise = _madvise()
+    if madvise is not None:
+        start = -(-address // 4096) * 4096
+        madvise(start, (address + size - start) // 4096 * 4096, _MADV_HUGEPAGE)
