@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from awaiting import await_events
 from backhaul import rpc
 from backhaul.agent.calling import Calling
 from backhaul.agent.listening import Listener
@@ -445,3 +446,30 @@ def test_a_future_that_is_opened_while_its_line_is_struck_off_is_not_forgotten(
     assert line in watch.unread
     gates["open"].set()
     assert made[0].wait()
+
+
+def test_a_thread_that_listens_reads_a_line_that_is_opened_meanwhile(trio: InProcessCluster) -> None:
+    """A message may come there as soon as the line is open, and nothing else would make the thread look."""
+    listeners = trio[0].agent.listeners
+    heard: list[int] = []
+
+    def listen() -> None:
+        with listeners.listen(ABOUT, lambda: {1}) as listener:
+            listening.append(listener)
+            end = time.monotonic() + PATIENCE
+            while not listener.arrived and (left := end - time.monotonic()) > 0:
+                listeners.wait(listener, lambda: False, left)
+            heard.extend(numbers(listener))
+
+    listening: list[Listener] = []
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        assert await_events(trio[0], lambda: bool(listening) and listening[0].waits, PATIENCE)
+        line = trio[0].agent._route(1, time.monotonic() + PATIENCE)
+        assert line.peer.name == "worker1"
+        assert await_events(trio[1], lambda: bool(trio[1].agent.serving.lines), PATIENCE)
+        served_by(trio[1]).reply(encode(report(5)))
+    finally:
+        thread.join(2 * PATIENCE)
+    assert heard == [5]

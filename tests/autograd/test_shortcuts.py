@@ -221,3 +221,19 @@ def test_a_worker_that_dies_behind_a_shortcut_is_named(trio: InProcessCluster, d
         error = running.exception(WITHIN)
         assert isinstance(error, rpc.WorkerLostError)
         assert error.worker == f"worker{dies}"
+
+
+def test_a_starter_that_loses_a_worker_behind_a_shortcut_gives_up(trio: InProcessCluster) -> None:
+    """The starter has given worker 1 no work. But only worker 1 could tell it that the pass is over."""
+    connect(trio, 1, 2)
+    with Latch("b") as latch, trio[0].as_current(), dist_autograd.context() as context:
+        v = call("worker1", layer, "a", leaf(3, 4).detach())
+        loss = call("worker2", work, "b", v).sum()
+        running = backward_later(trio, 0, context, loss)
+        latch.await_entered()
+        for line in [*trio[0].agent.calling(), *trio[0].agent.serving.lines]:
+            if line.peer.name == "worker1":
+                line.shutdown()
+        error = running.exception(WITHIN)
+        assert isinstance(error, rpc.WorkerLostError)
+        assert error.worker == "worker1"

@@ -34,8 +34,8 @@ MUTANTS = (
     Mutant(
         "agent/execution.py",
         "pins of a message that cannot be sent are kept",
-        "            self.traffic.stayed(refs)\n            raise",
-        "            raise",
+        "            if cargo.refs:\n                self.traffic.stayed(cargo.refs)\n",
+        "",
         ("tests/refs/test_rref.py",),
     ),
     Mutant(

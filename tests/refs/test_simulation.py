@@ -150,7 +150,8 @@ class DoesNotSweep(Counting):
     """A dead worker is struck off at once, and so is what it passed on."""
 
     def _start_sweep(self) -> list[Action]:
-        return self._end_sweep()
+        self._sweeps.end()
+        return self._strike_off_the_dead()
 
 
 class AnswersAtOnce(Counting):
@@ -164,7 +165,7 @@ class AnswersUnconfirmed(Counting):
     """A worker answers before the owner has listed it, and overtakes its own registration."""
 
     def _answer_sweeps(self) -> list[Action]:
-        for question in self._questions.values():
+        for question in self._sweeps._questions.values():
             if self._dead.issuperset(question.dead):
                 question.awaited = set()
         return super()._answer_sweeps()
@@ -201,18 +202,18 @@ class WaitsForNewcomers(Counting):
 
     def joined(self, worker: int) -> None:
         super().joined(worker)
-        if self._unswept is not None:
-            self._unswept |= {worker} & self._living
+        if self._sweeps._unswept is not None:
+            self._sweeps._unswept |= {worker} & self._sweeps._living
 
 
 class KeepsQuestionsOfTheDead(Counting):
     """What a dead worker has asked is never forgotten."""
 
     def died(self, worker: int) -> list[Action]:
-        question = self._questions.get(worker)
+        question = self._sweeps._questions.get(worker)
         actions = super().died(worker)
         if question is not None:
-            self._questions[worker] = question
+            self._sweeps._questions[worker] = question
         return actions
 
 

@@ -607,6 +607,7 @@ class Agent:
                     line = link.calling = self._open(member, deadline)
                     link.came_up()
                     self.accounts.add(line)
+                    self.listeners.opened(line)
                     if self.closed.is_set():  # close() may not have seen it
                         line.lose(self._shut_down())
                 return line

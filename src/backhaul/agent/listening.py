@@ -159,6 +159,19 @@ class Listeners:
         if self._watch.asleep:
             self._watch.wake()  # to notice if the thread stays away
 
+    def opened(self, line: Calling) -> None:
+        """A line has been opened: threads that listen for that peer read it, too, also those that wait already."""
+        for listener in list(self._listeners.values()):
+            if line.peer.id not in listener.ranks():
+                continue
+            with listener.lock:
+                away = listener.away
+                if away:
+                    listener.lines.append(line)
+                    self._watch.keep_reading(line)
+            if not away:
+                listener.wake()
+
     def step_away(self, listener: Listener) -> None:
         """The thread that listens does something else now, perhaps for long: others handle its messages."""
         with listener.lock:

@@ -219,7 +219,7 @@ class Engine:
         """Find the gradients of a pass that starts here that need not come through this worker."""
         if self._doubts or self.agent.execution.edges is not None or node_hooks.are_there() or joint_hooks.are_there():
             return
-        if len(local.record.sends) > 1:
+        if local.record.sends:
             local.find_shortcuts(self._me.id)
 
     def run(self, local: LocalPass, component: Component) -> None:
@@ -421,7 +421,7 @@ class Engine:
         if not local.fail(error, self._me.name):
             return
         starter = local.starter
-        others = local.record.workers() - {self._me.id, starter}
+        others = (local.record.workers() | local.partners) - {self._me.id, starter}
         if starter == self._me.id:
             self._tell_failed(starter, local.backward, error)
         self.reach(
@@ -622,7 +622,7 @@ class Engine:
             message = abridged(message)
         elif message.refs or envelope.tensors:  # the texts are enough for the other workers
             message = msgspec.structs.replace(message, tree=None, refs=())
-        self.tell(local.record.workers() - {self._me.id, line.peer.id}, message)
+        self.tell((local.record.workers() | local.partners) - {self._me.id, line.peer.id}, message)
 
     def _on_check(self, line: Line, envelope: Envelope) -> Frame:
         message: Check = envelope.message

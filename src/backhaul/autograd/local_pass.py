@@ -179,6 +179,8 @@ class LocalPass:
                 ):
                     self.shortcuts[source] = Shortcut(source, recv.sender.id, recv.message)
                     self._passed[recv.message] = source
+                    # Others will give that worker its work, and it may have to report what only the starter waits for.
+                    self._gave_to.add(recv.sender.id)
 
     def onward(self, source: int, recv: Recv | None) -> tuple[Shortcut, ...]:
         """The shortcuts for a message with gradients, which this worker sends because those of ``source`` came.
@@ -393,6 +395,12 @@ class LocalPass:
             return self._error is None and (
                 rank in self._gave_to or rank in self._got_from or rank in self._waiting.values()
             )
+
+    @property
+    def partners(self) -> set[int]:
+        """Ranks that have got work of this pass from here, or have given some."""
+        with self._lock:
+            return self._gave_to | self._got_from
 
     @property
     def helpers(self) -> set[int]:
