@@ -1,4 +1,4 @@
-"""Models whose backward functions do what a test wants: raise, or block until they are let go."""
+"""Models whose backward functions do what a test wants: raise, or block until the test releases them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACTS: dict[str, Callable[[], None]] = {}
 
 
 class Broken(Exception):
-    """What acts raise."""
+    """The exception that acts raise."""
 
 
 def break_on_purpose() -> None:
@@ -23,7 +23,7 @@ def break_on_purpose() -> None:
 
 
 class Latch:
-    """An act that blocks until it is released, and says that it does."""
+    """An act that blocks until it is released, and signals that it blocks."""
 
     def __init__(self, name: str, within: float = 20.0) -> None:
         self._within = within
@@ -46,7 +46,7 @@ class Latch:
 
 
 class Act(torch.autograd.Function):
-    """The identity. Its backward does what `ACTS` has under its name first."""
+    """The identity. Its backward first does what `ACTS` has under its name."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
@@ -69,7 +69,7 @@ def work(name: str, x: Tensor) -> Tensor:
 
 
 def chain(path: Sequence[tuple[str, str]], x: Tensor) -> Tensor:
-    """Each worker of the path works on what it gets and calls the next one with the result. There are no gates."""
+    """Each worker of the path applies its act, and calls the next worker with the result. There are no gates."""
     if not path:
         return x
     (to, name), *rest = path
@@ -81,9 +81,9 @@ def _link(name: str, rest: Sequence[tuple[str, str]], x: Tensor) -> Tensor:
 
 
 def fork(name: str, ways: Sequence[tuple[str, str]], x: Tensor) -> Tensor:
-    """Calls several workers with one value: here all of it is one component, with a gate for each.
+    """Calls several workers with one value. On this worker that is one component, with a gate for each call.
 
-    Backward comes to ``name + "!"`` first, then to the gates, the last way first, then to ``name``.
+    The backward pass reaches ``name + "!"`` first, then the gates, the last call first, then ``name``.
     """
     y = act(name, torch.sin(x))
     results = [call(to, work, each, y) for to, each in ways]

@@ -1,8 +1,8 @@
-"""Adversarial programs as plain data: they have a text, which is run as it stands, and can be made smaller.
+"""Adversarial programs as plain data. Each has a source text, which is run as it is, and can be made smaller.
 
 A program is a tree of *blocks*. The block ``main`` runs on worker0. A step may have a block as its body: a function for
-another worker, a part that is compiled, checkpointed or given to ``torch.func``, or what stands under a ``with``. All
-names are different, so a step needs exactly the steps that make the names it uses.
+another worker, a part that is compiled, checkpointed or given to ``torch.func``, or the body of a ``with``. All names
+are different, so a step needs exactly the steps that make the names it uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 LINES: dict[str, str] = {
-    # Dense tensors. {0} and {1} are what is made, {a} to {d} what is used, {n} is a number.
+    # Dense tensors. {0} and {1} are the results, {a} to {d} the operands, {n} is a number.
     "times": "{0} = times({a}, {b})",
     "product": "{0} = {a} * torch.cos({b})",
     "sum": "{0} = {a} + {b}",
@@ -136,7 +136,7 @@ LATE = {
     "proxy": "{outs}late_{f}.rpc_sync().sin()",
     "reference": "{reference}.to_here()",
 }
-"""What is written where the result of a call is used first, or at the end of its block."""
+"""Code that is placed before the first use of a call's result, or at the end of its block."""
 
 
 class Leaf(NamedTuple):
@@ -156,7 +156,7 @@ class Module(NamedTuple):
     dtype: str
     seed: int
     remote: bool = False
-    """Whether worker0 calls it by a `RemoteModule`."""
+    """Whether worker0 calls it through a `RemoteModule`."""
 
 
 class Block(NamedTuple):
@@ -228,7 +228,7 @@ def steps_of(block: Block) -> Iterator[Step]:
             yield from steps_of(step.body)
 
 
-# Their text.
+# Their source text.
 
 
 def _functions(block: Block, how: str) -> list[str]:
@@ -320,11 +320,11 @@ def _lines(step: Step) -> list[str]:
     return [f"{outs} = {made}" if outs else made]
 
 
-# Made smaller.
+# Shrinking.
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less, and without what needs it."""
+    """Smaller programs, each without one item and without what depends on it."""
     if program.iterations > 1:
         yield replace(program, iterations=1)
     if program.optimizer:
@@ -387,7 +387,7 @@ def _with(items: tuple[Any, ...], place: int, item: Any) -> tuple[Any, ...]:
 
 
 def repaired(program: Program) -> Program:
-    """The program without what refers to names that are no longer there."""
+    """The program without items that refer to removed names."""
     main, _ = _repaired(program.main, set())
     lost = len(program.main.results) - len(main.results)
     passes = program.passes

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.masked import MaskedTensor
 
 REFUSALS: tuple[tuple[str, str], ...] = (
-    # The feature that a program has, and what it is refused with. All of these are in docs/autograd.md.
-    ("part: reentrant checkpoint", "give it use_reentrant=False"),
+    # A feature of a program, and a part of the error that refuses it. All of these are in docs/autograd.md.
+    ("part: reentrant checkpoint", "give the checkpoint use_reentrant=False"),
     ("part: reentrant checkpoint", r"When use_reentrant=True, torch\.utils\.checkpoint is incompatible"),
     ("masked bare", "the gradient of a tensor from another worker is a MaskedTensor"),
     ("masked", "the gradient of a MaskedTensor from another worker has another mask"),
-    ("masked bare", "_set_data_mask"),  # torch cannot add one to a .grad that is there
+    ("masked bare", "_set_data_mask"),  # torch cannot add one to an existing .grad
     ("jagged", "Recomputed values for the following tensors have different metadata"),
     ("part: func.grad", r"torch\.func"),
     ("part: vmap", r"torch\.func"),
@@ -35,7 +35,7 @@ class NotRefused(Mismatch):
 
 
 def refusal(program: Program, error: BaseException) -> str | None:
-    """Which of the refusals that are documented this is, if any."""
+    """The documented refusal that this error is, if any."""
     for feature, text in REFUSALS:
         if program.features[feature] and re.search(text, str(error)):
             return f"refused: {text}"
@@ -43,7 +43,7 @@ def refusal(program: Program, error: BaseException) -> str | None:
 
 
 def compare(program: Program, expected: list[Outcome], found: list[Outcome]) -> int:
-    """Raises `Mismatch`. Returns how many gradients are the same bit by bit."""
+    """Compare two outcomes. Raises `Mismatch`. Returns how many gradients are equal bit by bit."""
     rule = _Comparison(program)
     for rank, (want, have) in enumerate(zip(expected, found, strict=True)):
         rule.worker(f"worker{rank}", want, have, rank)
@@ -91,7 +91,7 @@ class _Comparison:
             mine = [given for each, given in want.events if each == name]
             theirs = [given for each, given in have.events if each == name]
             if name.startswith("post-accumulate") and self.program.accumulate == "context":
-                mine, theirs = mine[:1], theirs[:1]  # in a context each pass shows its own gradient only
+                mine, theirs = mine[:1], theirs[:1]  # in a context each pass shows only its own gradient
             mine, theirs = ([given for given in calls if _counts(given)] for calls in (mine, theirs))
             if len(mine) != len(theirs):
                 raise Mismatch(
@@ -108,7 +108,7 @@ class _Comparison:
                     raise Mismatch(f"{second!r} on {where} was called before {first!r}, which comes first")
 
     def same(self, what: str, want: Tensor | None, have: Tensor | None) -> None:
-        """None is as good as zero."""
+        """Whether two gradients are equal. None counts as zero."""
         if want is not None and have is not None:
             kinds = [_brief(each) for each in (want, have)]
             if kinds[0] != kinds[1]:
@@ -136,12 +136,12 @@ class _Comparison:
 
 
 def _counts(given: list[Tensor | None]) -> bool:
-    """Whether a call of a hook has something to say. Those with zeros, or without a gradient, may be left out."""
+    """Whether a call of a hook matters. Calls with zeros, or without a gradient, may be missing."""
     return not given or any(_solid(each) is not None for each in given)
 
 
 def _solid(value: Any) -> Tensor | None:
-    """What a tensor holds, dense; None if it is zero or empty."""
+    """The values of a tensor as a dense tensor; None if it is zero or empty."""
     if value is None:
         return None
     value = value.detach()

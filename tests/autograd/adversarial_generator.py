@@ -1,4 +1,4 @@
-"""Adversarial programs by seed."""
+"""Generates adversarial programs from seeds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRACED = ("times", "product", "sum", "tanh", "softmax", "norm", "transposed", "f
 CASTS = ("double", "float", "half")
 
 OTHERS: dict[str, tuple[str, str, str]] = {
-    # How it is made, what is done with it, and how a dense tensor comes of it.
+    # For each kind: how it is made, what is done with it, and how it becomes a dense tensor.
     "pair": ("pair", "pair work", "joined"),
     "labelled": ("labelled", "labelled work", "unlabelled"),
     "jagged": ("jagged", "jagged work", "values"),
@@ -71,9 +71,9 @@ HOOKS = (
 )
 OPTIMIZERS = ("SGD", "SGD momentum", "Adam foreach", "AdamW", "Adagrad", "RMSprop foreach")
 CAN_SHARD = hasattr(torch.cpu.Stream, "record_event")
-"""Before torch 2.7 `fully_shard` fails on CPUs, and its traces disturb the programs after it."""
+"""Before torch 2.7 `fully_shard` fails on CPUs, and what it leaves behind disturbs later programs."""
 STATEFUL = {"tied", "normed"}
-"""Modules that calls at the same time would disturb each other in."""
+"""Modules in which concurrent calls would disturb each other."""
 
 
 class _Scope:
@@ -185,7 +185,7 @@ class _Generator:
     # Steps.
 
     def fill(self, scope: _Scope, budget: int, *, where: str = "") -> list[Step]:
-        """Steps that use what the scope has. ``where``: in a part only some are possible."""
+        """Steps that use the names of the scope. ``where``: inside a part, only some steps are possible."""
         steps: list[Step] = []
         if where in ("", "coroutine"):
             steps += self.loads(scope)
@@ -201,7 +201,7 @@ class _Generator:
             kind = "labelled" if leaf.kind == "labelled leaf" else kind
             kind = "compressed" if leaf.kind in ("csr", "csc", "bsr") else kind
             if kind == "compressed" and self.uses.setdefault(leaf.name, 0):
-                continue  # torch adds up such gradients for some layouts only
+                continue  # torch adds such gradients only for some layouts
             self.uses[leaf.name] = 1
             name = self.name()
             steps.append(Step("load", (name,), key=leaf.name))
@@ -211,7 +211,7 @@ class _Generator:
         return steps
 
     def dense_from_others(self, scope: _Scope) -> list[Step]:
-        """A dense tensor, whatever there is."""
+        """A dense tensor, made from a value of any kind in the scope."""
         for kind, (_, _, back) in OTHERS.items():
             if scope.has(kind):
                 return [self.make(scope, back, "r", [self.pick(scope, kind)])]
@@ -283,7 +283,7 @@ class _Generator:
         return Step(do, outs, tuple(ins), self.number())
 
     def other(self, scope: _Scope, where: str) -> list[Step]:
-        """Make something that is not a dense tensor, work on it, or come back from it."""
+        """Make a value that is not a dense tensor, compute with one, or turn one into a dense tensor."""
         if self.zero and self.chance(0.3):
             if scope.has("zero"):
                 return [self.make(scope, "with nothing", "r", [self.pick(scope, "r"), self.pick(scope, "zero")])]
@@ -452,7 +452,7 @@ class _Generator:
         results = [self.pick(inner, "r") for _ in range(1 if where == "func" or self.chance(0.6) else 2)]
         if how == "reentrant checkpoint" and any(_gives_own_leaves(step, scope.worker) for step in steps):
             # Torch makes the checkpoint's node the grad_fn of every result. A leaf that is not an argument thereby
-            # becomes a result of the checkpoint, whose backward finds itself again when it runs the function: the
+            # becomes a result of the checkpoint, whose backward reaches itself again when it runs the function: the
             # recursion does not end, in one process either.
             steps += [Step("cloned", (f"{result}_cloned",), (result,)) for result in dict.fromkeys(results)]
             results = [f"{result}_cloned" for result in results]
@@ -513,11 +513,11 @@ class _Generator:
 
 
 def _gives_own_leaves(step: Step, worker: int) -> bool:
-    """Whether a call gives its own worker's tensors themselves: a reference at its owner does, a result is a copy."""
+    """Whether a call returns its worker's own tensors: a reference does so at its owner, while a result is a copy."""
     return step.body is not None and step.body.worker == worker and step.how in ("remote", "proxy", "reference")
 
 
 def generate(seed: int, *, compiles: bool | None = None) -> Program:
-    """The program of a seed. One in eight may use ``torch.compile``, which takes long; ``compiles`` says which."""
+    """The program of a seed. One in eight may use ``torch.compile``, which is slow; ``compiles`` says which."""
     made = _Generator(seed, seed % 8 == 0 if compiles is None else compiles)
     return made.program()

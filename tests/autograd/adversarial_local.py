@@ -1,8 +1,8 @@
 """Adversarial programs in one process, with plain torch.
 
-``rpc`` is a stand-in that calls functions here, between clones as a message makes them: the receiver may change a
-tensor in place, and the graph goes on through it. A function runs as at a callee, on a thread of its own, with the
-autocast of its caller.
+``rpc`` is a stand-in that calls functions in this process, and clones arguments and results as a message does: the
+receiver may change a tensor in place, and the graph continues through it. A function runs as at a callee, on a new
+thread, with the autocast of its caller.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from backhaul.eager import eager
 
 
 def crossed(value: Any) -> Any:
-    """What another worker gets: clones. A tensor that occurs twice arrives as one."""
+    """The value that another worker gets: a clone. A tensor that occurs twice arrives as one."""
     clones: dict[int, Any] = {}
     grad = torch.is_grad_enabled()
 
@@ -74,7 +74,7 @@ class _LocalRef:
 
 
 def _elsewhere(place: Place, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function as at a callee: on a thread of its own, which has nothing of its caller's but the autocast."""
+    """Run a function as at a callee: on a new thread, which takes only the autocast from its caller."""
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     result: Future[Any] = Future()
 
@@ -154,7 +154,7 @@ def run_locally(program: Program) -> list[Outcome]:
         for each in program.passes:
             with standing(places[0]):
                 chosen = [roots[root] for root in each.roots]
-                # Roots that need no grad are passed over, as in `backhaul.autograd.backward`, but for the only one.
+                # As in `backhaul.autograd.backward`, roots that do not require grad are skipped, but not a single root.
                 chosen = [root for root in chosen if root.requires_grad] or chosen
                 torch.autograd.backward(chosen, retain_graph=each.retain_graph)
         for place, found in zip(places, gradients, strict=True):
@@ -169,7 +169,7 @@ def run_locally(program: Program) -> list[Outcome]:
 
 
 def _orders(place: Place, roots: Sequence[Tensor]) -> list[tuple[str, str]]:
-    """The hooks that torch calls one before the other. A node that no root leads to may have been taken apart."""
+    """Pairs of hooks that torch calls in this order. A node that no root reaches may be freed already."""
     alive = _below(*(get_gradient_edge(root).node for root in roots if root.requires_grad))
     watched = {name: node for name, node in place.watched.items() if node in alive}
     found = []

@@ -1,4 +1,4 @@
-"""What workers have while an adversarial program runs, and what is left there: leaves, modules, notes."""
+"""The state of workers while an adversarial program runs, and at its end: leaves, modules, notes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @dataclass
 class Outcome:
-    """What a program left on one worker."""
+    """What a program has left on one worker."""
 
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    """Of each step: by name, those in the context, or in ``.grad`` after it."""
+    """For each step: the gradients in the context, or in ``.grad`` after it, by name."""
     grads: dict[str, Tensor | None] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
     """Parameters and buffers at the end."""
@@ -41,11 +41,11 @@ class Outcome:
     events: list[tuple[str, list[Tensor | None]]] = field(default_factory=list)
     retained: dict[str, Tensor | None] = field(default_factory=dict)
     orders: list[tuple[str, str]] = field(default_factory=list)
-    """Hooks of which the first has to be called before the second. Known in one process only."""
+    """Pairs of hooks; the first must be called before the second. Known only in one process."""
 
 
 def make_place(program: Program, worker: int, *, grads: bool) -> Place:
-    """``grads``: leaves may have a ``.grad`` from the start."""
+    """A new place. ``grads``: leaves may have a ``.grad`` from the start."""
     place = Place()
     with torch.random.fork_rng():
         for leaf in program.leaves:
@@ -153,7 +153,7 @@ def grads_of(place: Place) -> dict[str, Tensor]:
 
 
 def optimize(program: Program, place: Place) -> None:
-    """A step of the worker's own optimizer, with what is in ``.grad``."""
+    """Make a step of the worker's own optimizer with ``.grad``."""
     if place.optimizer is None:
         params = list(trainable(place).values())
         if not params:

@@ -1,7 +1,7 @@
 """Adversarial programs on Backhaul against one process, many at a time.
 
 python tests/autograd/adversarial_programs.py FIRST LAST    # the programs of these seeds; those that fail are shown
-python tests/autograd/adversarial_programs.py SEED          # one program, and if it fails the least of it that does
+python tests/autograd/adversarial_programs.py SEED          # one program; if it fails, the smallest one that fails too
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_in_process(program: Program, cluster: Sequence[Worker]) -> list[Outcome]
 
 
 def run_twice(program: Program, run: Callable[[], list[Outcome]], tally: Counter[str]) -> None:
-    """Compare what ``run`` gives with one process. What torch refuses there has to be refused by ``run`` too."""
+    """Compare the outcome of ``run`` with one process. If torch refuses the program there, ``run`` must too."""
     try:
         expected = run_locally(program)
     except Exception as refused:
@@ -97,7 +97,7 @@ def _same_error(error: BaseException, other: BaseException) -> bool:
 
 
 def check(program: Program, cluster: Sequence[Worker], tally: Counter[str]) -> None:
-    """Raises `Failed`."""
+    """Check one program. Raises `Failed`."""
     try:
         with without_notices():
             run_twice(program, lambda: run_in_process(program, cluster), tally)
@@ -112,7 +112,7 @@ def check(program: Program, cluster: Sequence[Worker], tally: Counter[str]) -> N
 
 
 def check_many_here(seeds: Sequence[int]) -> tuple[list[str], Counter[str]]:
-    """Check programs with workers that are processes, of which this one is worker0. What went wrong."""
+    """Check programs with processes as workers; this process is worker0. Returns what went wrong."""
     failures: list[str] = []
     tally: Counter[str] = Counter()
     for seed in seeds:
@@ -140,7 +140,7 @@ def _run_on_processes(program: Program) -> list[Outcome]:
 
 
 def run(seeds: Iterable[int], failed: Callable[[BaseException], None] | None = None) -> Counter[str]:
-    """Check the programs. Returns what they had, and how often. ``failed`` gets what otherwise is raised."""
+    """Check the programs. Returns their features with counts. ``failed`` gets failures, which are raised otherwise."""
     tally: Counter[str] = Counter()
     groups: dict[tuple[int, bool], list[Program]] = {}
     for seed in seeds:
@@ -180,7 +180,7 @@ def fails(program: Program, attempts: int = 1) -> BaseException | None:
 
 
 def shrink(program: Program, error: BaseException) -> Program:
-    """The least of a failing program that fails in the same way."""
+    """The smallest part of a failing program that fails in the same way."""
     adversarial_runs.BACKWARD_SECONDS = 3.0
     return least_that_fails(program, smaller, fails, type(error))
 
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # As a module of this name, so that workers find its functions.
+    # Imported under its module name, so that workers find its functions.
     import adversarial_programs
 
     raise SystemExit(adversarial_programs.main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Adversarial programs on Backhaul. The text is the one that `adversarial_local` runs in one process."""
+"""Runs adversarial programs on Backhaul. `adversarial_local` runs the same text in one process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ BACKWARD_SECONDS = 30.0
 
 _programs: dict[str, Program] = {}
 _places: dict[int, Place] = {}
-"""By rank: one program runs at a time."""
+"""The places by rank. One program runs at a time."""
 
 
 def prepare(program: Program, ranks: Sequence[int], key: str) -> None:
-    """Make a program known to the workers of this process, and what these have."""
+    """Load a program for the workers of this process, and make their places."""
     module = load(program, key, rpc)
     sys.modules[key] = module
     _programs[key] = program
@@ -39,7 +39,7 @@ def prepare(program: Program, ranks: Sequence[int], key: str) -> None:
 
 
 def prepare_seed(seed: int) -> None:
-    """The same in a process of one worker."""
+    """`prepare`, in a process with one worker."""
     prepare(generate(seed), [current().info.id], f"adversarial_{seed}")
 
 
@@ -52,7 +52,7 @@ def forget_all() -> None:
 
 
 def the_module(name: str) -> nn.Module:
-    """For a `RemoteModule`: one that is there already."""
+    """Returns an existing module, for a `RemoteModule`."""
     found: nn.Module = _places[current().info.id].things[name]
     return found
 
@@ -66,11 +66,11 @@ def optimize_here(key: str) -> None:
 
 
 def gradients_here(context: int) -> dict[str, Tensor]:
-    """Those in the context; in ``.grad`` if there is none."""
+    """The gradients in the context, or in ``.grad`` if there is no context."""
     place = _places[current().info.id]
     try:
         found = dist_autograd.get_gradients(context)
-    except ContextError:  # nothing of the program has come here
+    except ContextError:  # no part of the program ran here
         return {}
     names = {leaf: name for name, leaf in trainable(place).items()}
     unknown = [leaf for leaf in found if leaf not in names]
@@ -88,11 +88,11 @@ def outcome_here() -> Outcome:
 
 
 At = Callable[..., Any]
-"""``at(rank, function, *args)`` runs a function of this module on a worker, by no call of Backhaul's if that can be."""
+"""``at(rank, function, *args)`` runs a function of this module on a worker, without a Backhaul call if possible."""
 
 
 def drive(program: Program, key: str, at: At) -> list[Outcome]:
-    """Run a program from its driver, on which this is called."""
+    """Run a program. Called on its driver."""
     for module in program.modules:
         if module.remote:
             made = RemoteModule(f"worker{module.worker}", the_module, args=(module.name,))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""What adversarial programs are written with: tensor subclasses, Functions, modules, and notes of what happens.
+"""The vocabulary of adversarial programs: tensor subclasses, Functions, modules, and notes of what happens.
 
-The text of a program uses these names as a user's program would use its own. `Place` is what a worker has while a
-program runs: its leaves and modules, and the notes that hooks and `see` leave. The notes are what is compared.
+The text of a program uses these names as a user's program would use its own. A `Place` is the state of a worker while a
+program runs: its leaves and modules, and the notes that hooks and `see` make. The tests compare the notes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OFFSETS = torch.tensor([0, 1, SIZE])
 
 @contextmanager
 def without_notices() -> Iterator[None]:
-    """Inside, torch says nothing of parts of its own that are in beta state, or that it advises against."""
+    """A block in which torch does not warn about its beta or deprecated features."""
     with warnings.catch_warnings():
         for text in (
             "The PyTorch API of MaskedTensors",
@@ -61,11 +61,11 @@ class Place:
 
     things: dict[str, Any] = field(default_factory=dict)
     seen: dict[str, tuple[str, Tensor | None]] = field(default_factory=dict)
-    """By name: what a tensor was, and its values."""
+    """By name: the kind of a tensor, and its values."""
     events: list[tuple[str, list[Tensor | None]]] = field(default_factory=list)
-    """Each call of a hook: its name and the gradients that it was given."""
+    """Each call of a hook: its name, and the gradients that it got."""
     watched: dict[str, Any] = field(default_factory=dict)
-    """By the name of a hook: the graph node at which it is called, to know the order that torch promises."""
+    """By the name of a hook: the graph node at which it is called, which gives the order that torch promises."""
     retained: dict[str, Tensor] = field(default_factory=dict)
     optimizer: Any = None
 
@@ -80,7 +80,7 @@ _find: list[Callable[[], Place | None]] = []
 
 @contextmanager
 def standing(place: Place) -> Iterator[None]:
-    """Inside, the calling thread is at this place: for programs that run in one process."""
+    """A block in which the calling thread is at this place, for programs that run in one process."""
     before, _here.stack = _here.stack, (*_here.stack, place)
     try:
         yield
@@ -108,7 +108,7 @@ def _copy(value: Any) -> Tensor | None:
 
 @eager
 def see(name: str, *values: Any) -> None:
-    """Note what these values are when they are seen first: a checkpoint may run the function again."""
+    """Note these values the first time only, because a checkpoint may run the function again."""
     notes = place_here().seen
     for index, value in enumerate(values):
         if isinstance(value, Tensor):
@@ -132,7 +132,7 @@ def _noting(place: Place, name: str, change: float | None = None) -> Callable[..
     return note
 
 
-# Nor does a leaf, whose hooks it has from the start: a function that a checkpoint runs again would add to them.
+# Nor does a leaf, which has its hooks from the start: a function that a checkpoint runs again would add more.
 
 
 @eager
@@ -159,7 +159,7 @@ def node_prehook(name: str, tensor: Any, change: float | None = None) -> None:
 
 @eager
 def node_hook(name: str, tensor: Any) -> None:
-    """After the node; noted are the gradients that came to it."""
+    """A hook after the node. It notes the gradients that came to the node."""
     if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
         note = _noting(place_here(), name)
         tensor.grad_fn.register_hook(lambda _, outputs: note(outputs))
@@ -173,7 +173,7 @@ def multi_hook(name: str, mode: str, *tensors: Tensor) -> None:
         place = place_here()
         if mode == "all":
             register_multi_grad_hook(found, lambda grads: _noting(place, name)(list(grads)))
-        else:  # which of its tensors comes first is not defined
+        else:  # the order of its tensors is not defined
             register_multi_grad_hook(found, lambda _: place.events.append((name, [])), mode="any")
 
 
@@ -191,7 +191,7 @@ def hook_leaf(place: Place, name: str, leaf: Tensor, flags: Sequence[str]) -> No
             leaf.register_post_accumulate_grad_hook(lambda leaf, note=note: note(leaf.grad))  # type: ignore[no-untyped-call, misc]
         elif flag in ("accumulate prehook", "accumulate halving prehook", "accumulate hook"):
             node = torch.autograd.graph.get_gradient_edge(leaf).node
-            place.things[f"node of {name}"] = node  # torch forgets it, with its hooks, otherwise
+            place.things[f"node of {name}"] = node  # otherwise torch frees the node with its hooks
             if flag == "accumulate hook":
                 after = _noting(place, label)
                 node.register_hook(lambda _, outputs, after=after: after(outputs))  # type: ignore[misc]
@@ -213,7 +213,7 @@ class Weight(nn.Parameter):
 
 
 class Pair(Tensor):
-    """A wrapper around two tensors of one shape, and a scale: each operation is done on both."""
+    """A wrapper around two tensors of one shape, and a scale. Each operation applies to both tensors."""
 
     first: Tensor
     second: Tensor
@@ -288,7 +288,7 @@ def jagged(x: Tensor) -> Any:
 
 
 class Plainly(torch.autograd.Function):
-    """The gradient of what goes through it is a plain tensor."""
+    """The identity, with a plain tensor as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ def masked(x: Tensor) -> Any:
 
 
 def masked_bare(x: Tensor) -> Any:
-    """The gradient of what it is made from is a MaskedTensor, with which few operations of torch work."""
+    """The gradient of its input is a MaskedTensor, which few torch operations support."""
     return as_masked_tensor(x, MASK)
 
 
@@ -316,7 +316,7 @@ def unmasked(x: MaskedTensor) -> Any:
 
 
 class Saving(torch.autograd.Function):
-    """In the style with a context of its own; an input that needs no gradient, and one that gets none."""
+    """A Function with ``setup_context``, an input that needs no gradient, and one that gets none."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor, power: int) -> Tensor:
@@ -347,7 +347,7 @@ class Dirty(torch.autograd.Function):
 
 
 class Ranked(torch.autograd.Function):
-    """Sorted values, and their places, which have no gradient."""
+    """Returns sorted values, and their places, which have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -392,7 +392,7 @@ class Halves(torch.autograd.Function):
 
 
 class Straight(torch.autograd.Function):
-    """Rounds; its gradient goes through as it is, the same tensor."""
+    """Rounds. Its gradient passes through unchanged, as the same tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -447,7 +447,7 @@ def dropped(x: Tensor, seed: int) -> Tensor:
 
 
 def spread(x: Tensor, row: int) -> Tensor:
-    """A row, as often as there are rows, without memory of its own."""
+    """A row, repeated for all rows, without memory of its own."""
     return x[row].expand(SIZE, SIZE)
 
 
@@ -461,7 +461,7 @@ def with_nothing(x: Tensor, empty: Tensor) -> Tensor:
 
 
 def written(x: Tensor, y: Tensor) -> Tensor:
-    """In place, on a part."""
+    """Changes a part in place."""
     made = x * 1
     made[1:3].mul_(y[1:3].to(made.dtype))
     made.t().add_(y.t().to(made.dtype))
@@ -486,11 +486,11 @@ class Through(TorchFunctionMode):
 
 
 def packed() -> Any:
-    """Saved tensors are kept as something else."""
+    """Saved tensors are packed as another object."""
     return torch.autograd.graph.saved_tensors_hooks(lambda x: (x.detach().clone(),), lambda kept: kept[0])
 
 
-# Modules. A seed decides their weights.
+# Modules. A seed determines their weights.
 
 
 class Skew(nn.Module):

@@ -15,7 +15,7 @@ from backhaul.testing import InProcessCluster
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No act stays from another test, and no thread of a worker meets an error that nobody expects."""
+    """Remove the acts of other tests, and fail if a worker's thread has an unexpected error."""
     new_weights()
     ACTS.clear()
     with caplog.at_level(logging.ERROR, logger="backhaul"):
@@ -31,7 +31,7 @@ def five() -> Iterator[InProcessCluster]:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sources each run of torch's engine starts from."""
+    """The number of sources of each run of torch's engine."""
     from backhaul.autograd import runner
 
     seen: list[int] = []

@@ -1,4 +1,4 @@
-"""What tests of the end of passes have in common: models with and without gates, and what to wait for."""
+"""Shared by the tests of the end of passes: models with and without gates, and conditions to wait for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GONE = "Could not find autograd context with id"
 
 
 def await_idle(workers: InProcessCluster) -> None:
-    """No gate waits and nothing is run on any worker, or will be within a short time."""
+    """Return when no gate waits and nothing runs on any worker; fail if that takes too long."""
     deadline = time.monotonic() + WITHIN
     while any(worker.autograd.counts()["gates"] or not worker.autograd.engine.idle() for worker in workers):
         assert time.monotonic() < deadline, [worker.autograd.counts() for worker in workers]
@@ -36,7 +36,7 @@ def await_gates(worker: Any, count: int) -> None:
 
 
 def later(work: Callable[[], Any]) -> Future[Any]:
-    """What it returns or raises, on a thread of its own."""
+    """Run the function on a new thread. Returns a future of its result."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -58,7 +58,7 @@ def backward_later(workers: InProcessCluster, rank: int, ctx: int, loss: Tensor,
 
 
 def nothing_is_left(workers: InProcessCluster, *ranks: int) -> None:
-    """Nothing of contexts, passes and gates is left on these workers, or will be within a short time."""
+    """Return when these workers have no contexts, passes and gates; fail if that takes too long."""
     deadline = time.monotonic() + WITHIN
     for worker in (workers[rank] for rank in ranks):
         while any(worker.autograd.counts().values()) or not worker.autograd.engine.idle():

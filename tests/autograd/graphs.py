@@ -1,4 +1,4 @@
-"""Graphs of one worker for tests, and what is to be found in them by definition."""
+"""Graphs of one worker for tests, and what must be found in them by definition."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAF = "torch::autograd::AccumulateGrad"
 RECV = "RecvRpcBackward"
 
 _tops: deque[Tensor] = deque(maxlen=10_000)
-"""What was sent last. Before torch 2.12 the node of a Function dies with its tensor, which contexts keep, too."""
+"""The latest sent tensors. Before torch 2.12 the node of a Function dies with its tensor; contexts keep it too."""
 
 
 def leaf() -> Tensor:
@@ -34,7 +34,7 @@ def received(message: int, count: int = 1, reach: Reach | None = None) -> Sequen
 
 
 def recv_of(tensor: Tensor) -> Node:
-    """The Recv that a tensor came by."""
+    """The Recv of a received tensor."""
     node: Node = tensor.grad_fn
     return node if node.name() == RECV else node.next_functions[0][0]
 
@@ -55,7 +55,7 @@ def ignore(*_: object) -> None: ...
 
 
 def met(starts: Iterable[Node]) -> set[tuple[Node, int]]:
-    """By definition: what the engine comes to from these, and by which of its outputs. It ends at Recvs and leaves."""
+    """By definition: the nodes that the engine reaches from these, with outputs. The walk ends at Recvs and leaves."""
     found: set[tuple[Node, int]] = set()
     new = [(start, 0) for start in starts]
     while new:
@@ -81,14 +81,14 @@ def outputs(edges: Iterable[tuple[Node, int]]) -> dict[Node, set[int]]:
 
 
 def is_joint(node: Node) -> bool:
-    """Whether sources that reach it have to be run together."""
+    """Whether all sources that reach this node must be run together."""
     if node.name() != LEAF:
         return True
     return bool(node.variable._backward_hooks or node.variable._post_accumulate_grad_hooks)
 
 
 def expected(sources: Mapping[int, Node]) -> dict[frozenset[int], set[tuple[Node, int]]]:
-    """By definition: the components, and what each comes to."""
+    """By definition: the components, and the nodes that each reaches."""
     reached = {source: met([node]) for source, node in sources.items()}
     joints = {source: {node for node, _ in edges if is_joint(node)} for source, edges in reached.items()}
     groups: list[set[int]] = []
@@ -125,7 +125,7 @@ class Graph:
         inner = [tensor for tensor in tensors if not tensor.is_leaf]
         if draw.random() < 0.7 or not self.sources:
             roots = draw.sample(inner, min(len(inner), draw.randint(1, 2)))
-            # And of a message that has not told what it depends on: the part cannot know by itself what takes part.
+            # And of a message that does not say what it depends on: this worker alone cannot know what takes part.
             self.sources[ROOT] = Source(rooted(*roots, *received(999)), ROOT)
 
     @property

@@ -1,8 +1,8 @@
-"""Functions that models are made of, and the check that workers get the gradients of one process.
+"""The building blocks of models, and the check that workers get the gradients of one process.
 
 A *program* builds a model out of `call`, `start` and `make`, and returns its roots. Under `alone` these run the
-function right here, between two copies as a message makes them; else they are `rpc_sync`, `rpc_async` and
-`remote`. So one program serves as the test and as its own reference.
+function in this process, with copies of arguments and results as a message makes them; otherwise they are `rpc_sync`,
+`rpc_async` and `remote`. So one program serves as the test and as its own reference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Leaves = Mapping[int, Sequence[Tensor]]
 """The leaves that get a gradient, by the rank of the worker that uses them."""
 
 W: dict[str, Tensor] = {}
-"""The weights of a test by name. Workers of one process share it, so each weight is used on one worker only."""
+"""The weights of a test by name. Workers of one process share them, so each weight is used on one worker only."""
 
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
@@ -48,7 +48,7 @@ def leaf(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tens
 
 
 class Kept:
-    """Stands for an RRef where there is only one process."""
+    """Stands for an RRef in one process."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -61,7 +61,7 @@ class Kept:
 
 
 def copied(value: Any, memo: dict[int, Tensor] | None = None) -> Any:
-    """The value as a message delivers it: tensors are new ones, one that comes twice is one."""
+    """The value as a message delivers it: tensors are copies, and a tensor that occurs twice is one."""
     memo = {} if memo is None else memo
     if isinstance(value, Tensor):
         if id(value) not in memo:
@@ -102,7 +102,7 @@ def alone() -> Iterator[None]:
 
 
 def gradients(workers: InProcessCluster, context_id: int) -> list[dict[Tensor, Tensor]]:
-    """What the context has on each worker; nothing on one that does not know it."""
+    """The context's gradients on each worker; none on a worker that does not know the context."""
     return [gradients_on(worker, context_id) for worker in workers]
 
 
@@ -115,7 +115,7 @@ def gradients_on(worker: Worker, context_id: int) -> dict[Tensor, Tensor]:
 
 
 def await_no_leftovers(workers: InProcessCluster) -> None:
-    """Contexts, passes and gates are gone from all workers, or go within a short time."""
+    """Return when all workers have no contexts, passes and gates; fail if that takes too long."""
     deadline = time.monotonic() + WITHIN
     while any(any(worker.autograd.counts().values()) for worker in workers):
         left = {worker.info.name: worker.autograd.counts() for worker in workers}
@@ -161,7 +161,7 @@ def check(
     grad_tensors: Any = None,
     same_as: Program | None = None,
 ) -> None:
-    """The program's gradients on the workers are those of one process, each on its leaf's worker and nowhere else.
+    """Check that the program's gradients are those of one process, each on its leaf's worker and nowhere else.
 
     ``exact`` means bit for bit. ``same_as`` computes the same without calls, for programs that cannot run `alone`.
     """
@@ -209,7 +209,7 @@ def identity(value: Any) -> Any:
 
 
 def relay(path: Sequence[tuple[str, str]], x: Tensor) -> Tensor:
-    """The layers of the path, one inside the other: each worker calls the next, and applies its own to the result."""
+    """Each worker of the path calls the next one, and applies its own layer to the result."""
     if not path:
         return x
     (to, name), rest = path[0], list(path[1:])
@@ -221,7 +221,7 @@ def relay_inside(name: str, rest: Sequence[tuple[str, str]], x: Tensor) -> Tenso
 
 
 def on_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run it on that many threads at once; raise what one of them raised."""
+    """Run the function on ``count`` threads at once. Raises what one of them raised."""
     errors: list[BaseException] = []
 
     def run(index: int) -> None:

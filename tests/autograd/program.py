@@ -1,8 +1,8 @@
-"""Distributed programs as plain data, that can be printed, run again and made smaller.
+"""Distributed programs as plain data. They can be printed, run again and made smaller.
 
 A program is a list of *blocks*, each the body of one function that runs on one worker. Block 0 runs on the *driver*;
-a `Call` runs another one, anywhere, with values of the caller's, and gives what it returns to the caller. Names are
-local to a block; `Load` and `Keep` reach what lives on the worker: its leaves, and what earlier blocks left there.
+a `Call` runs another block, on any worker, with values of the caller, and returns its results to the caller. Names are
+local to a block; `Load` and `Keep` access the worker's state: its leaves, and what earlier blocks kept there.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Keep(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Run a block on worker ``to``, or (``direct``) a function of torch's.
+    """Run a block on worker ``to``, or (``direct``) a torch function.
 
     Modes: ``sync``; ``async``, whose future is ``outs[0]``; ``remote``, whose reference is; ``then``, a future with a
-    callback; ``coroutine``, an ``async def`` function; ``forward``, by way of worker ``via``; ``direct``.
+    callback; ``coroutine``, an ``async def`` function; ``forward``, through worker ``via``; ``direct``.
     """
 
     mode: str
@@ -113,17 +113,17 @@ class Block(NamedTuple):
     params: tuple[str, ...]
     code: tuple[Instruction, ...]
     results: tuple[str, ...]
-    form: str  # how values travel: "tuple", "dict", or "bare" for a single one
+    form: str  # how values travel: "tuple", "dict", or "bare" for a single value
 
 
 class Root(NamedTuple):
     name: str
-    grad_kind: str = ""  # of its grad_tensor; "" for none
+    grad_kind: str = ""  # the kind of its grad_tensor; "" for none
     grad_seed: int = 0
 
 
 class Pass(NamedTuple):
-    """One backward, by ``initiator``; on the driver roots are names of block 0, elsewhere kept values."""
+    """One backward by ``initiator``. On the driver the roots are names of block 0; elsewhere they are kept values."""
 
     initiator: int
     roots: tuple[Root, ...]
@@ -131,7 +131,7 @@ class Pass(NamedTuple):
 
 
 def _brief(item: Any) -> str:
-    """The item as Python, without what it leaves at its default."""
+    """The item as Python text, without defaults."""
     defaults = item._field_defaults
     fields = [f"{key}={value!r}" for key, value in item._asdict().items() if value != defaults.get(key, ...)]
     return f"{type(item).__name__}({', '.join(fields)})"

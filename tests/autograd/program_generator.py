@@ -1,8 +1,8 @@
 """Random programs: `generate(seed)`.
 
-The generator follows every value (`Sym`): its kind, whether it requires grad, who else may see its memory. So programs
-are well-formed, and mean the same in whatever order their messages arrive: a kept value is loaded only by what surely
-runs later, and in-place operations change only what nobody else looks at.
+The generator tracks every value (`Sym`): its kind, whether it requires grad, which code may see its memory. So programs
+are well-formed, and mean the same in any order of messages: a kept value is loaded only by blocks that surely run
+later, and in-place operations change only memory that no other block sees.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ RECEIVED = "r"
 
 @dataclass
 class Sym:
-    """What the generator knows of a value."""
+    """What the generator knows about a value."""
 
     name: str
     kind: str  # "" for a reference
     requires_grad: bool
     memory: int  # values of one memory share storage
-    leaf: bool = False  # it is the leaf itself
-    table: bool = False  # sparse gradients may come to it
+    leaf: bool = False  # whether it is the leaf itself
+    table: bool = False  # whether it may get sparse gradients
     changeable: bool = False
     view: bool = False
-    spread: bool = False  # several of its elements are one
+    spread: bool = False  # whether several of its elements share memory
     received: bool = False
-    common: bool = False  # blocks that run at the same time may have it as well
+    common: bool = False  # whether blocks that run at the same time may have it too
     hooked: bool = False
     sent: int = 0
-    owner: int = -1  # of a reference
+    owner: int = -1  # the owner of a reference
     inside: tuple[Sym, ...] = ()
     form: str = ""
 
@@ -79,17 +79,17 @@ class _Future:
 
 
 class _Frame:
-    """A block that is being written."""
+    """A block that is being generated."""
 
     def __init__(self, index: int, worker: int, kept: list[_Kept], stack: tuple[int, ...]) -> None:
         self.index = index
         self.worker = worker
         self.stack = stack
-        self.kept = kept  # what has surely been kept when this point is reached
+        self.kept = kept  # values that are surely kept at this point
         self.kept_here: list[_Kept] = []
         self.syms: list[Sym] = []
         self.futures: list[_Future] = []
-        self.made: dict[str, list[_Kept]] = {}  # by reference: what is kept once it has been fetched
+        self.made: dict[str, list[_Kept]] = {}  # by reference: values that are surely kept after it was fetched
         self.code: list[Instruction] = []
 
     def keep_all(self, kept: list[_Kept]) -> None:
@@ -108,7 +108,7 @@ class _Generator:
         self.calls = 0
         self.memory = 0
         self.names = 0
-        # Some programs are about one thing more than others.
+        # Each program uses some features more than others.
         self.complex = self.random.random() < 0.25
         self.sparse = self.random.random() < 0.3
         self.mixed = self.random.random() < 0.2
@@ -184,7 +184,7 @@ class _Generator:
 
     def new_frame(self, worker: int, kept: list[_Kept], stack: tuple[int, ...]) -> _Frame:
         index = len(self.blocks)
-        self.blocks[index] = Block(worker, (), (), (), "tuple")  # takes the place; replaced when it is finished
+        self.blocks[index] = Block(worker, (), (), (), "tuple")  # a placeholder, replaced when the block is finished
         return _Frame(index, worker, list(kept), (*stack, worker))
 
     def finish(self, frame: _Frame, results: tuple[str, ...], form: str, params: tuple[str, ...] = ()) -> None:
@@ -210,7 +210,7 @@ class _Generator:
         return [sym for sym in frame.syms if sym.kind and (not kind or sym.kind == kind)]
 
     def load(self, frame: _Frame, kind: str = "") -> Sym | None:
-        """A leaf of this worker's, or a value that was kept on it."""
+        """A leaf of this worker, or a value that was kept on it."""
         found: list[tuple[str, Sym | Leaf]] = [
             (leaf.name, leaf)
             for leaf in self.leaves
@@ -250,7 +250,7 @@ class _Generator:
                 loaded = self.load(frame, kind)
                 return loaded if loaded is not None and loaded.table else None
             return None
-        # The latest ones more often, so that programs get deep.
+        # The latest values are chosen more often, so that programs get deep.
         return found[-1] if self.chance(0.4) else self.random.choice(found)
 
     def operation(self, frame: _Frame) -> None:
@@ -313,7 +313,7 @@ class _Generator:
         return True
 
     def combine(self, frame: _Frame) -> None:
-        """Join several matrices into one, so that much of what was computed matters."""
+        """Join several matrices into one, so that most computed values matter."""
         found = [sym for sym in self.tensors(frame, "d.m") if sym.requires_grad]
         received = [sym for sym in found if sym.received]
         chosen = self.random.sample(found, min(len(found), self.random.randint(1, 3)))
@@ -401,7 +401,7 @@ class _Generator:
         if self.chance(0.7):
             self.combine(block)
         if mode == "coroutine" and any(isinstance(each, Call | Wait | Fetch | Proxy) for each in block.code):
-            mode = "sync"  # it would block its worker's event loop
+            mode = "sync"  # a coroutine would block its worker's event loop here
         self.features[f"mode {mode}"] += 1
         form = self.random.choice(("tuple", "tuple", "dict"))
         results = self.results(block)
@@ -419,7 +419,7 @@ class _Generator:
             else:
                 future = _Future(name, to, tuple(results), block.kept_here, result_form, mode)
                 frame.futures.append(future)
-                self.features["results never used"] += 1  # taken back when it is waited for
+                self.features["results never used"] += 1  # taken back if the result is waited for
         else:
             outs = self.arrive(results)
             frame.code.append(Call(mode, to, block.index, names, tuple(sym.name for sym in outs), form, via))
@@ -444,7 +444,7 @@ class _Generator:
             loaded = self.load(block)
             found += [] if loaded is None else [loaded]
         count = min(len(found), self.random.choice((0, 1, 1, 1, 1, 2, 2, 2, 3)))
-        # Mostly what was made last, but also what just came in.
+        # Mostly the latest values, but also values that were just received.
         late = ([sym for sym in found if sym.requires_grad and not sym.leaf] or found)[-3:]
         results = (
             self.random.sample(late, min(count, len(late))) if self.chance(0.7) else self.random.sample(found, count)
@@ -454,7 +454,7 @@ class _Generator:
         return results
 
     def arrive(self, values: Sequence[Sym]) -> list[Sym]:
-        """What the receiver of a message has."""
+        """What the receiver of a message knows about its values."""
         shared = Counter(sym.memory for sym in values)
         memory = {sym.memory: self.new_memory() for sym in values}
         arrived = []
@@ -481,7 +481,7 @@ class _Generator:
         outs = self.arrive(future.results)
         if future.mode == "then":
             for sym in outs:
-                sym.table = False  # the callback made other tensors of them
+                sym.table = False  # the callback has replaced the tensors
                 sym.changeable = False
         frame.code.append(Wait(future.name, tuple(sym.name for sym in outs)))
         frame.syms += outs
@@ -498,7 +498,7 @@ class _Generator:
             return
         outs = self.arrive(rref.inside)
         if rref.owner == frame.worker:
-            # The owner gets the value itself, which others may see.
+            # The owner gets the value itself, which other blocks may see.
             for sym, inside in zip(outs, rref.inside, strict=True):
                 sym.changeable = False
                 sym.leaf = inside.leaf
@@ -590,5 +590,5 @@ class _Generator:
 
 
 def generate(seed: int) -> Program:
-    """The program of a seed. It has 2 to 5 workers, by the seed modulo 4."""
+    """The program of a seed. The seed modulo 4 determines the number of workers, 2 to 5."""
     return _Generator(seed).program()

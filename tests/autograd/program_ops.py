@@ -1,8 +1,8 @@
-"""The operations of the random programs, each with the kinds of what it takes and gives.
+"""The operations of the random programs, each with the kinds of its inputs and results.
 
 A *kind* is a dtype and a shape: ``d.m`` is a float64 matrix. Dtypes are d float64, f float32, h bfloat16 and
 z complex128; shapes are m 3x3, v 3, s scalar and e 5x3, a table of embeddings. Results stay within about 1, so that
-long programs have gradients of a sensible size. ``number`` is whatever an operation draws: a seed, a row.
+long programs have gradients of a sensible size. ``number`` is a random parameter of an operation: a seed, a row.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ NUMBERS = 1000
 ON = os.environ.get("BACKHAUL_PROGRAMS_DEVICE", "cpu")
 """Where the tensors of the programs are: ``cpu``; ``cuda``; ``mixed``: every other worker has them on the GPU."""
 DEVICE = torch.device("cpu" if ON == "cpu" else "cuda:0")
-"""Where they are in one process."""
+"""The device of the tensors in one process."""
 
 
 def device_of(worker: int) -> torch.device:
-    """Where the tensors of one worker are."""
+    """The device of one worker's tensors."""
     return torch.device("cpu") if ON == "mixed" and worker % 2 else DEVICE
 
 
@@ -39,9 +39,9 @@ class Operation(NamedTuple):
     feature: str
     view: bool  # the results share memory with the first input
     changeable: bool  # an in-place operation on the result breaks no backward
-    in_place: bool  # it changes its first input, which must be changeable
+    in_place: bool  # whether it changes its first input, which must be changeable
     differentiable: bool
-    table: bool  # the gradient of its first input is sparse: that must be a leaf, or come straight from one
+    table: bool  # whether its first input, a leaf or straight from one, gets a sparse gradient
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -69,7 +69,7 @@ def _operation(
 
 
 def run_disturbed(operation: Operation, number: int, values: Sequence[Any]) -> Any:
-    """Run an operation. On a GPU it runs now and then later, or on another stream: no program may depend on luck.
+    """Run an operation. On a GPU some operations run late, or on another stream, to find missing synchronisation.
 
     The result is ready on the current stream afterwards, as a user would have it.
     """
@@ -83,7 +83,7 @@ def run_disturbed(operation: Operation, number: int, values: Sequence[Any]) -> A
     other.wait_stream(here)
     with torch.cuda.stream(other):
         # Torch's engine may add to a gradient in place while another stream still reads it: torch alone is wrong then,
-        # too (tests/cuda/test_cuda_streams.py). So each input gets a gradient of its own.
+        # too (tests/cuda/test_cuda_streams.py). So each input gets a separate gradient.
         result = operation.run(number, *(each * 1 for each in values))
     here.wait_stream(other)
     for stream, used in ((other, values), (here, result)):
@@ -338,7 +338,7 @@ class _Cube(torch.autograd.Function):
 
 
 class _Cross(torch.autograd.Function):
-    """Two results; tells apart a result without a gradient; gives none to its second input."""
+    """Has two results, notices a result without a gradient, and gives no gradient to its second input."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -355,7 +355,7 @@ class _Cross(torch.autograd.Function):
 
 
 class _Fork(torch.autograd.Function):
-    """Two results whose missing gradients come as zeros."""
+    """Has two results, whose missing gradients are zeros."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -408,4 +408,4 @@ DIRECT: dict[str, tuple[Callable[..., Any], int]] = {
     "sub": (torch.sub, 2),
     "tanh": (torch.tanh, 1),
 }
-"""Functions of torch's own that programs call remotely on matrices, and how many they take."""
+"""Torch functions that programs call remotely on matrices, and how many matrices they take."""

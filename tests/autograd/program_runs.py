@@ -1,7 +1,7 @@
-"""Programs run: in one process on plain autograd, and on Backhaul; and their outcomes compared.
+"""Runs programs in one process on plain autograd, and on Backhaul, and compares the outcomes.
 
-Both run the same interpreter (`Site`), with a site for each block that is under way. In one process a value that goes
-to another worker is a clone: the receiver may change it in place, and the graph goes on through it.
+Both use the same interpreter (`Site`), with one site for each running block. In one process a value that goes to
+another worker is a clone: the receiver may change it in place, and the graph continues through it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Mismatch(AssertionError):
 
 @dataclass
 class Place:
-    """What lives on one worker while a program runs."""
+    """The state of one worker while a program runs."""
 
     values: dict[str, Tensor]
     leaves: dict[str, Tensor]
@@ -43,7 +43,7 @@ class Place:
     """Whether hooks copy the gradients that they see. A ``.grad`` may share memory with them, and passes add to it in
     place. What is in a context belongs to the context alone, so there they keep the gradients themselves."""
     hooked: dict[str, list[Tensor | None]] = field(default_factory=dict)
-    """By tensor: the gradients that its hook was called with."""
+    """By tensor: the gradients that its hook got."""
     accumulated: dict[str, list[Tensor | None]] = field(default_factory=dict)
     """By leaf: its .grad at each call of its post-accumulate hook."""
     retained: dict[str, Tensor] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass
 class Outcome:
-    """What a program left on one worker."""
+    """What a program has left on one worker."""
 
     gradients: dict[str, Tensor]  # by leaf: from the context; in one process from .grad
     grads: dict[str, Tensor | None]  # by leaf: its .grad
@@ -113,7 +113,7 @@ def undress(value: Any) -> list[Any]:
 
 
 def each_of(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with its tensors changed."""
+    """The same structure, with a function applied to its tensors."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -122,7 +122,7 @@ def each_of(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class _Moved(torch.autograd.Function):
-    """A clone on another device. Torch's own ``to`` has no gradient that is sparse."""
+    """A clone on another device. Torch's ``to`` does not support sparse gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, device: torch.device) -> Tensor:
@@ -135,7 +135,7 @@ class _Moved(torch.autograd.Function):
 
 
 def crossed(value: Any, to: int) -> Any:
-    """What another worker gets: clones on its device. A tensor that occurs twice arrives as one."""
+    """The value that another worker gets: a clone on its device. A tensor that occurs twice arrives as one."""
     clones: dict[int, Tensor] = {}
 
     def clone(tensor: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def crossed(value: Any, to: int) -> Any:
 
 
 def callback(value: Any) -> Any:
-    """What mode ``then`` does with a result."""
+    """The callback of mode ``then``."""
     return each_of(value, lambda tensor: tensor.sin() if tensor.dtype == torch.float64 else tensor)
 
 
@@ -156,7 +156,7 @@ class Site:
     """Where one block runs."""
 
     disturbs = False
-    """Whether operations on a GPU are held up, and run on other streams."""
+    """Whether operations on a GPU are delayed, or run on other streams."""
 
     def __init__(self, program: Program, worker: int, place: Place) -> None:
         self.program = program
@@ -321,7 +321,7 @@ def install(key: int, program: Program) -> None:
 
 
 def program_of(key: int) -> Program:
-    """In a process of its own a worker makes the programs of seeds itself."""
+    """The program of a key. A worker in a separate process generates it from the seed."""
     with _placing:
         if key not in _programs:
             _programs[key] = generate(key)
@@ -417,7 +417,7 @@ def collect(key: int, context: int) -> Outcome:
     names = {leaf: name for name, leaf in place.leaves.items()}
     try:
         gradients = dist_autograd.get_gradients(context)
-    except ContextError:  # nothing of the program has come here
+    except ContextError:  # no part of the program ran here
         return outcome_of(place, {})
     unknown = [leaf for leaf in gradients if leaf not in names]
     if unknown:
@@ -445,7 +445,7 @@ def drive(key: int, collect_from: Callable[[int, int, int], Outcome]) -> list[Ou
 
 
 def compare(program: Program, expected: list[Outcome], found: list[Outcome]) -> None:
-    """Raises `Mismatch`."""
+    """Compare two outcomes. Raises `Mismatch`."""
     for worker, (want, have) in enumerate(zip(expected, found, strict=True)):
         into_grad = program.accumulate == "grad"
         if into_grad and have.gradients:
@@ -476,7 +476,7 @@ def compare(program: Program, expected: list[Outcome], found: list[Outcome]) -> 
 
 
 def _same_calls(program: Program, what: str, want: list[Tensor | None], have: list[Tensor | None]) -> None:
-    """The same gradients in the same order. Calls without a gradient may be left out, but there are no others."""
+    """Whether the gradients and their order are the same. Only calls without a gradient may be missing."""
     if len(have) > len(want):
         raise Mismatch(f"{what}: called {len(have)} times, with {have}; in one process {len(want)} times, with {want}")
     mine = [grad for grad in map(_solid, want) if grad is not None]
@@ -488,7 +488,7 @@ def _same_calls(program: Program, what: str, want: list[Tensor | None], have: li
 
 
 def _changes(grads: list[Tensor | None]) -> list[Tensor | None]:
-    """What post-accumulate hooks saw, without the .grad that nothing was added to."""
+    """What post-accumulate hooks saw, without calls in which .grad had not changed."""
     solid = [_solid(grad) for grad in grads]
     return [
         grad
@@ -506,7 +506,7 @@ def _solid(grad: Tensor | None) -> Tensor | None:
 
 
 def _same(program: Program, what: str, want: Tensor | None, have: Tensor | None) -> None:
-    """None is as good as zero."""
+    """Whether two gradients are equal. None counts as zero."""
     if want is not None and have is not None:
         kinds = [(grad.dtype, grad.shape, grad.layout, grad.device) for grad in (want, have)]
         if kinds[0] != kinds[1]:
@@ -515,7 +515,7 @@ def _same(program: Program, what: str, want: Tensor | None, have: Tensor | None)
     if mine is None and theirs is None:
         return
     if mine is None or theirs is None:
-        # A gradient that is zero but for rounding is none.
+        # A gradient that is zero up to rounding counts as None.
         other = theirs if mine is None else mine
         if other is not None and other.abs().max() > program.tolerance:
             raise Mismatch(f"{what} is {have}, in one process {want}")

@@ -2,7 +2,7 @@
 
 python tests/autograd/programs.py FIRST LAST              # the programs of these seeds; those that fail are shown
 python tests/autograd/programs.py --processes FIRST LAST  # the same with workers that are processes
-python tests/autograd/programs.py SEED                    # one program, and if it fails the least of it that does
+python tests/autograd/programs.py SEED                    # one program; if it fails, the smallest one that fails too
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from crew import Crew
 
 BATCH = 20
 WORKERS = 5
-"""As many as the largest programs have."""
+"""The number of workers of the largest programs."""
 QUIET_SECONDS = 10.0
 PATIENCE = 0.005
 """Of the scheduler with a worker that waits for gradients: these come with another message, which it holds back."""
@@ -57,7 +57,7 @@ class Failed(AssertionError):
 
 
 def options_of(worker: int, size: int) -> dict[str, Any]:
-    """The device maps of a worker, if there are GPUs: each worker's tensors go to the device of the receiver."""
+    """The options of a worker. With GPUs, its device maps send tensors to the receiver's device."""
     if ON == "cpu":
         return {}
     if ON == "cuda":
@@ -111,7 +111,7 @@ def run_in_process(program: Program, cluster: Sequence[Worker]) -> list[Outcome]
     def collect_from(worker: int, key: int, context: int) -> Outcome:
         with cluster[worker].as_current():
             if ON != "cpu" and worker != program.driver:
-                torch.cuda.synchronize()  # this thread looks at what belongs to another worker
+                torch.cuda.synchronize()  # this thread reads tensors of another worker
             return collect(key, context)
 
     with cluster[program.driver].as_current():
@@ -119,7 +119,7 @@ def run_in_process(program: Program, cluster: Sequence[Worker]) -> list[Outcome]
 
 
 def check(program: Program, cluster: Sequence[Worker]) -> list[Outcome]:
-    """Run it on the cluster and in one process. Raises `Failed` if that is not the same."""
+    """Run a program on the cluster and in one process. Raises `Failed` if the outcomes differ."""
     try:
         return run_twice(program, lambda: run_in_process(program, cluster))
     except Exception as error:
@@ -127,10 +127,10 @@ def check(program: Program, cluster: Sequence[Worker]) -> list[Outcome]:
 
 
 def run_twice(program: Program, run: Callable[[], list[Outcome]]) -> list[Outcome]:
-    """What ``run`` gives, compared with one process. What torch refuses there has to be refused by ``run`` too."""
+    """Compare the outcome of ``run`` with one process. If torch refuses the program there, ``run`` must too."""
     try:
         expected = run_locally(program)
-    except RuntimeError as refused:  # such as retain_grad that is to add a dense gradient to a sparse one
+    except RuntimeError as refused:  # such as a retain_grad that would add a dense gradient to a sparse one
         try:
             run()
         except RuntimeError as error:
@@ -144,7 +144,7 @@ def run_twice(program: Program, run: Callable[[], list[Outcome]]) -> list[Outcom
 
 
 def left_on(worker: Worker) -> dict[str, int]:
-    """What is still there of contexts, after a while in which it could go."""
+    """What is left of contexts, after some time for cleaning up."""
     deadline = time.monotonic() + QUIET_SECONDS
     while True:
         left = {what: count for what, count in worker.autograd.counts().items() if count}
@@ -154,14 +154,14 @@ def left_on(worker: Worker) -> dict[str, int]:
 
 
 def left_here() -> dict[str, int]:
-    """The same, on a process's own worker; and forget the programs."""
+    """`left_on` for the worker of this process. Also forgets the programs."""
     left = left_on(current())
     forget_all()
     return left
 
 
 def check_many_here(seeds: Sequence[int]) -> list[str]:
-    """Check programs that this process drives, with workers that are processes too. What went wrong."""
+    """Check programs that this process drives, with processes as workers. Returns what went wrong."""
     failures = []
     for seed in seeds:
         program = generate(seed)
@@ -174,9 +174,9 @@ def check_many_here(seeds: Sequence[int]) -> list[str]:
 
 
 def _collect_from(worker: int, key: int, context: int) -> Outcome:
-    # As a dict: that needs no pickle.
+    # A dict needs no pickle.
     fields = rpc.rpc_sync(f"worker{worker}", _collected, args=(key, context), timeout=program_runs.CALL_SECONDS)
-    there = device_of(worker)  # the maps have brought them to a device of this worker
+    there = device_of(worker)  # the maps have moved them to this worker's device
     return Outcome(**tree_map_only(torch.Tensor, lambda tensor: tensor.to(there), fields))
 
 
@@ -213,7 +213,7 @@ def run_batch(seeds: Sequence[int], tally: Counter[str]) -> None:
 
 
 def run(seeds: Iterable[int], failed: Callable[[BaseException], None] | None = None) -> Counter[str]:
-    """Check all programs. Returns what they had, and how often. ``failed`` gets what otherwise is raised."""
+    """Check all programs. Returns their features with counts. ``failed`` gets failures, which are raised otherwise."""
     tally: Counter[str] = Counter()
     todo = list(batches(seeds))
     while todo:
@@ -234,7 +234,7 @@ def run(seeds: Iterable[int], failed: Callable[[BaseException], None] | None = N
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with one thing less, and without what needs it."""
+    """Smaller programs, each without one item and without what depends on it."""
     passes, leaves = program.passes, program.leaves
     for place, each in enumerate(passes):
         if len(passes) > 1:
@@ -270,7 +270,7 @@ def _with_block(program: Program, place: int, block: Block) -> Program:
 
 
 def repaired(program: Program) -> Program:
-    """The program without what refers to names that are no longer there."""
+    """The program without items that refer to removed names."""
     while True:
         blocks = list(program.blocks)
         kept = {leaf.name for leaf in program.leaves}
@@ -309,7 +309,7 @@ def fails(program: Program, attempts: int = 3) -> BaseException | None:
     try:
         expected = run_locally(program)
     except Exception:
-        return None  # it means nothing
+        return None  # the program is not valid
     for attempt in range(attempts):
         with cluster_of(program.size, program.seed + attempt) as cluster:
             try:
@@ -330,7 +330,7 @@ P = TypeVar("P", bound=Any)
 def least_that_fails(
     program: P, smaller: Callable[[P], Iterable[P]], fails: Callable[[P], BaseException | None], kind: type
 ) -> P:
-    """Take one thing after another away from a program that fails with this kind of error, as long as it does so."""
+    """Remove one item after another from a failing program, as long as it fails with this kind of error."""
     progress = True
     while progress:
         progress = False
@@ -348,13 +348,13 @@ def least_that_fails(
 
 
 def shrink(program: Program) -> Program:
-    """The least of a failing program that fails in the same way."""
+    """The smallest part of a failing program that fails in the same way."""
     program_runs.BACKWARD_SECONDS = 2.0
     return least_that_fails(program, smaller, fails, type(fails(program)))
 
 
 def run_on_processes(seeds: Iterable[int], seconds: float) -> list[str]:
-    """Check programs with five processes, which all drive some at the same time. What went wrong."""
+    """Check programs with five processes, each of which drives some at the same time. Returns what went wrong."""
     by_driver: dict[int, list[int]] = {}
     for seed in seeds:
         by_driver.setdefault(generate(seed).driver, []).append(seed)
@@ -416,7 +416,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    # As a module of this name, so that workers find its functions.
+    # Imported under its module name, so that workers find its functions.
     import programs
 
     raise SystemExit(programs.main(sys.argv[1:]))

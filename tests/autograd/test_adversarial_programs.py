@@ -1,4 +1,4 @@
-"""Adversarial programs: what users write and frameworks break on, on workers as in one process; or refused."""
+"""Adversarial programs, with features that users need and frameworks break on: as in one process, or refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def require_most_to_be_equal(tally: Counter[str]) -> None:
 
 @pytest.mark.timeout(400)  # 3 s on a quiet machine; 54 s have been seen where thirty wanted its two processors
 def test_a_sample() -> None:
-    """Without those that compile: these take a second each."""
+    """Without programs that compile, which take a second each."""
     tally = run(seed for seed in range(1, 33) if seed % 8)
     assert tally["programs"] == 28
     require_most_to_be_equal(tally)
@@ -97,11 +97,11 @@ def test_a_seed_is_one_program() -> None:
 
 
 def test_a_reentrant_checkpoint_does_not_return_a_leaf() -> None:
-    """In this program a call inside such a checkpoint gives a leaf of the same worker."""
+    """In this program a call inside such a checkpoint returns a leaf of the same worker."""
     assert fails(generate(6301)) is None
 
 
-# Mistakes that are made on purpose, each in one place of the core. The programs find all of them.
+# Deliberate mistakes, each in one place of the core. The programs must find all of them.
 
 
 def history_of_wrappers_is_lost(patch: pytest.MonkeyPatch) -> None:
@@ -167,7 +167,7 @@ def no_grad_stays_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_a_run_calls_is_outside_of_the_context(patch: pytest.MonkeyPatch) -> None:
-    """Such as the calls that a checkpoint makes again. Nothing else notices."""
+    """For example, calls that a checkpoint makes again. No other test notices this."""
     run = runner.Runner._run_engine
 
     def outside(self: Any, local: Any, *args: Any) -> Any:
@@ -181,7 +181,7 @@ def what_a_run_calls_is_outside_of_the_context(patch: pytest.MonkeyPatch) -> Non
 
 
 MISTAKES: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    # The number of programs among which one finds it.
+    # The number of programs, at least one of which finds the mistake.
     history_of_wrappers_is_lost: 60,
     history_of_plain_subclasses_is_lost: 60,
     a_hook_on_a_leaf_runs_for_each_part_of_the_sum: 60,

@@ -1,4 +1,4 @@
-"""The ledger: it is empty with the last report of a pass, whatever the order, and never before."""
+"""The ledger is empty after the last report of a pass, in any order of reports, and never before."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_open_are_the_roots_and_what_has_been_told_of_once() -> None:
     assert ledger.open == {1, 2}
     ledger.report([2], [3])
     assert ledger.open == {1, 3}
-    # Ahead of the report that it was emitted.
+    # It comes before the report that emitted it.
     ledger.report([4], [])
     assert ledger.open == {1, 3, 4}
     ledger.report([1], [4])
@@ -65,9 +65,9 @@ def test_what_is_open_is_a_snapshot() -> None:
 
 
 def random_pass(draw: random.Random) -> list[Report]:
-    """Runs that are all there because of a chain of messages from the roots, which are in the first.
+    """Runs, each caused by a chain of messages from the roots, which are in the first run.
 
-    A run consumes several messages if it has gates, also such as it has brought about itself.
+    A run with gates consumes several messages, and may even have caused some of them itself.
     """
     runs = draw.randint(1, 9)
     consumed: list[list[int]] = [[ROOT]] + [[] for _ in range(runs - 1)]
@@ -84,7 +84,7 @@ def random_pass(draw: random.Random) -> list[Report]:
 
 
 def under_way(reports: Sequence[Report], reported: Sequence[Report]) -> set[int]:
-    """By definition: messages that one end of has reported, and the other has not."""
+    """By definition: messages that one end has reported, and the other has not."""
     consumed = {message for report in reported for message in report.consumed}
     emitted = {ROOT} | {message for report in reported for message in report.emitted}
     return consumed ^ emitted

@@ -1,4 +1,4 @@
-"""Misuse of contexts and passes: what is refused and in which words; deadlines, and leaving too early."""
+"""Misuse of contexts and passes: what is refused, and with which message; deadlines, and leaving too early."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def plain_backward(x: Tensor) -> None:
 
 
 def test_a_plain_backward_through_a_received_tensor(pair: InProcessCluster) -> None:
-    """Here and on the callee, and it does no harm to the right one."""
+    """It is refused here and on the callee, and a correct pass still works afterwards."""
     x = leaf(3)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         y = rpc.rpc_sync("worker1", double, args=(x,))
@@ -134,7 +134,7 @@ def test_a_plain_backward_through_a_received_tensor(pair: InProcessCluster) -> N
 
 
 def test_a_plain_gradient_of_a_received_tensor(pair: InProcessCluster) -> None:
-    """It stops at the tensor, so nothing has to be sent."""
+    """It stops at the tensor, so nothing is sent."""
     x = leaf(3)
     with pair[0].as_current(), dist_autograd.context():
         y = rpc.rpc_sync("worker1", double, args=(x,))
@@ -172,7 +172,7 @@ def test_a_pass_ends_at_its_deadline(pair: InProcessCluster) -> None:
 
 
 def test_leaving_while_a_call_is_under_way(pair: InProcessCluster) -> None:
-    """What arrives late makes no context anew."""
+    """Messages that arrive late do not create the context again."""
     _gate.clear()
     x = leaf(3)
     with pair[0].as_current(), dist_autograd.context():

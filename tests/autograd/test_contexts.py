@@ -1,4 +1,4 @@
-"""Contexts: what is recorded in them and where, who may use them, and that nothing stays of one that was left."""
+"""Contexts: what they record and where, which workers may use them, and that a context that was left is gone."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def open_context_there(to: str) -> int:
 
 
 def test_nested_contexts_are_refused(trio: InProcessCluster) -> None:
-    """Also inside a remote function, which runs in its caller's context, and two hops away."""
+    """Also in a remote function, which runs in its caller's context, and two hops away."""
     with trio[0].as_current():
         with dist_autograd.context() as ctx:
             with pytest.raises(RuntimeError, match=NESTED), dist_autograd.context():
@@ -121,7 +121,7 @@ def test_a_remote_function_may_open_one_if_its_caller_has_none(trio: InProcessCl
 
 
 def test_contexts_on_several_threads_do_not_mix(pair: InProcessCluster) -> None:
-    """One weight, a different factor on each thread, all contexts open at once."""
+    """One weight, a different factor on each thread, and all contexts open at the same time."""
     together = threading.Barrier(8)
 
     def work(index: int) -> None:
@@ -155,7 +155,7 @@ def test_a_new_thread_is_in_no_context(pair: InProcessCluster) -> None:
 
 
 def test_several_initiators_at_once(trio: InProcessCluster) -> None:
-    """Each calls both others in its own context, over weights that all use."""
+    """Each worker calls both others in its own context, with weights that all use."""
     together = threading.Barrier(3)
 
     def work(rank: int) -> None:
@@ -189,7 +189,7 @@ def backward_there(ctx: int, name: str, x: Tensor) -> float:
 
 
 def test_the_id_as_an_argument(trio: InProcessCluster) -> None:
-    """A remote function reads its worker's gradients, and runs a pass of its own in the caller's context."""
+    """A remote function reads its worker's gradients, and runs a pass in the caller's context."""
     x = leaf(4, 4)
     expected = torch.autograd.grad(layer("a", torch.sin(x)).sum(), [x, W["a"]])
     with trio[0].as_current(), dist_autograd.context() as ctx:
@@ -218,7 +218,7 @@ def context_and_sends(ctx: Any) -> tuple[int, int]:
 
 
 def test_without_tensors_that_need_grad_there_is_no_send(pair: InProcessCluster) -> None:
-    """The function still runs in the context, so its worker knows it."""
+    """The function still runs in the context, so its worker knows the context."""
     with pair[0].as_current(), dist_autograd.context() as ctx:
         y = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
         assert not y.requires_grad
@@ -241,7 +241,7 @@ def own_weight(name: str) -> Tensor:
 
 
 def test_a_reply_is_recorded_if_its_tensors_need_grad(pair: InProcessCluster) -> None:
-    """Though the request had none."""
+    """Even if the request had no such tensors."""
     with pair[0].as_current(), dist_autograd.context() as ctx:
         y = rpc.rpc_sync("worker1", own_weight, args=("a",))
         assert not ctx.sends
@@ -293,7 +293,7 @@ def test_the_graph_can_be_walked_as_torchs(pair: InProcessCluster) -> None:
 
 
 def test_the_send_of_a_tensor_within_the_graph(pair: InProcessCluster) -> None:
-    """Its edges lead to the nodes of the tensors, in their order, those without grad left out."""
+    """Its edges lead to the nodes of the tensors that require grad, in order."""
     x = leaf(3)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         first, second = torch.sin(x), torch.exp(x).split([1, 2])[1]  # type: ignore[no-untyped-call]
@@ -330,7 +330,7 @@ def test_gradients_are_where_the_leaf_is(trio: InProcessCluster) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_stays_of_a_context_that_was_left(trio: InProcessCluster, fails: bool) -> None:
-    """Two hops away too, after a pass or without one, and if the body raised."""
+    """Also two hops away, after a pass or without one, and if the body raised."""
     x = leaf(2, 4)
     path = [("worker1", "a"), ("worker2", "b")]
     for passes in (0, 1):
@@ -371,7 +371,7 @@ def watched(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("passes", [0, 1])
 def test_a_context_that_was_left_holds_no_memory(pair: InProcessCluster, passes: int) -> None:
-    """Neither here nor there, and without help of the garbage collector."""
+    """Neither here nor on the callee, and without the garbage collector."""
     _watched.clear()
     gc.disable()
     try:
@@ -415,7 +415,7 @@ def hooked(x: Tensor) -> Tensor:
 
 
 def test_a_backward_pass_runs_in_its_context(pair: InProcessCluster) -> None:
-    """So that a hook, or a checkpointed segment, that makes calls makes them in it."""
+    """So the calls of a hook, or of a checkpointed segment, are recorded in it."""
     contexts_of_hooks.clear()
     with pair[0].as_current(), dist_autograd.context() as ctx:
         dist_autograd.backward(ctx, [rpc.rpc_sync("worker1", hooked, args=(leaf(3),)).sum()])

@@ -1,4 +1,4 @@
-"""Modules under DistributedDataParallel in distributed passes: averaged over the trainers, as in one process."""
+"""Modules under DistributedDataParallel in distributed passes: gradients are averaged over the trainers."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     ids=title,
 )
 def test_each_option_of_ddp(crew: Crew, options: Options, accumulate: Accumulate) -> None:
-    """Several steps: DDP makes its buckets anew after the first."""
+    """Several steps, because DDP rebuilds its buckets after the first."""
     check(crew, hybrid, {"dense": options}, steps=4, accumulate=accumulate)
 
 
 def train(program: trainers.Program, steps: int) -> None:
-    """Steps of a trainer. The trainers take turns at the server."""
+    """The steps of a trainer. The trainers take turns at the server."""
     for step in range(steps):
         with dist_autograd.context() as context_id:
             dist_autograd.backward(context_id, [program(step)], timeout=WITHIN)
@@ -164,7 +164,7 @@ def test_training(crew: Crew, options: Options) -> None:
 
 
 def some_ways(step: int) -> Tensor:
-    """In step 0 both halves, in step 1 one trainer leaves one out, in step 2 both do, in step 3 each another one."""
+    """Step 0 uses both halves. In step 1 one trainer skips a half, in step 2 both do, in step 3 each skips another."""
     ways = [
         (["left", "right"], ["right", "left"]),
         (["left"], ["left", "right"]),
@@ -178,13 +178,13 @@ def some_ways(step: int) -> Tensor:
 @pytest.mark.parametrize("accumulate", ["context", "grad"])
 @pytest.mark.parametrize("options", [UNUSED, UNUSED | VIEW, UNUSED | SMALL_BUCKETS], ids=title)
 def test_parameters_that_a_trainer_does_not_use(crew: Crew, options: Options, accumulate: Accumulate) -> None:
-    """It gets the average all the same; where nobody has used a parameter, there is none."""
+    """It still gets the average. A parameter that no trainer has used gets no gradient."""
     assert "forked.left.weight" not in expected(some_ways, 2, replicated=["forked"])[0][0]
     check(crew, some_ways, {"forked": options}, steps=4, accumulate=accumulate)
 
 
 def two_passes(apart: bool) -> list[Found]:
-    """A pass under ``no_sync()``, then one without, each in a context of its own or both in one; what is in it then."""
+    """A pass under ``no_sync()``, then one without, in one context or in two. Returns the gradients at the end."""
     found = []
     module = part("dense")
     assert isinstance(module, DistributedDataParallel)
@@ -203,7 +203,7 @@ def two_passes(apart: bool) -> list[Found]:
 @pytest.mark.parametrize("apart", [False, True], ids=["one context", "two contexts"])
 @pytest.mark.parametrize("options", [{}, UNUSED, VIEW, VIEW | SMALL_BUCKETS], ids=title)
 def test_no_sync(crew: Crew, options: Options, apart: bool) -> None:
-    """Gradients that were not averaged are, with those of the next pass in the same context."""
+    """Gradients that were not averaged are averaged with those of the next pass in the same context."""
     together(crew, ALL, set_up, {"dense": options})
     run_both = together(crew, TRAINERS, run_pass, hybrid, 2)
     assert_found(run_both, expected(hybrid, 2))
@@ -236,7 +236,7 @@ def test_no_sync_into_grad(crew: Crew, options: Options) -> None:
 
 
 def fill_grads(locally: bool) -> None:
-    """Something is in ``.grad`` already: what a local backward leaves there, or numbers."""
+    """Put something into ``.grad``: the result of a local backward, or numbers."""
     if locally:
         part("dense")(inputs(rank(), 9)).sum().backward()
         return
@@ -259,7 +259,7 @@ def test_what_is_in_grad_stays(crew: Crew, options: Options, locally: bool) -> N
 
 
 def beside(step: int) -> Tensor:
-    """A plain module before the one under DDP, and the rows in both."""
+    """A plain module before the one under DDP; both use the rows."""
     rows = call(SERVER, apply, "table", ids(rank(), step))
     return mse_loss(part("dense")(rows + part("local")(rows)), target(rank(), step))
 
@@ -273,13 +273,13 @@ def test_a_plain_module_beside_it_is_not_averaged(crew: Crew, options: Options, 
 
 
 def inside_out(step: int) -> Tensor:
-    """The module under DDP is not called by way of DDP."""
+    """The inner module is called directly, not through DDP."""
     return mse_loss(bare("dense")(call(SERVER, apply, "table", ids(rank(), step))), target(rank(), step))
 
 
 @pytest.mark.parametrize("options", [{}, VIEW], ids=title)
 def test_the_module_inside_called_directly_is_not_averaged(crew: Crew, options: Options) -> None:
-    """Nor is anybody waited for; and then DDP works as before."""
+    """The pass waits for no other trainer either, and DDP works as before afterwards."""
     together(crew, ALL, set_up, {"dense": options})
     for step in range(2):
         alone = {each: crew[each].run(run_pass, inside_out, step) for each in TRAINERS}
@@ -288,7 +288,7 @@ def test_the_module_inside_called_directly_is_not_averaged(crew: Crew, options: 
 
 
 def looked_up(step: int) -> Tensor:
-    """Rows of a table here, which is under DDP and has sparse gradients, on their way over the server."""
+    """Rows of a local table under DDP, with sparse gradients, which go through the server."""
     return mse_loss(call(SERVER, apply, "middle", part("sparse")(ids(rank(), step)))[:, :3], target(rank(), step))
 
 
@@ -314,7 +314,7 @@ def run_uneven(counts: dict[int, int]) -> list[Found]:
 
 @pytest.mark.parametrize("options", [{}, VIEW | UNUSED], ids=title)
 def test_trainers_with_different_numbers_of_steps(crew: Crew, options: Options) -> None:
-    """``join()``: who is done early takes part with zeros."""
+    """``join()``: a trainer that is done early takes part with zeros."""
     together(crew, ALL, set_up, {"dense": options})
     got = together(crew, TRAINERS, run_uneven, {0: 1, 1: 3})
     assert [len(found) for found in got.values()] == [1, 3]
@@ -339,7 +339,7 @@ def register_sum() -> None:
 
 @pytest.mark.parametrize("options", [{}, VIEW], ids=title)
 def test_a_communication_hook(crew: Crew, options: Options) -> None:
-    """One that sums up instead of averaging."""
+    """The hook sums instead of averaging."""
     together(crew, ALL, set_up, {"dense": options})
     together(crew, TRAINERS, register_sum)
     for step in range(3):
@@ -350,7 +350,7 @@ def test_a_communication_hook(crew: Crew, options: Options) -> None:
 
 
 def replace_by_copy() -> None:
-    """Also the copies of copies."""
+    """Replace modules by copies, and by copies of copies."""
     trainers.put_part("dense", copy.deepcopy(pickle.loads(pickle.dumps(part("dense")))))
 
 
@@ -366,7 +366,7 @@ _kept: list[Any] = []
 
 
 def wrap_again(options: list[Options]) -> None:
-    """The wrappers before the last one live on."""
+    """Wrap modules again. The earlier wrappers stay alive."""
     for each in options:
         _kept.append(part("dense"))
         trainers.put_part("dense", DistributedDataParallel(bare("dense"), **each))
@@ -377,7 +377,7 @@ def drop_kept() -> None:
 
 
 def contexts_side_by_side() -> list[Found]:
-    """Two passes in turn, and what the first has made when the second is over."""
+    """Two passes, one after the other. Returns the first one's gradients after the second."""
     with dist_autograd.context() as first:
         dist_autograd.backward(first, [hybrid(0)], timeout=WITHIN)
         found: list[Found] = []
@@ -389,9 +389,9 @@ def contexts_side_by_side() -> list[Found]:
 
 @pytest.mark.parametrize(("first", "last"), [({}, VIEW), (VIEW, {})], ids=title)
 def test_a_module_wrapped_again_and_again(crew: Crew, first: Options, last: Options) -> None:
-    """Each context has memory of its own, however the wrapper that is used came by its gradients."""
+    """Each context has its own memory, in whatever way the current wrapper gets its gradients."""
     together(crew, ALL, set_up, {"dense": first})
-    for _ in range(4):  # which of them is found first is a matter of addresses
+    for _ in range(4):  # which wrapper is found first depends on addresses
         together(crew, TRAINERS, wrap_again, [first, first, last])
         for step in (2, 3):  # after these DDP keeps its buckets
             assert_found(together(crew, TRAINERS, run_pass, hybrid, step), expected(hybrid, step))
@@ -402,7 +402,7 @@ def test_a_module_wrapped_again_and_again(crew: Crew, first: Options, last: Opti
 
 
 def forget_parts() -> int:
-    """How many parameters are left when the parts are gone."""
+    """The number of parameters that are left after the parts are deleted."""
     left = [weakref.ref(value) for name in trainers.part_names() for value in bare(name).parameters()]
     trainers.put_part("dense", None)
     set_up({})
@@ -416,7 +416,7 @@ def count_replicated() -> int:
 
 
 def test_modules_that_are_gone_leave_nothing(crew: Crew) -> None:
-    """And where there is none under DDP, a pass has nothing to look for."""
+    """And without modules under DDP, a pass does not search for any."""
     together(crew, ALL, set_up, {"dense": {}, "front": VIEW})
     assert_found(together(crew, TRAINERS, run_pass, hybrid, 0), expected(hybrid, 0))
     assert together(crew, ALL, count_replicated) == {0: 6, 1: 6, SERVER: 0, 3: 0}
@@ -463,7 +463,7 @@ print("found")
 
 
 def test_a_module_from_before_the_import(tmp_path: Path) -> None:
-    """It is found, and to look for it meets no deprecated object of torch."""
+    """It is found, and the search touches no deprecated torch object."""
     command = [sys.executable, "-W", "error::FutureWarning", "-c", MADE_FIRST, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.stdout == "found\n", done.stderr

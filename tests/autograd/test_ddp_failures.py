@@ -61,7 +61,7 @@ def lasting() -> Iterator[Crew]:
 
 @pytest.fixture
 def crew(lasting: Crew, tmp_path: Path) -> Crew:
-    """Trainers that are in a new process group, which waits for 2 s."""
+    """Trainers in a new process group with a timeout of 2 s."""
     regroup(lasting, tmp_path, IMPATIENT)
     return lasting
 
@@ -78,7 +78,7 @@ def leave_group() -> None:
 
 
 def fragile(step: int) -> Tensor:
-    """Its backward functions may break before the module under DDP, and behind it."""
+    """Its backward functions may fail before the module under DDP, and after it."""
     rows = call(SERVER, fragile_rows, rank(), step)
     return act(f"loss of {rank()}", mse_loss(part("dense")(rows), target(rank(), step)))
 
@@ -88,7 +88,7 @@ def fragile_rows(who: int, step: int) -> Tensor:
 
 
 def fragile_u(step: int) -> Tensor:
-    """The module under DDP is run when the server is done."""
+    """The backward of the module under DDP runs after the server's."""
     first = part("front")(inputs(rank(), step))
     second = call(SERVER, fragile_middle, rank(), first)
     return mse_loss((first * second)[:, :3], target(rank(), step))
@@ -107,14 +107,14 @@ FILLED = ("dense", "front", "table")
 
 
 def fill() -> None:
-    """There is something in ``.grad``."""
+    """Fill ``.grad``."""
     for name in FILLED:
         for number, parameter in enumerate(bare(name).parameters()):
             parameter.grad = torch.full_like(parameter, 3.0 + number)
 
 
 def check_filled() -> None:
-    """And it is still there."""
+    """Check that ``.grad`` is unchanged."""
     for name in FILLED:
         for number, parameter in enumerate(bare(name).parameters()):
             assert parameter.grad is not None
@@ -151,7 +151,7 @@ class Ending(NamedTuple):
 
 
 def failing_pass(program: Program, step: int) -> Ending:
-    """Its gradients, if any, are not looked at."""
+    """A pass that fails. Its gradients are ignored."""
     begun = time.monotonic()
     with dist_autograd.context() as context_id:
         loss = program(step)
@@ -176,7 +176,7 @@ def good_steps(crew: Crew) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=lambda o: "+".join(o) or "plain")
 def test_an_error_behind_the_module(crew: Crew, options: dict[str, bool]) -> None:
-    """One trainer's pass fails on the server, when its module is averaged. The other's is good."""
+    """One trainer's pass fails on the server, after its module was averaged. The other trainer's pass succeeds."""
     together(crew, ALL, set_up, {"dense": options})
     together(crew, ALL, fill)
     crew[SERVER].run(break_at, "rows of 0")
@@ -189,7 +189,7 @@ def test_an_error_behind_the_module(crew: Crew, options: dict[str, bool]) -> Non
 
 @pytest.mark.parametrize(("broken", "program", "name"), [(0, fragile, "loss of 0"), (SERVER, fragile_u, "rows of 0")])
 def test_an_error_before_the_module(crew: Crew, tmp_path: Path, broken: int, program: Program, name: str) -> None:
-    """Its trainer hears of it at once; the other one when its process group has waited long enough."""
+    """Its trainer gets the error at once; the other trainer gets one when its process group times out."""
     together(crew, ALL, set_up, {"front" if program is fragile_u else "dense": {}})
     together(crew, ALL, fill)
     crew[broken].run(break_at, name)
@@ -206,7 +206,7 @@ def test_an_error_before_the_module(crew: Crew, tmp_path: Path, broken: int, pro
 
 
 def test_an_error_in_a_context_of_both(crew: Crew, tmp_path: Path) -> None:
-    """Who started the pass hears of it at once, while a trainer still waits in its process group."""
+    """The worker that started the pass gets the error at once, while a trainer still waits in its process group."""
     together(crew, ALL, set_up, {"dense": {}})
     together(crew, ALL, fill)
     crew[0].run(break_at, "loss of 0")
@@ -219,7 +219,7 @@ def test_an_error_in_a_context_of_both(crew: Crew, tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_does_not_come(crew: Crew, tmp_path: Path) -> None:
-    """The other one's pass fails when its process group has waited long enough."""
+    """The other trainer's pass fails when its process group times out."""
     together(crew, ALL, set_up, {"dense": {}})
     together(crew, ALL, fill)
     end = crew[1].run(failing_pass, fragile, 0)
@@ -232,7 +232,7 @@ def test_a_trainer_that_does_not_come(crew: Crew, tmp_path: Path) -> None:
 
 
 def kill_while_the_other_waits(crew: Crew, program: Program, initiator: int) -> Ending:
-    """Trainer 1 dies before it can average; trainer 0 has passed on its gradients, and waits for it."""
+    """Trainer 1 dies before it averages. Trainer 0 has sent its gradients, and waits for trainer 1."""
     together(crew, range(len(crew)), set_up, {"dense": {}})
     together(crew, range(len(crew)), fill)
     crew[1].run(hold, "loss of 1")
@@ -249,7 +249,7 @@ def kill_while_the_other_waits(crew: Crew, program: Program, initiator: int) -> 
 
 @pytest.mark.slow
 def test_a_trainer_that_dies(tmp_path: Path) -> None:
-    """The other one gets an error long before its process group would give up."""
+    """The other trainer gets an error long before its process group would time out."""
     with Crew(3) as crew:
         together(crew, TRAINERS, join_group, f"file://{tmp_path / 'store'}", PATIENT)
         end = kill_while_the_other_waits(crew, fragile, 0)
@@ -265,7 +265,7 @@ def without_ddp(step: int) -> Tensor:
 
 
 def test_a_trainer_that_dies_in_a_context_of_both(tmp_path: Path) -> None:
-    """Who started the pass is told which worker was lost."""
+    """The error at the worker that started the pass names the lost worker."""
     with Crew(4) as crew:
         together(crew, TRAINERS, join_group, f"file://{tmp_path / 'store'}", PATIENT)
         end = kill_while_the_other_waits(crew, of_both, MASTER)

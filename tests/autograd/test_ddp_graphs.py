@@ -1,4 +1,4 @@
-"""Graphs with modules under DDP at any place, on any worker: gradients of one process, averaged over the trainers."""
+"""Graphs with modules under DDP in any place, on any worker: gradients of one process, averaged over the trainers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def with_a_call_inside(step: int) -> Tensor:
 @each_way
 @pytest.mark.parametrize("options", [{}, STATIC, VIEW], ids=lambda o: "+".join(o) or "plain")
 def test_a_call_inside_of_the_module(crew: Crew, options: Options, accumulate: Accumulate) -> None:
-    """Not with ``find_unused_parameters``: DDP's search for them ends at the call."""
+    """Without ``find_unused_parameters``, because DDP's search for them ends at the call."""
     check(crew, with_a_call_inside, {"outer": options}, steps=3, accumulate=accumulate)
 
 
@@ -115,12 +115,12 @@ def join(kept: Any, x: Tensor) -> Tensor:
 @each_way
 @each_option
 def test_called_twice_for_two_workers(crew: Crew, options: Options, accumulate: Accumulate) -> None:
-    """Two messages, whose parts of the graph meet in the module's parameters only."""
+    """Two messages, whose parts of the graph share only the module's parameters."""
     check(crew, called_twice, {"front": options}, steps=3, accumulate=accumulate)
 
 
 def called_twice_in_turn(step: int) -> Tensor:
-    """The second call depends on the first one, by way of the server."""
+    """The second call depends on the first one, through the server."""
     module = part("front")
     first = call(SERVER, apply, "middle", module(inputs(rank(), step)))
     return mse_loss(call(SERVER, apply, "middle", module(first))[:, :3], target(rank(), step))
@@ -132,7 +132,7 @@ def test_called_twice_in_turn(crew: Crew, options: Options) -> None:
 
 
 def partly_used(step: int) -> Tensor:
-    """The result of a call with the module's output reaches no loss."""
+    """The result of a call with the module's output does not reach the loss."""
     hidden = part("front")(inputs(rank(), step))
     call(MASTER, apply, "middle", hidden)
     return mse_loss(call(SERVER, apply, "middle", hidden)[:, :3], target(rank(), step))
@@ -143,7 +143,7 @@ def test_a_result_that_is_not_used(crew: Crew) -> None:
 
 
 def in_a_u(step: int) -> Tensor:
-    """A plain layer, one under DDP, the server; and both layers once more behind it."""
+    """A plain layer, one under DDP, the server, and then both layers again."""
     first = part("local")(inputs(rank(), step))
     second = part("front")(first)
     third = call(SERVER, apply, "middle", second)
@@ -159,7 +159,7 @@ def test_in_the_middle_of_a_u(crew: Crew, options: Options, accumulate: Accumula
 
 
 def delegate(step: int) -> dict[int, Found]:
-    """Runs on the master: trainers make passes in contexts of their own, in calls."""
+    """Runs on the master. It calls the trainers, which make passes in their own contexts."""
     futures = {each: rpc.rpc_async(f"worker{each}", run_pass, args=(hybrid, step)) for each in TRAINERS}
     return {each: future.wait() for each, future in futures.items()}
 
@@ -172,7 +172,7 @@ def test_trainers_that_a_master_calls(crew: Crew, options: Options) -> None:
 
 
 def loss_of_both(step: int) -> Tensor:
-    """The sum of the trainers' losses. They compute them in the context of who calls."""
+    """The sum of the trainers' losses, computed in the caller's context."""
     shared = part("local")(inputs(rank(), step))
     losses = [start(each, loss_there, step, shared) for each in TRAINERS]
     return torch.stack([loss.wait() for loss in losses]).sum()
@@ -187,12 +187,12 @@ def loss_there(step: int, x: Tensor) -> Tensor:
 @each_option
 @pytest.mark.parametrize("initiator", [MASTER, 0])
 def test_one_context_of_both_trainers(crew: Crew, options: Options, accumulate: Accumulate, initiator: int) -> None:
-    """Made by the master, or by one of them."""
+    """The master, or one of the trainers, makes the context."""
     check(crew, loss_of_both, {"dense": options}, initiators=[initiator], steps=3, accumulate=accumulate)
 
 
 def around(ways: Sequence[tuple[int, str]], step: int) -> Tensor:
-    """From worker to worker, each result by way of the initiator."""
+    """A chain of workers, in which each result goes through the initiator."""
     x = inputs(rank(), step)
     for to, name in ways:
         x = call(to, apply, name, x)
@@ -208,7 +208,7 @@ def ring(step: int) -> Tensor:
 
 
 def past_who_waits(step: int) -> Tensor:
-    """When trainer 1 waits for trainer 0 to average, it has yet to pass on what trainer 0 waits for."""
+    """Trainer 1 waits for trainer 0 to average, before it has sent the gradients that trainer 0 waits for."""
     return around([(0, "front"), (1, "local"), (SERVER, "middle"), (1, "local"), (1, "front")], step)
 
 
@@ -223,9 +223,9 @@ def three_against_one(step: int) -> Tensor:
 def test_trainers_in_a_row(
     crew: Crew, program: trainers.Program, initiator: int, options: Options, accumulate: Accumulate
 ) -> None:
-    """One can average only when the gradients have come to the other, by way of it.
+    """One trainer can average only after the gradients have reached the other, through it.
 
-    (Without ``find_unused_parameters`` the trainers would talk to each other in their second forward pass, too.)
+    (Without ``find_unused_parameters`` the trainers would also communicate in their second forward pass.)
     """
     check(crew, program, {"front": options}, initiators=[initiator], steps=2, accumulate=accumulate)
 
@@ -249,12 +249,12 @@ def inwards(ways: list[int], x: Tensor) -> Tensor:
 @each_way
 @pytest.mark.parametrize("initiator", [MASTER, 1])
 def test_trainers_that_call_each_other(crew: Crew, initiator: int, accumulate: Accumulate) -> None:
-    """With gates on both."""
+    """Both have gates."""
     check(crew, nested, {"front": UNUSED}, initiators=[initiator], steps=2, accumulate=accumulate)
 
 
 def u_of_the_master(step: int) -> Tensor:
-    """What the trainers compute is used with what they got, on the master."""
+    """The master combines the trainers' results with their inputs."""
     first = part("local")(inputs(rank(), step))
     there = [start(each, apply, "front", first) for each in TRAINERS]
     second = first * there[0].wait() + there[1].wait()
@@ -274,7 +274,7 @@ def two_ways(step: int) -> Tensor:
 
 
 def two_crossed_ways(step: int) -> Tensor:
-    """What is computed first is sent last."""
+    """The result that is computed first is sent last."""
     x = part("front")(inputs(rank(), step))
     y = part("twin")(inputs(rank(), step))
     second = start(SERVER, held, f"second of {rank()}", y)
@@ -290,7 +290,7 @@ _latches: dict[str, Latch] = {}
 
 
 def hold(name: str) -> None:
-    """From now on the backward function of that name blocks on this worker."""
+    """Make the backward function of that name block on this worker."""
     _latches[name] = Latch(name)
 
 
@@ -325,9 +325,9 @@ def noted() -> dict[str, list[Tensor]]:
 def test_gradients_that_come_in_another_order_to_each_trainer(
     crew: Crew, options: Options, late: list[tuple[int, str]], program: trainers.Program
 ) -> None:
-    """To trainer 0 those of the one module first, to trainer 1 those of the other, or both at once.
+    """Trainer 0 gets the gradients of one module first, trainer 1 those of the other, or both at once.
 
-    They have to average in the same order all the same: what they tell each other has no name.
+    They must average in the same order anyway: a process group matches operations by their order alone.
     """
     together(crew, ALL, set_up, {"front": options, "twin": options})
     for step in range(2):
@@ -345,7 +345,7 @@ def test_gradients_that_come_in_another_order_to_each_trainer(
 @each_way
 @each_option
 def test_hooks_run_once(crew: Crew, options: Options, accumulate: Accumulate) -> None:
-    """With the trainer's own gradient, also if it is used twice: DDP averages what is there then."""
+    """They see the trainer's own gradient, even if the tensor is used twice. DDP averages what they leave."""
     for program, name in ((hybrid, "dense"), (called_twice, "front")):
         together(crew, ALL, set_up, {name: options})
         together(crew, TRAINERS, note, name)

@@ -1,4 +1,4 @@
-"""Passes and real deaths: SIGKILL and SIGSTOP of workers that take part, and of initiators."""
+"""Passes and real deaths: SIGKILL and SIGSTOP of participating workers and of initiators."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def setup() -> None:
 
 
 def hold(name: str) -> None:
-    """From now on the backward function of that name blocks on this worker."""
+    """Make the backward function of that name block on this worker."""
     _latches[name] = Latch(name, SLOW)
 
 
 def await_held(name: str) -> None:
-    """Return when it does."""
+    """Return when that backward function blocks."""
     _latches[name].await_entered()
 
 
@@ -52,7 +52,7 @@ def let_go(name: str) -> None:
 
 
 def through_gates(path: Path_, x: Tensor) -> Tensor:
-    """Each worker calls the next one with a value that it uses itself, too: so all wait in gates for the last."""
+    """Each worker calls the next one with a value that it also uses itself, so all wait in gates for the last one."""
     y = torch.sin(x)
     if not path:
         return y
@@ -66,7 +66,7 @@ def _through(name: str, rest: Path_, x: Tensor) -> Tensor:
 
 
 def fork_there(to: str, ways: Sequence[Path_], x: Tensor) -> Tensor:
-    """That worker starts along several paths with one value."""
+    """Runs on a worker: start along several paths with one value."""
     return call(to, _fork, ways, x)  # type: ignore[no-any-return]
 
 
@@ -81,15 +81,15 @@ def path(*ranks: int) -> Path_:
 
 
 class Loss(NamedTuple):
-    """How a pass ended that lost a worker."""
+    """How a pass that lost a worker ended."""
 
     at: float
     left_at: float
-    """When the context's block was left."""
+    """The time at which the context's block ended."""
     kind: str
     worker: str
     again: str
-    """Whom a second pass over the same graph missed."""
+    """The worker that a second pass over the same graph reports as lost."""
 
 
 def pass_until_lost(program: Any, *args: Any) -> Loss:
@@ -135,7 +135,7 @@ def good_pass(program: Any, *args: Any) -> None:
 
 
 def leave_open(count: int, program: Any, *args: Any) -> None:
-    """Open contexts with graphs in them, and do not leave them."""
+    """Open contexts with graphs, and do not leave them."""
 
     def run() -> None:
         context = dist_autograd.context()
@@ -166,7 +166,7 @@ def waiting() -> list[str]:
 
 
 def await_clean(seconds: float) -> float:
-    """Return when nothing is left here of contexts, passes and gates, and no thread waits in one; the time it took."""
+    """Wait until this worker has no contexts, passes, gates and waiting threads. Returns the time that it took."""
     autograd = current().autograd
     start = time.monotonic()
     while any(autograd.counts().values()) or not autograd.engine.idle() or waiting():
@@ -177,7 +177,7 @@ def await_clean(seconds: float) -> float:
 
 
 def await_gates(count: int, seconds: float) -> float:
-    """Return when that many threads wait in gates here."""
+    """Return when ``count`` threads wait in gates here."""
     start = time.monotonic()
     while current().autograd.counts()["gates"] != count or (count == 0 and waiting()):
         if time.monotonic() - start > seconds:
@@ -198,9 +198,9 @@ def await_contexts(count: int, seconds: float) -> float:
 def die_in_the_middle(
     crew: Crew, victim: int, program: Any, *args: Any, gates: Sequence[int] = (), busy: int | None = None
 ) -> None:
-    """Kill a worker in its backward function; the initiator hears of it in time.
+    """Kill a worker in its backward function. The initiator must get the error in time.
 
-    ``gates`` are those who wait in one. ``busy`` is who is in its backward function, if it is another.
+    ``gates`` are the workers that wait in gates. ``busy`` is the worker in its backward function, if it is another one.
     """
     busy = victim if busy is None else busy
     crew[busy].run(hold, NAMES[busy])
@@ -225,12 +225,12 @@ def all_clean(crew: Crew, ranks: Sequence[int], seconds: float = 6.0) -> None:
 
 
 def warm_up(crew: Crew) -> None:
-    """The first pass of a process takes its time."""
+    """Run a first pass, because the first pass of a process is slow."""
     crew[0].run(good_pass, through_gates, path(*range(1, len(crew))))
 
 
 def test_a_worker_killed_in_the_middle_of_a_pass() -> None:
-    """One that has passed gradients on, between others; then one three hops away, two, one."""
+    """First a worker in the middle that has sent its gradients on; then one three hops away, two, one."""
     with Crew(5, setup=setup) as crew:
         warm_up(crew)
         die_in_the_middle(crew, 2, chain, path(1, 2, 3, 4), busy=4)
@@ -244,13 +244,13 @@ def test_a_worker_killed_in_the_middle_of_a_pass() -> None:
 
 
 def test_a_worker_killed_while_others_wait_for_it_in_gates() -> None:
-    """All that are on the way to it; one of several that one waits for; one that the initiator waits for."""
+    """All workers on the way wait; or one waits for several, of which one dies; or the initiator waits for it."""
     with Crew(5, setup=setup) as crew:
         warm_up(crew)
         die_in_the_middle(crew, 4, through_gates, path(1, 2, 3, 4), gates=(0, 1, 2, 3))
         crew[0].run(good_pass, through_gates, path(1, 2, 3))
         all_clean(crew, range(4))
-        # Worker 1 waits for both; worker 2 is in the midst of its part, and goes on with it.
+        # Worker 1 waits for both. Worker 2 is in the middle of its part, and goes on with it.
         crew[2].run(hold, "c")
         die_in_the_middle(crew, 3, fork_there, "worker1", [path(2), path(3)], gates=(1,))
         assert crew[1].run(await_gates, 0, 6.0) < 6
@@ -263,7 +263,7 @@ def test_a_worker_killed_while_others_wait_for_it_in_gates() -> None:
 
 
 def test_contexts_of_a_killed_initiator_vanish() -> None:
-    """In the middle of a pass, with gates that wait; then outside of one. Those of others stay."""
+    """First in the middle of a pass with waiting gates, then outside a pass. Contexts of other initiators stay."""
     with Crew(4, setup=setup) as crew:
         warm_up(crew)
         crew[1].run(leave_open, 1, through_gates, path(0, 2))
@@ -302,7 +302,7 @@ def close_open() -> None:
 
 
 def stop(crew: Crew, victim: int, patience: float, program: Any, *args: Any, gates: Sequence[int] = ()) -> None:
-    """Stop a worker in its backward function; the initiator hears of it in time, and leaves its context at once."""
+    """Stop a worker in its backward function. The initiator must get the error in time, and leave its context."""
     crew[victim].run(hold, NAMES[victim])
     running = crew[0].start(pass_until_unresponsive, program, *args)
     crew[victim].run(await_held, NAMES[victim])
@@ -320,7 +320,7 @@ def stop(crew: Crew, victim: int, patience: float, program: Any, *args: Any, gat
 
 @pytest.mark.slow
 def test_a_stopped_worker_is_noticed_and_holds_nobody_up() -> None:
-    """While a worker that only a third one knows waits in a gate, for yet another; then two hops away."""
+    """First while a worker that only a third one knows waits in a gate for another one; then two hops away."""
     patience = 2.0
     with Crew(5, setup=setup, unresponsive_after=patience) as crew:
         warm_up(crew)

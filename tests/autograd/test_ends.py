@@ -1,4 +1,4 @@
-"""A pass ends: with an error, at its deadline, or by an interrupt; and nobody waits on."""
+"""A pass ends with an error, at its deadline, or by an interrupt, and then no thread waits for it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Place(NamedTuple):
-    """A model of several workers, and where it can be made to fail."""
+    """A model over several workers, and where a test can make it fail."""
 
     act: str
     worker: int
     program: Callable[[Tensor], Tensor]
     leaves: dict[int, str]
-    """Weights, by the rank of the worker that has them."""
+    """The weights, by the rank of their worker."""
 
 
 PLACES = {
@@ -78,7 +78,7 @@ def await_that(holds: Callable[[], bool]) -> None:
 
 
 def fails_there(ctx: int, loss: Tensor, worker: int, kind: type[Exception] = Broken, **options: Any) -> None:
-    """The pass raises what broke on that worker, and says where."""
+    """Check that the pass raises the error of that worker, and names the worker."""
     with pytest.raises(kind, match="on purpose") as caught:
         dist_autograd.backward(ctx, [loss], **options)
     assert type(caught.value) is kind
@@ -110,7 +110,7 @@ def test_an_error_is_raised_where_the_pass_was_started(five: InProcessCluster, n
 
 @pytest.mark.parametrize("name", PLACES)
 def test_failing_passes_harm_no_later_ones(five: InProcessCluster, name: str) -> None:
-    """50 of them, then 51 good ones, over one graph."""
+    """50 failing passes, then 51 good ones, over one graph."""
     place = PLACES[name]
     x = leaf(2, 4)
     leaves = [(0, x), *((rank, W[weight]) for rank, weight in place.leaves.items())]
@@ -122,7 +122,7 @@ def test_failing_passes_harm_no_later_ones(five: InProcessCluster, name: str) ->
         await_idle(five)
         assert all(worker.autograd.counts()["passes"] <= 2 for worker in five)
         ACTS.clear()
-        # Workers that did not fail have their gradients of failed passes, at the latest when they hear of another one.
+        # Workers that did not fail keep their gradients of failed passes. This pass makes sure that all are stored.
         dist_autograd.backward(ctx, [loss], retain_graph=True)
         before = [gradients(five, ctx)[rank].get(tensor, torch.zeros_like(tensor)).clone() for rank, tensor in leaves]
         dist_autograd.backward(ctx, [loss], retain_graph=True)
@@ -133,7 +133,7 @@ def test_failing_passes_harm_no_later_ones(five: InProcessCluster, name: str) ->
             torch.testing.assert_close(gradients(five, ctx)[rank][tensor] - old, 50 * one, rtol=1e-6, atol=1e-9)
         assert all(worker.autograd.counts()["passes"] <= 2 for worker in five)
     await_no_leftovers(five)
-    # And they are the right ones.
+    # And the gradients are right.
     with five[0].as_current(), dist_autograd.context() as ctx:
         dist_autograd.backward(ctx, [place.program(x).sum()])
         for (rank, tensor), one in zip(leaves, once, strict=True):
@@ -165,7 +165,7 @@ def test_an_error_in_a_hook(trio: InProcessCluster, accumulate: Any) -> None:
 
 
 def test_an_error_frees_a_gate_that_waits_for_another_worker(five: InProcessCluster) -> None:
-    """Worker 1 waits for worker 3, which is in the midst of its part, when worker 2 fails."""
+    """Worker 2 fails while worker 1 waits for worker 3, which is in the middle of its part."""
     with five[0].as_current(), dist_autograd.context() as ctx, Latch("c") as latch:
         loss = remote_fork(leaf(2, 4)).sum()
 
@@ -199,7 +199,7 @@ def test_an_error_elsewhere_frees_the_initiators_gate(trio: InProcessCluster) ->
 
 
 def test_an_error_frees_gates_of_workers_that_only_a_third_one_knows(five: InProcessCluster) -> None:
-    """0 calls 1, that calls 2, that calls 3, which waits in a gate for 4."""
+    """Worker 0 calls 1, which calls 2, which calls 3, which waits in a gate for 4."""
     path = [("worker1", "a"), ("worker2", "b"), ("worker3", "c")]
     for breaks_at in ("timeout", "a1"):
         with five[0].as_current(), dist_autograd.context() as ctx, Latch("d") as latch:
@@ -228,7 +228,7 @@ def test_an_error_frees_gates_of_workers_that_only_a_third_one_knows(five: InPro
 
 
 def test_a_gate_is_free_though_the_next_pass_overtakes_the_news() -> None:
-    """Worker 1 hears of the next pass before it hears that the one that it waits in has failed."""
+    """Worker 1 hears of the next pass before it hears that the current pass, in which it waits, has failed."""
     faults = Faults(delay=1.0, kinds=(Failed,), delay_seconds=None)
     with InProcessCluster(4, faults=faults) as workers, workers[0].as_current():
         with dist_autograd.context() as ctx:
@@ -251,7 +251,7 @@ def test_a_gate_is_free_though_the_next_pass_overtakes_the_news() -> None:
 
 
 def test_errors_on_several_workers_at_once(five: InProcessCluster) -> None:
-    """One of them is raised."""
+    """One of the errors is raised."""
     together = threading.Barrier(3)
 
     def break_together() -> None:
@@ -329,7 +329,7 @@ def test_an_error_of_torchs_own(pair: InProcessCluster) -> None:
 
 
 def test_a_second_pass_without_retain_graph(trio: InProcessCluster) -> None:
-    """Torch's own error, from the worker that meets it first, as often as it is tried."""
+    """Every attempt raises torch's own error, from the first worker that has it."""
     with trio[0].as_current(), dist_autograd.context() as ctx:
         loss = remote_square(leaf(2, 4))
         dist_autograd.backward(ctx, [loss])
@@ -440,7 +440,7 @@ def test_a_timeout_that_is_not_reached_changes_nothing(trio: InProcessCluster) -
 
 
 def test_many_passes_in_one_context_do_not_pile_up(five: InProcessCluster) -> None:
-    """Whoever starts them; also failing ones, and such as not all workers take part in."""
+    """Whichever worker starts them; also failing passes, and passes without some of the workers."""
     with five[0].as_current(), dist_autograd.context() as ctx:
         losses = [remote_fork(leaf(2, 4)).sum(), chain_of_two(leaf(2, 4)).sum(), local_fork(leaf(2, 4)).sum()]
         for number in range(200):
@@ -461,7 +461,7 @@ def test_many_passes_in_one_context_do_not_pile_up(five: InProcessCluster) -> No
 
 
 def test_passes_on_several_threads_fail_apart(five: InProcessCluster) -> None:
-    """In one context, over graphs of their own; only those that come to the act fail."""
+    """In one context, over separate graphs. Only passes that reach the act fail."""
     ACTS["b"] = break_on_purpose
     with five[0].as_current(), dist_autograd.context() as ctx:
         for _ in range(5):
@@ -480,7 +480,7 @@ def test_passes_on_several_threads_fail_apart(five: InProcessCluster) -> None:
 
 @pytest.mark.parametrize("program", ["chain_of_two", "local_fork", "remote_fork"])
 def test_an_interrupt_from_the_keyboard(five: InProcessCluster, program: str) -> None:
-    """Wherever the main thread waits for the pass, it goes on at once; and so do those who wait for it."""
+    """Wherever the main thread waits in the pass, it stops waiting at once; so do the workers that wait for it."""
     main = threading.get_ident()
     with Latch("b") as latch, Latch("c"):
 
@@ -524,7 +524,7 @@ def test_nothing_is_kept_of_a_failed_pass(five: InProcessCluster) -> None:
 
 
 def test_a_pass_that_has_failed_elsewhere_stores_no_gradients(five: InProcessCluster) -> None:
-    """Worker 1 is in the middle of its run, which ends there, when worker 2 fails."""
+    """Worker 2 fails while worker 1 is in the middle of its run, after which nothing follows."""
 
     def forked(x: Tensor) -> Tensor:
         return chain([("worker1", "a")], x.detach()) + chain([("worker2", "b")], x)
@@ -548,7 +548,7 @@ def test_a_pass_that_has_failed_elsewhere_stores_no_gradients(five: InProcessClu
 
 
 def test_gradients_that_nobody_is_owed_fail_the_pass(five: InProcessCluster) -> None:
-    """Worker 3 sends some for what was sent to worker 2."""
+    """Worker 3 sends gradients for a tensor that was sent to worker 2."""
     with Latch("b") as latch, five[0].as_current(), dist_autograd.context() as ctx:
         running = backward_later(five, 0, ctx, chain_of_two(leaf(2, 4)).sum())
         latch.await_entered()
@@ -563,7 +563,7 @@ def test_gradients_that_nobody_is_owed_fail_the_pass(five: InProcessCluster) -> 
 
 
 def test_hooks_after_accumulation_hold_up_only_who_wants_the_same_leaf(trio: InProcessCluster) -> None:
-    """And nobody for longer than its own pass: no lock is held while a user's hook runs."""
+    """And no thread waits longer than its own pass, since no lock is held while a user's hook runs."""
     shared, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     inside, released = threading.Event(), threading.Event()
 
@@ -585,7 +585,7 @@ def test_hooks_after_accumulation_hold_up_only_who_wants_the_same_leaf(trio: InP
     try:
         assert inside.wait(10)
         run(1, other, 10)
-        with pytest.raises(RpcTimeoutError, match="another pass has the"):
+        with pytest.raises(RpcTimeoutError, match="another pass is using the"):
             run(2, shared, 0.3)
     finally:
         released.set()

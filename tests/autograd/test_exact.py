@@ -35,26 +35,26 @@ def _weights() -> None:
 
 @pytest.fixture(params=["memory", "sockets", "seed 1", "seed 2"])
 def workers(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
-    """Three workers: messages as they come, over sockets, and in the order of a seed."""
+    """Three workers, with messages in their own order, over sockets, and in the order of a seed."""
     kind, _, seed = request.param.partition(" ")
     with InProcessCluster(3, sockets=kind == "sockets", seed=int(seed) if seed else None) as made:
         yield made
 
 
 def spread(x: Tensor, count: int) -> list[Tensor]:
-    """One call for each, in turn on both other workers, all under way at once."""
+    """One call for each, alternating between both other workers, all at the same time."""
     futures = [start(f"worker{1 + i % 2}", layer, "abcdefgh"[i], x) for i in range(count)]
     return [future.wait() for future in futures]
 
 
 def on_worker(rank: int, names: str) -> list[Tensor]:
-    """Of the weights that `spread` uses, those on that worker."""
+    """The weights of `spread` on that worker."""
     return [W[name] for i, name in enumerate(names) if 1 + i % 2 == rank]
 
 
 @pytest.mark.parametrize("hops", [1, 4, 16])
 def test_a_chain(workers: InProcessCluster, hops: int) -> None:
-    """There and back at each hop; each weight is used on one worker, some of them several times."""
+    """There and back at each hop. Each weight is used on one worker, and some are used several times."""
     x = leaf(2, 4)
     names = [("ac" if i % 2 == 0 else "bd")[i // 2 % 2] for i in range(hops)]
 
@@ -88,7 +88,7 @@ def test_fan_out_from_a_tensor_within_the_graph(workers: InProcessCluster) -> No
 
 
 def test_fan_in(workers: InProcessCluster) -> None:
-    """Results of two workers meet on a third, which gets them in one message."""
+    """A third worker gets the results of two workers in one message."""
     x, y = leaf(2, 4), leaf(2, 4, seed=2)
 
     def program() -> Any:
@@ -122,14 +122,14 @@ def split_and_join(x: Tensor) -> Tensor:
 
 
 def test_a_diamond_inside_a_call(workers: InProcessCluster) -> None:
-    """Also back into the caller, which waits."""
+    """One of its calls goes back to the caller, which waits."""
     x = leaf(4, 4)
     leaves = {0: [x, W["c"]], 1: [W["a"]], 2: [W["b"]]}
     check(workers, lambda: call("worker1", split_and_join, x * 3).sum(), leaves, exact=False)
 
 
 def go_round(ring: Sequence[str], x: Tensor, times: int) -> Tensor:
-    """Call the next worker of the ring from within, as often as said."""
+    """Call the next worker of the ring, which calls the next, ``times`` times."""
     if times == 0:
         return x
     y = torch.tanh(x @ W[ring[0]])
@@ -138,7 +138,7 @@ def go_round(ring: Sequence[str], x: Tensor, times: int) -> Tensor:
 
 @pytest.mark.parametrize("times", [3, 4, 9])
 def test_a_ring_of_calls(workers: InProcessCluster, times: int) -> None:
-    """A -> B -> C -> A: each is entered again while its own call is under way."""
+    """A -> B -> C -> A: each worker is called again while it waits for its own call."""
     x = leaf(2, 4)
     for i, name in enumerate("abc"):
         W[f"worker{i}"] = W[name]
@@ -177,7 +177,7 @@ def apply_to_local(name: str, rref: Any) -> Tensor:
 
 
 def test_a_reference_used_by_several(workers: InProcessCluster) -> None:
-    """Fetched by the maker twice, by a third worker, and used where it is in a later call."""
+    """The maker fetches it twice, a third worker fetches it, and a later call uses it at its owner."""
     x = leaf(2, 4)
 
     def program() -> Any:
@@ -215,7 +215,7 @@ def test_a_reference_to_ones_own_value(workers: InProcessCluster) -> None:
 
 
 def test_one_value_to_several_workers(workers: InProcessCluster) -> None:
-    """Twice in one message, in several messages, to several workers, to oneself."""
+    """Twice in one message, in several messages, to several workers, and to the sender itself."""
     x = leaf(4, 4)
 
     def program() -> Any:
@@ -243,7 +243,7 @@ def test_a_weight_shared_by_calls(workers: InProcessCluster) -> None:
 
 
 def test_a_leaf_and_what_was_made_of_it(workers: InProcessCluster) -> None:
-    """A leaf and descendants of it, each sent from where it is."""
+    """A leaf and tensors computed from it, each sent from its own worker."""
     x = leaf(4, 4)
 
     def program() -> Any:
@@ -293,7 +293,7 @@ def test_a_zero_dimensional_and_an_empty_tensor(workers: InProcessCluster) -> No
 
 
 def test_a_model_of_many_calls(workers: InProcessCluster) -> None:
-    """Thirty calls in one graph, with results that are used again much later."""
+    """Thirty calls in one graph. Some results are used again much later."""
     x = leaf(4, 4)
 
     def program() -> Any:
@@ -308,7 +308,7 @@ def test_a_model_of_many_calls(workers: InProcessCluster) -> None:
 
 @pytest.mark.parametrize("hops", [60, 150])
 def test_a_deep_ring(workers: InProcessCluster, hops: int) -> None:
-    """Each call waits inside the one before, and each of their gradients too."""
+    """Each call runs inside the previous one, and so do the waits for their gradients."""
     x = leaf(2, 4)
     for i, name in enumerate("abc"):
         W[f"worker{i}"] = W[name]

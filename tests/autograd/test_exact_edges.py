@@ -1,4 +1,4 @@
-"""What of torch's autograd has to be refused, or kept, at the edge between workers."""
+"""Features of torch's autograd that calls between workers must refuse, or keep."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def slow(name: str, x: Tensor) -> Tensor:
 
 
 def test_a_future_that_outlives_its_context(pair: InProcessCluster) -> None:
-    """The value is good. A backward pass through it says what has happened, wherever the context's end was known."""
+    """Its value is good. A backward pass through it raises an error that explains it, wherever the end was known."""
     x = leaf(4, 4)
     for _ in range(3):
         GO.clear()
@@ -83,7 +83,9 @@ def test_a_future_that_outlives_its_context(pair: InProcessCluster) -> None:
             GO.set()
             y = future.wait()
             assert torch.equal(y, x * W["a"])
-            with pytest.raises(ContextError, match=r"came from worker 'worker1' in autograd context .* local backward"):
+            with pytest.raises(
+                ContextError, match=r"a tensor from worker 'worker1' in autograd context .* local backward"
+            ):
                 y.sum().backward()
             with dist_autograd.context() as context_id, pytest.raises(ContextError, match="across contexts"):
                 context_id.backward(y.sum())

@@ -1,4 +1,4 @@
-"""What tensors may be: changed in place, views, of any dtype, with sparse gradients, parameters."""
+"""Kinds of tensors: changed in place, views, of any dtype, with sparse gradients, parameters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_arguments_changed_in_place(pair: InProcessCluster) -> None:
 
 
 def test_a_leaf_sent_and_changed_in_place_there(pair: InProcessCluster) -> None:
-    """What arrives is no leaf, so this is allowed."""
+    """A received tensor is not a leaf, so this is allowed."""
     x = leaf(4, 4)
     check(pair, lambda: call("worker1", change_in_place, x).sum(), {0: [x], 1: [W["a"]]})
 
@@ -78,7 +78,7 @@ def test_one_of_several_results_changed_in_place(pair: InProcessCluster) -> None
 
 
 def test_a_sent_tensor_changed_in_place_afterwards(pair: InProcessCluster) -> None:
-    """What was sent is as it was then, and so is its gradient."""
+    """The receiver has the value from the time of sending, and the gradient belongs to that value."""
     x = leaf(4, 4)
 
     def program() -> Any:
@@ -91,7 +91,7 @@ def test_a_sent_tensor_changed_in_place_afterwards(pair: InProcessCluster) -> No
 
 
 def test_views(pair: InProcessCluster) -> None:
-    """Of a leaf, of a tensor within the graph, of what arrived; contiguous and not, expanded."""
+    """Views of a leaf, of a tensor in the graph, and of a received tensor; contiguous, not contiguous, and expanded."""
     x = leaf(4, 6)
 
     def program() -> Any:
@@ -196,7 +196,7 @@ def kind_and_product(parameter: Tensor, x: Tensor) -> tuple[bool, Tensor]:
 
 
 def test_parameters_as_arguments(pair: InProcessCluster) -> None:
-    """A leaf belongs to its worker: what arrives elsewhere is no leaf."""
+    """A leaf belongs to its worker. Other workers receive a tensor that is not a leaf."""
     model = torch.nn.Linear(4, 4).double()
     x = leaf(4, 4)
 
@@ -229,7 +229,7 @@ def give(name: str) -> Tensor:
 
 
 def test_sparse_gradients_that_travel(pair: InProcessCluster) -> None:
-    """The lookup is here, the table there: its gradient goes back as it is."""
+    """The lookup is here, and the table is on another worker. Its sparse gradient goes back unchanged."""
     indices = torch.tensor([1, 3, 1])
 
     def program() -> Any:
@@ -272,7 +272,7 @@ def square_and_clear(x: Tensor, plain: Tensor) -> Tensor:
 
 
 def test_a_tensor_beside_one_without_gradient_that_shares_its_memory(pair: InProcessCluster) -> None:
-    """At the callee they are apart: autograd would not notice that the second one changes what the first one saved."""
+    """At the callee they have separate memory. Otherwise a change of one would silently change what the other saved."""
     x = leaf(4, 4)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         for arguments in ((x, x.detach()), (x[1:], x.detach()[:3])):
@@ -303,6 +303,6 @@ def apply_module(module: torch.nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_module_as_argument(pair: InProcessCluster) -> None:
-    """As with any other value, its gradients go to whoever sent it."""
+    """As with any other value, its gradients go to the sender."""
     model, x = torch.nn.Linear(4, 4).double(), leaf(2, 4)
     check(pair, lambda: call("worker1", apply_module, model, x).sum(), {0: [x, *model.parameters()]})

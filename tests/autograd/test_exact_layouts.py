@@ -1,4 +1,4 @@
-"""Compressed sparse tensors and their gradients between workers: those of one process, as far as torch has any."""
+"""Compressed sparse tensors between workers have the gradients of one process, as far as torch supports them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUTS = ["csr", "csc", "bsr", "bsc"]
 
 @pytest.fixture(autouse=True)
 def _no_word_of_beta() -> Iterator[None]:
-    """Torch says once in a process that such tensors are in beta state."""
+    """Torch warns once in a process that such tensors are in beta state."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse (CSR|CSC|BSR|BSC) tensor support is in beta state", UserWarning)
         yield
@@ -70,7 +70,7 @@ def test_arguments(pair: InProcessCluster, layout: str, function: Any) -> None:
         context_id.backward(call("worker1", function, a).sum())
         assert_same(context_id.gradients()[a], mine)
         assert_same(gradients_of(pair[1], context_id)[W["a"]], its)
-        if layout == "csr" or function is times:  # torch adds no others
+        if layout == "csr" or function is times:  # torch does not add others
             context_id.backward(call("worker1", function, a).sum())
             assert_same(context_id.gradients()[a], mine + mine)
 
@@ -88,7 +88,7 @@ def test_results_and_what_is_computed_here(pair: InProcessCluster, layout: str) 
 
 
 def test_into_grad(pair: InProcessCluster) -> None:
-    """Only of CSR: of the others torch itself puts none into .grad."""
+    """Only CSR: torch itself does not put gradients of the other layouts into .grad."""
     a = compressed("csr")
     expected = torch.autograd.grad(to_dense(a).sum(), a)[0]
     with pair[0].as_current(), dist_autograd.context() as context_id:

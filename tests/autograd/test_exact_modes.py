@@ -1,4 +1,4 @@
-"""What functions may be: custom ones, checkpoints, with dropout, without grad, with hooks after accumulation."""
+"""Kinds of functions: custom Functions, checkpoints, dropout, no grad, hooks after accumulation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _weights() -> None:
 
 
 class Cube(torch.autograd.Function):
-    """Its backward is off on purpose: no other way of differentiating gives the same."""
+    """Its backward is wrong on purpose, so that no other way to differentiate gives the same result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def test_checkpoints_on_the_callee(pair: InProcessCluster) -> None:
 
 
 def test_checkpoints_around_a_call(pair: InProcessCluster) -> None:
-    """The call is made again when the pass needs what the segment computed."""
+    """The call is made again when the pass recomputes the segment."""
     x = leaf(4, 4)
 
     def segment(h: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def test_checkpoints_around_a_call(pair: InProcessCluster) -> None:
 
 
 def test_checkpoints_around_a_call_on_the_callee(trio: InProcessCluster) -> None:
-    """A pass that makes calls on a worker that is not its initiator."""
+    """The pass makes calls on a worker that is not its initiator."""
     x = leaf(4, 4)
 
     def program() -> Any:
@@ -109,7 +109,7 @@ def reentrant(x: Tensor) -> Tensor:
 
 
 def test_reentrant_checkpoints_that_accumulate_in_place(pair: InProcessCluster) -> None:
-    """Torch runs an engine within the engine there, which only knows .grad."""
+    """Torch runs a nested engine there, which only knows .grad."""
     x = leaf(4, 4)
 
     def program() -> Any:
@@ -121,7 +121,7 @@ def test_reentrant_checkpoints_that_accumulate_in_place(pair: InProcessCluster) 
 
 
 def test_reentrant_checkpoints_around_a_call_are_refused(pair: InProcessCluster) -> None:
-    """The engine within the engine would not wait for the gradients of the call."""
+    """The nested engine would not wait for the gradients of the call."""
     x = leaf(4, 4)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         y = checkpoint(call, "worker1", multiply, "a", torch.sin(x), use_reentrant=True)
@@ -206,7 +206,7 @@ def test_inference_mode_around_a_call(pair: InProcessCluster) -> None:
 
 
 def test_a_reply_that_is_waited_for_in_inference_mode(pair: InProcessCluster) -> None:
-    """It was asked for outside: who happens to read it makes no difference."""
+    """The call was made outside inference mode. The mode of the thread that reads the reply does not matter."""
     x = leaf(4, 4)
 
     def program() -> Any:
@@ -220,7 +220,7 @@ def test_a_reply_that_is_waited_for_in_inference_mode(pair: InProcessCluster) ->
 
 @pytest.mark.parametrize("accumulate", ["context", "grad"])
 def test_hooks_after_accumulation(pair: InProcessCluster, accumulate: Accumulate) -> None:
-    """They fire once with the whole gradient in .grad, as of one process."""
+    """They run once with the whole gradient in .grad, as in one process."""
     x, y = leaf(4, 4), leaf(4, 4, seed=2)
     seen: dict[str, list[Tensor]] = {"a": [], "x": []}
     for name, tensor in (("a", W["a"]), ("x", x)):
@@ -242,7 +242,7 @@ def test_hooks_after_accumulation(pair: InProcessCluster, accumulate: Accumulate
 
 
 def test_an_optimizer_step_in_a_hook_after_accumulation(pair: InProcessCluster) -> None:
-    """The hook takes the gradient away: nothing is left of it."""
+    """The hook removes the gradient, so none is left."""
     x = leaf(4, 4)
     before = W["a"].detach().clone()
 
@@ -333,7 +333,7 @@ def doubled_by_caller(x: Tensor) -> Tensor:
 
 
 def test_hooks_that_make_calls(pair: InProcessCluster) -> None:
-    """Back to the worker that waits for this gradient."""
+    """The hook calls the worker that waits for this gradient."""
     x = leaf(4, 4)
 
     def program() -> Any:
@@ -344,7 +344,7 @@ def test_hooks_that_make_calls(pair: InProcessCluster) -> None:
 
 
 def test_a_gradient_is_nobody_elses_memory(pair: InProcessCluster) -> None:
-    """Passes add to it in place: not to what the user gave, nor to what a hook has kept, nor to another leaf's."""
+    """Passes add to it in place. That must not change the user's tensors, tensors kept by a hook, or other leaves."""
     x, y = leaf(4, 4), leaf(4, 4, seed=2)
     given = torch.full((4, 4), 3.0, dtype=torch.float64)
     kept: list[Tensor] = []

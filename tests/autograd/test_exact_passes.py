@@ -40,7 +40,7 @@ def _weights() -> None:
 
 
 def skip(name: str, x: Tensor) -> Tensor:
-    """A call to worker1 whose argument is also used here."""
+    """A call to worker1 whose argument is also used on this worker."""
     h = torch.sin(x)
     return call("worker1", layer, name, h) * h  # type: ignore[no-any-return]
 
@@ -76,7 +76,7 @@ def test_one_root_without_a_list(pair: InProcessCluster) -> None:
 
 
 def test_a_result_as_root(pair: InProcessCluster) -> None:
-    """The root's own grad_fn is the receiving end of a message."""
+    """The root's own grad_fn is a Recv."""
     x = leaf(4, 4)
     check(pair, lambda: call("worker1", torch.sum, x), {0: [x]})
 
@@ -159,7 +159,7 @@ def test_passes_over_different_roots_of_one_context(trio: InProcessCluster) -> N
 
 
 def test_separate_graphs_of_one_context(pair: InProcessCluster) -> None:
-    """Steps of gradient accumulation, each graph freed by its pass."""
+    """Gradient accumulation, in which each pass frees its graph."""
     batches = [leaf(4, 4, seed=i) for i in range(5)]
     with alone():
         expected = [local_grads(skip("a", x).sum(), [W["a"]])[0] for x in batches]
@@ -172,7 +172,7 @@ def test_separate_graphs_of_one_context(pair: InProcessCluster) -> None:
 
 
 def test_a_second_pass_over_a_freed_graph(pair: InProcessCluster) -> None:
-    """Torch's error, and the worker that raised it."""
+    """It raises torch's error, and names the worker."""
     x = leaf(4, 4)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         loss = call("worker1", multiply, "a", x).sum()
@@ -212,7 +212,7 @@ def raise_in_backward(x: Tensor) -> Tensor:
 
 
 def test_an_error_in_a_hook_on_another_worker(trio: InProcessCluster) -> None:
-    """Its type, its worker; what waits for a gradient from there is let go."""
+    """The error has its type and names its worker. Gates that wait for a gradient from there are freed."""
     x = leaf(4, 4)
     with trio[0].as_current(), dist_autograd.context() as ctx:
         h = torch.sin(x)
@@ -250,7 +250,7 @@ def step_on_owner(optimizer: Any) -> float:
 
 
 def test_ordinary_optimizers_on_each_worker(trio: InProcessCluster) -> None:
-    """accumulate="grad", then clip_grad_norm_ and SGD.step where the weights are, for several steps."""
+    """Several steps with accumulate="grad", then clip_grad_norm_ and SGD.step on each worker."""
     batches = [leaf(2, 4, seed=i).detach() for i in range(4)]
 
     def loss_of(x: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ def loss_on_worker(name: str, x: Tensor) -> Tensor:
 
 
 def test_references_as_roots(trio: InProcessCluster) -> None:
-    """On another worker, on this one, beside tensors, several at once."""
+    """On another worker, on this one, together with tensors, and several at once."""
     x = leaf(2, 4)
 
     def references() -> list[Any]:
@@ -392,7 +392,7 @@ def test_callbacks_of_an_asynchronous_function(trio: InProcessCluster) -> None:
 
 
 def test_callbacks_on_the_caller(trio: InProcessCluster) -> None:
-    """A callback runs on another thread, and still in the context in which it was added."""
+    """A callback runs on another thread, but in the context in which it was added."""
     x = leaf(4, 4)
 
     def program() -> Any:
@@ -436,7 +436,7 @@ def test_futures_waited_for_in_any_order(trio: InProcessCluster) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 def test_grad_tensors_stay_as_they_are(pair: InProcessCluster, dtype: torch.dtype) -> None:
-    """Torch itself takes the memory of a view of one for a ``.grad``, and adds to it in the next pass."""
+    """Torch itself uses a view of one as ``.grad``, and adds to that memory in the next pass."""
     x = leaf(3, dtype=dtype)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         root = x.conj() if dtype.is_complex else x.view(3)

@@ -1,4 +1,4 @@
-"""Tensors that are sent and also used where they are; results and arguments that get no gradient."""
+"""Tensors that are sent and also used locally; results and arguments that get no gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _weights() -> None:
 
 
 def assert_once_each(seen: list[Tensor]) -> None:
-    """The hook fired once in the reference and once in the test, with the same gradient."""
+    """Check that the hook ran once in the reference and once in the test, with the same gradient."""
     assert len(seen) == 2
     torch.testing.assert_close(seen[0], seen[1], rtol=1e-9, atol=1e-9)
 
@@ -65,7 +65,7 @@ def test_an_ancestor_of_a_sent_tensor_used_here(pair: InProcessCluster) -> None:
 
 
 def test_hooks_and_retained_gradients_see_the_whole_once(pair: InProcessCluster) -> None:
-    """On the tensor that is sent and used here, on its ancestor, on the leaf and on what was received."""
+    """On the tensor that is sent and used here, on its ancestor, on the leaf, and on the received tensor."""
     x = leaf(4, 4)
     seen: dict[str, list[Tensor]] = {name: [] for name in ("x", "ancestor", "sent", "received")}
     retained: dict[str, list[Tensor]] = {"ancestor": [], "sent": [], "received": []}
@@ -102,7 +102,7 @@ def test_a_hook_that_changes_the_gradient_of_a_sent_tensor(pair: InProcessCluste
 
 
 class Halves(torch.nn.Module):
-    """Encoder and decoder of a U; the middle is elsewhere."""
+    """Encoder and decoder of a U-shaped model. The middle is on another worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_module_hooks_of_a_u_shaped_model_fire_once(pair: InProcessCluster) -> N
 
 
 def u_on_worker(depth: int, x: Tensor) -> Tensor:
-    """A U whose middle is again a U, on the other worker."""
+    """A U-shaped model whose middle is a U on the other worker."""
     name = "abcdef"[depth]
     h = torch.tanh(x @ W[name])
     if depth == 4:
@@ -172,7 +172,7 @@ def test_skips_over_several_sends(trio: InProcessCluster) -> None:
 
 
 def test_a_leaf_hook_sees_the_sum_of_unrelated_parts(pair: InProcessCluster) -> None:
-    """The leaf is all that the parts on worker1 have in common."""
+    """The parts on worker1 share only the leaf."""
     x, y = leaf(4, 4), leaf(4, 4, seed=2)
     seen: list[Tensor] = []
     W["a"].register_hook(seen.append)  # type: ignore[no-untyped-call]
@@ -208,7 +208,7 @@ def test_a_result_that_is_never_used(pair: InProcessCluster) -> None:
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_many_results_that_are_never_used(trio: InProcessCluster, at_once: bool) -> None:
-    """Before and after the one that is used, on both workers, kept or not, fetched or not."""
+    """Before and after the used result, on both workers, kept or not, fetched or not."""
     x = leaf(4, 4)
     kept: list[Any] = []
 
@@ -230,7 +230,7 @@ def test_many_results_that_are_never_used(trio: InProcessCluster, at_once: bool)
 
 
 def use_some(x: Tensor) -> Tensor:
-    """Calls whose results go nowhere, or only into other such calls."""
+    """Calls whose results are unused, or used only in other such calls."""
     h = x * W["a"]
     wasted = call("worker2", layer, "b", h)
     call("worker0", product, wasted, h)
@@ -321,7 +321,7 @@ def test_messages_of_which_some_tensors_need_no_grad(pair: InProcessCluster) -> 
 
 
 def test_a_gradient_that_is_undefined_is_none_not_zero(pair: InProcessCluster) -> None:
-    """A function that is told "none" for an output, here as in one process."""
+    """A Function gets None for an output, as in one process."""
     x = leaf(4, 4)
     seen.clear()
     check(pair, lambda: call("worker1", both, x)[0].sum(), {0: [x]})
@@ -350,7 +350,7 @@ def both(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_nothing_reaches_a_worker_by_a_result_that_is_not_used(trio: InProcessCluster) -> None:
-    """The pass over another root of the same context then includes it."""
+    """A later pass from another root of the same context includes that worker."""
     x = leaf(4, 4)
     with alone():
         h = torch.sin(x)
@@ -388,7 +388,7 @@ def cut(x: Tensor) -> Tensor:
 
 
 def test_gradients_that_end_on_the_way(trio: InProcessCluster) -> None:
-    """The calls take part, so their senders wait for them; what they get is nothing."""
+    """The calls take part, so their senders wait for them, and get None."""
     x = leaf(4, 4)
 
     def program() -> Any:
@@ -418,7 +418,7 @@ def wait_and_apply(name: str, x: Tensor) -> Tensor:
 
 
 def test_calls_that_failed_and_calls_under_way(trio: InProcessCluster) -> None:
-    """A request or a reply that cannot be sent, an error, a timeout, a call that goes on: a pass waits for none."""
+    """A pass does not wait for unsendable requests or replies, failed calls, timeouts, or calls that still run."""
     _release.clear()
     x = leaf(4, 4)
     expected = torch.autograd.grad((layer("a", torch.sin(x)) * torch.sin(x)).sum(), [x, W["a"]])

@@ -1,4 +1,4 @@
-"""Which captured gradients are taken as they are, and which are copied: what somebody else has must not change."""
+"""Which captured gradients are used directly, and which are copied: tensors that other code holds must not change."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def by_sources(components: Iterable[Component]) -> dict[tuple[int, ...], set[int
 
 
 def is_as_defined(component: Component, edges: set[tuple[Node, int]]) -> None:
-    """It has the leaves, Recvs and nodes that belong to what it comes to."""
+    """Check that a component has the leaves, Recvs and nodes that it reaches by definition."""
     assert set(component.leaves) == of(LEAF, edges)
     assert len(component.leaves) == len(of(LEAF, edges))
     assert {node: set(found) for node, found in component.recvs.items()} == outputs(edges)
@@ -57,7 +57,7 @@ def test_random_graphs_have_the_components_of_the_definition(seed: int) -> None:
         assert {frozenset(component.sources) for component in found} == set(wanted)
         for component in found:
             is_as_defined(component, wanted[frozenset(component.sources)])
-        # A leaf of several components is counted with one of them.
+        # A leaf of several components counts in one of them.
         assert sum(component.size for component in found) == len({node for node, _ in met(nodes.values())})
         for source, node in nodes.items():
             (component,) = plan({source: node})
@@ -68,7 +68,7 @@ def test_random_graphs_have_the_components_of_the_definition(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_graphs_reach_the_recvs_of_the_definition(seed: int) -> None:
-    """Whatever the steps in which they are asked for."""
+    """In whatever steps the nodes are asked for."""
     for number in range(40):
         draw = random.Random(number)
         nodes = Graph(100 * seed + number).nodes
@@ -135,7 +135,7 @@ def test_a_common_node_joins() -> None:
 
 
 def test_a_common_recv_joins() -> None:
-    """Its gradients leave once, summed."""
+    """Its gradients are sent once, as a sum."""
     (x,) = received(1000)
     (component,) = plan({5: sent(5, x * 2), ROOT: rooted(x * 3)})
     assert component.sources == [ROOT, 5]
@@ -180,7 +180,7 @@ def test_joining_is_transitive() -> None:
 
 
 def test_components_that_are_joined_late() -> None:
-    """The last source joins what two walks have found apart."""
+    """The last source joins two components that earlier walks found."""
     x, y = leaf() * 2, leaf() * 2
     a, b = x * 3, y * 3
     found = plan({1: sent(1, a), 2: sent(2, b), 3: sent(3, x), 4: sent(4, y), 5: sent(5, a + b)})
@@ -245,13 +245,13 @@ def test_gates_come_last_and_everything_else_keeps_its_order() -> None:
             assert sorted(range(len(others)), key=numbers.__getitem__) == sorted(
                 range(len(others)), key=after.__getitem__
             )
-            # A second pass over the same graph finds them in place.
+            # A second pass over the same graph finds the numbers set already.
             put_gates_last(component)
             assert [node._sequence_nr() for node in others] == after
 
 
 class Noted(torch.autograd.Function):
-    """The identity. Its backward is noted."""
+    """The identity. It notes its backward."""
 
     order: list[str]
 
@@ -272,7 +272,7 @@ def noted(x: Tensor, name: str) -> Tensor:
 
 
 class NotedRun:
-    """Has the gradients of all sources."""
+    """A run that has the gradients of all sources."""
 
     def take(self, source: int) -> Sequence[Tensor]:
         Noted.order.append(f"gate {source}")
@@ -283,7 +283,7 @@ class NotedRun:
 
 
 def test_the_engine_turns_to_a_gate_when_nothing_else_is_ready() -> None:
-    """And to the latest one first; a Recv goes before all."""
+    """And then to the latest gate first. A Recv comes before all other nodes."""
     Noted.order = []
     x = leaf()
     (y,) = received(1000)
@@ -334,7 +334,7 @@ def test_no_more_sources_are_foreseen_than_a_message_has_room_for() -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_sources_as_one_component(seed: int) -> None:
-    """The same as planned and put together."""
+    """`as_one` gives the same as `plan` and `together`."""
     sources = Graph(seed).nodes
     found, wanted = as_one(sources), together(plan(sources))
     assert found is not None

@@ -33,7 +33,7 @@ _PEER = "worker3"
 
 
 def model(x: Tensor, w: Tensor, kind: int) -> Any:
-    """A chain, a skip connection, a result that is not used, or a fan: what kinds of components there are."""
+    """A chain, a skip connection, an unused result, or a fan: all kinds of components."""
     h = torch.sin(x @ w)
     y = call(_PEER, layer, "a", h)
     if kind == 1:
@@ -50,7 +50,7 @@ _USED = {0: "a", 1: "a", 2: "ac", 3: "abc"}
 
 
 def shared_gradients(ctx: int) -> dict[str, Tensor]:
-    """What the context has on the peer, by the name of the weight."""
+    """The context's gradients on the peer, by the name of the weight."""
     found = dist_autograd.get_gradients(ctx)
     return {name: found[W[name]] for name in "abc" if W[name] in found}
 
@@ -109,7 +109,7 @@ def run_passes(ctx: int, name: str, x: Tensor) -> None:
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_passes_of_several_workers_in_one_context(seed: int | None) -> None:
-    """They run at once, over a graph that they share, which has a skip connection."""
+    """They run at the same time, over a shared graph with a skip connection."""
     new_weights()
     x = leaf(4, 4)
     with InProcessCluster(3, seed=seed) as workers, workers[0].as_current():
@@ -135,7 +135,7 @@ _OTHERS = ("worker1", "worker2", "worker2")
 
 
 def test_contexts_that_share_a_part_of_the_graph() -> None:
-    """It was made before them, and each thread runs its own pass through it."""
+    """The part was made before the contexts, and each thread runs its own pass through it."""
     new_weights()
     x = leaf(4, 4)
     h = torch.sin(x)
@@ -180,7 +180,7 @@ def pass_on(path: list[str], x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_contexts_left_while_calls_spread(seed: int | None) -> None:
-    """The end of a context overtakes the calls that carry it to workers that do not know it yet."""
+    """The end of a context overtakes the calls that introduce it to other workers."""
     x = leaf(4, 4)
     with InProcessCluster(4, seed=seed) as workers, workers[0].as_current():
         for turn in range(100 if seed is None else 25):

@@ -1,4 +1,4 @@
-"""Hooks over several tensors, and before leaves: they see what they see in one process, as often."""
+"""Hooks over several tensors, and before leaves, see the same and run as often as in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Seen = list[list[list[float] | None]]
 
 @pytest.fixture(autouse=True)
 def _leave_none_behind() -> Iterator[None]:
-    """Torch keeps hooks over computed tensors for ever. Other tests count runs, which are more where there are some."""
+    """Remove hooks. Torch keeps hooks over computed tensors forever, and they affect runs that other tests count."""
     yield
     joint_hooks._hooks.clear()
 
@@ -34,7 +34,7 @@ def tolist(gradients: Any) -> list[list[float] | None]:
 
 
 def sent_apart(seen: Seen, mode: Any, used: int) -> Tensor:
-    """Two tensors of this worker go to different workers; of the second, perhaps, nothing is used."""
+    """Two tensors of this worker go to different workers. The result for the second may be unused."""
     x = torch.ones(2, requires_grad=True)
     a, b = x * 2, x * 3
     register_multi_grad_hook([a, b], lambda gradients: seen.append(tolist(gradients)), mode=mode)
@@ -60,7 +60,7 @@ HELD: dict[str, Any] = {}
 
 
 def take(x: Tensor) -> Tensor:
-    """The second call registers the hook over what has come in both."""
+    """The second call registers the hook over the tensors of both calls."""
     got = HELD.setdefault("got", [])
     got.append(x)
     if len(got) == 2:
@@ -131,7 +131,7 @@ def test_prehooks_of_the_node_of_a_leaf(trio: InProcessCluster, accumulate: Any)
 
 
 def test_hooks_of_a_context_are_forgotten_with_it(pair: InProcessCluster) -> None:
-    """Torch keeps them for ever."""
+    """Torch itself keeps them forever."""
     with pair[0].as_current():
         before = len(list(joint_hooks.groups()))
         for _ in range(3):
@@ -181,7 +181,7 @@ def hooked_over_a_leaf(seen: Seen, x: Tensor, made: Tensor) -> None:
 
 
 def test_a_leaf_calls_its_hook_in_later_contexts(pair: InProcessCluster) -> None:
-    """The hook is over a leaf and over a tensor of the first pass."""
+    """The hook is on a leaf and on a tensor of the first pass."""
     expected: Seen = []
     x, y = leaf(2), leaf(2, seed=2)
     for step in range(3):
@@ -213,7 +213,7 @@ class Rounded(torch.autograd.Function):
 
 
 def test_a_tensor_of_a_hook_is_gone(pair: InProcessCluster) -> None:
-    """Before torch 2.13 the part of the hook that belongs to the result of a Function goes with it."""
+    """Before torch 2.13, the part of the hook on a Function's result is freed with that result."""
     seen: Seen = []
     x = leaf(2)
     hooked_over_a_leaf(seen, x, Rounded.apply(leaf(2)))  # type: ignore[no-untyped-call]

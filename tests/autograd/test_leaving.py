@@ -1,4 +1,4 @@
-"""Contexts that are left while something of theirs is under way: it ends, and nothing of them stays."""
+"""Contexts that are left while their calls or passes are running: these end, and nothing of the context stays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_leaving_while_a_pass_runs_on_another_thread(five: InProcessCluster) -> None:
-    """The pass raises that the context is gone. It waits for a worker, or in a gate of its own or of another."""
+    """The pass raises that the context is gone. It may wait for a worker, in a gate here, or in one elsewhere."""
     for program, held in ((chain_of_two, "b"), (local_fork, "c"), (remote_fork, "c"), (remote_fork, "b")):
         with Latch(held) as latch:
             with five[0].as_current(), dist_autograd.context() as ctx:
@@ -60,7 +60,7 @@ def test_leaving_while_another_worker_runs_a_pass_of_it(five: InProcessCluster) 
 
 
 def test_a_recv_that_finds_its_context_gone_says_so(trio: InProcessCluster) -> None:
-    """On the initiator: its thread is in a backward function when the context is left by another."""
+    """On the initiator, one thread is in a backward function while another thread leaves the context."""
     with Latch("d") as latch, trio[0].as_current(), dist_autograd.context() as ctx:
         loss = act("d", rpc.rpc_sync("worker1", layer, args=("a", leaf(2, 4)))).sum()
         running = backward_later(trio, 0, int(ctx), loss)
@@ -73,7 +73,7 @@ def test_a_recv_that_finds_its_context_gone_says_so(trio: InProcessCluster) -> N
 
 
 def test_what_a_left_context_has_under_way_ends_by_itself(five: InProcessCluster) -> None:
-    """Worker 1 comes to its Recv when the context is gone; then to worker 2, which would know nothing of the pass."""
+    """Worker 1 reaches its Recv after the context is gone; then it would send to worker 2, which knows no such pass."""
     with Latch("a") as latch:
         with five[0].as_current(), dist_autograd.context() as ctx:
             loss = rpc.rpc_sync("worker2", via_worker_1, args=(leaf(2, 4),)).sum()
@@ -92,7 +92,7 @@ def via_worker_1(x: Tensor) -> Tensor:
 
 
 def test_leaving_at_any_moment_of_a_pass(five: InProcessCluster) -> None:
-    """Either the pass was over, or it says that its context is gone."""
+    """Either the pass is finished, or it raises that its context is gone."""
     outcomes = set()
     for number in range(60):
         program = (remote_fork, local_fork, chain_of_two)[number % 3]
@@ -108,7 +108,7 @@ def test_leaving_at_any_moment_of_a_pass(five: InProcessCluster) -> None:
 
 
 def test_leaving_at_any_moment_of_a_call(trio: InProcessCluster) -> None:
-    """The function goes on to call a third worker in a context that may be over."""
+    """The function then calls a third worker in a context that may be over."""
     for number in range(80):
         with trio[0].as_current():
             with dist_autograd.context():
@@ -141,7 +141,7 @@ def test_a_context_that_is_gone_cannot_be_used(trio: InProcessCluster) -> None:
 
 
 def test_a_reply_that_comes_after_its_context_was_left() -> None:
-    """Its values are good; who asks for gradients through it is told what has happened."""
+    """Its values are good. A backward pass through it raises an error that explains it."""
     faults = Faults(delay_seconds=None)
     x = leaf(2, 4)
     with InProcessCluster(2, faults=faults) as workers, workers[0].as_current():
@@ -182,7 +182,7 @@ def slow_layer(name: str, x: Tensor) -> Tensor:
 
 
 def slow_calls(to: str, x: Tensor) -> Tensor:
-    """A function that makes its calls when its caller's context may have been left."""
+    """A function that makes calls when its caller may have left the context."""
     _entered.set()
     assert _proceed.wait(WITHIN)
     return chain([(to, "b")], layer("a", x))

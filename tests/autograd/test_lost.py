@@ -1,4 +1,4 @@
-"""Workers and connections that are lost during a pass, in one process: it ends, and what is left goes on."""
+"""Workers and connections that are lost during a pass, in one process: the pass ends, and the others go on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def die(worker: Any) -> None:
-    """End a worker's connections without anything that its upper layers may still have to say."""
+    """End a worker's connections, without goodbyes of its upper layers."""
     worker.agent.close(0.0)
     worker.autograd.close()
 
@@ -59,7 +59,7 @@ def is_lost(running: Future[Any], name: str) -> None:
 def test_a_worker_that_leaves_the_group_in_the_middle_of_a_pass(
     five: InProcessCluster, program: str, held: str, leaves: int
 ) -> None:
-    """It is at work, or has others waiting for it, or has only passed gradients on."""
+    """It works, or others wait for it, or it has only sent gradients on."""
     rest = [rank for rank in range(5) if rank != leaves]
     with Latch(held) as latch, five[0].as_current():
         with dist_autograd.context() as ctx:
@@ -77,7 +77,7 @@ def test_a_worker_that_leaves_the_group_in_the_middle_of_a_pass(
 
 
 def tell_inquiries(worker: Any) -> threading.Event:
-    """Set when that worker has been asked which of its contexts are over."""
+    """An event that is set when that worker is asked which of its contexts are over."""
     asked = threading.Event()
     answer = worker.autograd._on_inquire
 
@@ -91,7 +91,7 @@ def tell_inquiries(worker: Any) -> threading.Event:
 
 
 def test_contexts_vanish_behind_a_worker_that_is_gone(five: InProcessCluster) -> None:
-    """Worker 3 knows of the context by worker 2 only, which knows of it by worker 1."""
+    """Worker 3 knows the context only from worker 2, which knows it from worker 1."""
     asked = tell_inquiries(five[0])
     with five[0].as_current(), dist_autograd.context() as ctx:
         loss = chain([("worker1", "a"), ("worker2", "b"), ("worker3", "c")], leaf(2, 4)).sum()
@@ -99,7 +99,7 @@ def test_contexts_vanish_behind_a_worker_that_is_gone(five: InProcessCluster) ->
         assert asked.wait(WITHIN)
         with pytest.raises(rpc.WorkerLostError, match="worker1"):
             dist_autograd.backward(ctx, [loss], timeout=WITHIN)
-        # It is not over yet, and workers that are there can be used on.
+        # The context is not over yet, and the remaining workers can still be used.
         assert [worker.autograd.counts()["contexts"] for worker in five[2:]] == [1, 1, 0]
         dist_autograd.backward(ctx, [chain([("worker3", "c"), ("worker2", "b")], leaf(2, 4)).sum()], timeout=WITHIN)
         assert W["b"] in gradients(five[2:], ctx)[0]
@@ -107,7 +107,7 @@ def test_contexts_vanish_behind_a_worker_that_is_gone(five: InProcessCluster) ->
 
 
 def test_contexts_vanish_behind_a_worker_that_is_gone_in_between(five: InProcessCluster) -> None:
-    """The same, and nothing but the end of the context happens afterwards."""
+    """As above, but afterwards only the context ends."""
     asked = tell_inquiries(five[0])
     with five[0].as_current(), dist_autograd.context():
         chain([("worker1", "a"), ("worker2", "b"), ("worker3", "c")], leaf(2, 4))
@@ -117,7 +117,7 @@ def test_contexts_vanish_behind_a_worker_that_is_gone_in_between(five: InProcess
 
 
 def own_fork() -> Tensor:
-    """A model of a worker's own: nothing of it goes back to who called."""
+    """A model of one worker. Nothing of it goes back to the caller."""
     return fork("y", [("worker3", "c")], W["b"] * 2)
 
 
@@ -127,7 +127,7 @@ def with_own_fork(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_gates_behind_a_worker_that_is_gone_are_free(five: InProcessCluster, own: bool) -> None:
-    """Worker 2 waits in a gate for worker 3, which is at work; worker 1, between it and the initiator, goes."""
+    """Worker 2 waits in a gate for worker 3, which works. Worker 1, between worker 2 and the initiator, leaves."""
     with Latch("c") as latch, five[0].as_current(), dist_autograd.context() as ctx:
         x = leaf(2, 4)
         if own:
@@ -181,7 +181,7 @@ SECONDS = 8.0
 
 
 def ends_soon(ctx: int, loss: Tensor, **options: Any) -> bool:
-    """Whether the pass was good; else it has told of a lost worker, and in time."""
+    """Whether the pass succeeded. Otherwise it must have reported a lost worker in time."""
     start = time.monotonic()
     try:
         dist_autograd.backward(ctx, [loss], timeout=SECONDS, **options)
@@ -197,14 +197,14 @@ def ends_soon(ctx: int, loss: Tensor, **options: Any) -> bool:
 
 
 def is_good_soon(ctx: int, loss: Tensor) -> None:
-    """The context is as good as before. The other end of a cut connection may notice that late, and fail one more."""
+    """Check that the context still works. The other end of a cut connection may notice late, and fail one more pass."""
     assert any(ends_soon(ctx, loss, retain_graph=True) for _ in range(4))
 
 
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("kind", PASS_MESSAGES)
 def test_a_cut_connection_fails_the_pass_and_no_other(kind: type[Any], number: int) -> None:
-    """The one that the message was to go over, for each of the first few messages of each kind."""
+    """The connection is cut instead of sending one of the first few messages of each kind."""
     faults = Faults()
     x = leaf(2, 4)
     with InProcessCluster(4, faults=faults) as workers, workers[0].as_current():
@@ -223,7 +223,7 @@ def test_a_cut_connection_fails_the_pass_and_no_other(kind: type[Any], number: i
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_cut_connection_while_a_pass_fails(number: int) -> None:
-    """The initiator hears what has happened, or that a worker is lost."""
+    """The initiator gets the original error, or the loss of a worker."""
     faults = Faults()
     with InProcessCluster(4, faults=faults) as workers, workers[0].as_current():
         for program, breaks in ((remote_fork, "b"), (local_fork, "c"), (chain_of_two, "b")):
@@ -257,7 +257,7 @@ def test_contexts_vanish_though_the_message_was_lost(number: int) -> None:
 
 
 def test_a_cut_connection_is_no_dead_initiator() -> None:
-    """A worker that loses its connection asks whether the context is over; when that breaks as well, it asks again."""
+    """A worker that loses its connection asks whether the context is over. If that fails too, it asks again."""
     faults = Faults()
     with InProcessCluster(3, faults=faults) as workers, workers[0].as_current():
         with dist_autograd.context() as ctx:
@@ -275,7 +275,7 @@ def test_a_cut_connection_is_no_dead_initiator() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_cuts(seed: int) -> None:
-    """Every pass ends, in a context of its own."""
+    """Every pass, each in its own context, ends."""
     kinds = (*PASS_MESSAGES, Failed, Leave, Check)
     faults = Faults(seed, cut=0.04, kinds=kinds)
     outcomes = []
@@ -294,7 +294,7 @@ def test_random_cuts(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", PASS_MESSAGES)
 def test_the_timeout_is_for_messages_that_vanish(kind: type[Any]) -> None:
-    """No connection ends, so nobody can know; but nobody waits for ever either."""
+    """No connection ends, so no worker notices the loss, but the pass still ends."""
     faults = Faults()
     with InProcessCluster(4, faults=faults) as workers, workers[0].as_current():
         with dist_autograd.context() as ctx:
@@ -307,7 +307,7 @@ def test_the_timeout_is_for_messages_that_vanish(kind: type[Any]) -> None:
 
 
 def test_a_pass_goes_on_when_workers_are_looked_after() -> None:
-    """With little patience: a slow backward function is not taken for a dead worker, one or two hops away."""
+    """With short timeouts, a slow backward function one or two hops away is not mistaken for a dead worker."""
     options = rpc.RpcOptions(unresponsive_after=1.0)
     with InProcessCluster(4, options=options) as workers, workers[0].as_current(), dist_autograd.context() as ctx:
         latches = [Latch("b"), Latch("c")]

@@ -1,4 +1,4 @@
-"""What a pass does when: what it sends, that it sends it early, and what is done while a gate waits."""
+"""The order of work in a pass: which messages it sends, how early, and what runs while a gate waits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_chain_says_no_more_than_its_gradients_and_that_each_run_is_over(pair:
             y = torch.sin(call("worker1", layer, "a", y))
         with counting(pair) as counts:
             dist_autograd.backward(ctx, [y.sum()])
-        # Worker 0's own runs need no report; what it waits for is the last of worker 1's.
+        # Worker 0's own runs need no report. It waits for the last report of worker 1.
         assert counts == {"Gradients": 10, "Report": 5}
 
 
@@ -133,7 +133,7 @@ def test_a_skip_needs_no_question_if_the_messages_have_told_what_they_depend_on(
 
 
 def deep_layer(name: str, x: Tensor) -> Tensor:
-    """Through more nodes than a message looks through."""
+    """A layer with more nodes than `graph.foresee` searches."""
     for _ in range(100):
         x = x + 0
     return layer(name, x)
@@ -147,7 +147,7 @@ def test_a_skip_is_resolved_by_the_ways_that_the_gradients_take(pair: InProcessC
         loss = (call("worker1", deep_layer, "a", h) * h).sum()
         with counting(pair) as counts:
             dist_autograd.backward(ctx, [loss])
-        # To worker 1 and back, and its report of that; then the gradients, and its report of those.
+        # TakePart to worker 1 and back, and its report; then the gradients, and their report.
         assert counts == {"TakePart": 2, "Gradients": 2, "Report": 2}
 
 
@@ -159,7 +159,7 @@ def await_event(name: str) -> None:
 
 
 def scaled_late(x: Tensor) -> Tensor:
-    """Its weight's gradient is not there before x's has been used by the caller."""
+    """The gradient of its weight is ready only after the caller has used that of x."""
     weight = W["a"] * 2
     weight.register_hook(lambda _: await_event("the caller has the gradient"))  # type: ignore[no-untyped-call]
     return x * weight
@@ -176,7 +176,7 @@ def test_gradients_are_sent_while_the_run_goes_on(pair: InProcessCluster) -> Non
 
 
 class LateScale(torch.autograd.Function):
-    """Does not let its gradient go before the caller's own weight has one."""
+    """Holds its gradient back until the caller's own weight has one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def test_work_for_leaves_is_done_while_a_gate_waits(pair: InProcessCluster) -> N
     events["the caller's weight has its gradient"] = threading.Event()
     x, weight = leaf(4, 4), leaf(4, 4, seed=3)
     with pair[0].as_current(), dist_autograd.context() as ctx:
-        # Made first, so that torch's own order would come to it last.
+        # Made first, so that torch's own order would reach it last.
         scaled = weight * 3
         seen = events["the caller's weight has its gradient"]
         scaled.register_hook(lambda _: seen.set())  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
-"""Modules that several processes hold together (FSDP, replicate, tensor parallel) inside workers: as in one process.
+"""Modules that several processes share (FSDP, replicate, tensor parallel) inside workers: as in one process.
 
-Two trainers are in a process group and hold the module; the third worker is a server, which has a table, or calls them.
+Two trainers are in a process group and share the module. The third worker is a server, which has a table, or calls
+them.
 """
 
 from __future__ import annotations
@@ -95,13 +96,13 @@ def wrapped(kind: str, model: nn.Sequential) -> nn.Module:
 
 
 def set_up(kind: str) -> None:
-    """A new model; at trainers under this wrapper."""
+    """Make a new model. Trainers wrap it."""
     HELD["model"] = wrapped(kind, new_model()) if rank() in TRAINERS else None
     HELD["parameters"] = {} if HELD["model"] is None else dict(HELD["model"].named_parameters())
 
 
 def local(value: Any) -> Tensor:
-    """What this process has of it."""
+    """This process's part of a tensor."""
     if isinstance(value, DTensor):
         value = value.to_local()
     return value.detach().clone()  # type: ignore[no-any-return]
@@ -140,13 +141,13 @@ def table_rows() -> Tensor:
 
 
 def mean(step: int) -> Gradients:
-    """What a wrapper makes of the gradients of all trainers."""
+    """The wrapper's result for the gradients of all trainers."""
     one, other = (in_one_process(who, step) for who in TRAINERS)
     return {name: (one[name] + other[name]) / 2 for name in one}
 
 
 def shares(kind: str, who: int, full: Gradients) -> Gradients:
-    """What a trainer has of full gradients of the model."""
+    """A trainer's parts of the model's full gradients."""
     if kind.startswith("replicate"):
         return full
     if kind == "tensor parallel":
@@ -177,7 +178,7 @@ def of_model(gradients: Gradients) -> Gradients:
 
 
 def own_passes(kind: str, steps: int, fill: bool) -> list[tuple[Gradients, Gradients]]:
-    """Passes of a trainer in a context of its own: what is in it at the end of each, here and at the server."""
+    """Passes of a trainer in its own context. Returns the gradients after each, here and at the server."""
     before = []
     if fill:
         for value in HELD["parameters"].values():
@@ -197,9 +198,9 @@ def own_passes(kind: str, steps: int, fill: bool) -> list[tuple[Gradients, Gradi
 
 @pytest.mark.parametrize("kind", kinds(*DATA_PARALLEL))
 def test_data_parallel_trainers(crew: Crew, kind: str) -> None:
-    """Each trainer has a context; two passes in it. What is in .grad stays as it was."""
+    """Each trainer runs two passes in its own context. ``.grad`` stays unchanged."""
     together(crew, (*TRAINERS, SERVER), set_up, kind)
-    # With use_orig_params, FSDP itself forgets a .grad that it has not made.
+    # With use_orig_params, FSDP itself drops a .grad that it has not made.
     for fill in (False, True) if "orig" not in kind else (False,):
         got = together(crew, TRAINERS, own_passes, kind, 2, fill)
         for who in TRAINERS:
@@ -218,7 +219,7 @@ def forward_here(z: Tensor) -> Tensor:
 
 
 def call_both() -> dict[int, Gradients]:
-    """One context of the server's, whose pass is in both trainers at once, with two calls of each."""
+    """One context of the server. Its pass runs in both trainers at once, with two calls to each."""
     with dist_autograd.context() as context_id:
         losses = []
         for step in range(2):
@@ -240,7 +241,7 @@ def test_modules_that_are_called(crew: Crew, kind: str) -> None:
 
 
 def train(steps: int) -> Gradients:
-    """Steps of an optimizer of this trainer; its parameters then."""
+    """Make steps of this trainer's optimizer. Returns its parameters."""
     optimizer = DistributedOptimizer(torch.optim.Adam, parameter_rrefs(HELD["model"]), lr=0.1)
     for step in range(steps):
         with dist_autograd.context() as context_id:
@@ -266,7 +267,7 @@ def test_training(crew: Crew, kind: str) -> None:
 
 
 def clipped(most: float) -> tuple[float, Gradients]:
-    """The norm of the gradients of a pass, over all processes, and what is left of them."""
+    """The norm of a pass's gradients over all processes, and the clipped gradients."""
     with dist_autograd.context() as context_id:
         z = HELD["model"](rpc.rpc_sync("worker2", table_rows))
         dist_autograd.backward(context_id, [loss_of(rank(), 0, z)], timeout=WITHIN)
@@ -299,7 +300,7 @@ def pass_without_sync() -> list[Gradients]:
 
 @sharding
 def test_fully_shard_without_sync(crew: Crew) -> None:
-    """What was not reduced is, with the gradients of the next pass."""
+    """Gradients that were not reduced are reduced with those of the next pass."""
     together(crew, (*TRAINERS, SERVER), set_up, "fully_shard")
     got = together(crew, TRAINERS, pass_without_sync)
     for who in TRAINERS:
@@ -326,7 +327,7 @@ def loss_there(step: int, z: Tensor) -> Tensor:
 
 
 def tensor_parallel_pass(step: int) -> tuple[str, Gradients, Gradients]:
-    """The result of the module, which is not complete yet, goes to the server, which has the loss."""
+    """The module's result, a partial sum, goes to the server, which computes the loss."""
     with dist_autograd.context() as context_id:
         z = HELD["model"](rpc.rpc_sync("worker2", table_rows))
         loss = rpc.rpc_sync("worker2", loss_there, args=(step, z))
@@ -357,7 +358,7 @@ def placed(placement: Any) -> tuple[Tensor, DTensor]:
 
 
 def send_dtensor(to: str, placement: Any) -> list[list[float]]:
-    """The gradient of a DTensor that went there and came back."""
+    """The gradient of a DTensor that was sent and came back."""
     with dist_autograd.context() as context_id:
         x, sent = placed(placement)
         got = rpc.rpc_sync(to, double, args=(sent,))
@@ -386,7 +387,7 @@ def test_dtensors_mean_the_same_where_they_arrive(crew: Crew) -> None:
 
 
 def norm_refused() -> None:
-    """With and without a context. Each process takes part in the norm, which torch may compute together at once."""
+    """With and without a context. Every process must take part, since torch may compute the norm collectively."""
     _, x = placed(Shard(0))
     norm = torch.linalg.vector_norm(x)
     for block in (nullcontext, dist_autograd.context):

@@ -1,4 +1,4 @@
-"""A tensor that is sent on as it came: its gradient goes back without a run of torch's engine, if no hook is on it."""
+"""A received tensor that is sent on unchanged: without hooks, its gradient goes back without torch's engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pair_of(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_of(pair: InProcessCluster, change: Callable[[Tensor], object], *, after: bool = True) -> list[float]:
-    """The gradient of x through two calls, with something done to the tensor in between."""
+    """The gradient of x through two calls. ``change`` is applied to the tensor in between."""
     x = torch.ones(3, requires_grad=True)
     with pair[0].as_current(), dist_autograd.context() as context:
         v = rpc.rpc_sync("worker1", twice, args=(x,))
@@ -41,7 +41,7 @@ def gradient_of(pair: InProcessCluster, change: Callable[[Tensor], object], *, a
 @pytest.mark.usefixtures("no_hooks")
 def test_nothing_is_run_for_it(pair: InProcessCluster, runs: list[int]) -> None:
     assert gradient_of(pair, lambda v: None) == [4, 4, 4]
-    assert len(runs) == 3  # of the sum here, and twice there
+    assert len(runs) == 3  # one for the sum here, and two there
 
 
 @pytest.mark.parametrize("after", [True, False])

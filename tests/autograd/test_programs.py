@@ -1,4 +1,4 @@
-"""Random programs have the gradients that one process computes: on workers in one process, and on real ones."""
+"""Random programs have the gradients that one process computes, on workers in one process and in several."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_300_programs() -> None:
 
 
 def test_100_programs_whose_messages_do_not_tell_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every pass that has to be resolved asks all workers."""
+    """Every pass that must be resolved asks all workers."""
     monkeypatch.setattr(graph, "MOST_FORESEEN", 0)
     assert run(range(100))["components with gates that wait"] > 30
 
@@ -101,7 +101,7 @@ def test_20_000_programs() -> None:
 
 @pytest.mark.timeout(400)  # 20 s on a quiet machine of two processors; 114 s have been seen where ten wanted them
 def test_200_programs_on_processes() -> None:
-    """Several drivers at once, so that contexts and passes overlap on every worker."""
+    """Several drivers run at once, so contexts and passes overlap on every worker."""
     failures = run_on_processes(range(300, 500), 300)
     assert not failures, "\n".join(failures)
 
@@ -167,7 +167,7 @@ def test_a_wrong_outcome_is_noticed(mistake: Callable[[list[Outcome], str], None
         try:
             mistake(wrong, solid[0])
         except StopIteration:
-            continue  # there is nothing to be wrong about
+            continue  # this program has nothing to change
         with pytest.raises(Mismatch):
             compare(program, right, wrong)
         noticed += 1
@@ -186,4 +186,4 @@ def test_a_worker_with_another_weight_is_noticed() -> None:
             compare(program, run_locally(replace(program, leaves=leaves)), found)
         except Mismatch:
             noticed += 1
-    assert noticed > 3  # in the others no such weight matters
+    assert noticed > 3  # in the other programs the changed weight does not matter

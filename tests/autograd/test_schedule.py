@@ -1,4 +1,4 @@
-"""Schedule: when what can be run, over tables of events; and against a model with random graphs."""
+"""Schedule: what can be run when, from tables of events, and against a model with random graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backhaul.autograd.graph import Component, Node
 from backhaul.autograd.schedule import Schedule, Source
 
 THEIRS = PEER.id << ID_BITS
-"""The first id that the peer gives out."""
+"""The first id of the peer."""
 
 
 def one(source: int, tensor: Tensor) -> dict[int, Source]:
@@ -25,7 +25,7 @@ def one(source: int, tensor: Tensor) -> dict[int, Source]:
 
 
 def message(first: int, *tensors: Tensor) -> dict[int, Source]:
-    """A message with several; their sources are numbered from ``first``, as the message is."""
+    """A message with several tensors. Their sources are numbered from ``first``, which is also the message's id."""
     return {source: Source(sent(source, tensor), first) for source, tensor in enumerate(tensors, first)}
 
 
@@ -34,7 +34,7 @@ def roots(*tensors: Tensor) -> dict[int, Source]:
 
 
 def come(schedule: Schedule, candidates: Mapping[int, Source], *sources: int) -> list[list[int]]:
-    """The gradients of these come: the sources of what can be run."""
+    """Let the gradients of these sources arrive. Returns the sources of the components that can be run."""
     return [component.sources for component in schedule.arrive(sources, candidates.__getitem__)]
 
 
@@ -44,7 +44,7 @@ def resolved(schedule: Schedule) -> list[list[int]]:
 
 @pytest.fixture
 def common() -> Tensor:
-    """What several Sends depend on."""
+    """A tensor on which several Sends depend."""
     return torch.sin(leaf())
 
 
@@ -66,7 +66,7 @@ def test_candidates_apart_are_run_as_their_gradients_come() -> None:
 
 
 def test_one_message_is_one_run(common: Tensor) -> None:
-    """If its tensors depend on something in common, and if they do not."""
+    """Whether or not its tensors depend on a common node."""
     sources = {**message(50, common, common * 2), **message(60, leaf(), leaf() * 2, leaf())}
     schedule = Schedule(sources)
     assert come(schedule, sources, 50, 51) == [[51, 50]]
@@ -85,7 +85,7 @@ def test_tensors_of_a_message_that_get_no_gradient_are_not_run(common: Tensor) -
 
 
 def test_without_them_what_is_left_may_fall_apart() -> None:
-    """And is one run all the same."""
+    """It is still one run."""
     x, y = leaf() * 2, leaf() * 2
     sources = message(50, x, x * y, y)
     schedule = Schedule(sources)
@@ -108,13 +108,13 @@ def test_candidates_of_several_messages_must_be_resolved_first(common: Tensor) -
     (component,) = schedule.resolve()
     assert component.sources == [60, 50]
     assert schedule.waits(component)
-    # Its run is going on, and waits for this itself.
+    # Its run has started, and waits for this gradient itself.
     assert come(schedule, sources, 50) == []
     assert not schedule.waits(component)
 
 
 def test_candidates_that_have_all_come_need_not_be_resolved(common: Tensor) -> None:
-    """Also if the pass is about to be; and without those of their messages that get no gradient."""
+    """Even if resolving has begun; sources that get no gradient may be missing from their messages."""
     sources = {**message(50, common, common * 2), **message(60, common * 3, common * 4, leaf())}
     schedule = Schedule(sources)
     assert come(schedule, sources, 61, 62) == [[62]]
@@ -125,7 +125,7 @@ def test_candidates_that_have_all_come_need_not_be_resolved(common: Tensor) -> N
 
 
 def test_several_messages_may_come_at_once(common: Tensor) -> None:
-    """They are one run."""
+    """They become one run."""
     sources = {**one(50, common), **one(60, common), **one(70, leaf())}
     schedule = Schedule(sources)
     assert come(schedule, sources, 50, 60, 70) == [[70, 60, 50]]
@@ -140,7 +140,7 @@ def deep(count: int) -> Tensor:
 
 
 def test_large_components_are_runs_of_their_own() -> None:
-    """They may be run side by side; small ones are put together."""
+    """They may run in parallel; small components are merged."""
     sources = message(50, deep(100), leaf(), deep(80), leaf() * 2)
     schedule = Schedule(sources)
     assert sorted(come(schedule, sources, 50, 51, 52, 53)) == [[50], [52], [53, 51]]
@@ -186,19 +186,19 @@ def test_without_it_components_may_fall_apart_too() -> None:
 
 
 def test_a_message_of_which_one_tensor_waits_for_others(common: Tensor) -> None:
-    """What has no gates is run now, and not together with what has."""
+    """A component without gates runs now, and separately from one with gates."""
     sources = {**one(40, common), **message(50, common * 2, leaf()), **message(60, leaf(), leaf())}
     schedule = Schedule(sources)
     assert come(schedule, sources, 50, 51) == [[51]]
     assert schedule.must_resolve
     schedule.take_part([40, 50, 51])
     assert resolved(schedule) == [[50, 40]]
-    # What is apart is run together also afterwards.
+    # Separate components are merged afterwards too.
     assert sorted(itertools.chain(*come(schedule, sources, 60, 61))) == [60, 61]
 
 
 def test_runs_that_wait_are_not_put_together(common: Tensor) -> None:
-    """A gate of one would hold up the other."""
+    """A gate of one would delay the other."""
     other = torch.sin(leaf())
     sources = {**one(40, common), **one(41, other), **message(50, common * 2, other * 2)}
     schedule = Schedule(sources)
@@ -208,7 +208,7 @@ def test_runs_that_wait_are_not_put_together(common: Tensor) -> None:
 
 
 def test_what_has_come_takes_part(common: Tensor) -> None:
-    """Even if the message that says so is still on its way."""
+    """Even if the message that says so has not arrived yet."""
     sources = {**one(50, common), **one(60, common)}
     schedule = Schedule(sources)
     come(schedule, sources, 60)
@@ -260,7 +260,7 @@ def test_taking_part_finds_outputs_once() -> None:
 
 
 def test_what_the_roots_depend_on_may_be_known_already(common: Tensor) -> None:
-    """The messages have told: nobody has to be asked."""
+    """The messages say it, so no worker must be asked."""
     (x,) = received(THEIRS, reach=((50, 3 << ID_BITS),))
     sources = {**one(50, common), **one(60, common), **roots(common * x)}
     schedule = Schedule(sources)
@@ -304,7 +304,7 @@ def test_a_worker_that_did_not_start_the_pass_has_to_ask(common: Tensor) -> None
 
 
 def test_others_may_have_the_pass_resolved_all_the_same(common: Tensor) -> None:
-    """What the starter has foreseen is not taken for what has been told on the way."""
+    """What the starter has foreseen is not confused with what TakePart messages say."""
     (x,) = received(THEIRS, reach=((50,),))
     sources = {**one(50, common), **roots(common * x)}
     schedule = Schedule(sources)
@@ -314,7 +314,7 @@ def test_others_may_have_the_pass_resolved_all_the_same(common: Tensor) -> None:
 
 
 class Model:
-    """By definition: what is run together, and when it begins."""
+    """By definition: which sources run together, and when their run begins."""
 
     def __init__(self, sources: Mapping[int, Source]) -> None:
         self.sources = sources
@@ -365,7 +365,7 @@ class Model:
 
 
 def follows(started: Sequence[Component], wanted: set[frozenset[int]], model: Model) -> None:
-    """What the part starts is what the model does. Some that need not wait may be one run."""
+    """Check that the schedule starts what the model starts. It may merge components that need not wait."""
     for component in started:
         sources = frozenset(component.sources)
         edges = met(model.sources[source].node for source in sources)
@@ -380,7 +380,7 @@ def follows(started: Sequence[Component], wanted: set[frozenset[int]], model: Mo
 
 @pytest.mark.parametrize("seed", range(10))
 def test_random_graphs_in_random_orders(seed: int) -> None:
-    """Which sources take part is random; they come in any order; the pass is resolved when it must be, or later."""
+    """Random sources take part and arrive in any order. The pass is resolved when it must be, or later."""
     for number in range(30):
         draw = random.Random(1000 * seed + number)
         sources = Graph(1000 * seed + number).sources
@@ -394,7 +394,7 @@ def test_random_graphs_in_random_orders(seed: int) -> None:
         coming = list(batches.values())
         draw.shuffle(told)
         draw.shuffle(coming)
-        if len(coming) > 1 and draw.random() < 0.3:  # from one worker, and sent together
+        if len(coming) > 1 and draw.random() < 0.3:  # several from one worker, sent together
             coming[-2:] = [coming[-1] + coming[-2]]
         found: dict[Node, set[int]] = {}
         run: list[int] = []
@@ -416,5 +416,5 @@ def test_random_graphs_in_random_orders(seed: int) -> None:
                 follows(started, model.arrive(batch), model)
                 assert schedule.must_resolve == model.must_resolve
                 run += itertools.chain.from_iterable(component.sources for component in started)
-        # Everything that takes part is run once, and nothing else is.
+        # Every source that takes part is run once, and no other source is.
         assert sorted(run) == sorted(taking_part)

@@ -12,11 +12,11 @@ from backhaul.autograd import functions
 from crew import Crew
 
 SECONDS = 3.0
-"""Two threads that can block each other have done so within 1.2 s, each time."""
+"""Seconds. If two threads could block each other, they did so within 1.2 s each time."""
 
 
 def send_and_use(layout: str) -> tuple[int, int]:
-    """How often a leaf was sent, and used meanwhile, without anything to keep its `AccumulateGrad` node."""
+    """Send a leaf while another thread uses it, without keeping its `AccumulateGrad` node. Returns the counts."""
     leaf = torch.ones(3, 3)
     leaf = (leaf.to_sparse() if layout == "sparse" else leaf).requires_grad_()
     sent = used = 0
@@ -41,7 +41,7 @@ def send_and_use(layout: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("layout", ["strided", "sparse"])
 def test_a_leaf_that_is_sent_while_it_is_used(layout: str) -> None:
-    """In a process of its own: with a deadlock in torch nothing of it runs any more."""
+    """In a separate process, because a deadlock in torch would stop the whole process."""
     with Crew(1, group=False) as crew:
         sent, used = crew[0].run(send_and_use, layout, timeout=SECONDS + 20)
     assert sent > 100

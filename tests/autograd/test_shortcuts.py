@@ -27,7 +27,7 @@ Hop = tuple[str, str]
 
 @contextmanager
 def gradients_to(workers: InProcessCluster, rank: int) -> Iterator[list[str]]:
-    """The names of the workers that gradients come from meanwhile."""
+    """The names of the workers from which gradients come during the block."""
     seen: list[str] = []
 
     def note(event: Event) -> None:
@@ -113,7 +113,7 @@ def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_tensors_that_share_a_message_go_through_the_starter(trio: InProcessCluster) -> None:
-    """The gradients of a message come together: nobody could know whether another one is to come."""
+    """The gradients of a message arrive together; with a shortcut, a worker could not know whether one is missing."""
     x, y = leaf(3, 4), leaf(3, 4, seed=2)
 
     def program() -> list[Tensor]:
@@ -137,7 +137,7 @@ def with_memory(x: Tensor) -> Tensor:
 
 
 def test_a_run_that_waits_for_what_it_has_given_itself(trio: InProcessCluster) -> None:
-    """The two sources of worker 1 reach a common node. The second one's gradient is made by the run that needs it."""
+    """The two sources of worker 1 reach a common node. The run that needs the second one's gradient also makes it."""
     x = leaf(3, 4)
 
     def program() -> list[Tensor]:
@@ -152,7 +152,7 @@ def test_a_chain_with_more_hops_than_a_message_tells_of(trio: InProcessCluster) 
     hops = [("worker1", "a")] * (2 * MOST_SHORTCUTS + 2)
     with gradients_to(trio, 0) as seen:
         check(trio, lambda: [along(hops, x)], {0: [x], 1: [W["a"]]}, exact=False)
-    assert len(seen) == 2  # for x, and where the shortcuts of a message end
+    assert len(seen) == 2  # for x, and where the shortcuts of the message end
 
 
 def test_a_graph_that_is_retained_can_be_run_again_and_one_that_is_not_cannot(trio: InProcessCluster) -> None:

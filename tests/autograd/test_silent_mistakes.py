@@ -1,4 +1,4 @@
-"""Programs that would train nothing, or in part, say so; and those that mean it are left in peace."""
+"""Programs that would train nothing, or only in part, get an error or a warning; correct programs do not."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def parts(x: Tensor) -> dict[str, Any]:
 
 
 def use_up(x: Tensor) -> Tensor:
-    """What split learning by hand does: the gradient of what has come goes back as a value."""
+    """Manual split learning: the gradient of a received tensor goes back as a value."""
     x.square().sum().backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
     return x.grad
 
 
 def test_leaves_that_are_meant_as_such(pair: InProcessCluster) -> None:
-    """Warnings are errors in these tests."""
+    """Leaves on purpose cause no warning. (Warnings are errors in these tests.)"""
     x = leaf(4, 4)
     with pair[0].as_current():
         got = rpc.rpc_sync("worker1", parts, args=(x,))
@@ -83,7 +83,7 @@ def test_leaves_that_are_meant_as_such(pair: InProcessCluster) -> None:
 
 
 def test_a_gradient_that_would_be_incomplete(pair: InProcessCluster) -> None:
-    says = r"do not go through other workers: the gradient of a tensor that worker 'worker1' has computed with"
+    says = r"do not go through other workers: the gradient of an input that worker 'worker1' used"
     x = leaf(4, 4)
     with pair[0].as_current(), dist_autograd.context() as context_id:
         h = x * 2
@@ -96,7 +96,7 @@ def test_a_gradient_that_would_be_incomplete(pair: InProcessCluster) -> None:
             for inputs in (x, [h]):
                 with pytest.raises(ContextError, match=says):
                     loss.backward(inputs=inputs, retain_graph=True)
-        # What has nothing to do with what was sent is as in one process.
+        # Tensors that do not depend on sent tensors behave as in one process.
         z = leaf(4, 4, seed=5)
         assert torch.equal(torch.autograd.grad((y * z).sum(), z, retain_graph=True)[0], y)
         assert torch.equal(torch.autograd.grad((y * 3).sum(), y, retain_graph=True)[0], torch.full_like(y, 3))
@@ -110,7 +110,7 @@ def there_and_on(x: Tensor) -> Tensor:
 
 
 def test_a_gradient_through_several_workers(trio: InProcessCluster) -> None:
-    """More than a message tells of: all that was sent may be meant."""
+    """There are more sources than a message lists, so every sent tensor may be affected."""
     x, z = leaf(2), leaf(2)
     with trio[0].as_current(), dist_autograd.context():
         y = rpc.rpc_sync("worker1", there_and_on, args=(x * 1,))
@@ -136,7 +136,7 @@ def test_a_missing_context_id(pair: InProcessCluster) -> None:
 
 
 def test_a_step_without_the_context_id(pair: InProcessCluster) -> None:
-    says = r"are in the open autograd context: write step\(context_id\)"
+    says = r"are in the open autograd context: pass context_id to step\(\)"
     with pair[0].as_current():
         module = RemoteModule("worker1", nn.Linear, args=(3, 2))
         optimizer = DistributedOptimizer(torch.optim.SGD, parameter_rrefs(module), lr=0.1)
@@ -146,7 +146,7 @@ def test_a_step_without_the_context_id(pair: InProcessCluster) -> None:
             context_id.backward(module(torch.ones(1, 3)).sum(), **options)
 
         with dist_autograd.context() as context_id:
-            optimizer.step()  # there is nothing that it would miss
+            optimizer.step()  # it misses no gradients
             run(context_id)
             for mistake in (
                 optimizer.step,
@@ -156,7 +156,7 @@ def test_a_step_without_the_context_id(pair: InProcessCluster) -> None:
                 with pytest.raises(MisuseError, match=says):
                     mistake()
             optimizer.step(context_id)
-            optimizer.step()  # the gradients were used
+            optimizer.step()  # the gradients were read
         with dist_autograd.context() as context_id:
             run(context_id)
             optimizer.accumulate(context_id)
@@ -170,7 +170,7 @@ def test_a_step_without_the_context_id(pair: InProcessCluster) -> None:
             optimizer.step()
         with dist_autograd.context() as context_id:
             run(context_id)
-        optimizer.step()  # outside
+        optimizer.step()  # outside the context
 
 
 def test_an_optimizer_of_torch_that_finds_no_gradient(pair: InProcessCluster) -> None:
@@ -252,7 +252,7 @@ def test_a_step_without_any_gradient(pair: InProcessCluster, params: Any, betwee
 
 
 def test_one_gradient_will_do(pair: InProcessCluster) -> None:
-    """Parameters that a pass does not reach are as common as in one process. Warnings are errors in these tests."""
+    """Parameters that a pass does not reach are normal, so nothing warns. (Warnings are errors in these tests.)"""
     with pair[0].as_current():
         optimizer = DistributedOptimizer(
             torch.optim.SGD, [*rpc.rpc_sync("worker1", stage_rrefs), leaf(2), x := leaf(4, 4)], lr=0.1
@@ -284,7 +284,7 @@ def test_a_function_that_cuts_the_graph(pair: InProcessCluster, function: Any) -
 
 
 def test_calls_on_a_thread_of_ones_own(pair: InProcessCluster) -> None:
-    """A thread that is started inside of a context is not in it."""
+    """A thread that is started inside a context is not in that context."""
     x, found = leaf(4, 4), []
 
     def call() -> None:
@@ -321,7 +321,7 @@ def test_the_id_of_a_context_of_another_thread(pair: InProcessCluster) -> None:
         thread.join()
 
 
-# What torch refuses or computes in one process, and the same with a call between.
+# What torch refuses or computes in one process, and the same with a call in between.
 
 
 def forward(x: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (twice_without_the_graph, RuntimeError, "backward through the graph a second time"),
     (a_result_is_changed_in_place, RuntimeError, "modified by an inplace operation"),
     (a_weight_is_changed_in_place, RuntimeError, "modified by an inplace operation"),
-    (the_number, TypeError, r"such as loss\.item\(\), has no history: give the tensor itself"),
+    (the_number, TypeError, r"such as loss\.item\(\), has no autograd graph: give the tensor itself"),
     (the_number_as_a_tensor, MisuseError, "requires_grad not set on root"),
     (the_number_as_a_leaf, MisuseError, "it is a leaf, not computed from anything"),
     (a_value_of_another_context, ContextError, "gradients cannot go back across contexts"),
@@ -438,7 +438,7 @@ def test_values_of_references_warn_as_results_do(pair: InProcessCluster, program
 
 
 def test_an_argument_is_a_copy_from_the_moment_of_the_call(pair: InProcessCluster) -> None:
-    """Changed in place, made to require grad, or made in inference mode: the call is as with a clone."""
+    """Changed in place, made to require grad, or made in inference mode: the call behaves as with a clone."""
     weight = W["a"] = leaf(4, 4, seed=2)
     with torch.inference_mode():
         inferred = torch.full((4, 4), 5.0, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Sends whose graphs have been run: they cost later passes nothing, and may be run again where torch allows it."""
+"""Sends whose graphs have been run cost later passes nothing, and can be run again where torch allows it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quiet", "no_hooks")
 
 @pytest.fixture
 def candidates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many each part of a pass had to look at, as they are made."""
+    """The number of candidates of each new schedule."""
     seen: list[int] = []
     make = Schedule.__init__
 
@@ -76,7 +76,7 @@ def test_those_of_results_that_were_not_used_stay_candidates(pair: InProcessClus
         assert [len(w.autograd.contexts.find(context_id).unspent) for w in pair] == [0, 0]
 
 
-# A second pass over what was not retained: torch raises if the first has freed something, and else does not.
+# A second pass over a graph that was not retained: torch raises only if the first pass has freed something.
 
 
 def twice(x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def twice(x: Tensor) -> Tensor:
 
 
 def joined(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two results that one node leads to."""
+    """Two results that depend on one node."""
     both = x + x
     return both + 1, both.sum()
 
@@ -159,7 +159,7 @@ def test_a_second_pass_where_something_was_freed(pair: InProcessCluster, there: 
 
 
 def test_new_calls_after_passes_that_were_not_retained(pair: InProcessCluster) -> None:
-    """What joins a spent graph: both are there then."""
+    """The new call joins a spent graph, so both take part."""
     x = leaf(3, 4)
 
     def program(run: Callable[[Sequence[Tensor]], None]) -> None:
@@ -178,7 +178,7 @@ def test_new_calls_after_passes_that_were_not_retained(pair: InProcessCluster) -
         assert_same(gradients(pair, context_id)[0][x], grad)
 
 
-# Leaves that were sent as they are.
+# Leaves that were sent without a computation.
 
 
 def squared(*tensors: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def on_worker0(pair: InProcessCluster, tensors: Sequence[Tensor]) -> list[Tensor
 def test_sent_leaves_need_no_run(pair: InProcessCluster, runs: list[int], count: int) -> None:
     leaves = [leaf(5, 4, seed=seed) for seed in range(count)]
     got = on_worker0(pair, leaves)
-    assert len(runs) == 1  # there: here the root is what has come from there
+    assert len(runs) == 1  # on the worker; here the root is the received tensor itself
     for mine, tensor in zip(got, leaves, strict=True):
         assert torch.equal(mine, 2 * tensor.detach())
         assert mine.stride() == tensor.stride()
@@ -253,7 +253,7 @@ def test_a_leaf_whose_node_has_a_hook(pair: InProcessCluster) -> None:
     assert torch.equal(got, 2 * x.detach())
 
 
-# The same, of the function itself.
+# The same for the function itself.
 
 
 def starts_of(*tensors: Tensor) -> list[Any]:

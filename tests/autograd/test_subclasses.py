@@ -1,4 +1,4 @@
-"""Tensor subclasses keep their history as they travel: the gradients are those of one process."""
+"""Tensor subclasses keep their history when they are sent: the gradients are those of one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Weight(nn.Parameter):
 
 
 class Pair(Tensor):
-    """A wrapper around two tensors of one shape, and a scale: each operation is done on both."""
+    """A wrapper around two tensors of one shape, and a scale. Each operation applies to both tensors."""
 
     first: Tensor
     second: Tensor
@@ -135,7 +135,7 @@ def test_a_leaf_of_a_plain_subclass(pair: InProcessCluster) -> None:
 
 
 def times(weight: Tensor, x: Tensor) -> Tensor:
-    assert type(weight) is Tensor  # as a Parameter, it arrives as a tensor that was computed
+    assert type(weight) is Tensor  # like a Parameter, it arrives as a computed tensor
     return torch.tanh(weight @ x)
 
 
@@ -158,7 +158,7 @@ def test_a_wrapper(pair: InProcessCluster) -> None:
 
 
 def test_a_wrapper_that_is_used_here_and_there(trio: InProcessCluster) -> None:
-    """Two workers get it, one in a list with two mentions of it."""
+    """Two workers get it, one of them twice in a list."""
     x = leaf(3, 2)
 
     def program() -> Tensor:
@@ -207,7 +207,7 @@ def test_a_jagged_nested_tensor(pair: InProcessCluster) -> None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The three have the same offsets, so torch knows that they fit."""
+    """The three tensors share offsets, so torch knows that their shapes match."""
     return (q * k + v).cos()
 
 
@@ -233,7 +233,7 @@ def test_a_leaf_that_is_a_jagged_nested_tensor(pair: InProcessCluster) -> None:
 
 @pytest.mark.parametrize("accumulate", ["context", "grad"])
 def test_a_jagged_leaf_that_is_used_here_and_there(pair: InProcessCluster, accumulate: Any) -> None:
-    """Torch cannot add to its .grad: so all of a pass goes there at once."""
+    """Torch cannot add to its .grad, so a pass must accumulate its whole gradient at once."""
     nested: Any = jagged(leaf(6, 4).detach()).detach().requires_grad_()
     expected: Any = torch.autograd.grad((on_jagged("a", nested).values() + nested.values()).sum(), nested)[0]
     with pair[0].as_current(), dist_autograd.context() as context_id:
@@ -263,7 +263,7 @@ def test_a_masked_tensor(pair: InProcessCluster) -> None:
 
 
 class Odd(Tensor):
-    """Neither a plain subclass nor one that says what it is made of."""
+    """Neither a plain subclass nor one with ``__tensor_flatten__``."""
 
     @staticmethod
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Odd:

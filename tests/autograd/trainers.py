@@ -1,8 +1,8 @@
-"""Trainers with modules under DDP, and what one process computes instead.
+"""Trainers with modules under DDP, and the reference in one process.
 
-Every worker has *parts*: modules by name, whose values are the same everywhere. Some of those of the trainers are
-under DDP. A *program* makes the loss of a step out of `part` and `call`, on a trainer or on the master. In the
-reference it runs in one process, in which each worker still has parts of its own: what DDP does is to average the
+Every worker has *parts*: modules by name, with the same initial values on all workers. Some parts of the trainers are
+under DDP. A *program* computes the loss of a step with `part` and `call`, on a trainer or on the master. In the
+reference it runs in one process, in which each worker still has its own parts. DDP is then just an average of the
 gradients of the trainers' parts.
 """
 
@@ -37,16 +37,16 @@ NUMBER = torch.float64
 Options = dict[str, Any]
 Program = Callable[[int], Tensor]
 Gradients = dict[str, Tensor]
-"""By the names of parts and parameters; those that there are."""
+"""Gradients by the names of parts and parameters; missing ones are left out."""
 Found = dict[int, Gradients]
 """By the rank of the worker."""
 
 _parts: dict[int, dict[str, nn.Module]] = {}  # by rank; in a worker's process only its own
-_turn: ContextVar[int] = ContextVar("turn")  # whose turn it is in the reference
+_turn: ContextVar[int] = ContextVar("turn")  # the worker whose turn it is in the reference
 
 
 class Forked(nn.Module):
-    """Uses one of its halves, or both, or hands on what it gets."""
+    """Uses one of its halves, or both, or returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Forked(nn.Module):
 
 
 class Outer(nn.Module):
-    """Has the remote call inside."""
+    """Makes a remote call in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def rank() -> int:
 
 
 def part(name: str) -> nn.Module:
-    """A part of the worker that asks."""
+    """A part of the current worker."""
     return _parts[rank()][name]
 
 
@@ -165,23 +165,23 @@ def target(who: int, step: int) -> Tensor:
 
 
 def hybrid(step: int) -> Tensor:
-    """The usual: rows of a table on the server, then what is under DDP here."""
+    """The usual model: rows of a table on the server, then a module under DDP here."""
     return mse_loss(part("dense")(call(SERVER, apply, "table", ids(rank(), step))), target(rank(), step))
 
 
 def loss_there(step: int, x: Tensor | None = None) -> Tensor:
-    """A trainer's loss, in the context of who calls it."""
+    """A trainer's loss, in its caller's context."""
     rows = call(SERVER, apply, "table", ids(rank(), step))
     return mse_loss(part("dense")(rows if x is None else rows + x), target(rank(), step))
 
 
 def names() -> dict[int, str]:
-    """Of the parameters of this worker, by id."""
+    """The names of this worker's parameters, by id."""
     return {id(value): f"{name}.{key}" for name in part_names() for key, value in bare(name).named_parameters()}
 
 
 def gradients_here(context_id: int) -> Gradients:
-    """What a context has here, all of it; copies, and dense."""
+    """All gradients that a context has here, as dense copies."""
     known = names()
     return {
         known[id(leaf)]: each.clone().to_dense() for leaf, each in current().autograd.gradients_here(context_id).items()
@@ -189,7 +189,7 @@ def gradients_here(context_id: int) -> Gradients:
 
 
 def grads_here() -> Gradients:
-    """What is in ``.grad`` here; copies, and dense."""
+    """The ``.grad`` of all parameters here, as dense copies."""
     return {
         f"{name}.{key}": value.grad.clone().to_dense()
         for name in part_names()
@@ -199,19 +199,19 @@ def grads_here() -> Gradients:
 
 
 def collect(context_id: int) -> Found:
-    """What a context has on all workers."""
+    """The gradients of a context on all workers."""
     return {info.id: rpc.rpc_sync(info, gradients_here, args=(context_id,)) for info in current().get_worker_infos()}
 
 
 def run_pass(program: Program, step: int = 0, accumulate: Accumulate = "context") -> Found:
-    """One pass in a context of its own; the gradients in it."""
+    """Run one pass in a new context. Returns its gradients."""
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [program(step)], accumulate=accumulate, timeout=WITHIN)
         return collect(context_id)
 
 
 def join_group(init_method: str, timeout: float = WITHIN) -> None:
-    """Trainers only."""
+    """Join the process group. Only trainers call this."""
     dist.init_process_group(
         "gloo",
         init_method=init_method,
@@ -222,7 +222,7 @@ def join_group(init_method: str, timeout: float = WITHIN) -> None:
 
 
 def set_up(wrapped: Mapping[str, Options]) -> None:
-    """New parts; on trainers, these are under DDP, with these options."""
+    """Make new parts. On trainers, the given parts are under DDP, with these options."""
     _parts[rank()] = new_parts()
     if rank() in TRAINERS:
         for name, options in wrapped.items():
@@ -230,7 +230,7 @@ def set_up(wrapped: Mapping[str, Options]) -> None:
 
 
 def await_clean(seconds: float = 10.0) -> None:
-    """Return when nothing is left here of contexts, passes and gates."""
+    """Return when this worker has no contexts, passes and gates."""
     autograd = current().autograd
     deadline = time.monotonic() + seconds
     while any(autograd.counts().values()) or not autograd.engine.idle():
@@ -240,14 +240,14 @@ def await_clean(seconds: float = 10.0) -> None:
 
 
 def together(crew: Crew, ranks: Iterable[int], function: Callable[..., Any], *args: Any) -> dict[int, Any]:
-    """Run it on these workers at once."""
+    """Run the function on these workers at once."""
     futures = {each: crew[each].start(function, *args) for each in ranks}
     return {each: future.result(300) for each, future in futures.items()}
 
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Inside, all workers are here."""
+    """A block in which this process plays all workers."""
     before = dict(_parts)
     _parts.update({each: new_parts() for each in (*TRAINERS, SERVER, MASTER)})
     try:
@@ -259,7 +259,7 @@ def one_process() -> Iterator[None]:
 
 @contextmanager
 def as_worker(number: int) -> Iterator[None]:
-    """Inside `one_process`: it is this worker's turn."""
+    """Inside `one_process`: a block in which this worker is current."""
     token = _turn.set(number)
     try:
         yield
@@ -268,7 +268,7 @@ def as_worker(number: int) -> Iterator[None]:
 
 
 def alone(program: Program, initiator: int, step: int) -> Found:
-    """What one process computes, before anything is averaged."""
+    """The gradients that one process computes, before averaging."""
     with one_process():
         with as_worker(initiator):
             program(step).backward()  # type: ignore[no-untyped-call]
@@ -282,8 +282,8 @@ def alone(program: Program, initiator: int, step: int) -> Found:
 def averaged(found: dict[int, Found], replicated: Collection[str]) -> dict[int, Found]:
     """Average the gradients of these parts over the trainers.
 
-    ``found`` has what each initiator has in its context; a trainer's own gradients are those of its own context, or
-    of the only one that there is.
+    ``found`` has the gradients in each initiator's context. A trainer's own gradients are those of its own context, or
+    of the only context.
     """
     own = {each: found[each if each in found else next(iter(found))][each] for each in TRAINERS}
     keys = {key for grads in own.values() for key in grads if key.partition(".")[0] in replicated}
@@ -304,12 +304,12 @@ def sum_of(tensors: Iterable[Tensor]) -> Tensor:
 def expected(
     program: Program, step: int = 0, *, initiators: Sequence[int] = TRAINERS, replicated: Collection[str] = ("dense",)
 ) -> dict[int, Found]:
-    """What each initiator has in its context after a pass."""
+    """The expected gradients in each initiator's context after a pass."""
     return averaged({each: alone(program, each, step) for each in initiators}, replicated)
 
 
 def plus(one: dict[int, Found], other: dict[int, Found]) -> dict[int, Found]:
-    """The gradients of two passes."""
+    """The sum of the gradients of two passes."""
     return {
         initiator: {each: added(one[initiator][each], other[initiator][each]) for each in one[initiator]}
         for initiator in one
@@ -345,7 +345,7 @@ def check(
     steps: int = 2,
     accumulate: Accumulate = "context",
 ) -> None:
-    """A pass of each initiator at once, for some steps; the gradients are those of one process, averaged where due."""
+    """Run a pass of each initiator at once, for some steps. The gradients must be those of one process, averaged."""
     wrapped = {"dense": {}} if wrapped is None else wrapped
     together(crew, range(len(crew)), set_up, wrapped)
     total: Found = {each: {} for each in range(len(crew))}

@@ -1,4 +1,4 @@
-"""Autocast goes along with calls, whatever runs them, unless the callee has its own."""
+"""Autocast travels with calls, whichever thread runs them, unless the callee sets its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def multiply(x: Tensor) -> Tensor:
 
 
 async def multiply_later(x: Tensor) -> list[torch.dtype]:
-    """Between its steps the thread does other things."""
+    """A coroutine. Between its steps the thread runs others."""
     first = (x @ x).dtype
     await asyncio.sleep(0)
     try:
@@ -107,7 +107,7 @@ def test_calls(trio: InProcessCluster, function: Any, dtype: torch.dtype) -> Non
 
 
 def test_coroutines(pair: InProcessCluster) -> None:
-    """They share a thread with others that have another mode."""
+    """They share a thread with coroutines that have another mode."""
     with pair[0].as_current():
         with torch.autocast("cpu", torch.bfloat16):
             futures = [rpc.rpc_async("worker1", multiply_later, args=(X,)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Calls that fail: what the function raises, timeouts, peers that vanish."""
+"""Calls that fail: exceptions of the function, timeouts, peers that vanish."""
 
 from __future__ import annotations
 

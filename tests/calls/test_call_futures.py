@@ -1,4 +1,4 @@
-"""Futures of calls, and functions that take their time."""
+"""Futures of calls, and slow functions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_burst_of_callbacks_needs_few_threads(pair: InProcessCluster, gate: st
 
 
 def test_callbacks_that_wait_for_each_other(pair: InProcessCluster, gate: str) -> None:
-    """Also behind collect_all, where torch attaches them out of our sight."""
+    """Also after collect_all, where torch attaches callbacks that Backhaul does not see."""
     later = threading.Event()
     futures = [pair[0].rpc_async("worker1", wait_for_gate, args=(gate,)) for _ in range(2)]
     waits = torch.futures.collect_all(futures[:1]).then(lambda _: later.wait(20))
@@ -166,12 +166,12 @@ def test_awaiting_one_after_another_is_quick(pair: InProcessCluster) -> None:
             times.append(time.perf_counter() - start)
         return times
 
-    # A future that waited for the watch thread's next tick would take 2 ms or more each. (The mean would tell as
-    # much about who else wants the processor.)
+    # A future that waited for the watch thread's next tick would take 2 ms or more. (The mean would also depend on
+    # other processes.)
     assert statistics.median(asyncio.run(main())) < 0.0018
 
 
-# Functions that take their time.
+# Slow functions.
 
 
 async def doze_and_add(a: int, b: int) -> int:

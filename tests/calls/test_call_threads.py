@@ -1,4 +1,4 @@
-"""Calls that nest, and threads that make them at once."""
+"""Nested calls, and threads that make calls at the same time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def spin(seconds: float) -> None:
 
 
 def test_large_messages_both_ways_at_once(pair: InProcessCluster) -> None:
-    """Neither side can write all before it reads."""
+    """Neither side can write everything before it reads."""
     x = torch.randn(4_000_000)
     futures = [pair[i % 2].rpc_async(f"worker{1 - i % 2}", identity, args=(x,)) for i in range(8)]
     for future in futures:
@@ -93,7 +93,7 @@ def test_threads_share_one_peer(pair: InProcessCluster) -> None:
 def test_nobody_waits_for_a_reply_that_another_thread_has_read(
     pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot is done before its reader gives up the role: nobody waits for the role then."""
+    """A slot is done before its reading thread gives up the role of reader, so its caller never waits for the role."""
     assert pair[0].rpc_sync("worker1", who) == "worker1"
     line = pair[0].agent._route(1, math.inf)
     entered, release = threading.Event(), threading.Event()

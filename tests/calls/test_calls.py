@@ -1,4 +1,4 @@
-"""Calls between workers of one process: who is called, and what they carry."""
+"""Calls between workers of one process: the callee, and the values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own plan for TorchScript
+    warnings.simplefilter("ignore")  # torch warns about the future of TorchScript
     scripted = torch.jit.script(scripted)
 
 
@@ -149,7 +149,7 @@ def change_weights() -> None:
 
 
 def test_a_result_is_what_it_was_when_the_function_returned(pair: InProcessCluster) -> None:
-    """Also if the next request is at hand, and changes the tensor in place."""
+    """Even if the next request, which changes the tensor in place, has already arrived."""
     for _ in range(40):
         before = int(_weights[0])
         first = pair[0].rpc_async("worker1", get_weights)

@@ -1,4 +1,4 @@
-"""Calls that are held back to leave together: they all run, in order, whoever waits or does not."""
+"""Calls that are held back and sent together: all run, in order, whether or not a thread waits for them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ over: dict[str, threading.Event] = defaultdict(threading.Event)
 
 
 def note(name: str, number: int, last: int) -> None:
-    """Append to a list of the test; the last one to come says so."""
+    """Append to a list of the test. The last call sets an event."""
     ran[name].append(number)
     if len(ran[name]) == last:
         over[name].set()
 
 
 def keep_busy(worker: Worker, gate: str) -> list[torch.futures.Future[bool]]:
-    """So many calls are under way to worker1 that more are held back."""
+    """Make enough calls to worker1 that further calls are held back."""
     return [worker.rpc_async("worker1", wait_for_gate, args=(gate,)) for _ in range(BACKLOG + 1)]
 
 
@@ -50,7 +50,7 @@ def route(worker: Worker) -> Calling:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """Of the list of this test, and of its event: made here, since two threads that make one get two."""
+    """The name of this test's list and event. It is made once, because two threads would make two."""
     name = str(request.node.name)
     ran[name], over[name] = [], threading.Event()
     return name
@@ -59,7 +59,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def busy(pair: InProcessCluster, gate: str) -> InProcessCluster:
     keep_busy(pair[0], gate)
-    assert pair[0].rpc_sync("worker1", who) == "worker1"  # and nothing is held any more
+    assert pair[0].rpc_sync("worker1", who) == "worker1"  # and no call is held back any more
     return pair
 
 
@@ -73,7 +73,7 @@ def test_5000_calls_run_although_nobody_waits(pair: InProcessCluster, name: str)
 
 @pytest.mark.parametrize("count", range(1, 19))
 def test_the_last_ones_leave_at_a_tick(busy: InProcessCluster, name: str, gate: str, count: int) -> None:
-    """Also if there are too few of them to leave by themselves."""
+    """Even if there are too few calls to be sent at once."""
     for i in range(count):
         busy[0].rpc_async("worker1", note, args=(name, i, count))
     assert over[name].wait(PATIENCE)
@@ -81,13 +81,13 @@ def test_the_last_ones_leave_at_a_tick(busy: InProcessCluster, name: str, gate: 
 
 
 def test_calls_of_one_thread_leave_in_order() -> None:
-    """One thread serves them, so they run in the order in which they come."""
+    """One thread serves them, so they run in the order of arrival."""
     count = 1000
     over["order"] = threading.Event()
     with InProcessCluster(2, sockets=True, options=RpcOptions(num_worker_threads=1)) as workers:
         large = torch.zeros(100_000)
         for i in range(count):
-            # Some that are held, some that are too large for it, some that somebody waits for.
+            # Some calls are held back, some are too large for that, and for some a thread waits.
             extra = (large,) if i % 50 == 7 else ()
             future = workers[0].rpc_async("worker1", note_in_order, args=(i, count, *extra))
             if i % 90 == 3:
@@ -101,7 +101,7 @@ def note_in_order(number: int, last: int, *_: object) -> None:
 
 
 def stop_ticking(workers: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> Calling:
-    """What is held stays so until something else has it leave."""
+    """Held calls stay held until something other than a tick sends them."""
     line = route(workers[0])
     monkeypatch.setattr(workers[0].agent.watch, "remind", lambda _: None)
     return line
@@ -113,7 +113,7 @@ def test_a_call_is_held_while_many_are_under_way(
     line = stop_ticking(busy, monkeypatch)
     futures = [busy[0].rpc_async("worker1", operator.add, args=(i, 1)) for i in range(3)]
     assert line._state.holds == 3
-    assert futures[0].wait() == 1  # who waits for one sends all
+    assert futures[0].wait() == 1  # waiting for one call sends all
     assert line._state.holds == 0
     assert [future.wait() for future in futures] == [1, 2, 3]
     open_gate(gate)
@@ -171,7 +171,7 @@ def test_an_awaited_one_leaves_at_once(busy: InProcessCluster, gate: str, monkey
 
 
 def test_those_of_a_collection_leave(busy: InProcessCluster, gate: str) -> None:
-    """torch hangs its callbacks on them out of our sight."""
+    """Torch attaches callbacks to them that Backhaul does not see."""
     futures = [busy[0].rpc_async("worker1", operator.add, args=(i, 1)) for i in range(5)]
     assert [future.wait() for future in torch.futures.collect_all(futures).wait()] == [1, 2, 3, 4, 5]
     open_gate(gate)
@@ -181,7 +181,7 @@ def test_a_held_call_can_time_out(busy: InProcessCluster, gate: str, monkeypatch
     stop_ticking(busy, monkeypatch)
     future = busy[0].rpc_async("worker1", wait_for_gate, args=(gate,), timeout=0.2)
     done = threading.Event()
-    busy[0].rpc_async("worker1", who)  # keeps its distance: nobody waits for it
+    busy[0].rpc_async("worker1", who)  # held back, since no thread waits for it
     future.add_done_callback(lambda _: done.set())
     assert done.wait(PATIENCE)
     with pytest.raises(rpc.RpcTimeoutError):
@@ -206,7 +206,7 @@ def test_a_peer_that_dies_while_calls_are_held(
 def test_a_call_that_comes_when_the_peer_has_just_been_lost(
     pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot is opened after all others have been failed, and before the channel is shut: it is not forgotten."""
+    """Its slot is opened after all others have failed, and before the channel is closed. It must fail too."""
     assert pair[0].rpc_sync("worker1", who) == "worker1"
     line = route(pair[0])
     channel = line.channel
@@ -263,7 +263,7 @@ def test_threads_that_wait_and_threads_that_do_not(pair: InProcessCluster) -> No
 
 @pytest.mark.parametrize("threads", [2, 8])
 def test_threads_that_all_do_not_wait(pair: InProcessCluster, name: str, threads: int) -> None:
-    """Whoever is in the middle of holding a call back when the tick comes."""
+    """Some thread may be about to hold a call back when the tick comes."""
     each = 3000 // threads
 
     def work(thread: int) -> None:
@@ -298,7 +298,7 @@ def test_a_hard_shutdown_fails_held_calls(busy: InProcessCluster, gate: str, mon
 
 
 def hold_for_a_full_socket() -> None:
-    """Calls are held back, and when they are to leave there is no room."""
+    """Calls are held back, and when they are sent the socket has no room."""
     line = current_worker.get().agent._route(1, math.inf)
     for _ in range(BACKLOG + 1):
         rpc.rpc_async("worker1", who)
@@ -320,7 +320,7 @@ def await_notes(name: str) -> bool:
 
 
 def test_calls_that_were_to_leave_when_there_was_no_room() -> None:
-    """They leave when there is, although nobody waits for them and nothing else is sent."""
+    """They are sent when there is room, although no thread waits for them and nothing else is sent."""
     with Crew(2) as crew:
         assert crew[0].run(rpc.rpc_sync, "worker1", who) == "worker1"
         crew[1].signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Calls with tensors that go through segments, and what is left of them when nobody calls any more."""
+"""Calls with tensors that go through segments, and what is left of the segments afterwards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_idle_worker_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch, h
 
 
 def trimming(trim: object, budget: Budget, event: threading.Event) -> object:
-    """Trim, and say when nothing is left."""
+    """Trim, and set an event when nothing is left."""
 
     def run() -> float:
         again: float = trim()  # type: ignore[operator]
@@ -98,6 +98,6 @@ def keep_and_check(count: int) -> None:
 
 
 def test_processes_that_keep_what_they_get() -> None:
-    """More than a channel may have segments."""
+    """They keep more tensors than a channel may have segments."""
     with Crew(2) as crew:
         crew[0].run(keep_and_check, segments._MAX_LIVING + 20)

@@ -1,4 +1,4 @@
-"""Messages that have no room at their receiver: it says so, and everything else goes on."""
+"""Messages for which the receiver has no room: it reports that, and everything else goes on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from backhaul.worker import Worker
 from crew import Crew
 
 BIG = 96 << 20
-"""Bytes for which there is no room."""
+"""The bytes of a tensor for which there is no room."""
 ROOM = 48 << 20
 
 
@@ -32,7 +32,7 @@ ROOM = 48 << 20
 
 
 def limit_memory(room: int) -> None:
-    """Let this process have that many bytes more."""
+    """Limit this process to ``room`` additional bytes."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
 
@@ -50,7 +50,7 @@ def zeros(count: int) -> torch.Tensor:
 
 
 def make_big(limited: str) -> str:
-    """Send a large tensor to a worker with too little memory, among small calls; what comes of it."""
+    """Send a large tensor to a worker with too little memory, among small calls. Returns what happened."""
     rpc.rpc_sync(limited, identity, (0,))
     others = [rpc.rpc_async(limited, identity, (number,)) for number in range(10)]
     big = rpc.rpc_async(limited, numel, (zeros(BIG),))
@@ -64,7 +64,7 @@ def make_big(limited: str) -> str:
 
 
 def take_big(owner: str) -> str:
-    """Ask for a large tensor that this process has no room for."""
+    """Ask for a large tensor for which this process has no room."""
     others = [rpc.rpc_async(owner, identity, (number,)) for number in range(10)]
     try:
         rpc.rpc_sync(owner, zeros, (BIG,))
@@ -156,7 +156,7 @@ def test_a_tensor_without_room_at_the_caller(pair: Crew) -> None:
 
 
 def test_no_descriptors() -> None:
-    """A worker that cannot open a connection says why, and can once there are descriptors again."""
+    """A worker that cannot open a connection says why. It can when descriptors are free again."""
     with Crew(2, transport="unix", segment_pool_bytes=0) as crew:
         crew[0].run(use_up_descriptors)
         try:
@@ -165,7 +165,7 @@ def test_no_descriptors() -> None:
             crew[0].run(give_descriptors_back)
         assert re.search(r"no connection to worker 'worker1': this process has used up its \d+ descriptors", text)
         assert crew[0].run(outcome, "worker1", identity, 1) == 1
-        # One that is connected needs none.
+        # A connected worker needs no new descriptor.
         for hand in crew:
             hand.run(use_up_descriptors)
         try:
@@ -178,7 +178,7 @@ def test_no_descriptors() -> None:
 
 @contextmanager
 def workers_with(*options: RpcOptions) -> Iterator[list[Worker]]:
-    """Workers of this process, each with options of its own."""
+    """Workers of this process, each with its own options."""
     store = torch.distributed.HashStore()
     size = len(options)
     with ThreadPoolExecutor(size) as pool:
@@ -205,7 +205,7 @@ def workers_with(*options: RpcOptions) -> Iterator[list[Worker]]:
 @pytest.mark.parametrize("pool", [0, 64 << 20])
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_a_message_over_the_limit_of_its_receiver(kind: Any, pool: int) -> None:
-    """The callee's limit is smaller than the caller's, which does not know."""
+    """The callee's limit is smaller than the caller's, and the caller does not know it."""
     mine = RpcOptions(transport=kind, secret=bytes(32), segment_pool_bytes=pool)
     theirs = RpcOptions(transport=kind, secret=bytes(32), segment_pool_bytes=pool, max_message_bytes=1 << 20)
     with workers_with(mine, theirs) as (caller, callee):
@@ -218,7 +218,7 @@ def test_a_message_over_the_limit_of_its_receiver(kind: Any, pool: int) -> None:
         assert [other.wait() for other in others] == list(range(10))
         assert caller.agent.calling() == [line]
         assert torch.equal(caller.rpc_sync("worker1", identity, (torch.ones(1 << 15),)), torch.ones(1 << 15))
-        # And a reply.
+        # The same for a reply.
         with pytest.raises(MemoryError, match="over the limit of 1048576"):
             callee.rpc_sync("worker0", torch.zeros, (1 << 19,))
         assert callee.rpc_sync("worker0", identity, (1,)) == 1
@@ -256,7 +256,7 @@ def test_a_pass_whose_gradients_have_no_room_fails() -> None:
     with workers_with(small, RpcOptions(segment_pool_bytes=0)) as (caller, _):
         with caller.as_current(), dist_autograd.context() as context:
             x = torch.ones(1, requires_grad=True)
-            loss = rpc.rpc_sync("worker1", weigh, (x.expand(1 << 16),))  # one element, and 65,536 gradients
+            loss = rpc.rpc_sync("worker1", weigh, (x.expand(1 << 16),))  # one element when sent, and 65,536 gradients
             with pytest.raises(MemoryError, match="over the limit of 65536"):
                 dist_autograd.backward(context, [loss])
         assert caller.rpc_sync("worker1", identity, (3,)) == 3

@@ -13,7 +13,7 @@ from backhaul.testing import InProcessCluster
 
 
 def shut_down_all(workers: InProcessCluster, **options: float) -> list[BaseException]:
-    """Shut all down side by side, as processes would; return what they raised."""
+    """Shut all workers down in parallel, as processes would. Returns what they raised."""
     errors: list[BaseException] = []
 
     def shut_down(worker: object) -> None:

@@ -1,4 +1,4 @@
-"""Calls over links that are slow, or whose other end does not read: small ones pass large ones, and deadlines hold."""
+"""Calls over slow links, or to a peer that does not read: small calls pass large ones, and deadlines hold."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_slow_link_is_alive_and_small_calls_pass_large_ones() -> None:
         assert sending.result(PATIENCE) == big.numel()
         assert len(took) > 3
         assert sorted(took)[len(took) // 2] < 1.0
-        # The same the other way: replies.
+        # The same in the other direction, with replies.
         future = caller.rpc_async("worker1", ones, (1 << 18,), timeout=PATIENCE)
         until(lambda: is_congested(workers[1], "worker0"))
         assert timed(lambda: caller.rpc_sync("worker1", identity, (1,), timeout=PATIENCE)) < 1.5
@@ -150,7 +150,7 @@ def test_deadlines_hold_behind_a_large_send_and_the_connection_stays_good() -> N
         assert timed(lambda: caller.rpc_async("worker1", identity, (1,)).wait()) < 2.0
         with pytest.raises(RpcTimeoutError):
             sending.result(PATIENCE)
-        # The first one had begun, and leaves; the others were taken back. Nothing but replies came for nobody.
+        # The first call had begun, so it is sent; the others were withdrawn. Only replies came that no thread awaits.
         for forwarder in workers.forwarders:
             forwarder.rate = None
         assert caller.rpc_sync("worker1", numel, (big,), timeout=PATIENCE) == big.numel()
@@ -192,7 +192,7 @@ def test_a_late_reply_is_what_it_was_when_the_coroutine_returned() -> None:
 
 
 def test_a_peer_that_does_not_read_costs_little_and_the_others_nothing() -> None:
-    """worker1 asks for 160 MiB and is stopped; worker0 keeps a few of them, and serves worker2 as before."""
+    """worker1 asks for 160 MiB and is stopped. worker0 buffers only a few MiB, and serves worker2 as before."""
     with Crew(3, segment_pool_bytes=0, max_unsent_bytes=16 << 20) as crew:
         before = crew[0].run(resident)
         crew[1].run(ask, 40, 1 << 20)

@@ -1,4 +1,4 @@
-"""What needs a GPU: marked ``cuda``, and skipped where there is none. ``make cuda`` runs it."""
+"""Tests that need a GPU are marked ``cuda``, and skipped without one. ``make cuda`` runs them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Called with all tests of the run, also with those of other folders."""
+    """Pytest calls this with all tests of the run, including those of other folders."""
     for item in items:
         if HERE not in item.path.parents:
             continue

@@ -55,7 +55,7 @@ def test_a_function_has_a_stream_of_its_own(pair: InProcessCluster) -> None:
 def test_a_call_sends_what_is_enqueued_and_waits_for_nothing() -> None:
     with InProcessCluster(2, sockets=True, options=RpcOptions(device_maps="same")) as workers:
         x = torch.ones(1 << 20, device=GPU)
-        # Makes the segments, and loads the kernels: CUDA waits for the device when it loads one.
+        # Make the segments, and load the kernels: CUDA waits for the device when it loads a kernel.
         workers[0].rpc_sync("worker1", slowly_double, args=(x.add_(0),))
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Training for 10,000 steps over processes: no memory of the host or of the GPU is lost.
+"""Training for 10,000 steps over processes leaks no memory of the host or of the GPU.
 
-What all processes use of the GPU is looked at, too, so nothing else may run there meanwhile.
+The test also measures the GPU memory of all processes, so no other program may use the GPU meanwhile.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ MIB = 1 << 20
 
 
 def used() -> tuple[float, float]:
-    """MiB of the host and of the GPU that this process uses."""
+    """The MiB of host memory and of GPU memory that this process uses."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     torch.cuda.synchronize()
     return pages * 4096 / MIB, torch.cuda.memory_reserved() / MIB
 
 
 def used_of_device() -> float:
-    """MiB of the GPU that all processes use, segments included."""
+    """The MiB of GPU memory that all processes use, segments included."""
     free, total = torch.cuda.mem_get_info()
     return (total - free) / MIB
 
 
 def train(steps: int) -> list[tuple[float, ...]]:
-    """What is used after each quarter, here, at the other worker, and of the GPU."""
+    """The memory in use after each quarter: here, at the other worker, and on the GPU."""
     remote = RemoteModule("worker1/cuda:0", nn.Linear, args=(64, 64))
     near = nn.Linear(64, 64).cuda()
     params = [*remote.remote_parameters(), *(rpc.RRef(each) for each in near.parameters())]

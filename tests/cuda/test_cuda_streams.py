@@ -1,4 +1,4 @@
-"""Results are ready on the streams of whoever asks for them: futures, callbacks, coroutines, references."""
+"""Results are ready on the streams of the code that asks for them: futures, callbacks, coroutines, references."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def value_of(rref: Any) -> Tensor:
 
 
 def late(x: Tensor) -> Tensor:
-    """The tensor, which the current stream has only after a while."""
+    """The tensor, which is ready on the current stream only after a while."""
     torch.cuda._sleep(A_WHILE)  # type: ignore[no-untyped-call]
     return x + 1
 
 
 def assert_all(x: Tensor, value: float) -> None:
-    """Looked at on the current stream, without waiting for the device first."""
+    """Check the values on the current stream, without waiting for the device first."""
     assert x.device == GPU
     assert bool((x == value).all())
 
@@ -115,7 +115,7 @@ def test_a_future_of_the_user_with_devices(x: Tensor) -> None:
 
 
 def test_memory_is_not_reused_too_early(pair: InProcessCluster, x: Tensor) -> None:
-    """Tensors are dropped as soon as they are sent, while the device has not come to them yet."""
+    """Tensors are deleted as soon as they are sent, before the device has computed them."""
     with pair[0].as_current():
         futures = []
         for number in range(20):
@@ -128,7 +128,7 @@ def test_memory_is_not_reused_too_early(pair: InProcessCluster, x: Tensor) -> No
 
 
 def test_memory_of_another_stream_is_not_reused_too_early(pair: InProcessCluster, x: Tensor) -> None:
-    """As above; and what is sent was made on another stream, which knows nothing of the message."""
+    """As above, but the sent tensor was made on another stream, which does not know of the message."""
     other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with pair[0].as_current():
         futures = []
@@ -157,7 +157,7 @@ def test_a_thread_that_handles_requests_in_between_finds_its_streams_again(pair:
 
 @pytest.mark.xfail(strict=True, reason="a race of torch's engine; if it is mended, `run_disturbed` can do more")
 def test_torch_alone_does_not_add_to_a_gradient_that_another_stream_reads() -> None:
-    """Nothing of Backhaul is in here: random programs are spared what one process does not get right either."""
+    """Without Backhaul. Random programs avoid what torch gets wrong in one process too."""
     a, b = (torch.ones(3, device=GPU, requires_grad=True) for _ in range(2))
     here = torch.cuda.current_stream()
     first, second, third = (torch.cuda.Stream() for _ in range(3))  # type: ignore[no-untyped-call]
@@ -169,13 +169,13 @@ def test_torch_alone_does_not_add_to_a_gradient_that_another_stream_reads() -> N
         here.wait_stream(stream)
         return made
 
-    # Torch runs what was made last first. So y's gradient comes to x before that of w is added.
+    # Torch runs the latest node first. So y's gradient reaches x before that of w is added.
     x = on(first, lambda: a * 1)
     w = on(first, lambda: x * 3)
     y = on(second, lambda: x + 0)
     half = on(third, lambda: b * 0.5)
     z = on(third, lambda: y + half)
-    # The gradient of z is that of y and of x as well, and `half` reads it late.
+    # The gradients of z, y and x are one tensor, and `half` reads it late.
     half.grad_fn.register_prehook(lambda _: torch.cuda._sleep(A_WHILE))  # type: ignore[union-attr, no-untyped-call]
     on(third, lambda: torch.autograd.backward([z * 1, w * 1], [torch.ones(3, device=GPU)] * 2))
     torch.cuda.synchronize()

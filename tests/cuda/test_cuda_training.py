@@ -26,7 +26,7 @@ MAPPED: dict[str, Any] = {"no maps": None, "maps": "same"}
 
 @pytest.fixture(params=MAPPED)
 def workers(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
-    """Three workers of this process, with device maps and without: what needs none works without."""
+    """Three workers of this process, with and without device maps. Features that need no maps work without them."""
     options = RpcOptions(device_maps=MAPPED[request.param])
     with InProcessCluster(3, sockets=True, options=options) as cluster, cluster[0].as_current():
         yield cluster
@@ -41,7 +41,7 @@ class Checkpointed(nn.Sequential):
 
 
 class Twins:
-    """A model of two layers on the GPUs of two workers, and the same in this process."""
+    """A model of two layers on the GPUs of two workers, and the same model in this process."""
 
     def __init__(self, kind: type[nn.Module] = nn.Sequential) -> None:
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_optimizers(workers: InProcessCluster, name: str) -> None:
         ours.zero_grad()
         twins.alone(twins.inputs[number]).square().mean().backward()
         ours.step()
-        if number == 2:  # what is saved can be loaded, there and here
+        if number == 2:  # a saved state can be loaded, there and here
             state = theirs.state_dict()
             assert {each.device.type for each in _tensors(state)} <= {"cpu"}
             theirs.load_state_dict(ours.state_dict())
@@ -128,7 +128,7 @@ def test_a_scaler_clipping_and_autocast(workers: InProcessCluster) -> None:
 
 
 def test_activations_that_are_computed_again(workers: InProcessCluster) -> None:
-    """On the workers, and around calls."""
+    """Checkpoints on the workers, and around calls."""
     twins = Twins(Checkpointed)
     x = twins.x(0).requires_grad_()
     with dist_autograd.context() as context:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 class Race(AssertionError):
-    """Two copies that nothing keeps in order use the same memory."""
+    """Two copies without an order between them use the same memory."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class _Work:
 
 
 class FakeDevice:
-    """A `devices.discipline.Device`. Memory is known by number; each piece holds one value."""
+    """A `devices.discipline.Device`. Memory is given by number; each piece holds one value."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -63,11 +63,11 @@ class FakeDevice:
             work.needs.append(recorded)
 
     def write(self, memory: int, value: object, stream: int) -> None:
-        """What a user's operation does."""
+        """A user's operation that writes memory."""
         self._enqueue(stream, lambda: self.memory.__setitem__(memory, value), (memory, True))
 
     def run(self) -> None:
-        """Do all that is enqueued."""
+        """Do all enqueued work."""
         while any(self._streams.values()):
             ready = [queue for queue in self._streams.values() if queue and all(need.done for need in queue[0].needs)]
             if not ready:

@@ -1,4 +1,4 @@
-"""Device maps: what users write, what workers check at start-up, and which way a tensor goes."""
+"""Device maps: what users write, what workers check at start-up, and to which device a tensor goes."""
 
 from __future__ import annotations
 

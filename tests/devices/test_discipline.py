@@ -1,4 +1,4 @@
-"""The order of copies and events of a segment: nothing is used before its event, whatever the device does first."""
+"""The order of copies and events of a segment: no memory is used before its event, in any order of the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEGMENT, FILLED, DRAINED = 1, 101, 102
 
 
 def exchange(seed: int, outgoing: type[Outgoing] = Outgoing, incoming: type[Incoming] = Incoming) -> None:
-    """Send values through one segment, on streams that change, with the receiver as late as it likes."""
+    """Send values through one segment, on changing streams, with an arbitrarily late receiver."""
     chance = random.Random(seed)
     device = FakeDevice(seed)
     sender = outgoing(device, SEGMENT, FILLED, DRAINED)
@@ -38,7 +38,7 @@ def exchange(seed: int, outgoing: type[Outgoing] = Outgoing, incoming: type[Inco
             sender.fill(source, 1, stream)
             told.append(sent)
             sent += 1
-        elif told and chance.random() < 0.2:  # the receiver does not want it
+        elif told and chance.random() < 0.2:  # the receiver does not want the data
             told.popleft()
             is_free = True
         elif told:

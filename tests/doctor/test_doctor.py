@@ -194,7 +194,10 @@ def test_a_key_that_others_can_read(doctor: Doctor, key: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [("ab" * 16, "holds 16 bytes, and a key has at least 32"), ("not a key", "does not hold a key in hexadecimal")],
+    [
+        ("ab" * 16, "contains 16 bytes, and a key has at least 32"),
+        ("not a key", "does not contain a key in hexadecimal"),
+    ],
 )
 def test_a_key_that_is_none(
     doctor: Doctor, key: Path, monkeypatch: pytest.MonkeyPatch, content: str, text: str
@@ -244,7 +247,7 @@ def given(ca: object, cert: object, private: object) -> list[object]:
     ("how", "text", "state"),
     [
         ({"life": -HOUR}, "it has expired", "expired"),
-        ({"life": 2 * DAY, "since": DAY}, "it is not valid yet; see whether the clocks", "not valid yet"),
+        ({"life": 2 * DAY, "since": DAY}, "it is not valid yet; check the clocks", "not valid yet"),
     ],
     ids=["expired", "not yet"],
 )
@@ -263,10 +266,10 @@ def test_certificates_that_do_not_belong_together(doctor: Doctor, tmp_path: Path
     bank, bank_key = mint.issue("bank")
     _, shop_key = mint.issue("shop")
     for argv, text in (
-        (given(mint.ca, bank, shop_key), "is not that of the certificate"),
+        (given(mint.ca, bank, shop_key), "does not belong to the certificate"),
         (given(other.ca, bank, bank_key), "is not the CA that issued it"),
         (given(mint.ca, tmp_path / "none.crt", bank_key), "there is no certificate"),
-        (given(bank_key, bank, bank_key), "holds no certificates in PEM"),
+        (given(bank_key, bank, bank_key), "contains no certificates in PEM"),
     ):
         found = doctor(*argv)
         assert found.code == 1
@@ -335,7 +338,7 @@ def test_a_host_of_another_machine(doctor: Doctor, key: Path) -> None:
 def test_a_host_that_is_no_name(doctor: Doctor, key: Path) -> None:
     found = doctor("--key-file", key, "--host", "no..such..host")
     assert found.code == 1
-    assert "is no name or address of this machine" in found.wrong[0]
+    assert "is not a name or address of this machine" in found.wrong[0]
 
 
 def test_a_port_that_is_taken(doctor: Doctor, key: Path) -> None:

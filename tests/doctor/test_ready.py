@@ -78,7 +78,7 @@ def test_one_that_says_something_else(capsys: pytest.CaptureFixture[str], here: 
         code, text = look(capsys)
         thread.join()
     assert code == 1
-    assert "what listens there is no Backhaul worker" in text
+    assert "the listener there is not a Backhaul worker" in text
 
 
 WORKER = """

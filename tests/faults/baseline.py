@@ -1,4 +1,4 @@
-"""What a worker has at rest, and whether it has as much again after a fault. Runs in the workers' processes."""
+"""The resources of a worker at rest, and whether it returns to them after a fault. Runs in the workers' processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backhaul import rpc
 from backhaul.worker import current
 from crew import Crew
 
-_BELL = "anon_inode:[eventfd]"  # of a thread that waits; kept for the next one
+_BELL = "anon_inode:[eventfd]"  # the bell of a waiting thread, kept for the next one
 _SPARE_BELLS = 8
 
 _found: dict[str, int] = {}
@@ -35,7 +35,7 @@ def counts() -> dict[str, int]:
 
 
 def note() -> dict[str, int]:
-    """From now on, this is what the worker has at rest."""
+    """Note the worker's current resources as its state at rest."""
     gc.collect()
     _found.clear()
     _found.update(counts())
@@ -43,9 +43,9 @@ def note() -> dict[str, int]:
 
 
 def await_back(seconds: float) -> dict[str, int]:
-    """Return when the worker has no more than it had.
+    """Return when the worker has no more than at rest.
 
-    Workers keep some threads warm, up to ``num_worker_threads``, and some bells of threads that have waited.
+    Workers keep some threads, up to ``num_worker_threads``, and some bells of threads that have waited.
     """
     spare = current().options.num_worker_threads
     allowed = {
@@ -77,7 +77,7 @@ def open_files() -> list[str]:
 
 
 def note_all(crew: Crew) -> None:
-    """Have every worker call every other, so that all connections are there, and note what each has at rest."""
+    """Let every worker call every other, so that all connections exist, and note the resources of each."""
     names = [f"worker{rank}" for rank in range(len(crew))]
     for hand in crew:
         hand.run(_greet, names)

@@ -3,9 +3,9 @@
     python tests/faults/chaos.py SEED               # replay one, and print all that happens in it
     python tests/faults/chaos.py FIRST COUNT        # run many, on all processors (--jobs N)
 
-A program that is run again makes the same steps, on any machine: `--digests` prints a number for each one that says so.
-All that fail are named with the command that replays them. A program that takes longer than `--limit` seconds counts as
-failed, and the stacks of all threads are printed.
+A program makes the same steps every time, on any machine: `--digests` prints a number for each program that shows this.
+All failing programs are listed with the command that replays them. A program that takes longer than `--limit` seconds
+counts as failed, and the stacks of all threads are printed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
 
 
 class Runs:
-    """Programs on several processes, and what has become of them. A process that stops is replaced."""
+    """Runs programs in several processes, and collects their outcomes. A process that ends is replaced."""
 
     def __init__(self, first: int, count: int, jobs: int, limit: float) -> None:
         size = max(_SMALLEST_CHUNK, -(-count // (jobs * _CHUNKS_FOR_EACH_JOB)))
@@ -53,7 +53,7 @@ class Runs:
         self.failed: dict[int, str] = {}
         self.digests: dict[int, str] = {}
         processors = sorted(os.sched_getaffinity(0))
-        if jobs < len(processors):  # others may work here, too: a process must be able to move
+        if jobs < len(processors):  # other programs may run here too, so a process must be free to move
             processors = [_ANY]
         threads = [
             threading.Thread(target=self._work, args=(processors[job % len(processors)],), name=f"job {job}")
@@ -74,7 +74,7 @@ class Runs:
                 chunk = self._run(chunk, processor)
 
     def _run(self, chunk: Chunk, processor: int) -> Chunk | None:
-        """Run a chunk in a process of its own; what is left of it if that process has stopped."""
+        """Run a chunk in a new process. Returns the rest of the chunk if that process ended early."""
         options = ["--processor", str(processor), "--limit", str(self._limit)]
         command = [sys.executable, __file__, str(chunk.first), str(chunk.count), *options]
         at = chunk.first
@@ -108,11 +108,11 @@ def replay(seed: int) -> str:
 
 
 def prepare() -> None:
-    """Before programs are run in this process."""
+    """Prepare this process for programs."""
     import torch
 
     torch.set_num_threads(1)
-    logging.getLogger("backhaul").setLevel(logging.ERROR)  # workers warn of every peer that they suspect
+    logging.getLogger("backhaul").setLevel(logging.ERROR)  # workers warn about every peer that they suspect
     import chaos_program
 
     chaos_program.warm_up()
@@ -179,7 +179,7 @@ def main() -> None:
     if given.count is None:
         replay_here(given.first, given.limit)
     elif given.processor is not None:
-        # One thread of a program runs at a time, and hands over more quickly to another one on the same processor.
+        # One thread of a program runs at a time. Switching to another is faster on the same processor.
         if given.processor != _ANY:
             os.sched_setaffinity(0, {given.processor})
         run_here(Chunk(given.first, given.count), given.limit)

@@ -1,6 +1,6 @@
 """A group in a simulated world whose connections break, whose pairs lose sight of each other, and whose workers die.
 
-A seed decides which message arrives next. What goes wrong is tied to the number of messages that have arrived.
+A seed decides which message arrives next. Faults happen after given numbers of messages.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from backhaul.transport.memory import MemoryChannel, MemoryTransport, Network
 from backhaul.worker import Worker
 
 _HASTE = 0.25
-"""How many messages arrive while threads still work on those before them."""
+"""How many messages arrive while threads still work on earlier ones."""
 
 
 class Messages(Network):
-    """As `testing.Scheduler`: messages of one channel keep their order, and a seed decides about the rest.
+    """Like `testing.Scheduler`: messages of one channel keep their order, and a seed decides the rest.
 
-    In a simulated world it is known when the effects of a message have died down: all threads wait. So nothing has to
-    be counted, and nothing guessed. Some messages do not wait for that.
+    In a simulated world it is known when a message has had all its effects: all threads wait. So nothing must be
+    counted or guessed. Some messages are delivered before that.
     """
 
     def __init__(self, seed: int) -> None:
@@ -36,10 +36,10 @@ class Messages(Network):
         self.log: list[str] = []
         """Names of the receiving channels, in the order of delivery."""
         self.before_delivery: list[Callable[[], None]] = []
-        """Called before each delivery, on a thread of its own."""
+        """Called before each delivery, on a separate thread."""
         self._random = Random(seed)
         self._queues: dict[MemoryChannel, deque[bytes]] = {}
-        self._delayed: dict[MemoryChannel, int] = {}  # for how many deliveries of others
+        self._delayed: dict[MemoryChannel, int] = {}  # the number of other deliveries that come first
         self._closed: weakref.WeakSet[MemoryChannel] = weakref.WeakSet()
         self._posted = threading.Event()
         self._released = False
@@ -47,7 +47,7 @@ class Messages(Network):
         self._thread.start()
 
     def await_idle(self, seconds: float) -> bool:
-        """Wait until nothing is on its way and all threads wait. False if that is not so in time."""
+        """Wait until no message is on its way and all threads wait. Returns False at the timeout."""
         deadline = here().now + seconds
         while here().now < deadline:
             here().linger()
@@ -56,21 +56,21 @@ class Messages(Network):
         return False
 
     def describe(self) -> str:
-        """What is on its way, for people."""
+        """The messages on their way, as text."""
         return f"on the way: { {channel.name: len(queue) for channel, queue in self._queues.items()} }"
 
     def release(self) -> None:
-        """From now on deliver at once: the program is over, and all that counts is to end it."""
+        """From now on deliver at once, because the program is over and only has to end."""
         self._released = True
         self._posted.set()
         self._thread.join()
 
     def delay(self, channel: MemoryChannel, deliveries: int) -> None:
-        """Let that many messages on other channels arrive before the next one on this channel, if there are as many."""
+        """Let ``deliveries`` messages on other channels, if any, arrive before the next one on this channel."""
         self._delayed[channel] = deliveries
 
     def drop(self, channel: MemoryChannel) -> None:
-        """Lose what is on its way to this channel."""
+        """Drop the messages on their way to this channel."""
         self._queues.pop(channel, None)
 
     def end(self, channel: MemoryChannel) -> None:
@@ -81,7 +81,7 @@ class Messages(Network):
 
     def post(self, to: MemoryChannel, data: bytes) -> None:
         if to in self._closed:
-            return  # nobody would read it
+            return  # no thread would read it
         if self._released:
             to.deliver(data)
             return
@@ -162,12 +162,12 @@ class _Transport(Transport):
 
 
 class Group:
-    """Workers of a dynamic group. Some are dead."""
+    """The workers of a dynamic group. Some may be dead."""
 
     def __init__(self, size: int, seed: int, options: RpcOptions) -> None:
         self.messages = Messages(seed)
         self.workers: dict[int, Worker] = {}
-        """The living."""
+        """The living workers."""
         self._options = options
         self._store = dist.HashStore()
         self._lock = threading.Lock()
@@ -180,7 +180,7 @@ class Group:
             self.join(rank)
 
     def join(self, rank: int) -> None:
-        """A worker comes, or takes the place of one that is dead."""
+        """Let a worker join, or replace a dead one."""
         transport = _Transport(self, rank, self._options)
         with self._lock:
             self._transports[rank] = transport
@@ -188,7 +188,7 @@ class Group:
         self.workers[rank] = worker
 
     def kill(self, rank: int) -> None:
-        """The worker is gone in the middle of what it does: it says no goodbye, and stays on the list of members."""
+        """Kill a worker in the middle of its work. It sends no goodbye, and stays in the list of members."""
         worker = self.workers.pop(rank)
         with self._lock:
             transport = self._transports.pop(rank)
@@ -207,7 +207,7 @@ class Group:
                 self.messages.closed(own)
 
     def cut(self, a: int, b: int, *, lose: bool) -> None:
-        """End all connections between two workers; ``lose``: with what is on its way."""
+        """End all connections between two workers. ``lose``: drop the messages on their way."""
         pair = frozenset((a, b))
         with self._lock:
             taken = self._take(lambda other: other == pair)
@@ -219,13 +219,13 @@ class Group:
             self.messages.end(channel)
 
     def part(self, a: int, b: int) -> None:
-        """The same; and no connection can be made until `heal`. So both suspect each other, and neither is dead."""
+        """`cut`, and allow no new connections until `heal`. So both suspect each other, and neither is dead."""
         with self._lock:
             self._parted.add(frozenset((a, b)))
         self.cut(a, b, lose=True)
 
     def heal(self, a: int | None = None, b: int | None = None) -> None:
-        """Let connections be made again, between these two or all; those who suspect another look again at once."""
+        """Allow connections again, between these two workers or all. Workers that suspect another check it at once."""
         with self._lock:
             healed = set(self._parted) if a is None or b is None else {frozenset((a, b))} & self._parted
             self._parted -= healed
@@ -269,7 +269,7 @@ class Group:
             raise ChannelClosed("there is no way")
 
     def _take(self, which: Callable[[frozenset[int]], bool]) -> list[tuple[int, int, MemoryChannel]]:
-        """Holds the lock."""
+        """The caller holds the lock."""
         taken = [entry for entry in self._channels if which(frozenset(entry[:2]))]
         self._channels = [entry for entry in self._channels if entry not in taken]
         return taken

@@ -1,20 +1,20 @@
 """Chaos: a simulation of training on a group whose workers die, come back, and lose sight of each other.
 
 A seed is a program. A program makes some training steps. Each worker but the first has a stage of the model. The first
-worker holds the references; any worker may drive a step, with references that it is given for it: calls through the
-stages, a backward pass, an optimizer step. Meanwhile connections are cut, with or without what is on its way, pairs of
-workers are parted and healed, messages are delayed, workers die and are replaced.
+worker holds the references. Any worker may drive a step, with references that it gets for it: calls through the stages,
+a backward pass, an optimizer step. Meanwhile connections are cut, with or without loss of messages, pairs of workers
+are parted and healed, messages are delayed, workers die and are replaced.
 
 It runs in a simulated `World`: the seed decides which thread runs next, how time passes, which message arrives next,
-and what goes wrong. So a program that is run again makes the same steps, and `digest` says so.
+and what goes wrong. So a program makes the same steps every time, and `digest` shows it.
 
-What has to hold:
+What must hold:
 
-- A step is right, or it fails with an error that names a worker; nothing takes forever.
-- A failed step has changed nothing before its optimizer was asked, and afterwards each stage has stepped or not.
+- A step is right, or it fails with an error that names a worker. Nothing hangs.
+- A step that failed before its optimizer step has changed nothing. One that failed later has stepped each stage or not.
 - No call runs twice.
-- A reference is never gone while its owner lives.
-- After the last healing everything works, and when the references are dropped, nothing is left anywhere.
+- A reference is valid as long as its owner lives.
+- After the last healing everything works, and after the references are dropped, nothing is left on any worker.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class Stage:
 
 
 stages: dict[int, Stage] = {}
-"""All that were ever made, by a key of their own: a look at memory that needs no messages."""
+"""All stages that were ever made, by key. The test reads their memory without messages."""
 
 asked: set[str] = set()
-"""Attempts that have come as far as the optimizer."""
+"""Attempts that have reached the optimizer."""
 
 active: set[str] = set()
-"""Attempts that some worker is at. The caller of a lost driver hears of it before the driver stops."""
+"""Attempts that some worker is running. The caller of a lost driver gets the error before the driver stops."""
 
 _stopped: threading.Condition
 """Notified when an attempt is over. Each program has its own."""
@@ -96,7 +96,7 @@ def data(step: int) -> Tensor:
 
 
 def drive(id: str, step: int, parts: list[Part]) -> str:
-    """One attempt at a training step, by the worker that this runs on."""
+    """One attempt at a training step, driven by the worker on which this runs."""
     active.add(id)
     try:
         with dist_autograd.context() as context:
@@ -138,7 +138,9 @@ class Program:
         self._keys = 0
         self._clock = 0
         self._planning = threading.Lock()
-        self._plan: list[tuple[int, Callable[[], None]]] = []  # when, by the clock, and what; guarded by _planning
+        self._plan: list[
+            tuple[int, Callable[[], None]]
+        ] = []  # the times on the clock, and what to do; guarded by _planning
         self._parts: dict[int, tuple[int, Part]] = {}  # by rank: the key of the stage, and references to it
         self._twins: dict[int, Tensor] = {}  # by rank: the weight in one process
         self._to_replace: set[int] = set()
@@ -169,7 +171,7 @@ class Program:
     # Faults.
 
     def _plan_faults(self, step: int) -> None:
-        """What happens in a step, by the number of deliveries from now on. What happened before plays no part."""
+        """Plan the faults of a step, by the number of deliveries from now on. Earlier events have no influence."""
         chance = Random(f"{self._seed}/{step}")
         for _ in range(chance.choice([0, 1, 1, 2, 3])):
             act = chance.choice([self._cut, self._cut, self._part, self._delay, self._kill])
@@ -207,7 +209,7 @@ class Program:
         return act
 
     def _kill(self, a: int, b: int, _: float) -> Callable[[], None]:
-        rank = a or b  # the first worker holds the references, and lives
+        rank = a or b  # the first worker holds the references, so it never dies
 
         def act() -> None:
             if rank in self._group.workers and len(self._group.workers) > 2:
@@ -220,7 +222,7 @@ class Program:
         return act
 
     def _delivery(self) -> None:
-        """A message is about to arrive."""
+        """Called before a message arrives."""
         self._clock += 1
         self._act()
 
@@ -231,7 +233,7 @@ class Program:
         for act in due:
             try:
                 act()
-            except BaseException as error:  # raised where the program waits for its step
+            except BaseException as error:  # raised later, where the program waits for its step
                 self._errors.append(error)
 
     def _note(self, what: str, text: str) -> None:
@@ -241,7 +243,7 @@ class Program:
     # Steps.
 
     def _make(self, rank: int, weight: Tensor | None = None) -> None:
-        """A stage on that worker, new or with the weight that the dead one had."""
+        """Make a stage on that worker, new or with the weight of the dead one."""
         if weight is None:
             generator = torch.Generator().manual_seed(rank)
             weight = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH
@@ -305,7 +307,7 @@ class Program:
                     stages[key].weight.copy_(self._twins[rank])
 
     def _settle(self, id: str) -> None:
-        """Wait until no part of a failed step runs any more, or is on its way."""
+        """Wait until no part of a failed step runs or is on its way."""
         with _stopped:
             over = _stopped.wait_for(lambda: id not in active, PATIENCE)
         over = over and self._group.messages.await_idle(PATIENCE)
@@ -345,7 +347,7 @@ class Program:
                 self._insist(rank, lambda rank=rank: self._make(rank, self._twins[rank]))  # type: ignore[misc]
 
     def _insist(self, rank: int, function: Callable[[], Any]) -> None:
-        """Repeat what may fail because of what happens meanwhile, unless that worker dies."""
+        """Repeat a call that may fail because of faults, unless that worker dies."""
         deadline = time.monotonic() + PATIENCE
         while rank in self._group.workers:
             try:
@@ -360,7 +362,7 @@ class Program:
             self._pass_time()
 
     def _pass_time(self) -> None:
-        """Nothing may be delivered while all are parted; and whoever is suspected is looked at again soon."""
+        """Let time pass. If all are parted nothing may be delivered, and suspected workers are checked again soon."""
         self._clock += 5
         self._act()
         time.sleep(0.002)
@@ -368,7 +370,7 @@ class Program:
     # The end.
 
     def _end(self) -> None:
-        """Heal; everything works; drop everything; nothing is left."""
+        """Heal everything, check that all works, drop everything, and check that nothing is left."""
         self._group.heal()
         for rank in self._parts:
             self._check_healed(rank, time.monotonic() + PATIENCE)
@@ -417,7 +419,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def warm_up() -> None:
-    """Torch imports much when an optimizer is first used: a thread that imports must not be kept from it by another."""
+    """Use an optimizer once. Torch imports much then, and a simulated thread must not block another's import."""
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     torch.optim.SGD([parameter], lr=RATE).step()
@@ -425,17 +427,17 @@ def warm_up() -> None:
 
 @contextmanager
 def simulation() -> Iterator[None]:
-    """Programs can be run inside."""
+    """A block in which programs can be run."""
     warm_up()
     with installed("backhaul", "chaos_program", "chaos_network"):
         yield
 
 
 class Outcome:
-    """What became of a program."""
+    """The outcome of a program."""
 
     def __init__(self, seed: int, log: Callable[[str], None] = lambda text: None) -> None:
-        """Run it, inside `simulation`. A `ChaosError` names the seed."""
+        """Run the program, inside `simulation`. Raises `ChaosError`, which names the seed."""
         texts: list[str] = []
 
         def note(text: str) -> None:
@@ -452,11 +454,11 @@ class Outcome:
         self.tally["programs"] = 1
         steps = world.trace, program.messages.log, texts
         self.digest = hashlib.sha256(repr(steps).encode()).hexdigest()[:16]
-        """Of each turn of each thread, with its time, of each message in its order, and of all that was noted."""
+        """A digest of each turn of each thread with its time, of the order of messages, and of all notes."""
 
 
 def run(seeds: Iterable[int]) -> Counter[str]:
-    """Run the programs of these seeds, inside `simulation`; what happened in them. A `ChaosError` names the seed."""
+    """Run the programs of these seeds, inside `simulation`. Returns what happened. A `ChaosError` names the seed."""
     tally: Counter[str] = Counter()
     for seed in seeds:
         tally += Outcome(seed).tally

@@ -1,4 +1,4 @@
-"""The table of faults: each test of a row says what it expects and what it has measured."""
+"""The table of faults. The test of each row states what it expects and what it has measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from measuring import Measure
 
 TABLE_VARIABLE = "BACKHAUL_FAULT_TABLE"
-"""Set, it has the table printed at the end."""
+"""If this variable is set, the table is printed at the end."""
 
 _measured = pytest.StashKey[list[str]]()
 _rows = pytest.StashKey[list[tuple[str, str, str, str]]]()

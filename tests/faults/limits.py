@@ -18,7 +18,7 @@ _CLONE_NEWNS = 0x00020000
 
 
 def no_cgroups(controller: str) -> str:
-    """Why there is no cgroup of this controller here, or nothing."""
+    """Why this machine has no cgroup of this controller; empty if it has."""
     if os.geteuid() != 0:
         return "needs root, for cgroups"
     if _is_first_version(controller):
@@ -63,7 +63,7 @@ def cgroup(controller: str, pid: int, limits: dict[str, int]) -> Iterator[Path]:
 
 
 def small_disk(path: str, size: str) -> None:
-    """Mount a file system of that size, which only this process and its children see."""
+    """Mount a file system of that size, visible only to this process and its children."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
@@ -83,7 +83,7 @@ def fill(path: str) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process have that many bytes more of address space than it has now; -1 is without limit."""
+    """Limit the address space of this process to its current size plus ``more`` bytes; -1 means no limit."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft = resource.RLIM_INFINITY if more < 0 else pages * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -93,7 +93,7 @@ _hoard: list[int] = []
 
 
 def take_descriptors() -> int:
-    """Leave this process no descriptor; how many it has taken for that."""
+    """Use up this process's descriptors. Returns how many it took."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
     try:
@@ -125,5 +125,5 @@ def count_threads() -> int:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has."""
+    """The bytes of resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

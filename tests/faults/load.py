@@ -1,7 +1,7 @@
-"""What workers do while faults happen, and what must hold of it afterwards. Runs in the workers' processes.
+"""The work of workers while faults happen, and what must hold afterwards. Runs in the workers' processes.
 
-Each call has an identity of its own. Its callee notes that it ran, its caller notes each time its future resolves; so
-a call that ran twice, or a future that resolved twice or never, shows.
+Each call has an identity. Its callee notes that it ran, and its caller notes each time its future resolves. This
+reveals a call that ran twice, and a future that resolved twice or never.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PATIENCE = 30.0
 
 ran: Counter[str] = Counter()
 _ran = threading.Condition()
-"""Notified whenever something has run."""
+"""Notified whenever a call has run."""
 _gates: dict[str, threading.Event] = {}
 _entered: dict[str, threading.Event] = {}
 
@@ -85,10 +85,10 @@ def runs() -> dict[str, int]:
 
 class Outcome(NamedTuple):
     at: float
-    """When, on the clock of all processes."""
+    """The time, on the clock that all processes share."""
     value: Any
     error: str
-    """Type and text, or nothing."""
+    """The type and text of the error; empty if there was none."""
     worker: str
     """The worker that the error names as lost."""
 
@@ -114,14 +114,14 @@ def call_within(seconds: float, to: str, function: Any, *args: Any) -> Outcome:
 
 
 def time_call(to: str, seconds: float) -> float:
-    """How long a small call takes."""
+    """The seconds that a small call takes."""
     start = time.monotonic()
     rpc.rpc_sync(to, who, timeout=seconds)
     return time.monotonic() - start
 
 
 def call_until_good(to: str, seconds: float) -> float:
-    """Call until one call works; how long it took."""
+    """Call until one call works. Returns the seconds until then."""
     start = time.monotonic()
     while True:
         found = call(to, who, timeout=5.0)
@@ -132,19 +132,19 @@ def call_until_good(to: str, seconds: float) -> float:
 
 
 class Book(NamedTuple):
-    """What became of the calls that a worker made."""
+    """The outcomes of the calls that a worker made."""
 
     made: int
     good: list[str]
     failed: dict[str, str]
-    """By identity: type and text of the error."""
+    """By identity: the type and text of the error."""
     unresolved: list[str]
     resolved_twice: list[str]
     wrong: list[str]
 
 
 class Calls:
-    """Calls to some workers, all the time."""
+    """Calls some workers all the time."""
 
     def __init__(self, workers: list[str], size: int, pause: float, timeout: float) -> None:
         self._workers, self._size, self._pause, self._timeout = workers, size, pause, timeout
@@ -220,7 +220,7 @@ def stop_calls(seconds: float = 30.0) -> list[Book]:
 
 
 def assert_sound(books: list[Book], callees: list[dict[str, int]]) -> int:
-    """Every future resolved once, each call ran at most once, and those that were good ran. How many there were."""
+    """Check that every future resolved once, each call ran at most once, and good calls ran. Returns their number."""
     counts: Counter[str] = Counter()
     for each in callees:
         counts.update(each)
@@ -244,7 +244,7 @@ _held: list[RRef[Any]] = []
 
 
 class Token:
-    """A value that only references lead to."""
+    """A value that only references keep alive."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -262,7 +262,7 @@ def hold(owner: str, count: int) -> None:
 
 
 def read_all() -> list[Any]:
-    """The numbers behind all references that are kept here, or what is wrong with them."""
+    """The numbers of all references that are kept here, or their errors."""
     found: list[Any] = []
     for rref in _held:
         answer = outcome_of(lambda rref=rref: rref.rpc_sync(timeout=PATIENCE).get())  # type: ignore[misc]
@@ -308,7 +308,7 @@ _large: list[Future[Outcome]] = []
 
 
 def start_large(to: str, elements: int) -> None:
-    """`send_large`, on a thread of its own."""
+    """`send_large`, on a new thread."""
     future: Future[Outcome] = Future()
 
     def run() -> None:
@@ -333,7 +333,7 @@ def large_outcome() -> Outcome:
 
 
 def shut_down(graceful: bool = True, timeout: float = 0) -> str:
-    """How a shutdown ended."""
+    """Shut down. Returns how it ended."""
     try:
         rpc.shutdown(graceful=graceful, timeout=timeout)
     except rpc.BackhaulError as error:
@@ -345,7 +345,7 @@ def shut_down(graceful: bool = True, timeout: float = 0) -> str:
 
 
 def try_large(to: str, elements: int) -> str:
-    """Send a tensor; "sent", or type and text of what is raised."""
+    """Send a tensor. Returns "sent", or the type and text of the error."""
     try:
         found = rpc.rpc_sync(to, total, args=(torch.ones(elements),), timeout=60)
     except (rpc.BackhaulError, MemoryError, OSError) as error:
@@ -355,7 +355,7 @@ def try_large(to: str, elements: int) -> str:
 
 
 def try_text(to: str, size: int) -> str:
-    """Send a text; "sent", or type and text of what is raised."""
+    """Send a text. Returns "sent", or the type and text of the error."""
     try:
         assert rpc.rpc_sync(to, len, args=("x" * size,), timeout=60) == size
     except (rpc.BackhaulError, MemoryError, OSError) as error:
@@ -364,7 +364,7 @@ def try_text(to: str, size: int) -> str:
 
 
 def call_many(to: str, function: Any, count: int, seconds: float) -> list[str]:
-    """Calls at the same time, with a number each; what is wrong with each."""
+    """Make calls at the same time, with a number each. Returns what is wrong with each."""
     futures: list[Any] = []
     for number in range(count):
         try:
@@ -384,7 +384,7 @@ def call_many(to: str, function: Any, count: int, seconds: float) -> list[str]:
 
 
 def p99(to: str, count: int) -> float:
-    """Of so many small calls, in seconds."""
+    """The 99th percentile of ``count`` small calls, in seconds."""
     took = []
     for _ in range(count):
         start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""What the test of a fault has measured, for the table."""
+"""The measurements of a fault's test, for the table."""
 
 from __future__ import annotations
 
 
 class Measure:
-    """What a row has measured: `seconds` for what has a limit, `note` for the rest."""
+    """The measurements of a row: `seconds` for times with a limit, `note` for the rest."""
 
     def __init__(self, notes: list[str]) -> None:
         self._notes = notes

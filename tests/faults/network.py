@@ -1,4 +1,4 @@
-"""Hosts: a crew whose processes live in network namespaces of their own, with a `Switch` between them."""
+"""Hosts: a crew whose processes live in separate network namespaces, with a `Switch` between them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def join(place: dict[str, Any]) -> str:
 
 
 class Hosts(Crew):
-    """Workers ``worker0``, ``worker1``, … on hosts that reach each other through `switch` only, with TCP and TLS."""
+    """Workers ``worker0``, ``worker1``, … on hosts that reach each other only through `switch`, with TCP and TLS."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Hosts(Crew):
             each.result(_JOIN_SECONDS)
 
     def replace(self, rank: int) -> Hand:
-        """Another process on that host, which has not joined yet. The old one must be gone."""
+        """Start another process on that host, which has not joined yet. The old process must be gone."""
         self[rank].close()
         hand = self[rank] = Hand(become_host, None, Path(self.directory.name) / f"stacks{rank}")
         hand.where = self.where
@@ -89,7 +89,7 @@ class Hosts(Crew):
 
 @functools.lru_cache(maxsize=1)
 def missing() -> str:
-    """Why there can be no hosts here, or nothing."""
+    """Why this machine cannot have hosts; empty if it can."""
     if sys.platform != "linux":
         return "network namespaces are Linux's"
     if os.geteuid() != 0:

@@ -26,7 +26,7 @@ class Flow(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What the header of a TCP packet says, and where its data begins in the packet."""
+    """The fields of a TCP packet's header, and the offset of its data."""
 
     flow: Flow
     number: int
@@ -50,7 +50,7 @@ def ends(packet: bytes) -> tuple[bytes, bytes] | None:
 
 
 def read(packet: bytes) -> Segment | None:
-    """The TCP header; None for anything else."""
+    """The TCP header of a packet; None if it is not TCP."""
     found = ends(packet)
     if found is None or packet[9] != _TCP:
         return None
@@ -71,7 +71,7 @@ def with_flipped_bit(packet: bytes, segment: Segment, bit: int) -> bytes:
 def reset(flow: Flow, number: int, acknowledged: int | None = None) -> bytes:
     """A packet of this flow that ends the connection at its receiver.
 
-    ``number`` has to be the next one that the receiver expects. With ``acknowledged`` it answers a SYN.
+    ``number`` must be the next sequence number that the receiver expects. With ``acknowledged`` it answers a SYN.
     """
     flags = RST if acknowledged is None else RST | ACK
     tcp = _TCP_HEADER.pack(flow.source_port, flow.target_port, number, acknowledged or 0, 5 << 4, flags, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""A relay for unix sockets: in the place of a listening socket, it carries bytes and descriptors, with one bit wrong.
+"""A relay for unix sockets. It replaces a listening socket, and forwards bytes and descriptors with one bit flipped.
 
 A worker's socket is moved aside and the relay listens at its path. The relay is a process of the same user, so the
 kernel vouches for it as for a worker.
@@ -17,7 +17,7 @@ _CHUNK = 1 << 16
 
 
 class Relay:
-    """Between whoever connects to ``path`` and the worker that listened there."""
+    """A relay between clients that connect to ``path`` and the worker that listened there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,13 +27,13 @@ class Relay:
         self._listener.bind(str(path))
         self._listener.listen()
         self._lock = threading.Lock()
-        self._flip: tuple[int, int] | None = None  # direction, bit from here on
+        self._flip: tuple[int, int] | None = None  # the direction, and the number of the bit from here on
         self.flipped = threading.Event()
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def flip(self, direction: int, bit: int) -> None:
-        """Invert this bit of what comes next: 0 is towards the worker, 1 is back."""
+        """Invert this bit of the next bytes. Direction 0 is towards the worker, 1 is back."""
         with self._lock:
             self.flipped.clear()
             self._flip = direction, bit

@@ -3,9 +3,9 @@
     python tests/faults/soak.py [SECONDS]          # 1200 by default
 
 Every 15 s a worker is killed and another process takes its name; in between, all TCP connections are reset. Two drivers
-make calls and training steps; each step is repeated until it is right, and every 100th is compared with a run in one
-process. At the end: what was done, how much memory grew after the first quarter, and what was left over. The exit
-status is 1 if something is wrong. It needs root, for network namespaces and a TUN device.
+make calls and training steps. Each step is repeated until it is right, and every 100th is compared with a run in one
+process. At the end the script prints what was done, how much memory grew after the first quarter, and what was left
+over. The exit status is 1 if something is wrong. It needs root, for network namespaces and a TUN device.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LOST = (rpc.WorkerLostError, rpc.RpcTimeoutError, PartialError)
 
 
 class Stage:
-    """A layer, with plain SGD: what is lost with a worker is put back from the driver's copy."""
+    """A layer, with plain SGD. If its worker is lost, it is restored from the driver's copy."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = torch.nn.Parameter(weight)
@@ -87,7 +87,7 @@ class Report(NamedTuple):
 
 
 class Driver:
-    """Calls and steps until it is told to stop. Weights live on the workers, and a copy of each here."""
+    """Makes calls and steps until it is told to stop. Weights live on the workers, with copies here."""
 
     def __init__(self, others: list[str], seed: int) -> None:
         self._others = others
@@ -150,7 +150,7 @@ class Driver:
             assert found == number + 1, f"a wrong value: {found}, not {number + 1}"
 
     def _step(self, step: int) -> None:
-        """One step, repeated until it is good; then the same step in this process."""
+        """Make one step, repeated until it succeeds; then the same step in this process."""
         x = torch.randn(4, _WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         while not self._over.is_set():
             try:
@@ -158,7 +158,7 @@ class Driver:
                 self._attempt(x)
             except _LOST:
                 self._counts["failed_steps"] += 1
-                self._optimizer = None  # whoever has stepped is put back
+                self._optimizer = None  # stages that have stepped are restored
                 time.sleep(0.02)
             else:
                 break
@@ -170,7 +170,7 @@ class Driver:
             self._compare()
 
     def _prepare(self) -> None:
-        """After a failure: a stage on every worker, with the weight that it should have."""
+        """After a failure, make a stage with the right weight on every worker."""
         if self._optimizer is not None:
             return
         for name in self._others:
@@ -241,7 +241,7 @@ def await_nothing(seconds: float) -> dict[str, int]:
 
 
 class Soak:
-    """Workers 0 and 1 drive and are never killed; the others are, in turn."""
+    """Workers 0 and 1 drive and are never killed. The others are killed in turn."""
 
     def __init__(self, seconds: float, kill_every: float = KILL_EVERY) -> None:
         self._seconds = seconds
@@ -307,7 +307,7 @@ class Soak:
             self._problems.append(f"memory grew by {100 * growth:.1f} % after the first quarter")
 
     def growth(self) -> float:
-        """Of the drivers' memory: the last tenth against the tenth after the first quarter."""
+        """The growth of the drivers' memory: the last tenth against the tenth after the first quarter."""
         end = self._memory[-1][0]
         before = [size for at, size in self._memory if 0.25 * end <= at <= 0.35 * end]
         after = [size for at, size in self._memory if at >= 0.9 * end]

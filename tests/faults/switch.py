@@ -1,10 +1,10 @@
 """A switch between network namespaces that misbehaves on purpose, packet by packet.
 
-Each namespace has a TUN device, and one process holds all of them: it reads packets, and delays, loses, reorders,
-damages, throttles or answers them with a reset, as each *way* (from one host to another) says. The kernels at both ends
-are real, so retransmission, keepalive and resets are those of TCP.
+Each namespace has a TUN device, and one process holds all of them. It reads packets, and delays, drops, reorders,
+damages or throttles them, or answers them with a reset, as the settings of each *way* (from one host to another) say.
+The kernels at both ends are real, so retransmission, keepalive and resets are those of TCP.
 
-`Switch` starts that process and tells it what to do. Every request is answered when it holds.
+`Switch` starts that process and tells it what to do. A request is answered when it has taken effect.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ANSWER_SECONDS = 30.0
 _BATCH = 64
 
 LARGE_MTU = 60_000
-"""Fewer packets for as many bytes: this is Python."""
+"""A large MTU needs fewer packets, because Python is slow."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,20 +50,20 @@ class Way:
     """Packets are answered with a reset, and vanish."""
     delay: float = 0.0
     jitter: float = 0.0
-    """Each packet may take that much longer; packets overtake each other."""
+    """Each packet may take up to this much longer, so packets overtake each other."""
     loss: float = 0.0
-    """The share of packets that vanish."""
+    """The fraction of packets that vanish."""
     rate: float | None = None
-    """Bytes a second."""
+    """Bytes per second."""
     queue: int = 256 << 10
-    """Bytes that may wait where there is a rate; more vanish."""
+    """The bytes that may queue if there is a rate; more vanish."""
 
 
 Pair = tuple[int, int]
 
 
 class _Device:
-    """The end of a TUN device that lies in the network namespace of a process."""
+    """The end of a TUN device in the network namespace of a process."""
 
     def __init__(self, pid: int, address: str, mtu: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -95,10 +95,10 @@ class _Fabric:
         self._devices: list[_Device] = []
         self._hosts: dict[bytes, int] = {}
         self._ways: dict[Pair, Way] = {}
-        self._free_at: dict[Pair, float] = {}  # when the last byte of a throttled way is out
-        self._late: list[tuple[float, int, int, bytes]] = []  # due, order, to, packet
+        self._free_at: dict[Pair, float] = {}  # the time at which the last byte of a throttled way is sent
+        self._late: list[tuple[float, int, int, bytes]] = []  # due time, order, destination, packet
         self._order = itertools.count()
-        self._expected: dict[Flow, int] = {}  # the next number that the sender of this flow expects
+        self._expected: dict[Flow, int] = {}  # the next sequence number that the sender of this flow expects
         self._doomed: set[Flow] = set()
         self._flips: dict[Pair, list[tuple[int, int]]] = {}
         self._counts: Counter[str] = Counter()
@@ -128,7 +128,7 @@ class _Fabric:
         self._devices.append(device)
 
     def on_replug(self, rank: int, pid: int, text: str, mtu: int) -> None:
-        """Another process takes the place of a host."""
+        """Replace the process of a host."""
         old = self._devices[rank]
         self._selector.unregister(old.descriptor)
         os.close(old.descriptor)
@@ -140,7 +140,7 @@ class _Fabric:
             self._ways[pair] = dataclasses.replace(self._ways.get(pair, Way()), **changes)
 
     def on_reset(self, pairs: list[Pair] | None) -> int:
-        """End all connections between these hosts; how many there were."""
+        """End all connections between these hosts. Returns how many there were."""
         found = 0
         for flow, number in list(self._expected.items()):
             if flow in self._doomed or (pairs is not None and self._pair(flow) not in pairs):
@@ -270,7 +270,7 @@ class Switch:
         self._ask("change", self._all() if pairs is None else list(pairs), changes)
 
     def heal(self) -> None:
-        """All ways are as at the start."""
+        """Reset all ways to their initial settings."""
         self.change(**dataclasses.asdict(Way()))
 
     def reset(self, pairs: Iterable[Pair] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Training under chaos, seed by seed; and proof that the simulation notices mistakes.
 
-Each mistake below is one that a distributed system makes easily. The simulation finds it within some programs.
+Each mistake below is easy to make in a distributed system. The simulation finds it within some programs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from backhaul.optim import DistributedOptimizer
 from backhaul.refs.holdings import Holdings
 
 _SEEDS = int(os.environ.get("BACKHAUL_CHAOS_SEEDS", "500"))
-"""How many programs `make test` runs. They take about 45 s of processor time."""
+"""The number of programs that `make test` runs. They take about 45 s of processor time."""
 _AGAIN = 20
 _PROGRAM = Path(__file__).with_name("chaos.py")
 
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Workers warn of everyone that they suspect."""
+    """Silence the workers' warnings about suspected peers."""
     logger = logging.getLogger("backhaul")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -44,7 +44,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _short_collections() -> Iterator[None]:
-    """Each program collects garbage at its end: what was there before is not looked at."""
+    """Freeze existing objects, because each program collects garbage at its end."""
     gc.collect()
     gc.freeze()
     yield
@@ -52,7 +52,7 @@ def _short_collections() -> Iterator[None]:
 
 
 def chaos(*arguments: str) -> tuple[int, str]:
-    """Run the program with these arguments: its exit status, and what it prints."""
+    """Run the script with these arguments. Returns its exit status and its output."""
     command = [sys.executable, str(_PROGRAM), *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     return done.returncode, done.stdout
@@ -64,7 +64,7 @@ def digests(text: str) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def many() -> str:
-    """What the programs that `make test` runs print."""
+    """The output of the programs that `make test` runs."""
     status, text = chaos("0", str(_SEEDS), "--jobs", "1", "--digests")
     assert status == 0, text
     return text
@@ -83,7 +83,7 @@ def test_training_under_chaos(many: str) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_program_makes_the_same_steps_each_time(many: str) -> None:
-    """In another process, after other programs: each turn of each thread, its time, and the order of messages."""
+    """Also in another process, after other programs: the turns of threads, their times, and the order of messages."""
     before = digests(many)
     first = max(0, _SEEDS - _AGAIN)
     status, text = chaos(str(first), str(_SEEDS - first), "--jobs", "1", "--digests")
@@ -104,7 +104,7 @@ def test_one_program_is_replayed_by_its_seed(many: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_program_that_takes_too_long_is_named() -> None:
-    """With the stacks of all threads, and those after it are run."""
+    """The stacks of all threads are printed, and the programs after it are run."""
     status, text = chaos("3", "2", "--jobs", "1", "--limit", "0.002")
     assert status != 0
     for seed in (3, 4):

@@ -1,4 +1,4 @@
-"""One flipped bit on the way: the link dies or the frame is refused, and no value is wrong."""
+"""One flipped bit on the way: the connection ends or the frame is refused, and no value is wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from crew import Crew
 
 pytestmark = pytest.mark.timeout(600)
 
-SIZE = 16  # elements of a tensor that goes there and back
+SIZE = 16  # the elements of a tensor that is sent and comes back
 _REFUSED = (rpc.BackhaulError, TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
 
@@ -30,7 +30,7 @@ def there_and_back(x: torch.Tensor, number: int) -> tuple[torch.Tensor, int]:
 
 
 def try_call(to: str, number: int) -> str:
-    """What became of a call: nothing, the error's type, or "wrong"."""
+    """The outcome of a call: None, the error's type, or "wrong"."""
     x = torch.arange(SIZE) + number
     try:
         back, same = rpc.rpc_sync(to, there_and_back, args=(x, number), timeout=1.0)
@@ -71,9 +71,9 @@ def flip_over_tls(runs: int, measure: Measure) -> None:
             found = hosts[0].run(try_call, "worker1", number)
             assert found != "wrong", f"run {number}: a wrong value"
             outcomes.note(found)
-            while hosts.switch.counts().get("flipped", 0) <= number:  # it hit nothing that had data yet
+            while hosts.switch.counts().get("flipped", 0) <= number:  # no packet with data has come yet
                 hosts[0].run(try_call, "worker1", number)
-            # Longer than a silence may be: see the test of lengths.
+            # Longer than the allowed silence: see the test of lengths.
             hosts[0].run(load.call_until_good, "worker1", 50.0)
     measure.note(f"{runs} flips: {outcomes}")
     assert outcomes.get("as sent", 0) < runs / 2, "the flips have no effect"
@@ -91,8 +91,8 @@ def test_a_flipped_bit_over_tls(measure: Measure) -> None:
 @pytest.mark.parametrize("pair", [(0, 1), (1, 0)], ids=["request", "reply"])
 @pytest.mark.fault("a flipped bit in the length of a TLS record", "the link dies as if the peer were silent")
 def test_a_flipped_bit_in_a_length_over_tls(pair: tuple[int, int], measure: Measure) -> None:
-    """The receiver waits for 8 KiB that are not sent, and takes in all that comes meanwhile."""
-    # The timeouts of the calls are shorter than the pauses after which a waiting thread looks at its peer.
+    """The receiver waits for 8 KiB that are never sent, and swallows everything that comes meanwhile."""
+    # The timeouts of the calls are shorter than the intervals at which a waiting thread checks its peer.
     with Hosts(2, mtu=1500, unresponsive_after=8.0) as hosts:
         hosts[0].run(load.call_until_good, "worker1", 20.0)
         hosts.switch.flip(pair, 8 * 3 + 5)  # the first byte of the length

@@ -1,4 +1,4 @@
-"""SIGKILL: whoever waits hears of it, nothing of the dead stays, and the others go on."""
+"""SIGKILL: waiting threads get an error, nothing of the dead worker stays, and the others go on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_sigkill_of_the_middle_of_three_hops_in_backward(measure: Measure) -> No
         assert_lost(outcome, "worker2")
         measure.seconds("heard after", outcome.at - killed, within=2.0)
         baseline.await_all_back(crew, (0, 1, 3))
-        # What is left can train, from the parameters as they were.
+        # The remaining workers can train, from unchanged parameters.
         crew[0].run(training.make_trainer, ["worker1", "worker3"], 7)
         assert crew[0].run(training.train, 2, 60.0) == 0
         crew[0].run(training.check_parameters)

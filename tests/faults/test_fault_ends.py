@@ -1,4 +1,4 @@
-"""Ends and beginnings: signals in a call, shutdown with a dead peer, names that are taken or come back, versions."""
+"""Ends and beginnings: signals in a call, shutdown with a dead peer, names in use or used again, versions."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_signal_in_a_call(measure: Measure, tmp_path: Path, number: signal.Sig
 
 
 def interrupted_call(to: str) -> str:
-    """A call that a signal ends; afterwards this worker is as good as before."""
+    """A call that a signal ends. Afterwards this worker still works."""
     try:
         rpc.rpc_sync(to, load.block, args=("interrupted",), timeout=0)
     except KeyboardInterrupt:
@@ -193,7 +193,7 @@ def pretend(package: str, torch_version: str) -> None:
 
 
 def speak_version(number: int) -> None:
-    """From now on this process has frames of another version."""
+    """Make this process use another version of frames."""
     from backhaul.wire import decoder, frames
 
     frames.VERSION = decoder.VERSION = number
@@ -284,7 +284,7 @@ def join_late(hosts: Hosts, within: float, measure: Measure) -> None:
 def test_the_store_moves_to_another_machine(measure: Measure) -> None:
     with Hosts(4, join=False) as hosts:
         lose_the_first(hosts)
-        hosts.replace(0)  # its machine says that nobody listens
+        hosts.replace(0)  # its machine refuses connections
         join_late(hosts, 10.0, measure)
         assert hosts[0].run(join, placed_at_two(hosts, 0), timeout=60) == "worker0"
         assert hosts[3].run(load.call, "worker0", load.who).value == "worker0"

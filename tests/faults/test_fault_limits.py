@@ -1,4 +1,4 @@
-"""Messages, memory, descriptors, threads and disks that are too large or exhausted: a clear error where it belongs."""
+"""Messages that are too large; exhausted memory, descriptors, threads and disks: a clear error in the right place."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def join(place: dict[str, Any], changes: dict[str, Any]) -> None:
 def too_large(
     crew: Crew, size: int, measure: Measure, *, error: str = "", attempt: Callable[[str, int], str] = load.try_large
 ) -> None:
-    """Send worker1 what it cannot take: that call fails and says why, and nothing else does."""
+    """Send worker1 a message that it cannot take. Only that call fails, with the reason."""
     crew[0].run(load.start_calls, ["worker1", "worker2"])
     running = crew[2].start(load.call, "worker1", load.block, "unrelated")
     crew[1].run(load.await_entered, "unrelated")
@@ -65,7 +65,7 @@ def too_large(
 
 @pytest.fixture(params=["unix", "tcp"])
 def limited(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
-    """worker1 takes messages of up to 8 MiB, and the others do not know."""
+    """worker1 takes messages of up to 8 MiB, and the others do not know that."""
     monkeypatch.setenv("BACKHAUL_SECRET", "5a" * 32)
     with Crew(3, group=False, transport=request.param) as crew:
         joining = [
@@ -116,7 +116,7 @@ def test_a_tensor_larger_than_the_memory_cgroup(measure: Measure, crew: Crew) ->
 def test_no_room_in_dev_shm(measure: Measure) -> None:
     with Crew(2, setup=tiny_shm) as crew:
         baseline.note_all(crew)
-        for _ in range(2):  # the first one of its size goes through the socket
+        for _ in range(2):  # the first tensor of its size goes through the socket
             assert crew[0].run(load.try_large, "worker1", 16 << 20) == "sent"
             assert crew[1].run(load.try_large, "worker0", 16 << 20) == "sent"
         measure.note("64 MiB went through a segment")
@@ -163,7 +163,7 @@ def test_no_descriptors(measure: Measure, transport: str, monkeypatch: pytest.Mo
 @needs_root
 @pytest.mark.fault("no thread is left", "calls wait or fail with an error that says so; the connection is not deaf")
 def test_no_threads(measure: Measure, crew: Crew) -> None:
-    """Nested calls need a thread each, and there is none: afterwards all works again, and the worker can leave."""
+    """Each nested call needs a thread, and none is left. Afterwards all works again, and the worker can leave."""
     assert crew[1].process.pid is not None
     with limits.cgroup("pids", crew[1].process.pid, {"pids.max": crew[1].run(limits.count_threads)}):
         assert not crew[1].run(limits.can_start_a_thread)
@@ -189,7 +189,7 @@ def test_no_threads(measure: Measure, crew: Crew) -> None:
 def test_no_disk(measure: Measure, tmp_path: Path) -> None:
     with Crew(2, group=False) as crew:
         crew[1].run(limits.small_disk, str(tmp_path), "256k")
-        # Each worker writes its share; only worker1's disk is small, and only worker1 has parameters.
+        # Each worker writes its part. Only worker1 has parameters, and only its disk is small.
         joining = [hand.start(join, crew.place(rank, 2), {}) for rank, hand in enumerate(crew)]
         for each in joining:
             each.result(60)
@@ -241,6 +241,6 @@ def test_a_peer_that_stops_reading(measure: Measure, crew: Crew, request: pytest
     measure.note(
         f"grew by {grown >> 20} MiB for 200 replies of 4 MiB; p99 {before_p99 * 1e3:.1f} -> {p99 * 1e3:.1f} ms"
     )
-    # The queue, and between processes of one host as much again in segments.
+    # The queue and, between processes of one host, the same amount in segments.
     assert grown < (256 if "unix" in request.node.name else 128) << 20
     assert p99 < max(2 * before_p99, 0.02)

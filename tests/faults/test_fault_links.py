@@ -83,7 +83,7 @@ def test_a_reset_that_lasts_keeps_references(measure: Measure) -> None:
 
 
 def cut_at_random(cuts: int, longest: float, measure: Measure) -> None:
-    """Four hosts; each cut takes a host or a pair off, both ways or one way, and several overlap."""
+    """Four hosts. Each cut separates a host or a pair, in both directions or in one, and cuts overlap."""
     chance = random.Random(cuts)
     with Hosts(4) as hosts:
         names = [f"worker{rank}" for rank in range(4)]
@@ -155,7 +155,7 @@ def test_a_link_of_1_mbit(measure: Measure) -> None:
 @pytest.mark.slow
 @pytest.mark.fault("20 % of the packets are lost, at 100 ms", "no death: everything arrives")
 def test_a_fifth_of_the_packets_lost(measure: Measure) -> None:
-    """How long a call takes is up to TCP: each loss costs a retransmission timeout, and losses in a row double it."""
+    """The time of a call depends on TCP: each loss costs a retransmission timeout, and successive losses double it."""
     with Hosts(2, mtu=1500) as hosts:
         hosts[0].run(load.hold, "worker1", REFERENCES)
         baseline.note_all(hosts)

@@ -1,4 +1,4 @@
-"""Networks that lose everything for a while, both ways or one way: short silence is no death, and all of it heals."""
+"""Networks that lose everything for a while, both ways or one way: a short silence is not a death, and all heals."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ ALL = [
 
 
 def run_scenes(scenes: list[Scene], seconds: float, measure: Measure, *, dies: bool) -> None:
-    """Cut, wait, heal: afterwards calls work both ways, no reference is lost. ``dies``: calls under way may fail."""
-    assert len({scene.name for scene in scenes}) == len(scenes)  # what is being sent is looked up by name
+    """Cut, wait, heal. Afterwards calls work in both directions, and no reference is lost. ``dies``: calls may fail."""
+    assert len({scene.name for scene in scenes}) == len(scenes)  # large tensors are looked up by the scene's name
     with Hosts(max(max(scene.hosts) for scene in scenes) + 1) as hosts:
         for a, b in (scene.hosts for scene in scenes):
             hosts[a].run(load.hold, f"worker{b}", REFERENCES)
@@ -140,7 +140,7 @@ def test_silence_is_noticed_in_a_call(measure: Measure, cut: list[Pair]) -> None
 
 @pytest.mark.slow
 def test_the_switch_cuts_one_way_only() -> None:
-    """The means themselves: what the tests above rely on."""
+    """A test of the switch, on which the tests above rely."""
     with Hosts(2) as hosts:
         assert not hosts[0].run(load.call, "worker1", load.who).error
         hosts.switch.change([(1, 0)], cut=True)

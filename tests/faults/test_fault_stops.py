@@ -1,4 +1,4 @@
-"""Processes that stand still for a while: SIGSTOP, and code that keeps the interpreter to itself."""
+"""Processes that stand still for a while: SIGSTOP, and code that holds the GIL."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.timeout(400)
 
 REFERENCES = 20
 NUMBERS = list(range(REFERENCES))
-LIMIT = 30.0  # unresponsive_after, as users have it
+LIMIT = 30.0  # the default of unresponsive_after
 SLACK = 2.0
 
 
 def hold_the_interpreter(seconds: float) -> str:
-    """A call of C that does not let go of it."""
+    """A C call that does not release the GIL."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
     return "done"
 
@@ -157,7 +157,7 @@ def test_a_stop_beyond_a_short_limit(measure: Measure) -> None:
         found = crew[0].run(load.call_within, 0, "worker1", load.who)
         assert found.worker == "worker1", found
         measure.seconds("suspected after", found.at - stopped, within=1.0 + SLACK)
-        # Longer than one probe of its values' owner takes.
+        # Longer than one probe of the owner of its values.
         time.sleep(3.0)
         crew[1].signal(signal.SIGCONT)
         check_all_goes_on(crew)

@@ -1,4 +1,4 @@
-"""The switch itself: packets that are read, damaged and forged."""
+"""Tests of the switch: reading, damaging and forging packets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FLOW = Flow(address("10.78.0.1"), 4000, address("10.78.0.2"), 5000)
 
 
 def sums_to_zero(packet: bytes) -> bool:
-    """Whether a kernel takes it: both checksums, taken over themselves, vanish."""
+    """Whether a kernel accepts the packet: both checksums, computed over themselves, are zero."""
     start = (packet[0] & 15) * 4
     pseudo = packet[12:20] + struct.pack("!BBH", 0, 6, len(packet) - start)
     return _checksum(packet[:start]) == b"\0\0" and _checksum(pseudo + packet[start:]) == b"\0\0"

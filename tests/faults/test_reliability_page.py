@@ -11,7 +11,7 @@ _TEST = re.compile(r"`(test_\w+)`")
 
 
 def fault_tests() -> dict[str, bool]:
-    """By name: whether it is marked as the test of a fault."""
+    """The tests by name, and whether each is marked as the test of a fault."""
     found = {}
     for file in sorted(Path(__file__).parent.glob("test_*.py")):
         for node in ast.parse(file.read_text()).body:

@@ -1,4 +1,4 @@
-"""Simulated threads: one runs at a time, time jumps, the same seed gives the same turns, and nothing stands still."""
+"""Simulated threads: one runs at a time, time jumps, a seed determines the turns, and standstills are found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _installed() -> Iterator[None]:
 
 
 def count_up(threads: int) -> list[int]:
-    """Which of some threads has taken a lock when."""
+    """The order in which several threads take a lock."""
     lock = threading.Lock()
     order: list[int] = []
 
@@ -127,14 +127,14 @@ def test_descriptors() -> None:
 
 @functions.async_execution
 def chain(path: list[int], value: int) -> Future[int]:
-    """Call along a path from callbacks alone: no thread waits."""
+    """Call along a path from callbacks only, so that no thread waits."""
     if len(path) == 1:
         return rpc_async(path[0], operator.add, args=(value, 1))
     return rpc_async(path[0], chain, args=(path[1:], value)).then(lambda done: done.value() + 1)
 
 
 def test_the_order_of_a_scheduler_does_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler that is shipped, on a busy machine: each world has other turns, and the same order of messages."""
+    """The shipped scheduler, on a busy machine: each world has different turns, but the same order of messages."""
     monkeypatch.setattr(scheduler, "PATIENCE", 20.0)
 
     def log(world: int) -> list[str]:

@@ -1,8 +1,8 @@
 """Training steps over several workers, compared with the same steps in one process. Runs in the workers' processes.
 
 Each worker has a stage of the model, and the initiator has a twin of every stage. A step calls the stages one after the
-other, runs a backward pass through all of them, and steps their optimizer. A step that failed before the optimizer was
-asked has changed nothing. One that failed in the optimizer may have changed some stages: these are put back.
+other, runs a backward pass through all of them, and steps their optimizer. A step that failed before its optimizer step
+has changed nothing. One that failed in the optimizer may have changed some stages, which are restored.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def latch(name: str) -> None:
 
 
 class Stage(nn.Module):
-    """A layer. ``name`` is that of its latch."""
+    """A layer. ``name`` is the name of its latch."""
 
     def __init__(self, seed: int, name: str = "") -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Trainer:
         self.steps += 1
 
     def step(self, deadline: float) -> None:
-        """One step, repeated until it is good."""
+        """Make one step, repeated until it succeeds."""
         while True:
             saved = self._until_good(self.save, deadline)
             began = False
@@ -148,13 +148,13 @@ class Trainer:
                 self._failed(error, deadline)
 
     def _failed(self, error: BaseException, deadline: float) -> None:
-        """Called in an except block: raise again what does not pass by itself."""
+        """Called in an except block. Raises the error again unless it is temporary."""
         self.failures += 1
         if time.monotonic() > deadline or "is gone" in str(error):
             raise
 
     def compare(self) -> None:
-        """Raise unless all parameters are those of the local run."""
+        """Raise unless all parameters equal those of the local run."""
         for stage, twin in zip(self.stages, self.twins, strict=True):
             torch.testing.assert_close(stage.state_dict()["weight"], twin.weight.detach(), rtol=1e-9, atol=1e-12)
 
@@ -175,7 +175,7 @@ def forget_trainers() -> None:
 
 
 def train(steps: int, seconds: float) -> int:
-    """Make steps; how many attempts failed."""
+    """Make steps. Returns how many attempts failed."""
     deadline = time.monotonic() + seconds
     before = trainer().failures
     for _ in range(steps):
@@ -215,7 +215,7 @@ _background: list[_Background] = []
 
 
 def start_training(seconds: float) -> None:
-    """Train until `stop_training`; steps have to be good by then."""
+    """Train until `stop_training`. Steps must succeed by then."""
     _background.append(_Background(seconds))
 
 
@@ -242,7 +242,7 @@ def one_pass() -> Outcome:
 
 
 def one_step() -> tuple[Outcome, list[str], list[str]]:
-    """A step that is not repeated: how it ended, who has stepped, and who has not."""
+    """A step that is not repeated. Returns how it ended, which workers have stepped, and which have not."""
     done: list[str] = []
     errors: list[str] = []
 
@@ -296,7 +296,7 @@ def count_contexts() -> int:
 
 
 def await_contexts(count: int, seconds: float) -> float:
-    """Return when this worker knows that many contexts."""
+    """Return when this worker knows ``count`` contexts."""
     start = time.monotonic()
     while (found := current().autograd.counts()["contexts"]) != count:
         assert time.monotonic() - start < seconds, f"after {seconds} s: {found} contexts, not {count}"

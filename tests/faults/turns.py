@@ -1,8 +1,8 @@
-"""Simulated threads: of all threads of a program one runs at a time, and a seed decides which one is next.
+"""Simulated threads: one thread of a program runs at a time, and a seed decides which one is next.
 
-A `World` replaces what the platform gives to the modules of the package: threads, locks, clocks, descriptors that are
-waited for, and random numbers. The code of the package itself is left as it is. So a program that runs in a world makes
-the same steps in the same order whenever it is run with the same seed, on any machine and under any load.
+A `World` replaces what the platform provides to the modules of the package: threads, locks, clocks, polled descriptors
+and random numbers. The code of the package itself is unchanged. So a program in a world makes the same steps in the
+same order whenever it is run with the same seed, on any machine and under any load.
 
 - A thread runs until it waits, or until a lock is about to be taken and the seed says that another thread goes first.
 - Time stands still while threads run, but for a moment at each step. When all threads wait, the clock jumps to the next
@@ -13,7 +13,7 @@ the same steps in the same order whenever it is run with the same seed, on any m
 
 Torch's engine runs a backward pass of tensors on the CPU on the thread that calls it, so it needs nothing here. Not
 simulated are stores that wait (`HashStore.get` of a missing key) and event loops; a thread that blocks there keeps all
-others from running. Who runs programs has to limit their time, as `chaos` does.
+others from running. So limit the time of programs, as `chaos` does.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ _PLACES: dict[ModuleType, Any] = {
 
 
 def _hash_of_line(line: Line) -> int:
-    """Not its address: sets of lines have the same order each time."""
+    """A hash that does not depend on the address, so that sets of lines have the same order each time."""
     return line.descriptor
 
 
 @contextmanager
 def installed(*packages: str) -> Iterator[None]:
-    """Have the modules of these packages use what is here instead of the platform. All of them have to be loaded."""
+    """Make the modules of these packages use the simulation instead of the platform. All of them must be loaded."""
     changed: list[tuple[dict[str, Any], str, Any]] = []
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in packages or module is None:
@@ -111,7 +111,7 @@ def installed(*packages: str) -> Iterator[None]:
     wait = torch.futures.Future.wait
 
     def wait_simulated(self: Any) -> Any:
-        """Torch would wait where no other thread gets the turn."""
+        """Wait in the simulation. Torch's own wait would not let another thread run."""
         world = turns_world.current
         if world is not None and not world.over and not self.done():
             done = Event()

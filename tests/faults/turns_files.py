@@ -10,7 +10,7 @@ from turns_world import FIRST_DESCRIPTOR, Actor, here
 
 
 class File:
-    """What a descriptor stands for."""
+    """The object behind a descriptor."""
 
     def __init__(self) -> None:
         self.number = here().descriptor(self)
@@ -35,7 +35,7 @@ class File:
 
 
 class _Socket:
-    """One end of a pair: as much of it as a bell needs."""
+    """One end of a socket pair, with the methods that a bell needs."""
 
     def __init__(self) -> None:
         self.file = File()
@@ -82,7 +82,7 @@ def socketpair() -> tuple[_Socket, _Socket]:
 
 
 class Poller:
-    """What poll and epoll have in common."""
+    """The base of poll and epoll."""
 
     def __init__(self) -> None:
         self._wanted: dict[int, int] = {}
@@ -110,7 +110,7 @@ class Poller:
             file.pollers.remove(self)
 
     def forget(self, file: File) -> None:
-        """Its descriptor is being closed."""
+        """Called when its descriptor is closed."""
         self._wanted.pop(file.number, None)
         file.pollers.remove(self)
 
@@ -151,7 +151,7 @@ class Poller:
 
 
 class Poll(Poller):
-    """Files know of it only while a thread sleeps in it: nobody closes it."""
+    """Files know of a poll only while a thread sleeps in it, because it is never closed."""
 
     def register(self, descriptor: int, events: int = select.POLLIN) -> None:
         self._wanted[descriptor] = events
@@ -160,7 +160,7 @@ class Poll(Poller):
         return self._wait(None if milliseconds is None or milliseconds < 0 else milliseconds / 1000)
 
     def forget(self, file: File) -> None:
-        """A closed descriptor is an event."""
+        """A closed descriptor counts as an event."""
         file.pollers.remove(self)
         if self._sleeper is not None and turns_world.current is not None:
             turns_world.current.wake(self._sleeper)

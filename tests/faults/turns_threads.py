@@ -12,7 +12,7 @@ from turns_world import Actor, Over, here, was_chosen
 
 
 class Lock:
-    """As `threading.Lock`. Without a world, and when it is over, nobody waits for it."""
+    """As `threading.Lock`. Without a world, and after its end, no thread waits for it."""
 
     __slots__ = ("__weakref__", "_held", "_waiters")
 
@@ -53,7 +53,7 @@ class Lock:
         return self._held
 
     def __enter__(self) -> bool:
-        """`acquire`, quickly: this is most of what a program does with locks."""
+        """A fast `acquire`, because programs mostly use locks this way."""
         world = turns_world.current
         if world is not None:
             world.turn -= 1
@@ -205,7 +205,7 @@ class Thread(threading.Thread):
         super().__init__(*args, **kwargs)
 
     def __hash__(self) -> int:
-        """Not its address: sets of threads have the same order each time."""
+        """A hash that does not depend on the address, so that sets of threads have the same order each time."""
         return self._number
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""World: of all threads of a program one runs at a time, and a seed decides which one is next. See `turns`."""
+"""World: one thread of a program runs at a time, and a seed decides which one is next. See `turns`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any
 
-_STEP = 2e-6  # of the clock, for each switch and each look at it
-_LULL = 0.004  # the longest that a thread does not get the processor although it could run
+_STEP = 2e-6  # the clock's advance for each switch and each reading of the clock
+_LULL = 0.004  # the longest time that a runnable thread does not run
 _LULLS = 60  # one lull in this many switches, on average
 _LONGEST_TURN = 80  # a thread takes at most this many locks before another thread may run
-_BUSY = (0.06, 5, 10)  # the same three
+_BUSY = (0.06, 5, 10)  # the same three values on a busy machine
 _MOST_SWITCHES = 400_000
 FIRST_DESCRIPTOR = 1 << 20
 
 
 class StandStill(AssertionError):
-    """All threads wait, and nothing will wake one of them; or they go on and on."""
+    """All threads wait and nothing will wake one of them, or they run endlessly."""
 
 
 class Over(BaseException):
-    """Raised in threads that are left when the program is over."""
+    """Raised in the remaining threads when the program is over."""
 
 
 class Actor:
@@ -43,7 +43,7 @@ class Actor:
         self.go.acquire()
         self.blocked = False
         self.woken = False
-        self.serial = 0  # of its waits: a timer of an earlier one is void
+        self.serial = 0  # the number of its wait: timers of earlier waits are void
         self.done = False
         self.joiners: list[Actor] = []
 
@@ -51,16 +51,16 @@ class Actor:
 class World:
     """See the module's docstring. ``with World(seed):`` makes the calling thread its first one.
 
-    One at a time, and inside `installed`.
+    Only one world can exist at a time, inside `installed`.
     """
 
     def __init__(self, seed: int, *, busy: bool = False) -> None:
-        """``busy``: as on a machine with too much to do, threads that could run often have to wait."""
+        """``busy``: runnable threads often have to wait, as on an overloaded machine."""
         self._lull, self._lulls, self._longest_turn = _BUSY if busy else (_LULL, _LULLS, _LONGEST_TURN)
         self.now = 1000.0
         self.switches = 0
         self.trace: list[tuple[int, int]] = []
-        """Which thread has run when: its number, and microseconds."""
+        """The turns: the number of each thread that ran, and the time in microseconds."""
         self.over = False
         self.random = Random(f"world {seed}")
         self._ready: list[Actor] = []
@@ -72,7 +72,7 @@ class World:
         self._descriptors = itertools.count(FIRST_DESCRIPTOR)
         self.files: dict[int, Any] = {}
         self.turn = self._longest_turn
-        """How many locks the running thread may still take before another one may be next."""
+        """How many more locks the running thread may take before another thread may run."""
         self._actors: dict[Actor, threading.Thread | None] = {}
         self._main = Actor(next(self._numbers), "main")
         self.running = self._main
@@ -92,7 +92,7 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """End the threads that are left."""
+        """End the remaining threads."""
         global current
         self.over = True
         for actor in list(self._actors):
@@ -105,7 +105,7 @@ class World:
             threading.Thread.join(thread)
         if error is not None:
             traceback.clear_frames(error.__traceback__)
-        gc.collect()  # what is left of this program must not be found by the next one
+        gc.collect()  # the next program must not find remains of this one
         current = None
         if self._collects:
             gc.enable()
@@ -120,7 +120,7 @@ class World:
         return self.now
 
     def block(self, deadline: float | None) -> bool:
-        """Wait until another thread wakes this one: True; or until the deadline: False."""
+        """Wait until another thread wakes this one, and return True; or until the deadline, and return False."""
         if self.over:
             raise Over
         me = self.running
@@ -140,7 +140,7 @@ class World:
             self._ready.append(actor)
 
     def pause(self) -> None:
-        """Let another thread run, if one can."""
+        """Let another thread run, if there is one."""
         if not self.over:
             self.turn = 1 + int(self.random.random() * self._longest_turn)
             if self._ready:
@@ -148,7 +148,7 @@ class World:
                 self._switch(self.running)
 
     def linger(self) -> None:
-        """Let others run until all of them wait. Time does not jump before this thread goes on."""
+        """Let others run until all of them wait. Time does not jump in between."""
         if self.over:
             raise Over
         self._lingering.append(self.running)
@@ -161,7 +161,7 @@ class World:
         return actor
 
     def finish(self, actor: Actor) -> None:
-        """The thread of this actor ends now, and has the turn."""
+        """End the thread of this actor, which is running now."""
         actor.done = True
         thread = self._actors.pop(actor)
         assert thread is not None
@@ -221,7 +221,7 @@ class World:
         return chosen
 
     def _ring(self, timer: tuple[float, int, Actor, int]) -> bool:
-        """Have the thread of a timer go on. False if it has done so already."""
+        """Wake the thread of a timer. Returns False if it is awake already."""
         _, _, actor, serial = timer
         if not actor.blocked or actor.serial != serial:
             return False
@@ -242,7 +242,7 @@ class World:
         return main
 
     def describe(self) -> str:
-        """Where each thread is, for people."""
+        """Where each thread is, as text."""
         frames = sys._current_frames()
         texts = []
         for actor in self._actors:
@@ -262,7 +262,7 @@ def here() -> World:
 
 
 def was_chosen(waiters: list[Actor], actor: Actor) -> bool:
-    """Whether a thread that stops waiting at its deadline was to be woken at the same moment. Else it waits no more."""
+    """Whether a thread whose deadline has come was also woken at that moment. Otherwise it stops waiting."""
     if actor not in waiters:
         return True
     waiters.remove(actor)

@@ -1,4 +1,4 @@
-"""What the parties of these tests have, and the same in one process."""
+"""The parties of these tests, and the same models in one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ids_of(step: int) -> Tensor:
 
 @rpc.expose(to="worker0")
 class Shop(Party):
-    """Its rows are chosen by the caller, and stay here."""
+    """A party whose caller chooses rows. The rows stay here."""
 
     def __init__(self, share_state: bool = False) -> None:
         encoder = make_encoder()
@@ -48,7 +48,7 @@ class Shop(Party):
         super().__init__(encoder, optimizer, lambda step: rows[ids_of(step)], share_state=share_state, max_rows=16)
 
     def raw(self) -> Tensor:
-        """A method of the party's own, that forgets to think of privacy."""
+        """A method of the subclass that returns private rows."""
         return rows
 
     def raw_rref(self) -> rpc.RRef[Tensor]:
@@ -86,7 +86,7 @@ def failing() -> None:
 
 @rpc.expose(to="worker0")
 class Middle(Party):
-    """Works on what the caller sends."""
+    """A party that works on the caller's tensors."""
 
     instances = 2
 
@@ -121,14 +121,14 @@ def transparent() -> Edge:
 
 @contextmanager
 def federation(size: int = 2, edges: dict[str, Edge] | None = None, **options: Any) -> Iterator[InProcessCluster]:
-    """Workers of a federation that all have these edges; this thread acts as worker0."""
+    """Workers of a federation, all with these edges. This thread acts as worker0."""
     made = RpcOptions(trust="federation", edges=edges, **options)
     with InProcessCluster(size, options=made) as workers, workers[0].as_current():
         yield workers
 
 
 def party_of(kind: type[Party]) -> Party:
-    """The only one of that kind, in whichever worker of this process it is."""
+    """The only party of that class, on any worker of this process."""
     (found,) = [each for each in Party._living if type(each) is kind]
     return found
 

@@ -1,4 +1,4 @@
-"""Edges between workers: all that leaves for a peer is transformed; gradients are those of one process."""
+"""Edges between workers: everything that leaves for a peer is transformed; gradients are those of one process."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ HALVE = Edge(on_send=[halved], on_gradient=[])
 
 
 class Alone(nn.Module):
-    """The whole in one process: what the edges do is part of it, as functions of torch's."""
+    """The whole model in one process. The edges are part of it, as torch functions."""
 
     def __init__(self, on_send: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def clip(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor) -> Tensor:
-    """A cast of torch's own has a cast as its gradient, so that what comes back would be rounded too."""
+    """Torch's own cast also casts its gradient, so the gradient would be rounded too."""
     return x + (x.bfloat16().double() - x).detach()
 
 
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_one_process_with_the_same_transforms(what: str, 
     alone = Alone(on_send)
     seen: list[Tensor] = []
 
-    def hook(gradient: Tensor) -> Tensor:  # what worker0 sends back to worker1
+    def hook(gradient: Tensor) -> Tensor:  # the gradient that worker0 sends back to worker1
         return on_gradient(gradient)
 
     encoded = alone.encoder(rows)
@@ -149,7 +149,7 @@ def test_gradients_are_those_of_one_process_with_the_same_transforms(what: str, 
     expected = [parameter.grad for parameter in alone.encoder.parameters()]
     for mine, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-15)
-    assert len(seen) == 1  # hooks of the receiver see the gradient before it is transformed, and once
+    assert len(seen) == 1  # a hook of the receiver runs once, before the gradient is transformed
 
 
 @rpc.expose
@@ -191,8 +191,8 @@ def test_a_tensor_that_comes_twice_is_transformed_once() -> None:
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
 def test_every_way_that_a_tensor_can_leave(grad: bool, inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what leaves worker1 for worker0 is halved, so whatever comes back whole has found another way."""
-    # What is exposed here is not for other tests.
+    """Only tensors from worker1 to worker0 are halved, so a tensor that comes back unchanged has bypassed the edge."""
+    # Other tests must not see what is exposed here.
     monkeypatch.setattr(exposure.registry, "_entries", dict(exposure.registry._entries))
     rpc.expose(torch.add)
     x = torch.full((3,), 8.0, requires_grad=grad)
@@ -260,13 +260,13 @@ def test_numbers_that_are_no_tensors_do_not_leave(what: str) -> None:
     with federation(edges={"worker0": HALVE}):
         shop = rpc.remote("worker1", Shop)
         for attempt in (shop.rpc_sync().raw_in, lambda way: shop.remote().raw_in(way).to_here()):
-            with pytest.raises(UnsendableError, match=r"on_send is set for what leaves to 'worker0'"):
+            with pytest.raises(UnsendableError, match=r"on_send is set for the edge to 'worker0'"):
                 attempt(what)
 
 
 def test_numbers_of_a_pickle_do_not_leave() -> None:
     options = RpcOptions(edges={"worker0": HALVE})
-    refused = pytest.raises(UnsendableError, match="an object that is pickled")
+    refused = pytest.raises(UnsendableError, match="a pickled object")
     with InProcessCluster(2, options=options) as workers, workers[0].as_current(), refused:
         rpc.rpc_sync("worker1", slice_of_objects)
 
@@ -322,7 +322,7 @@ def refuse(text: str | None, with_more: bool) -> None:
 
 @pytest.mark.parametrize("trust", ["federation", "cluster"])
 def test_texts_of_exceptions_stay(trust: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Of any exception: its text may have numbers in it. The log of the worker has it."""
+    """The text of any exception may contain numbers, so it stays. The worker's log has it."""
     secret = str(rows[0, 0].item())
     options = RpcOptions(trust=trust, edges={"worker0": HALVE})
     with InProcessCluster(2, options=options) as workers, workers[0].as_current():
@@ -337,7 +337,7 @@ def test_texts_of_exceptions_stay(trust: Any, caplog: pytest.LogCaptureFixture) 
 
 
 def test_texts_of_backward_functions_stay() -> None:
-    """A pass that fails tells the others why, and the edge what it may tell them."""
+    """A failed pass tells the other workers the reason, as far as the edge allows."""
     with federation(edges={"worker0": HALVE}), dist_autograd.context() as context_id:
         found = rpc.rpc_sync("worker1", with_bad_backward)
         with pytest.raises(Exception) as failure:
@@ -360,7 +360,7 @@ def test_a_gradient_that_cannot_be_transformed_fails_the_pass() -> None:
     edge = Edge(on_send=[], on_gradient=[fail_to_transform])
     with federation(edges={"worker*": edge}), dist_autograd.context() as context_id:
         found = rpc.rpc_sync("worker1", encode_rows)
-        with pytest.raises(MisuseError, match="on_gradient for what leaves to 'worker1' has failed with KeyError"):
+        with pytest.raises(MisuseError, match="on_gradient of the edge to 'worker1' has failed with KeyError"):
             dist_autograd.backward(context_id, [found.sum()])
 
 
@@ -394,7 +394,7 @@ def sent_by(worker: Any) -> int:
 
 
 def test_feedback_over_an_edge() -> None:
-    """Against the same in one process; and it goes with the connection."""
+    """Compared with one process. The feedback is dropped with the connection."""
     rest = torch.zeros(2, 8)
     with federation(edges={"worker1": Edge(on_send=[TopK(0.25, feedback=True)], on_gradient=[])}) as workers:
         for step in range(5):
@@ -413,7 +413,7 @@ def test_feedback_over_an_edge() -> None:
         assert crossing.feedback.nbytes == 0
 
 
-# What noise is worth.
+# Accounting.
 
 NOISY = Edge(on_send=[Clip(1.0), GaussianNoise(2.0, releases=4)], on_gradient=[Clip(1.0), GaussianNoise(3.0)])
 
@@ -470,7 +470,7 @@ def test_noise_averages_out_unless_the_releases_are_bounded() -> None:
     with federation(edges={"worker0": NOISY}):
         for _ in range(4):
             rpc.rpc_sync("worker1", echo, (torch.ones(2),))
-        with pytest.raises(QuotaError, match="4 tensors have left for 'worker0' with noise"):
+        with pytest.raises(QuotaError, match="4 tensors were sent to 'worker0' with noise"):
             rpc.rpc_sync("worker1", echo, (torch.ones(2),))
         assert rpc.rpc_sync("worker1", echo, (1,)) == 1
 

@@ -118,7 +118,7 @@ def test_a_stage_that_fails_fails_the_batch_when_no_stage_works_on_it() -> None:
 
 
 def test_gradients_of_several_contexts() -> None:
-    """`accumulate`, and a step without a context; and `.grad` that a pass writes itself."""
+    """`accumulate` and a step without a context; and a `.grad` that a pass writes itself."""
     encoder = make_encoder()
     optimizer = torch.optim.Adam(encoder.parameters(), lr=0.05)
     for step in (0, 1):
@@ -138,7 +138,7 @@ def test_gradients_of_several_contexts() -> None:
         with dist_autograd.context() as context_id:
             dist_autograd.backward(context_id, [shop(2).pow(2).mean()], accumulate="grad")
         distributed.step()
-        distributed.step()  # without gradients: nothing
+        distributed.step()  # without gradients it does nothing
         assert_same(encoder, party_of(Shop).module)
         assert party_of(Shop).steps == 2
 
@@ -176,7 +176,7 @@ def test_what_a_remote_module_says_of_a_party() -> None:
 
 
 def test_one_party_for_several_peers() -> None:
-    """An exposed function gives the same to all."""
+    """An exposed function returns the same party to all peers."""
     with federation(3) as workers:
         encoder = make_encoder()
         one = Party(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
@@ -231,7 +231,7 @@ def test_loaders_misused() -> None:
     ("arguments", "text"),
     [
         ({"module": make_encoder}, "needs an nn.Module, not a function"),
-        ({"optimizer": 3}, "needs an optimizer of torch's, or None, not a int"),
+        ({"optimizer": 3}, "needs a torch optimizer, or None, not a int"),
         ({"loader": 3}, "a function or an iterable, not a int"),
         ({"max_rows": 0}, "max_rows=0 must be"),
     ],
@@ -266,7 +266,7 @@ def test_a_reference_that_is_no_party() -> None:
 
 
 def test_a_device_that_the_party_has_not_chosen() -> None:
-    with federation(), pytest.raises(OptionError, match="has its module on cpu, not on cuda:0: leave the device out"):
+    with federation(), pytest.raises(OptionError, match="has its module on cpu, not on cuda:0: omit the device"):
         RemoteModule("worker1/cuda:0", Shop)
 
 
@@ -287,12 +287,12 @@ REFUSED: dict[str, Callable[[RemoteModule], Any]] = {
 def test_what_only_the_party_does(what: str) -> None:
     with federation():
         shop = RemoteModule("worker1", Shop)
-        with pytest.raises(MisuseError, match=f"{what}.* is not for others to do with the module of a party"):
+        with pytest.raises(MisuseError, match=f"{what}.* is not allowed on the module of a party: let 'worker1'"):
             REFUSED[what](shop)
 
 
 def test_an_optimizer_of_what_belongs_to_others() -> None:
-    with federation(), pytest.raises(MisuseError, match=r"nobody steps what belongs to others: 'worker1' exposes a"):
+    with federation(), pytest.raises(MisuseError, match=r"only its owner may step it. Let 'worker1' expose a"):
         DistributedOptimizer(torch.optim.SGD, [rpc.remote("worker1", party_models.plain_module)], lr=0.1)
 
 
@@ -300,7 +300,7 @@ def test_options_are_for_the_parameters_of_this_worker() -> None:
     with federation():
         (shop,) = parameter_rrefs(RemoteModule("worker1", Shop))
         head = make_head()
-        with pytest.raises(OptionError, match="a parameter group with lr has a party in it"):
+        with pytest.raises(OptionError, match="a parameter group with lr contains a party"):
             DistributedOptimizer(torch.optim.SGD, [{"params": [shop, *head.parameters()], "lr": 0.1}], lr=1.0)
         optimizer = DistributedOptimizer(
             torch.optim.SGD, [{"params": list(head.parameters()), "lr": 0.1}, {"params": [shop]}], lr=1.0

@@ -1,4 +1,4 @@
-"""A peer that wants more of a party than it is meant to have: the numbers behind its edge, its parameters, its time."""
+"""A peer that wants more from a party than is allowed: the numbers behind its edge, its parameters, its time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOISY = Edge(on_send=[Clip(1.0), GaussianNoise(4.0)], on_gradient=[Clip(1.0), Ga
 
 @contextmanager
 def behind_noise() -> Iterator[rpc.RRef[Any]]:
-    """worker0 is the attacker; worker1 has a party, and noise on all that leaves it for worker0."""
+    """worker0 is the attacker. worker1 has a party, and adds noise to everything for worker0."""
     with federation(edges={"worker0": NOISY}):
         shop = rpc.remote("worker1", Shop)
         shop.rpc_sync().describe()
@@ -38,7 +38,7 @@ def behind_noise() -> Iterator[rpc.RRef[Any]]:
 
 
 def is_told(value: Any, secrets: list[Tensor]) -> bool:
-    """Whether some value has one of these tensors in it, or a part of it."""
+    """Whether a value contains one of these tensors, or a part of one."""
     if isinstance(value, Tensor):
         flat = value.detach().double().reshape(-1)
         return any(torch.isin(flat.round(decimals=9), secret.reshape(-1).round(decimals=9)).any() for secret in secrets)
@@ -52,7 +52,7 @@ def is_told(value: Any, secrets: list[Tensor]) -> bool:
 
 
 def test_only_these_methods_are_for_others() -> None:
-    """Whoever adds one to Party adds it here, and thinks of what it gives away."""
+    """If you add a method to Party, add it here, and check what it reveals."""
     names = PeerNames("worker0", 1 << 20)
     party = Party(make_encoder())
     known = {name for kind in type(party).__mro__ for name in vars(kind)} | set(vars(party))
@@ -93,7 +93,7 @@ def test_no_method_tells_what_is_behind_the_noise() -> None:
                     continue
                 answered += 1
                 assert not told, name
-    assert answered > 10  # or the attacks did not get as far as the party
+    assert answered > 10  # otherwise the attacks did not reach the party
 
 
 def test_shapes_and_types_of_arguments_do_not_get_around_the_edge() -> None:
@@ -106,7 +106,7 @@ def test_shapes_and_types_of_arguments_do_not_get_around_the_edge() -> None:
 
 
 def test_gradients_that_leave_have_noise_too() -> None:
-    """The weights of a party's linear layer are the gradient of its output: a peer that asks for it gets noise."""
+    """The gradient of a linear layer's output reveals its weights. A peer that asks for it gets noise."""
     with federation(edges={"worker0": NOISY}), dist_autograd.context() as context_id:
         middle = RemoteModule("worker1", Middle, (3,))
         x = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
@@ -114,7 +114,7 @@ def test_gradients_that_leave_have_noise_too() -> None:
         got = dist_autograd.get_gradients(context_id)[x]
         weight = party_of(Middle).module.weight.detach()
         assert not torch.isin(got, weight).any()
-        assert (got - weight[0]).abs().max() > 0.01  # one number in 10^10 is as near
+        assert (got - weight[0]).abs().max() > 0.01  # noise is this small only once in 10^10 draws
 
 
 def test_the_constants_behind_a_graph_are_not_sent_with_it() -> None:
@@ -139,7 +139,7 @@ def test_the_noise_of_a_fetched_value_is_new_each_time_and_counted() -> None:
 def test_the_parameters() -> None:
     with federation():
         shop = RemoteModule("worker1", Shop)
-        with pytest.raises(RefusedError, match="Shop keeps its parameters"):
+        with pytest.raises(RefusedError, match="Shop does not share its parameters"):
             shop.state_dict()
         shared = RemoteModule("worker1", Shop, kwargs={"share_state": True})
         found = shared.state_dict()
@@ -147,7 +147,7 @@ def test_the_parameters() -> None:
         assert all(torch.equal(value, found[name]) for name, value in make_encoder().state_dict().items())
     with federation(edges={"worker7": NOISY}):
         shared = RemoteModule("worker1", Shop, kwargs={"share_state": True})
-        with pytest.raises(RefusedError, match="parameters with noise are no parameters"):
+        with pytest.raises(RefusedError, match="changed parameters are useless"):
             shared.state_dict()
 
 
@@ -158,26 +158,26 @@ def test_an_address_is_not_told() -> None:
         assert key not in (id(party), id(party.module))
 
 
-# Work without bounds.
+# Unbounded work.
 
 
 def test_rows_are_bounded() -> None:
     with federation():
         middle = rpc.remote("worker1", Middle, (3,))
         for way in (lambda x: middle.rpc_sync().forward(x), lambda x: middle.remote().forward(x).to_here()):
-            with pytest.raises(QuotaError, match="the arguments of Middle may have 65536 rows, and not 65537"):
+            with pytest.raises(QuotaError, match="the arguments of Middle may have at most 65536 rows, not 65537"):
                 way(torch.zeros(1, 4, dtype=torch.float64).expand(65537, 4))
         given = [torch.zeros(17, dtype=torch.int64), [torch.zeros(17)], {"x": torch.zeros(17)}]
         shop = rpc.remote("worker1", Shop)
         for each in given:
-            with pytest.raises(QuotaError, match="the arguments of Shop may have 16 rows"):
+            with pytest.raises(QuotaError, match="the arguments of Shop may have at most 16 rows"):
                 shop.rpc_sync().forward(each)
 
 
 def test_rows_of_a_batch_are_bounded() -> None:
     party = Party(make_encoder(), loader=lambda count: rows[:1].expand(count, 6), max_rows=100)
     assert len(party.forward(100)) == 100
-    with pytest.raises(QuotaError, match="a batch of Party may have 100 rows, and not 1000000"):
+    with pytest.raises(QuotaError, match="a batch of Party may have at most 100 rows, not 1000000"):
         party.forward(1_000_000)
 
 
@@ -193,7 +193,7 @@ def test_instances_are_bounded_before_anything_is_made() -> None:
 
     kept = [Costly() for _ in range(3)]
     for _ in range(10):
-        with pytest.raises(QuotaError, match=r"there may be 3 of .*Costly at a time"):
+        with pytest.raises(QuotaError, match=r"Costly allows 3 instances at a time"):
             Costly()
     assert len(made) == 3
     del kept[0]
@@ -201,7 +201,7 @@ def test_instances_are_bounded_before_anything_is_made() -> None:
 
 
 def test_a_party_that_refers_to_itself_is_gone_when_another_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader that is a method of the party does that. Garbage is not collected whenever a peer likes."""
+    """A loader that is a method of the party makes a cycle. A peer cannot make the worker collect garbage at will."""
     monkeypatch.setattr(Party, "_collected", -math.inf)
     collected: list[int] = []
     really = gc.collect
@@ -230,7 +230,7 @@ def test_instances_are_bounded_for_peers() -> None:
     with federation():
         kept = [RemoteModule("worker1", Middle, (each,)) for each in range(2)]
         for _ in range(5):
-            with pytest.raises(QuotaError, match="there may be 2 of Middle at a time"):
+            with pytest.raises(QuotaError, match="Middle allows 2 instances at a time"):
                 RemoteModule("worker1", Middle, (9,))
         assert kept[0](torch.zeros(1, 4, dtype=torch.float64)).shape == (1, 4)
 
@@ -244,7 +244,7 @@ def test_a_party_itself_cannot_be_made_by_peers() -> None:
 
 
 def test_a_gradient_is_used_once() -> None:
-    """Or one backward pass would be as good as a thousand."""
+    """Otherwise a peer could make a thousand steps with one backward pass."""
     with federation(), dist_autograd.context() as context_id:
         shop = RemoteModule("worker1", Shop)
         dist_autograd.backward(context_id, [shop(0).sum()])
@@ -252,9 +252,9 @@ def test_a_gradient_is_used_once() -> None:
         method.step(context_id)
         after = {name: value.clone() for name, value in party_of(Shop).module.state_dict().items()}
         for _ in range(3):
-            with pytest.raises(ContextError, match="used the gradients of this context already"):
+            with pytest.raises(ContextError, match="already used the gradients of this context"):
                 method.step(context_id)
-        with pytest.raises(ContextError, match="used the gradients of this context already"):
+        with pytest.raises(ContextError, match="already used the gradients of this context"):
             method.accumulate(context_id)
         assert all(torch.equal(value, after[name]) for name, value in party_of(Shop).module.state_dict().items())
         assert party_of(Shop).steps == 1
@@ -277,7 +277,7 @@ def test_a_mode_that_is_none(mode: Any) -> None:
 
 
 def test_batches_of_a_loader_go_to_one_call_each() -> None:
-    """Two peers at once take turns, and neither makes the loader begin twice."""
+    """Two peers at once take turns, and the loader starts only once."""
     party = Party(torch.nn.Identity(), loader=[torch.full((1,), float(number)) for number in range(100)])
     found: list[float] = []
     start = threading.Barrier(4)
@@ -295,13 +295,13 @@ def test_batches_of_a_loader_go_to_one_call_each() -> None:
     assert sorted(found) == list(range(100))
 
 
-# Compressed tensors that lie.
+# Malformed compressed tensors.
 
 HUGE = Coded(0, "topk", "float64", (1 << 27,))
 
 
 def test_a_small_message_does_not_become_a_large_tensor(caplog: pytest.LogCaptureFixture) -> None:
-    """A gibibyte from twelve bytes: more than a message may have."""
+    """Twelve bytes would become a gibibyte, more than a message may have."""
     parts = [torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int32)]
     name = [trees.NAMED, f"{echo.__module__}:{echo.__qualname__}"]
     call = [trees.TUPLE, name, [trees.TUPLE, [trees.TENSOR, 0]], {}]

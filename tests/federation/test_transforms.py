@@ -1,4 +1,4 @@
-"""Transforms by themselves: what they claim, against plain torch; and what a receiver makes of compressed tensors."""
+"""Transforms alone, compared with plain torch; and what a receiver makes of compressed tensors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ SAMPLES = 1_000_000
 
 
 def test_the_noise_is_normal() -> None:
-    """The bounds are six standard deviations of what is estimated: one run in a hundred million fails."""
+    """The bounds are six standard deviations of each estimate: one run in a hundred million fails."""
     noise = gaussian(SAMPLES)
     assert noise.dtype is torch.float64
     assert abs(noise.mean()) < 6 / math.sqrt(SAMPLES)
@@ -282,7 +282,7 @@ def test_whatever_comes_is_expanded_within_the_limit_or_refused(found: list[Code
 
 @pytest.mark.parametrize("compression", [BFloat16(feedback=True), Int8(feedback=True), TopK(0.25, feedback=True)])
 def test_feedback_adds_what_was_taken_away(compression: Compression) -> None:
-    """Against the same in one process, written out."""
+    """Compared with the same computation, written out."""
     crossing = Crossing("bank", Edge(on_send=[], on_gradient=[compression]))
     plain = type(compression)(0.25) if isinstance(compression, TopK) else type(compression)()
     rest = torch.zeros(6, 4)
@@ -294,7 +294,7 @@ def test_feedback_adds_what_was_taken_away(compression: Compression) -> None:
         assert torch.equal(found, expected)
         rest = x + rest - expected
         whole, sent = whole + x, sent + found
-    torch.testing.assert_close(whole - sent, rest)  # nothing is lost, it only comes later
+    torch.testing.assert_close(whole - sent, rest)  # nothing is lost: the rest is only sent later
 
 
 def test_feedback_is_kept_apart_by_shape_place_and_direction() -> None:
@@ -316,7 +316,7 @@ def test_feedback_is_bounded() -> None:
         assert kept.nbytes <= 100
     assert kept.take(0) is None
     assert kept.take(49) is not None
-    kept.put(1, torch.zeros(101, dtype=torch.uint8))  # too large, and no reason to drop the others
+    kept.put(1, torch.zeros(101, dtype=torch.uint8))  # too large to keep, but the others stay
     assert (kept.nbytes, kept.take(1)) == (90, None)
     kept.put(2, torch.zeros(10, dtype=torch.uint8))
     kept.clear()
@@ -355,7 +355,7 @@ def test_a_chain_that_does_not_end_in_a_compression_travels_as_it_is() -> None:
 
 
 def test_half_precision_is_clipped_in_single() -> None:
-    """Rounded on the way, rows would be longer than the clip says."""
+    """In half precision, rounding could make rows longer than the clip allows."""
     seen: list[torch.dtype] = []
 
     def look(tensor: Tensor) -> Tensor:
@@ -390,7 +390,7 @@ def test_a_function_that_fails_sends_nothing_and_tells_nobody_why(caplog: pytest
         raise ValueError(f"{tensor.tolist()}")
 
     crossing = Crossing("bank", Edge(on_send=[fail], on_gradient=[]))
-    with pytest.raises(MisuseError, match="on_send for what leaves to 'bank' has failed with ValueError") as failure:
+    with pytest.raises(MisuseError, match="on_send of the edge to 'bank' has failed with ValueError") as failure:
         crossing.values(None, [torch.full((1,), 0.125)])
     assert "0.125" not in str(failure.value)
     assert failure.value.__cause__ is None
@@ -401,9 +401,9 @@ def test_releases_are_bounded() -> None:
     crossing = Crossing("bank", Edge(on_send=[], on_gradient=[Clip(1.0), GaussianNoise(1.0, releases=3)]))
     crossing.gradients([torch.ones(2), torch.ones(2)])
     crossing.gradients([torch.ones(2)])
-    with pytest.raises(QuotaError, match="3 tensors have left for 'bank' with noise"):
+    with pytest.raises(QuotaError, match="3 tensors were sent to 'bank' with noise"):
         crossing.gradients([torch.ones(2)])
-    crossing.values(None, [torch.ones(2)])  # the other direction has its own
+    crossing.values(None, [torch.ones(2)])  # the other direction has its own limit
 
 
 MISUSED: list[tuple[Callable[[], Any], str]] = [
@@ -414,7 +414,7 @@ MISUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: GaussianNoise(1.0, std=1.0), "give a multiplier"),
     (lambda: GaussianNoise(-1.0), "multiplier=-1.0 must be a positive number"),
     (lambda: GaussianNoise(1.0, releases=0), "releases=0 must be a whole number"),
-    (lambda: GaussianNoise(1.0)(torch.ones(1)), "alone it needs std"),
+    (lambda: GaussianNoise(1.0)(torch.ones(1)), "give std to use it alone"),
     (lambda: TopK(0), "fraction=0 must be above 0"),
     (lambda: TopK(1.5), "must be above 0 and at most 1"),
     (lambda: Int8(feedback=1), "must be True or False"),  # type: ignore[arg-type]
@@ -427,7 +427,7 @@ MISUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Edge(on_send=Clip(1.0), on_gradient=[]), "must be a list of transforms"),  # type: ignore[arg-type]
     (lambda: Edge(on_send=[Clip], on_gradient=[]), "must be a list of transforms"),  # type: ignore[list-item]
     (lambda: Edge(on_send=None, on_gradient=[]), "must be a list of transforms"),  # type: ignore[arg-type]
-    (lambda: Edge(on_send=[], on_gradient=[], passes=[int]), "passes: .* must be a list of dtypes"),
+    (lambda: Edge(on_send=[], on_gradient=[], passes=[int]), "passes: .* must be a list of torch dtypes"),
     (lambda: Edge(on_send=[], on_gradient=[], passes="float"), "passes: "),
 ]
 
@@ -498,7 +498,7 @@ def test_without_a_library_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_library_is_given_the_mechanisms_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where none is installed: what is asked of dp-accounting."""
+    """The arguments for dp-accounting, also where it is not installed."""
     composed: list[tuple[float, int]] = []
 
     class Accountant:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of modules on workers."""
+"""Fixtures for the tests of modules on workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backhaul.worker import Worker
 
 @pytest.fixture
 def three() -> Iterator[InProcessCluster]:
-    """Three workers; this thread acts as worker0. After the test nothing is left on them, unless the test keeps it."""
+    """Three workers; this thread acts as worker0. After the test they have nothing left, unless the test keeps it."""
     with InProcessCluster(3) as workers, workers[0].as_current():
         yield workers
 
@@ -34,5 +34,5 @@ def nothing_left(three: InProcessCluster) -> Iterator[None]:
     try:
         await_that(lambda: not left(three), "nothing is left", 0.5)
     except AssertionError:
-        gc.collect()  # it takes long, and is for exceptions that a test has caught
+        gc.collect()  # slow; needed only for exceptions that a test has caught
         await_that(lambda: not left(three), f"nothing is left, but there was {left(three)}")

@@ -19,7 +19,7 @@ WITHIN = 10.0
 
 
 class Net(nn.Module):
-    """Parameters of its own and of children, one shared, and buffers, one of them not persistent."""
+    """Has parameters of its own and of children, one of them shared, and buffers, one of them not persistent."""
 
     calls: Tensor
 
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 class Two(nn.Module):
-    """Two inputs, two outputs."""
+    """A module with two inputs and two outputs."""
 
     def __init__(self, size: int = 4) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def linear(size: int = 4) -> nn.Linear:
 
 
 def seeded(seed: int, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
-    """The same module wherever it is made."""
+    """A module with the same weights on every worker."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make(*args)
@@ -77,7 +77,7 @@ def given(value: Any) -> Any:
 
 
 def twins(seed: int, remote_device: str, make: Callable[..., nn.Module], *args: Any) -> tuple[RemoteModule, nn.Module]:
-    """A module on a worker, and the same one here."""
+    """A module on a worker, and the same module in this process."""
     return RemoteModule(remote_device, seeded, (seed, make, *args)), seeded(seed, make, *args)
 
 
@@ -147,7 +147,7 @@ def equal_lists(got: list[Any], expected: list[Any]) -> bool:
 
 
 def await_that(condition: Callable[[], bool], what: str, within: float = WITHIN) -> None:
-    """It is so, or becomes so within a short time."""
+    """Return when the condition holds; fail if it does not within a short time."""
     deadline = time.monotonic() + within
     while not condition():
         assert time.monotonic() < deadline, f"not within {within} s: {what}"

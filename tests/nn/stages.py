@@ -1,4 +1,4 @@
-"""Stages for pipelines, which tell what they do and wait for each other."""
+"""Stages for pipelines. They log what they do, and wait for each other."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from backhaul import rpc
 
 LOG: list[tuple[Any, ...]] = []
-"""What stages have done, in the order in which they did it: workers of these tests are in one process."""
+"""What the stages have done, in order. The workers of these tests are in one process."""
 WITHIN = 10.0
 
 
 class Told(nn.Module):
-    """Logs when it begins and ends with a micro-batch. A micro-batch is known by its first value."""
+    """Logs when it begins and ends a micro-batch. The first value of a micro-batch identifies it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Told(nn.Module):
 
 
 class Entered:
-    """Which stages have been entered with which micro-batches; others wait for that."""
+    """Which stages have begun which micro-batches. Other stages wait for that."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -58,9 +58,9 @@ ENTERED = Entered()
 
 
 class Overlapping(Told):
-    """Ends with a micro-batch only when the other stage has begun with the one after, or the one before.
+    """Ends a micro-batch only when the other stage has begun the next one, or the previous one.
 
-    So stages that work one after the other never end.
+    So stages that do not overlap would never end.
     """
 
     def __init__(self, name: str, other: str, distance: int, last: int) -> None:
@@ -78,7 +78,7 @@ class Overlapping(Told):
 
 
 class Breaks(Told):
-    """Raises at one micro-batch."""
+    """Raises for one micro-batch."""
 
     def __init__(self, name: str, at: int) -> None:
         super().__init__(name)
@@ -91,7 +91,7 @@ class Breaks(Told):
 
 
 class Hangs(Told):
-    """Waits at one micro-batch until it is told to go on."""
+    """Waits in one micro-batch until the test lets it go on."""
 
     go_on = threading.Event()
 
@@ -125,14 +125,14 @@ class Gives(nn.Module):
 
 
 class Takes(nn.Module):
-    """Several arguments, of which some are no tensors."""
+    """Takes several arguments, some of which are not tensors."""
 
     def forward(self, x: Tensor, factor: float, names: list[str], y: Tensor, scalar: Tensor) -> Any:
         return x * factor + y + scalar + len(names), y
 
 
 class Crash(nn.Module):
-    """Ends the process at one micro-batch."""
+    """Ends the process in one micro-batch."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -148,5 +148,5 @@ class Crash(nn.Module):
 
 
 def numbered(count: int, width: int = 2) -> Tensor:
-    """A batch whose rows are micro-batches of their own: row i is full of i."""
+    """A batch whose rows are the micro-batches: row i is filled with i."""
     return torch.arange(count, dtype=torch.float64).unsqueeze(1).expand(count, width).contiguous()

@@ -48,7 +48,7 @@ def ends(name: str) -> list[int]:
 @pytest.mark.parametrize("broken", [0, 1, 2])
 @pytest.mark.usefixtures("three_with_nothing_left")
 def test_an_error_in_the_middle(broken: int, at: int, inside: bool) -> None:
-    """Its own type, from its own worker; the stage takes no micro-batch after it; then everything is over."""
+    """The error has its own type and names its worker. The stage runs no later micro-batch; then nothing runs."""
     stages = [
         RemoteModule(f"worker{(1, 2, 0)[i]}", *((Breaks, ("x", at)) if i == broken else (Told, (f"stage {i}",))))
         for i in range(3)
@@ -92,7 +92,7 @@ def test_an_argument_that_cannot_be_sent() -> None:
 
 @pytest.mark.usefixtures("three_with_nothing_left")
 def test_an_error_waits_for_what_is_under_way() -> None:
-    """So a user who tries again does not meet what is left of the first try."""
+    """So a second try does not overlap with the rest of the first."""
     pipeline = Pipeline([RemoteModule("worker1", Hangs, ("slow", 1)), RemoteModule("worker2", Breaks, ("x", 0))], 3)
     Hangs.go_on.clear()
     future = rpc.rpc_async("worker2", run_numbered, args=(pipeline, 3))
@@ -121,7 +121,7 @@ def test_a_stage_that_hangs() -> None:
 
 
 def test_more_micro_batches_than_the_timeout_allows_for_one() -> None:
-    """The time that stages wait for each other is not limited; each result is."""
+    """The timeout limits the wait for each result, not the time that stages wait for each other."""
     options = RpcOptions(rpc_timeout=0.75)
     with InProcessCluster(3, options=options) as workers, workers[0].as_current():
         pipeline = Pipeline([RemoteModule("worker1", Slow), RemoteModule("worker2", Slow)], 8)
@@ -135,7 +135,7 @@ class Slow(Told):
         super().__init__("slow")
 
     def work(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        time.sleep(0.15)  # the time itself is what this is about
+        time.sleep(0.15)  # this test is about the time itself
         return x
 
 
@@ -169,7 +169,7 @@ def gradient_sum(rref: Any, context_id: int) -> float:
 
 
 def crash(places: list[int], broken: int, at: int) -> tuple[str, str, float]:
-    """What a pipeline raises one of whose workers dies."""
+    """The error that a pipeline raises when one of its workers dies."""
     kinds: list[Any] = [(Told, ("a",)), (Told, ("b",))]
     kinds.insert(broken, (Crash, (at,)))
     stages = [RemoteModule(f"worker{rank}", *kind) for rank, kind in zip(places, kinds, strict=True)]
@@ -199,7 +199,7 @@ def test_between_processes() -> None:
 
 
 def test_workers_that_die_in_the_middle() -> None:
-    """In the middle of the stages, at the first and at the last. The error names them; the others go on."""
+    """The worker of a middle, the first or the last stage dies. The error names it, and the others go on."""
     with Crew(5) as crew:
         for places, broken, at in (([1, 2, 3], 1, 2), ([1, 3, 4], 0, 0), ([3, 0, 4], 2, 5)):
             lost, text, seconds = crew[0].run(crash, places, broken, at)

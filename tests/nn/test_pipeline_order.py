@@ -30,14 +30,14 @@ def _no_log() -> Iterator[None]:
 @pytest.mark.parametrize("places", ["12", "10", "01", "11", "00"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_stages_work_at_the_same_time(places: str, grad: bool) -> None:
-    """The first is with micro-batch k + 1 while the second is with k: each waits to see the other there."""
+    """The first works on micro-batch k + 1 while the second works on k. Each waits until it sees the other there."""
     chunks = 5
     first = RemoteModule(f"worker{places[0]}", Overlapping, ("first", "second", -1, chunks - 1))
     second = RemoteModule(f"worker{places[1]}", Overlapping, ("second", "first", 1, chunks - 1))
     with torch.set_grad_enabled(grad):
         y = Pipeline([first, second], chunks)(numbered(chunks))
     assert torch.equal(y, numbered(chunks))
-    for k in range(chunks - 1):  # the later one of the two began before the earlier one had ended
+    for k in range(chunks - 1):  # the later stage began before the earlier one ended
         assert LOG.index(event("first", "begins", k + 1, places[0])) < LOG.index(event("second", "ends", k, places[1]))
         assert LOG.index(event("second", "begins", k, places[1])) < LOG.index(event("first", "ends", k + 1, places[0]))
 
@@ -47,7 +47,7 @@ def event(name: str, what: str, number: int, rank: str) -> tuple[Any, ...]:
 
 
 def test_four_stages_work_at_the_same_time() -> None:
-    """Each waits for the one after it to have begun with the micro-batch before."""
+    """Each waits until the next stage has begun the previous micro-batch."""
     names, chunks = ["a", "b", "c", "d"], 6
     stages = [
         RemoteModule(f"worker{i % 3}", Overlapping, (name, (*names, "d")[i + 1], -1 if i < 3 else 0, chunks - 1))
@@ -69,7 +69,7 @@ def test_each_stage_takes_its_micro_batches_in_order_and_one_at_a_time(seed: int
 
 
 def test_activations_go_from_stage_to_stage(three: InProcessCluster) -> None:
-    """Between the workers of the stages; the caller sends only to the first and hears only from the last."""
+    """The caller sends only to the first stage's worker, and receives only from the last one's."""
     pipeline = Pipeline([RemoteModule("worker1", linear), RemoteModule("worker2", linear)], 3)
     with dist_autograd.context() as context_id:
         pipeline(batch(6, 4).requires_grad_())
@@ -79,7 +79,7 @@ def test_activations_go_from_stage_to_stage(three: InProcessCluster) -> None:
 
 
 def test_the_caller_does_not_read_what_goes_between_stages(three: InProcessCluster) -> None:
-    """By the bytes of tensors that the workers get: the input and the output are small, what is between is large."""
+    """Checked by the bytes of tensors that each worker gets: input and output are small, activations are large."""
     received = count_received(three)
     pipeline = Pipeline([RemoteModule("worker1", Widen), RemoteModule("worker2", Narrow)], 2)
     before = dict(received)
@@ -104,7 +104,7 @@ class Narrow(nn.Module):
 
 
 def count_received(workers: InProcessCluster) -> dict[str, int]:
-    """The bytes of the tensors that come to each worker, from now on."""
+    """A count of the bytes of tensors that each worker receives from now on."""
     counts = {worker.info.name: 0 for worker in workers}
     for worker in workers:
         execution = worker.agent.execution
@@ -120,7 +120,7 @@ def count_received(workers: InProcessCluster) -> dict[str, int]:
 
 @pytest.mark.parametrize("places", ["12", "11", "01"])
 def test_activations_are_freed_as_the_pipeline_goes_on(places: str) -> None:
-    """Without grad: when the second stage is at the last micro-batch, the outputs of the first before it are gone."""
+    """Without grad, the first stage's earlier outputs are freed when the second stage runs the last micro-batch."""
     OUTPUTS.clear()
     chunks = 6
     stages = [RemoteModule(f"worker{places[0]}", Remembered), RemoteModule(f"worker{places[1]}", Looks, (chunks - 1,))]

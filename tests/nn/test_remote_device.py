@@ -1,4 +1,4 @@
-"""What names a worker and a device of its own."""
+"""Strings that name a worker and one of its devices."""
 
 from __future__ import annotations
 

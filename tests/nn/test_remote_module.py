@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("three")
 
 @pytest.fixture(params=["worker1/cpu", "rank:2", "worker0"])
 def where(request: pytest.FixtureRequest) -> str:
-    """On another worker, and on the caller's own."""
+    """The module is on another worker, or on the caller itself."""
     return str(request.param)
 
 
@@ -79,7 +79,7 @@ class Echo(nn.Module):
 
 
 def test_gradients(where: str) -> None:
-    """Of the module, of the input, and of what comes before and after."""
+    """Gradients of the module, of the input, and of the layers before and after."""
     m, local = twins(2, where, Net)
     before, x = seeded(3, linear), batch(5, 4).requires_grad_()
     local(before(x)).square().sum().backward()
@@ -230,7 +230,7 @@ def call_from_there(m: RemoteModule, x: Tensor) -> tuple[str, bool, Tensor]:
 
 @pytest.mark.parametrize("to", ["worker1", "worker2", "worker0"])
 def test_sent_to_a_worker(to: str) -> None:
-    """A third one, the owner, and oneself."""
+    """The receiver is a third worker, the owner, or the sender itself."""
     m, local = twins(1, "worker1", linear)
     m.eval()
     text, training, y = rpc.rpc_sync(to, call_from_there, args=(m, batch(2, 4)))
@@ -287,7 +287,7 @@ def test_pickled_by_other_means() -> None:
 
 
 class Doubling(RemoteModule):
-    """A subclass of a user's."""
+    """A user's subclass."""
 
     factor = 2
 
@@ -307,7 +307,7 @@ def test_a_subclass_stays_one() -> None:
 
 
 def test_copies() -> None:
-    """A copy is one more RemoteModule for the module; a deep copy one for a copy of the module, beside it."""
+    """A copy is another RemoteModule for the same module; a deep copy is one for a copy of it, on the same worker."""
     m = RemoteModule("worker1", linear)
     assert ask(copy.copy(m), identity_of) == ask(m, identity_of)
     deep = copy.deepcopy(m)
@@ -353,11 +353,11 @@ def test_init_from_module_rref() -> None:
 
 def test_a_reference_that_cannot_be_used() -> None:
     m = RemoteModule("worker1", linear)
-    with pytest.raises(OptionError, match="'worker2/cpu' is not where the module is: it is on 'worker1'"):
+    with pytest.raises(OptionError, match="remote_device is 'worker2/cpu', but the module is on 'worker1'"):
         RemoteModule.init_from_module_rref("worker2/cpu", m.module_rref)
     with pytest.raises(OptionError, match=r"must be an RRef to an nn\.Module"):
         RemoteModule.init_from_module_rref("worker1", m)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match=r"refers to str, which is no nn\.Module"):
+    with pytest.raises(OptionError, match=r"refers to a str, which is not an nn\.Module"):
         RemoteModule.init_from_module_rref("worker1", rpc.remote("worker1", no_module))  # type: ignore[arg-type]
     with pytest.raises(LookupError):
         RemoteModule.init_from_module_rref("worker1", rpc.remote("worker1", Failing))
@@ -380,9 +380,9 @@ def test_two_for_one_module_see_the_same() -> None:
         (lambda m: m.register_buffer("b", torch.ones(1)), "register_buffer"),
         (lambda m: m.add_module("c", nn.ReLU()), "add_module"),
         (lambda m: m.register_module("c", nn.ReLU()), "register_module"),
-        (lambda m: setattr(m, "p", nn.Parameter(torch.ones(1))), "to set 'p'"),
-        (lambda m: setattr(m, "b", nn.Buffer(torch.ones(1))), "to set 'b'"),
-        (lambda m: setattr(m, "c", nn.ReLU()), "to set 'c'"),
+        (lambda m: setattr(m, "p", nn.Parameter(torch.ones(1))), "setting 'p'"),
+        (lambda m: setattr(m, "b", nn.Buffer(torch.ones(1))), "setting 'b'"),
+        (lambda m: setattr(m, "c", nn.ReLU()), "setting 'c'"),
     ],
 )
 def test_it_has_nothing_of_its_own(act: Any, what: str) -> None:
@@ -414,7 +414,7 @@ def test_modules_of_a_parent() -> None:
     assert list(m.children()) == []
 
 
-# A device that is not the CPU. There is none here, so "meta" stands for one.
+# A device other than the CPU. This machine may have none, so "meta" stands for one.
 
 
 def test_another_device() -> None:
@@ -422,7 +422,7 @@ def test_another_device() -> None:
     assert m.device == "meta"
     assert repr(m) == "RemoteModule(Linear on worker1/meta)"
     assert [rref.rpc_sync().size() for rref in m.remote_parameters()] == [(4, 4), (4,)]
-    with pytest.raises(NotImplementedError, match="meta tensor"):  # on its way back to the CPU: it has no data
+    with pytest.raises(NotImplementedError, match="meta tensor"):  # a meta tensor has no data to copy back to the CPU
         m(batch(2, 4))
     shape = RemoteModule.init_from_module_rref("worker1", rpc.remote("worker1", ShapeOf))
     assert shape(batch(2, 4)) == ("meta", (2, 4))

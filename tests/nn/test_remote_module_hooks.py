@@ -1,4 +1,4 @@
-"""Hooks on remote modules: they run where the module is, as those of a module of one process."""
+"""Hooks on remote modules run on the module's worker, as those of a module in one process do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backhaul.nn import Pipeline, RemoteModule
 pytestmark = pytest.mark.usefixtures("three")
 
 EVENTS: list[tuple[Any, ...]] = []
-"""What hooks have seen. The workers of the tests are in one process."""
+"""What the hooks have seen. The workers of these tests are in one process."""
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def events_of(act: Callable[[], Any]) -> tuple[Any, list[tuple[Any, ...]]]:
 
 
 def elsewhere(events: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The events of a module of this process, as they would be on worker1."""
+    """The events of a module in this process, as if they were on worker1."""
     return [tuple("worker1" if part == "worker0" else part for part in event) for event in events]
 
 
@@ -133,7 +133,7 @@ def test_hooks_that_are_always_called() -> None:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_backward_hooks(needs_grad: bool) -> None:
-    """Once in a pass, with the gradients of one process; also if no input needs one."""
+    """They run once in a pass, with the gradients of one process, even if no input requires grad."""
     m, local = twins(1, "worker1", linear)
     hook = partial(backward if needs_grad else backward_without_input, "backward")
     for model in (m, local):
@@ -188,7 +188,7 @@ def test_removal() -> None:
     handle.remove()
     handle.remove()
     assert [event[0] for event in events_of(lambda: m(batch(2, 4)))[1]] == ["b"]
-    del other  # the hook stays
+    del other  # dropping the handle does not remove the hook
     assert [event[0] for event in events_of(lambda: m(batch(2, 4)))[1]] == ["b"]
     with m.register_forward_pre_hook(partial(pre, "c")) as kept:
         assert kept is not None

@@ -127,7 +127,7 @@ def test_the_parameters_of_a_mixed_model() -> None:
 
 
 def test_shared_parameters_come_once() -> None:
-    """Shared by modules, by remote modules of one module, and by different modules of one worker."""
+    """They are shared by modules, by two RemoteModules of one module, or by different modules of one worker."""
     local = linear()
     tied = linear()
     tied.weight = local.weight
@@ -173,14 +173,14 @@ class Wrapper(nn.Module):
 
 
 def without_inner(module: Wrapper, inner: nn.Module) -> Wrapper:
-    """The same module, as one of one process."""
+    """The same module in one process."""
     twin = Wrapper(inner)
     twin.before, twin.after = module.before, module.after
     return twin
 
 
 def test_the_workers_are_asked_at_once(three: InProcessCluster) -> None:
-    """One call for each remote module, all of them before the first answer is waited for."""
+    """There is one call for each remote module, and all are sent before the first wait."""
     parts = [RemoteModule(f"worker{1 + i}", Meets) for i in range(2)]
     for part in parts:
         ask(part, meet)
@@ -191,7 +191,7 @@ def test_the_workers_are_asked_at_once(three: InProcessCluster) -> None:
 
 
 class Meets(nn.Linear):
-    """Lists its parameters when another one does so, too."""
+    """Lists its parameters only when another module does so at the same time."""
 
     meeting: threading.Barrier | None = None
 
@@ -218,7 +218,7 @@ def test_what_has_no_parameters(wrong: Any) -> None:
 
 
 def test_listed_on_another_worker() -> None:
-    """References go where they are asked for."""
+    """The references go to the worker that asks for them."""
     m = RemoteModule("worker1", linear)
     rrefs = rpc.rpc_sync("worker2", parameter_rrefs, args=(nn.Sequential(m),))
     assert owners(rrefs) == "1 1"

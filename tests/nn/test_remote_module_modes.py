@@ -1,4 +1,4 @@
-"""Modes, dtypes, requires_grad, zero_grad, apply: the real module changes as one of this process would."""
+"""Modes, dtypes, requires_grad, zero_grad, apply: the real module changes as a module in this process would."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Noisy(nn.Sequential):
 
 
 def both(m: RemoteModule, local: nn.Module, through_parent: bool) -> tuple[nn.Module, nn.Module]:
-    """The module and its twin, or parents of them."""
+    """The module and its twin, or their parents."""
     if not through_parent:
         return m, local
     return nn.Sequential(linear(), nn.Sequential(m)), nn.Sequential(linear(), nn.Sequential(local))
@@ -108,7 +108,7 @@ CONVERSIONS: dict[str, Any] = {
 @through_parent
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS.keys())
 def test_conversions(convert: Any, through_parent: bool) -> None:
-    """Of parameters, buffers and gradients. ``type`` converts integers, too."""
+    """They convert parameters, buffers and gradients. ``type`` converts integers too."""
     m, local = twins(1, "worker1", Net)
     ask(m, set_grads)
     set_grads(local)
@@ -154,7 +154,7 @@ def test_memory_formats(through_parent: bool) -> None:
 @through_parent
 @pytest.mark.parametrize("format", [torch.channels_last, torch.channels_last_3d])
 def test_memory_formats_of_tensors_that_have_none(format: torch.memory_format, through_parent: bool) -> None:
-    """A format for four dimensions is refused by a module that has tensors of five, and the other way round."""
+    """A module with tensors of five dimensions refuses a format for four, and the reverse."""
     m, local = twins(1, "worker1", nn.Conv2d if format is torch.channels_last_3d else nn.Conv3d, 3, 4, 2)
     for model in both(m, local, through_parent):
         with pytest.raises(RuntimeError, match="required rank"):
@@ -163,7 +163,7 @@ def test_memory_formats_of_tensors_that_have_none(format: torch.memory_format, t
 
 
 def test_a_parent_s_moves_leave_the_module_where_it_is() -> None:
-    """Devices of this process are none of the worker's. There are no others here, so "meta" stands for one."""
+    """Devices of this process are not devices of the worker. This machine may have no GPU, so "meta" stands for one."""
     m, local = twins(1, "worker1", Net)
     parent = nn.Sequential(m)
     parent.to("meta")

@@ -25,7 +25,7 @@ _kept: dict[str, Any] = {}
 
 
 def train_and_compare() -> dict[str, bool]:
-    """Three steps of SGD with a model over three processes, and with the same one here: what is the same."""
+    """Three SGD steps of a model over three processes, and of the same model here. Returns what is equal."""
     first, first_local = twins(1, "worker1", Net)
     second, second_local = twins(2, "worker2", linear)
     middle = seeded(3, linear)
@@ -69,7 +69,7 @@ def descend(module: nn.Module, context_id: int) -> None:
 
 
 def where_it_runs() -> list[Any]:
-    """A module that tells its process, called from here and by way of a third worker."""
+    """A module that returns its process id, called from here and through a third worker."""
     m = RemoteModule("worker1", Tells)
     pid = rpc.rpc_sync("worker1", os.getpid)
     return [m(0) == pid, rpc.rpc_sync("worker2", run_there, args=(m, 0)) == pid, pid != os.getpid()]
@@ -88,7 +88,7 @@ def keep() -> None:
 
 
 def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-    """Sees, and leaves alone."""
+    """Notes the call, and changes nothing."""
 
 
 def lost(act: Callable[[], Any]) -> str:
@@ -100,7 +100,7 @@ def lost(act: Callable[[], Any]) -> str:
 
 
 def uses() -> dict[str, str]:
-    """Who is said to be lost when the module on worker1 is used."""
+    """The name of the worker that the error calls lost when the module on worker1 is used."""
     m, parent = _kept["m"], _kept["parent"]
     acts: dict[str, Callable[[], Any]] = {
         "call": lambda: m(batch(3, 4)),
@@ -133,7 +133,7 @@ class Dies(nn.Module):
 
 
 def test_processes() -> None:
-    """One group for all of it: starting processes takes long."""
+    """One group of processes serves all checks, because starting processes is slow."""
     with Crew(3) as crew:
         same = crew[0].run(train_and_compare)
         assert [what for what, is_so in same.items() if not is_so] == []

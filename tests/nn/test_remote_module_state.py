@@ -1,4 +1,4 @@
-"""State dicts of remote modules, alone and inside of local ones: as those of the same model in one process."""
+"""State dicts of remote modules, alone and inside local ones, equal those of the same model in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("three")
 
 
 class Outer(nn.Module):
-    """A model with a part that may be elsewhere, two levels down."""
+    """A model with a part, two levels down, that may be on another worker."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Versioned(nn.Module):
 
 
 class Extra(nn.Module):
-    """Has state that is no tensor."""
+    """Has state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ def inside(make: Callable[..., nn.Module] = Net, seed: int = 1) -> Pair:
 
 @pytest.fixture(params=[alone, inside])
 def pair(request: pytest.FixtureRequest) -> Callable[..., Pair]:
-    """A model that is, or has inside, a remote module; and the same model in one process."""
+    """A model that is, or contains, a remote module; and the same model in one process."""
     return request.param  # type: ignore[no-any-return]
 
 
 def outcome(model: nn.Module, state: Any, **options: Any) -> Any:
-    """What loading returns, or the text that it raises, without the line that names the class of the model."""
+    """What loading returns, or the text of its error without the line that names the model's class."""
     try:
         return model.load_state_dict(state, **options)
     except RuntimeError as error:
@@ -117,7 +117,7 @@ def test_the_state(pair: Callable[..., Pair]) -> None:
 
 
 def test_the_state_after_training_steps(pair: Callable[..., Pair]) -> None:
-    """Buffers, too: running means, and num_batches_tracked."""
+    """The state includes buffers: running means, and num_batches_tracked."""
     m, local = pair(Net)
     for model in (m, local):
         model(batch(3, 4))
@@ -228,7 +228,7 @@ EDITS = {
 def test_what_does_not_fit(
     pair: Callable[..., Pair], edits: list[Callable[[dict[str, Any]], None]], metadata: bool, strict: bool
 ) -> None:
-    """The same keys, texts and order as in one process; and the same is loaded all the same."""
+    """The keys, texts and order are those of one process, and so is what gets loaded anyway."""
     m, local = pair(Net, 1)
     _, source = pair(Net, 2)
     state: dict[str, Any] = source.state_dict()
@@ -245,7 +245,7 @@ def test_what_does_not_fit(
 
 @pytest.mark.parametrize("metadata", [True, False])
 def test_num_batches_tracked_may_be_missing_from_an_old_state_only(pair: Callable[..., Pair], metadata: bool) -> None:
-    """So the versions of all modules have to come along."""
+    """So the versions of all modules must travel with the state."""
     m, _ = pair(Net, 1)
     _, source = pair(Net, 2)
     state: dict[str, Any] = source.state_dict()
@@ -270,7 +270,7 @@ def test_an_old_version_of_a_descendant(pair: Callable[..., Pair]) -> None:
 
 
 def test_assign(pair: Callable[..., Pair]) -> None:
-    """Other dtypes are taken over; requires_grad stays."""
+    """The dtypes of the state are adopted; requires_grad stays."""
     m, local = pair(Net, 1)
     _, source = pair(Net, 2)
     for model in (m, local):
@@ -324,7 +324,7 @@ def forgive(module: nn.Module, keys: Any) -> None:
 
 
 def hooked() -> nn.Module:
-    """With hooks that rename, and one that forgives what is wrong up to there."""
+    """A module with hooks that rename keys, and one hook that clears the errors so far."""
     module = nn.Sequential(linear())
     module[0].register_state_dict_post_hook(no_prefix)  # type: ignore[no-untyped-call]
     module[0].register_load_state_dict_pre_hook(unhook)  # type: ignore[no-untyped-call]
@@ -346,7 +346,7 @@ def test_hooks_of_the_module(pair: Callable[..., Pair]) -> None:
 
 
 def test_hooks_of_the_remote_module_itself() -> None:
-    """These run here, as those of any module of this process."""
+    """They run in this process, like those of any local module."""
     m, _ = twins(1, "worker1", linear)
     calls: list[str] = []
 
@@ -393,7 +393,7 @@ def test_what_is_no_state() -> None:
 
 
 def test_a_state_that_the_user_goes_on_using_is_not_changed() -> None:
-    """Neither by the module's later training, nor the other way round."""
+    """Later training does not change the state, and changes of the state do not change the module."""
     m, local = alone()
     state = local.state_dict()
     m.load_state_dict(state)

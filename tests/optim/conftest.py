@@ -13,7 +13,7 @@ from backhaul.testing import InProcessCluster
 
 @pytest.fixture
 def workers(caplog: pytest.LogCaptureFixture) -> Iterator[InProcessCluster]:
-    """Three workers; the first is current. At the end nothing is left on them, and nothing is claimed."""
+    """Three workers; the first is current. After the test they must have nothing left, and no claims."""
     with (
         caplog.at_level(logging.ERROR, logger="backhaul"),
         InProcessCluster(3) as made,

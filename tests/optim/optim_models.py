@@ -1,4 +1,4 @@
-"""Models whose layers live on workers, each with its twin in one process, and what compares the two."""
+"""Models whose layers live on workers, each with a twin in one process, and functions that compare the two."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def matrix(inputs: int, outputs: int) -> nn.Module:
 
 
 def parameters_of(layer: RRef[nn.Module]) -> list[RRef[Tensor]]:
-    """Runs on the owner."""
+    """The parameters of a layer. Runs on its owner."""
     return [RRef(parameter) for parameter in layer.local_value().parameters()]
 
 
@@ -74,14 +74,14 @@ def set_data(parameter: Tensor, value: Tensor) -> None:
 
 
 class Twins:
-    """Layers on workers, and in ``alone`` the same ones in this process."""
+    """Layers on workers, and in ``alone`` the same layers in this process."""
 
     def __init__(self, places: Sequence[Place], *, side_by_side: bool = False, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.layers = []
         for worker, make, args in places:
             layer = rpc.remote(worker, make, args=args)
-            layer.to_here()  # one after the other: workers of one process share the generator
+            layer.to_here()  # in turn, because workers of one process share the random generator
             self.layers.append(layer)
         self.alone = nn.ModuleList([copy.deepcopy(layer.to_here()) for layer in self.layers])
         self.side_by_side = side_by_side
@@ -91,7 +91,7 @@ class Twins:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Those of the twin, in the order of ``rrefs``."""
+        """The parameters of the twin, in the order of ``rrefs``."""
         return list(self.alone.parameters())
 
     def loss(self, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class Twins:
         torch.autograd.backward(self.loss_alone(x))
 
     def train(self, optimizer: Any, reference: Any, inputs: Sequence[Tensor], check: bool = True) -> None:
-        """A step of both for each input; parameters are the same after each."""
+        """Make a step of both for each input. The parameters must be the same after each."""
         for x in inputs:
             with dist_autograd.context() as context_id:
                 dist_autograd.backward(context_id, [self.loss(x)])
@@ -139,7 +139,7 @@ class Twins:
 
 
 def dense_twins(seed: int = 0) -> Twins:
-    """A chain over all three workers; worker1 comes twice."""
+    """A chain over all three workers, with two layers on worker1."""
     return Twins(
         [
             ("worker0", linear, (4, 6)),
@@ -196,7 +196,7 @@ def assert_same(found: Any, expected: Any, path: str = "") -> None:
 def await_nothing_left(workers: InProcessCluster) -> None:
     deadline = time.monotonic() + WITHIN
     for look in itertools.count():
-        if look % 100 == 10:  # not at once: it takes longer than most tests, and few leave cycles
+        if look % 100 == 10:  # not at first, because it takes longer than most tests, and few tests leave cycles
             gc.collect()
         left = {worker.info.name: worker.references.counts() | worker.autograd.counts() for worker in workers}
         if not len(claims) and not any(any(counts.values()) for counts in left.values()):

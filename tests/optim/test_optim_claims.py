@@ -1,4 +1,4 @@
-"""Claims: those on common objects take turns in their order, others do not wait."""
+"""Claims on common objects take turns in order; other claims do not wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WITHIN = 20.0
 
 
 class Holder:
-    """A thread that claims objects, and holds them until it is told to let go."""
+    """A thread that claims objects, and holds them until the test releases it."""
 
     def __init__(self, claims: Claims, objects: Sequence[object], log: list[str], name: str = "") -> None:
         self.held = threading.Event()
@@ -25,7 +25,7 @@ class Holder:
         before = len(claims)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
-        while len(claims) == before:  # it has its place in the order when it is seen there
+        while len(claims) == before:  # its place in the order is fixed once the claim is listed
             threading.Event().wait(0.001)
 
     def _run(self) -> None:
@@ -58,7 +58,7 @@ def test_claims_on_common_objects_take_turns_in_their_order() -> None:
     first = Holder(claims, [a, b], log, "first")
     assert first.held.wait(WITHIN)
     second = Holder(claims, [b, c], log, "second")
-    third = Holder(claims, [c], log, "third")  # free, but the second was here before it
+    third = Holder(claims, [c], log, "third")  # c is free, but the second claim wants it and came first
     assert not second.held.wait(0.05)
     assert not third.held.is_set()
     first.end()
@@ -71,7 +71,7 @@ def test_claims_on_common_objects_take_turns_in_their_order() -> None:
 
 
 def test_no_claim_overtakes_forever() -> None:
-    """One that needs two objects gets them though others want them one by one all the time."""
+    """A claim on two objects is granted although other threads claim each of them again and again."""
     claims, log = Claims(), list[str]()
     a, b = object(), object()
     holders = [Holder(claims, [a], log, "a"), Holder(claims, [b], log, "b"), Holder(claims, [a, b], log, "both")]
@@ -111,7 +111,7 @@ def test_an_error_lets_go() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_many_threads(seed: int) -> None:
-    """No object is ever held twice, everybody gets what it wants, and nothing is left."""
+    """No object is ever held twice, every claim is granted, and no claim is left."""
     claims = Claims()
     objects = [object() for _ in range(6)]
     holding = dict.fromkeys(range(6), 0)

@@ -1,4 +1,4 @@
-"""Any class of optimizer: steps and state dicts are those of one process, to the last bit."""
+"""For every optimizer class, steps and state dicts are those of one process, to the last bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def needs_a_closure(optimizer_class: type) -> bool:
 
 
 def suits(optimizer_class: Any, layer: nn.Module, x: Tensor) -> bool:
-    """Whether the class of optimizer takes such parameters, and gradients."""
+    """Whether the optimizer class supports such parameters and gradients."""
     try:
         optimizer = optimizer_class(layer.parameters())
         layer(x).sum().backward()
@@ -67,7 +67,7 @@ def test_the_classes_are_found() -> None:
 
 
 def check(make: Any, twins: Twins, inputs: list[Tensor], **options: Any) -> None:
-    """Train both, and look at their state dicts in between and at the end."""
+    """Train both, and compare their state dicts in between and at the end."""
     optimizer = DistributedOptimizer(make, twins.rrefs, **options)
     reference = make(twins.parameters, **options)
     assert_same(optimizer.state_dict(), reference.state_dict())
@@ -126,7 +126,7 @@ def test_sparse_gradients_for_those_that_take_both(workers: InProcessCluster, op
 
 
 class SignedMomentum(torch.optim.Optimizer):
-    """A user's own: with state, a counter that belongs to no parameter, and an option that it changes itself."""
+    """A user's optimizer with state, a counter that belongs to no parameter, and an option that it changes itself."""
 
     def __init__(self, params: Any, lr: float = 0.1, decay: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "decay": decay, "steps": 0})
@@ -166,7 +166,7 @@ def test_options_that_the_optimizer_changes_itself_are_seen_and_not_overwritten(
 
 
 def test_state_that_belongs_to_no_parameter(workers: InProcessCluster) -> None:
-    """It goes to all workers, and one of them gives it back."""
+    """It is sent to all workers, and read back from one of them."""
     twins = dense_twins()
     optimizer, reference = DistributedOptimizer(SignedMomentum, twins.rrefs), SignedMomentum(twins.parameters)
     twins.train(optimizer, reference, dense_inputs(3))
@@ -183,7 +183,7 @@ def count_of(local: Any) -> Any:
 
 
 class HalfADuck:
-    """Has groups, and no methods to work on them."""
+    """Has groups, but no methods for them."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.param_groups = [{"params": params, "lr": 0.1}]
@@ -210,7 +210,7 @@ def test_one_that_has_groups_and_nothing_else(workers: InProcessCluster) -> None
 
 
 class Duck:
-    """No optimizer of torch's: it only has a ``step``."""
+    """Not a torch optimizer: it only has a ``step``."""
 
     def __init__(self, params: list[Tensor], rate: float) -> None:
         self.params = list(params)
@@ -270,7 +270,7 @@ def test_a_method_may_call_its_object_what_it_likes(workers: InProcessCluster) -
 
 
 def scheduled(params: Any, lr: float) -> torch.optim.Optimizer:
-    """An optimizer that has a scheduler of its own: its step is wrapped."""
+    """An optimizer with its own scheduler, which wraps its step."""
     optimizer = torch.optim.SGD(params, lr=lr)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())

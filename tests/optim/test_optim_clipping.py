@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, wherever they are, is that of one process."""
+"""Clipping by the norm of all gradients, on all workers, equals clipping in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from backhaul.testing import InProcessCluster
 
 
 def gradient_here(parameter: Tensor, context_id: int) -> Tensor | None:
-    """The tensor itself."""
+    """The gradient tensor itself, not a copy."""
     found: Tensor | None = dist_autograd.get_gradients(context_id).get(parameter)
     return found
 
@@ -44,7 +44,7 @@ def context_gradients(twins: Twins, context_id: int) -> list[Tensor | None]:
 @pytest.mark.parametrize("norm_type", [1, 2.0, 3, 0.5, math.inf, "inf"])
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_gradients_of_a_context(workers: InProcessCluster, norm_type: Any, factor: float, as_optimizer: bool) -> None:
-    """Also if the norm is not too large."""
+    """Also if the norm is small enough already."""
     twins = dense_twins()
     x = dense_inputs(1)[0]
     twins.backward_alone(x)
@@ -83,7 +83,7 @@ def test_training_with_clipped_gradients(workers: InProcessCluster, optimizer_cl
 
 @pytest.mark.parametrize("norm_type", [1, 2, math.inf])
 def test_grad(workers: InProcessCluster, norm_type: float) -> None:
-    """Without a context; in place, as in torch."""
+    """Without a context, ``.grad`` is clipped in place, as torch does."""
     twins = dense_twins()
     x = dense_inputs(1)[0]
     with dist_autograd.context() as context_id:
@@ -101,7 +101,7 @@ def clip(twins: Twins, x: Tensor, limit: float, norm_type: float) -> Tensor:
 
 
 def test_gradients_that_others_look_at_are_not_changed(workers: InProcessCluster) -> None:
-    """Those that somebody has got from the context before."""
+    """They were read from the context before."""
     twins = dense_twins()
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [twins.loss(dense_inputs(1)[0])])
@@ -115,7 +115,7 @@ def test_gradients_that_others_look_at_are_not_changed(workers: InProcessCluster
 
 
 def test_parameters_without_a_gradient(workers: InProcessCluster) -> None:
-    """They count nothing, also if a whole worker has none."""
+    """They do not count, even if a whole worker has no gradients."""
     twins = dense_twins()
     x = torch.randn(3, 6)
     with dist_autograd.context() as context_id:
@@ -161,7 +161,7 @@ def test_gradients_that_are_not_finite(workers: InProcessCluster, bad: float, no
     gradients[3].view(-1)[1] = bad
     give(twins, list(gradients))
     with pytest.raises(
-        BackhaulError, match=r"norm of the gradients, of order .*, is (inf|nan): they cannot be clipped"
+        BackhaulError, match=r"norm of order .* of the gradients is (inf|nan), so they cannot be clipped"
     ):
         clip_grad_norm_(None, twins.rrefs, 1.0, norm_type, error_if_nonfinite=True)
     assert_same(twins.gradients(), gradients)
@@ -180,7 +180,7 @@ def test_gradients_that_are_not_finite(workers: InProcessCluster, bad: float, no
     ],
 )
 def test_several_types_of_numbers(workers: InProcessCluster, dtypes: list[torch.dtype]) -> None:
-    """Their norms are added in the order of torch, which puts those of one type together."""
+    """Their norms are added in torch's order, which groups them by type."""
     places = [(f"worker{rank % 3}", linear_as, (4, 4, dtype)) for rank, dtype in enumerate(dtypes)]
     twins = Twins(places)
     for seed in range(20):  # the order shows in some of them
@@ -206,7 +206,7 @@ def test_scalars_of_half_precision_stay_so(workers: InProcessCluster) -> None:
 
 @pytest.mark.parametrize("norm_type", [1, 2, math.inf])
 def test_sparse_gradients(workers: InProcessCluster, norm_type: float) -> None:
-    """They count with their coalesced values, as if they were dense. (In torch they cannot be clipped.)"""
+    """The norm is that of their coalesced values, as if they were dense. (Torch cannot clip them.)"""
     twins = sparse_twins()
     x = sparse_inputs(1)[0]
     with dist_autograd.context() as context_id:

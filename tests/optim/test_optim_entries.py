@@ -1,4 +1,4 @@
-"""Entries of parameter groups: what counts as a change, and that copies are copies."""
+"""Entries of parameter groups: what counts as a change, and that copies are independent."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_change_and_its_application() -> None:
     apply(found, known)
     assert known == {"lr": 0.2, "betas": (0.9, 0.99), "initial_lr": 0.1} == entries_of(group)
     assert change(known, group) is None
-    apply(found, known)  # once more is no error
+    apply(found, known)  # applying it again is not an error
     assert change(known, group) is None
 
 

@@ -1,4 +1,4 @@
-"""Failures: who has stepped and who has not, and nothing is left of an optimizer that could not be made."""
+"""Failures: errors say which workers have stepped, and a failed construction leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from backhaul.testing import InProcessCluster
 from crew import Crew
 
 FAILING: set[str] = set()
-"""The workers on which `Fragile` fails, of those of this process."""
+"""The workers of this process on which `Fragile` fails."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_an_error_says_who_has_stepped(workers: InProcessCluster, failing: set[s
             assert gradient.eq(3).all(), "its .grad is not as before"
         assert len(claims) == 0
 
-        FAILING.clear()  # the change was not lost for those that failed
+        FAILING.clear()  # the change still reaches the workers that failed
         for rref, value in zip(twins.rrefs, before, strict=True):
             run(rref, set_data, value)
         optimizer.step(context_id)
@@ -121,7 +121,7 @@ def await_values(workers: InProcessCluster, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("failing", [{"worker0"}, {"worker1"}, {"worker0", "worker1", "worker2"}])
 def test_nothing_is_left_of_what_could_not_be_made(workers: InProcessCluster, failing: set[str]) -> None:
-    """Also while somebody keeps the error."""
+    """Also while the error is kept."""
     twins = dense_twins()
     FAILING.update(failing)
     gc.collect()
@@ -157,7 +157,7 @@ def test_a_class_that_cannot_be_found_there(workers: InProcessCluster) -> None:
 
 
 def test_a_group_is_taken_back_though_a_worker_is_lost(caplog: pytest.LogCaptureFixture) -> None:
-    """Where that is possible; the worker that is lost is named in the log."""
+    """It is taken back where possible, and the log names the lost worker."""
     with InProcessCluster(3) as workers, workers[0].as_current():
         twins = dense_twins()
         optimizer = DistributedOptimizer(torch.optim.SGD, [twins.rrefs[0], twins.rrefs[2], twins.rrefs[4]], lr=0.1)
@@ -207,7 +207,7 @@ def make_model() -> list[RRef[Any]]:
 
 
 def train_between_processes() -> int:
-    """The steps of Adam over three processes are those of one."""
+    """Adam's steps over three processes equal those in one."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.Adam, twins.rrefs, lr=0.1)
     reference = torch.optim.Adam(twins.parameters, lr=0.1)
@@ -221,7 +221,7 @@ def train_between_processes() -> int:
 
 
 def step_and_tell() -> tuple[str, tuple[str, ...], dict[str, tuple[str, str]]]:
-    """Step until it fails: the text of the error, who has stepped, and the kinds of errors with the names in them."""
+    """Step until it fails. Returns the error's text, the workers that have stepped, and the errors by worker."""
     rrefs = make_model()
     optimizer = DistributedOptimizer(Deadly, rrefs, lr=0.1)
     optimizer.step()
@@ -235,7 +235,7 @@ def step_and_tell() -> tuple[str, tuple[str, ...], dict[str, tuple[str, str]]]:
 
 
 def step_again_and_tell() -> tuple[tuple[str, ...], list[str]]:
-    """What is left of the group goes on with what is left of the model."""
+    """The remaining workers go on with the remaining layers."""
     rrefs = [rpc.remote(name, nn.Parameter, args=(torch.ones(2),)) for name in ("worker0", "worker2")]
     optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
     optimizer.step()
@@ -254,7 +254,7 @@ def make_and_tell() -> tuple[tuple[str, ...], list[str]]:
 
 
 def test_workers_that_are_killed() -> None:
-    """While they step, and while an optimizer is made on them."""
+    """They are killed while they step, and while an optimizer is made on them."""
     with Crew(3) as crew:
         assert crew[0].run(train_between_processes) == 3
         text, done, errors = crew[0].run(step_and_tell)

@@ -1,4 +1,4 @@
-"""Parameter groups: as in one process, what is changed in them, groups that are added."""
+"""Parameter groups behave as in one process: changes of options, and added groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backhaul.testing import InProcessCluster
 
 
 def in_groups(params: list[Any], **options: Any) -> list[dict[str, Any]]:
-    """Two groups, each of which has parameters on several workers."""
+    """Two groups, each with parameters on several workers."""
     return [
         {"params": params[::2], "lr": 0.3, **options},
         {"params": params[1::2], "momentum": 0.5},
@@ -68,7 +68,7 @@ def groups_there(local: Any) -> list[dict[str, Any]]:
 
 
 def test_only_changes_are_sent(workers: InProcessCluster) -> None:
-    """What somebody has changed on the worker itself stays, unless the same entry is changed here."""
+    """A change that was made on the worker itself stays, unless the same entry is changed here."""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = DistributedOptimizer(torch.optim.SGD, [parameter], lr=0.1)
     there: Any = optimizer.remote_optimizers[0].local_value()
@@ -77,7 +77,7 @@ def test_only_changes_are_sent(workers: InProcessCluster) -> None:
     optimizer.step()
     assert groups_there(there)[0]["weight_decay"] == 0.5
     assert groups_there(there)[0]["lr"] == 0.2
-    assert optimizer.param_groups[0]["weight_decay"] == 0.5  # and is seen here
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5  # and param_groups shows it
     there.optimizer.param_groups[0]["lr"] = 0.3
     optimizer.step()
     assert groups_there(there)[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.3
@@ -97,7 +97,7 @@ def test_a_tensor_that_is_changed_in_place(workers: InProcessCluster) -> None:
     for each in (optimizer, reference):
         each.param_groups[0]["lr"].fill_(0.4)
     twins.train(optimizer, reference, dense_inputs(2))
-    # One of the local optimizers is of this very worker: it must not see changes before the step either.
+    # One of the local optimizers is on this worker. It must not see changes before the step either.
     optimizer.param_groups[0]["lr"].fill_(0.5)
     rates = [groups_there(run(rref, copy.copy))[0]["lr"].item() for rref in optimizer.remote_optimizers[:1]]
     assert rates == [pytest.approx(0.4)]
@@ -163,7 +163,7 @@ def test_a_group_without_parameters(workers: InProcessCluster) -> None:
 
 
 def test_a_group_that_is_added(workers: InProcessCluster) -> None:
-    """Also on a worker that had no parameter of this optimizer before."""
+    """Also on a worker that had no parameters of this optimizer before."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.Adam, twins.rrefs[:4], lr=0.1, amsgrad=True)
     reference = torch.optim.Adam(twins.parameters[:4], lr=0.1, amsgrad=True)
@@ -178,7 +178,7 @@ def test_a_group_that_is_added(workers: InProcessCluster) -> None:
 
 
 class Picky(torch.optim.SGD):
-    """Refuses groups on one worker only. Has state of a parameter as soon as it has the parameter."""
+    """Refuses groups on one worker only. Makes the state of a parameter when it gets the parameter."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -227,10 +227,10 @@ def sizes(local: Any) -> tuple[list[int], int]:
 def test_a_parameter_that_comes_twice(workers: InProcessCluster) -> None:
     parameter = nn.Parameter(torch.ones(2))
     for given in ([parameter, parameter], [{"params": [parameter]}, {"params": [RRef(parameter)]}]):
-        with pytest.raises(PartialError, match=r"of shape \[2\] comes twice"):
+        with pytest.raises(PartialError, match=r"of shape \[2\] is given twice"):
             DistributedOptimizer(torch.optim.SGD, given)
     optimizer = DistributedOptimizer(torch.optim.SGD, [parameter])
-    with pytest.raises(PartialError, match=r"of shape \[2\] comes twice"):
+    with pytest.raises(PartialError, match=r"of shape \[2\] is given twice"):
         optimizer.add_param_group({"params": [parameter]})
     optimizer.step()
 
@@ -247,7 +247,7 @@ def test_a_parameter_that_comes_twice(workers: InProcessCluster) -> None:
         ([{"params": {nn.Parameter(torch.ones(1))}}], "a set does not have"),
         ([{"params": []}, nn.Parameter(torch.ones(1))], "give either groups or parameters"),
         ([nn.Parameter(torch.ones(1)), {"params": []}], "cannot be optimized"),
-        ([("a", nn.Parameter(torch.ones(1))), nn.Parameter(torch.ones(1))], "give all of them names, or none"),
+        ([("a", nn.Parameter(torch.ones(1))), nn.Parameter(torch.ones(1))], "name all of them, or none"),
         ([{"params": [("a", nn.Parameter(torch.ones(1)))]}, {"params": []}], "name all, or none"),
     ],
 )
@@ -286,7 +286,7 @@ def test_it_stays_where_it_was_made(workers: InProcessCluster) -> None:
 
 
 def test_places_of_interleaved_layers(workers: InProcessCluster) -> None:
-    """What the checkpoint goes by: for each parameter its worker, and its index in the local optimizer there."""
+    """Checkpoints rely on this: for each parameter its worker, and its index in the local optimizer there."""
     twins = Twins([("worker2", linear, (4, 4)), ("worker1", linear, (4, 4)), ("worker2", linear, (4, 4))])
     optimizer = DistributedOptimizer(torch.optim.SGD, in_groups(twins.rrefs), lr=0.1)
     expected = [("worker2", 0), ("worker1", 0), ("worker2", 1), ("worker2", 2), ("worker1", 1), ("worker2", 3)]

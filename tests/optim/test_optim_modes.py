@@ -35,7 +35,7 @@ def loss(x: Tensor) -> Tensor:
 
 
 def after_step() -> Tensor:
-    """A gradient through the step."""
+    """The gradient of a leaf through the step."""
     result: Tensor = torch.autograd.grad(HELD["param"].square().sum(), HELD["leaf"])[0]
     return result
 
@@ -66,7 +66,7 @@ def test_a_differentiable_step(pair: InProcessCluster, kind: Any, options: dict[
 
 
 def test_a_differentiable_step_of_a_leaf(pair: InProcessCluster) -> None:
-    """Torch refuses to change a leaf in place, and so it is here."""
+    """Torch refuses to change a leaf in place, and so does the remote step."""
     with pair[0].as_current():
         param = nn.Parameter(torch.ones(2))
         optimizer = DistributedOptimizer(torch.optim.SGD, [param], lr=0.1, differentiable=True)
@@ -77,7 +77,7 @@ def test_a_differentiable_step_of_a_leaf(pair: InProcessCluster) -> None:
 
 
 def test_a_capturable_optimizer(pair: InProcessCluster) -> None:
-    """On the CPU torch refuses its step; the option is known, saved and loaded."""
+    """Torch refuses its step on the CPU; the option itself is kept, saved and loaded."""
     with pair[0].as_current():
         param = nn.Parameter(torch.ones(2))
         optimizer = DistributedOptimizer(torch.optim.Adam, [param], lr=0.1, capturable=True)
@@ -145,7 +145,7 @@ def step_there(kind: Any, rref: rpc.RRef[Tensor], x: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
 def test_a_leaf_in_csr(pair: InProcessCluster, kind: Any) -> None:
-    """No optimizer of torch's steps with one, here as little as in one process; and both say so."""
+    """No torch optimizer can step with one. The error is the same as in one process."""
     x = torch.eye(2, dtype=torch.float64)
     with pytest.raises(RuntimeError):
         step_alone(kind, new_csr(), x)

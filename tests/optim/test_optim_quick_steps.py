@@ -1,4 +1,4 @@
-"""Steps go without torch's wrapper only where nobody would notice."""
+"""Steps skip torch's wrapper only where it would do nothing."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def test_a_profile_shows_the_step(sgd: torch.optim.SGD) -> None:
 def test_a_scheduler_counts_the_step(sgd: torch.optim.SGD) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(sgd, 1)
     quickest(sgd)()
-    scheduler.step()  # or it would warn
+    scheduler.step()  # without this the scheduler would warn
 
 
 class Counting(torch.optim.SGD):
-    """A step of its own around torch's, that looks like torch's."""
+    """Wraps torch's step in a step that looks like torch's."""
 
     count = 0
 

@@ -1,4 +1,4 @@
-"""The schedulers of torch drive an optimizer over several workers as one in one process."""
+"""Torch's schedulers drive an optimizer over several workers as they drive one in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR
 from backhaul.optim import DistributedOptimizer
 from backhaul.testing import InProcessCluster
 
-# SequentialLR of torch 2.8 and older itself gives it.
+# SequentialLR of torch 2.8 and older warns itself.
 pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in")
 
 Make = Callable[[torch.optim.Optimizer], Any]
@@ -94,7 +94,7 @@ def test_schedulers(workers: InProcessCluster, name: str, optimizer_class: Any, 
 
 @pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "LinearLR", "LambdaLR"])
 def test_schedulers_of_a_tensor(workers: InProcessCluster, name: str) -> None:
-    """They fill it in place."""
+    """Schedulers fill a tensor-valued option in place."""
     make = SCHEDULERS[name] if name != "LambdaLR" else lambda optimizer: lr_scheduler.LambdaLR(optimizer, halved)
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=torch.tensor(0.1))
@@ -119,7 +119,7 @@ def test_reduce_on_plateau(workers: InProcessCluster) -> None:
 
 
 def test_a_scheduler_is_resumed(workers: InProcessCluster) -> None:
-    """Scheduler and optimizer go on from state dicts of one process."""
+    """Scheduler and optimizer resume from state dicts of one process."""
     twins, optimizer, reference = both(*OPTIMIZERS[1])
     its = SCHEDULERS["OneCycleLR"](reference)
     for x in dense_inputs(3):

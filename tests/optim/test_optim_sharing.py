@@ -1,4 +1,4 @@
-"""Several trainers, one parameter server: steps on common parameters take turns, others run at the same time."""
+"""Several trainers, one parameter server: steps on common parameters take turns, other steps run in parallel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from backhaul.testing import InProcessCluster
 WITHIN = 20.0
 
 PARAMETERS: dict[str, nn.Parameter] = {}
-"""Of the server, which is worker2."""
+"""The parameters of the server, worker2."""
 
 BARRIER: list[threading.Barrier] = []
 LOG: list[tuple[str, list[float]]] = []
@@ -52,14 +52,14 @@ def optimizer_over(names: str, make: Any, **options: Any) -> DistributedOptimize
 
 
 def step(optimizer: DistributedOptimizer, names: str, factor: float) -> None:
-    """With a gradient of that value for all these parameters."""
+    """Step with a gradient of that value for all these parameters."""
     with dist_autograd.context() as context_id:
         dist_autograd.backward(context_id, [rpc.rpc_sync("worker2", weighted, args=(names, factor))])
         optimizer.step(context_id)
 
 
 def trainers(workers: InProcessCluster, count: int, work: Callable[[int], None]) -> None:
-    """Run it as workers 0, 1, …, at the same time; raise what one of them raised."""
+    """Run the function as workers 0, 1, …, at the same time. Raises what one of them raised."""
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
@@ -80,7 +80,7 @@ def trainers(workers: InProcessCluster, count: int, work: Callable[[int], None])
 
 
 class Meeting(torch.optim.SGD):
-    """Its step waits so long for the step of another one to come as far, and says whether that has."""
+    """Its step waits for another optimizer's step to get this far, for a limited time, and notes whether it did."""
 
     def __init__(self, params: Any, name: str, seconds: float) -> None:
         super().__init__(params, lr=1.0)
@@ -101,7 +101,7 @@ class Meeting(torch.optim.SGD):
 
 
 def meet(workers: InProcessCluster, first: str, second: str, seconds: float) -> list[tuple[str, list[float]]]:
-    """Two trainers step over these parameters at the same time."""
+    """Let two trainers step these parameters at the same time."""
 
     def train(rank: int) -> None:
         name, names = (("first", first), ("second", second))[rank]
@@ -117,7 +117,7 @@ def test_steps_on_unrelated_parameters_run_at_the_same_time(workers: InProcessCl
 
 
 def test_steps_on_common_parameters_take_turns(workers: InProcessCluster) -> None:
-    """Each with its own gradient, from the beginning of its turn to the end."""
+    """Each step has its own gradient from its beginning to its end."""
     log = meet(workers, "ab", "bc", 0.3)
     turns = [("first", [1.0, 1.0]), ("second", [2.0, 2.0])]
     expected = [
@@ -132,7 +132,7 @@ def test_steps_on_common_parameters_take_turns(workers: InProcessCluster) -> Non
 
 
 class Folding(torch.optim.Optimizer):
-    """Steps that do not commute, so that the result tells their order."""
+    """Its steps do not commute, so the result shows their order."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -197,7 +197,7 @@ def test_a_step_within_a_step(workers: InProcessCluster) -> None:
 
 
 def test_many_trainers(workers: InProcessCluster) -> None:
-    """Two trainers and the server itself, over parameters of which some are common."""
+    """Two trainers and the server itself step parameters, some of which are common."""
     names = ["ab", "bc", "ac"]
     steps = 15
 

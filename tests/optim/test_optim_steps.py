@@ -1,4 +1,4 @@
-"""Steps: with the gradients of a context or with .grad, accumulated ones, hooks, and what a step costs."""
+"""Steps with the gradients of a context, with .grad and with accumulated gradients; hooks; and the cost of a step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_zero_grad(workers: InProcessCluster, set_to_none: bool) -> None:
         run(rref, set_grad, torch.ones_like(parameter))
     optimizer.zero_grad(set_to_none=set_to_none)
     first, *rest, last = twins.gradients()
-    assert first is not None  # not one of the optimizer's
+    assert first is not None  # the gradient is not the optimizer's own tensor
     assert first.eq(1).all()
     assert last is None
     for gradient, parameter in zip(rest, twins.parameters[1:-1], strict=True):
@@ -79,14 +79,14 @@ def test_zero_grad(workers: InProcessCluster, set_to_none: bool) -> None:
 
 
 def test_parameters_without_a_gradient_are_passed_over(workers: InProcessCluster) -> None:
-    """As those whose .grad is None: no weight decay, no state; also if .grad has something else."""
+    """Like those whose .grad is None, they get no weight decay and no state, even if .grad has other values."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.Adam, twins.rrefs, lr=0.1, weight_decay=0.5)
     reference = torch.optim.Adam(twins.parameters, lr=0.1, weight_decay=0.5)
     for rref, parameter in zip(twins.rrefs, twins.parameters, strict=True):
         run(rref, set_grad, torch.ones_like(parameter))
     x = torch.randn(2, 6)
-    with dist_autograd.context() as context_id:  # the second layer alone, which is on worker1
+    with dist_autograd.context() as context_id:  # only the second layer, which is on worker1
         y = rpc.rpc_sync("worker1", forward, args=(twins.layers[1], x))
         dist_autograd.backward(context_id, [y.sum()])
         optimizer.step(context_id)
@@ -98,7 +98,7 @@ def test_parameters_without_a_gradient_are_passed_over(workers: InProcessCluster
 
 
 def test_a_step_from_outside_of_the_block(workers: InProcessCluster) -> None:
-    """Of a thread that is not in the context, to workers that take no part in it."""
+    """A thread outside the context steps parameters of workers that take no part in it."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
     x = torch.randn(2, 6)
@@ -128,7 +128,7 @@ def test_a_context_that_is_over_is_refused_before_anybody_steps(workers: InProce
     for what in (optimizer.step, optimizer.accumulate):
         with pytest.raises(rpc.BackhaulError, match="Could not find autograd context with id"):
             what(context_id)
-        with pytest.raises(TypeError, match="the context id is an int"):
+        with pytest.raises(TypeError, match="the context id must be an int"):
             what("text")  # type: ignore[arg-type]
     twins.assert_same_parameters()
 
@@ -136,7 +136,7 @@ def test_a_context_that_is_over_is_refused_before_anybody_steps(workers: InProce
 def test_closures_are_refused(workers: InProcessCluster) -> None:
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
-    with pytest.raises(OptionError, match="takes the id of an autograd context, and no closure"):
+    with pytest.raises(OptionError, match="takes the id of an autograd context, not a closure"):
         optimizer.step(lambda: 1.0)  # type: ignore[arg-type]
 
 
@@ -193,7 +193,7 @@ def test_hooks_of_steps_run_here(workers: InProcessCluster) -> None:
 
 @pytest.mark.parametrize("parts", [2, 5])
 def test_gradients_that_are_accumulated_over_contexts(workers: InProcessCluster, parts: int) -> None:
-    """As backward passes one after the other do it in one process."""
+    """The result equals several backward passes in one process."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(twins.parameters, lr=0.1, momentum=0.9)
@@ -213,7 +213,7 @@ def test_gradients_that_are_accumulated_over_contexts(workers: InProcessCluster,
 
 
 def test_accumulated_gradients_are_those_of_one_large_batch(workers: InProcessCluster) -> None:
-    """Up to the order of the sum: in double precision, and in integers to the last bit."""
+    """They are equal up to the order of the sum: nearly in double precision, and to the last bit for whole numbers."""
     twins = Twins([("worker1", linear_of_doubles, (4, 3)), ("worker2", linear_of_doubles, (3, 2))], seed=3)
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
     inputs = [x.double() for x in dense_inputs(4)]
@@ -306,7 +306,7 @@ def test_sparse_gradients_are_accumulated(workers: InProcessCluster) -> None:
 
 
 def test_dense_and_sparse_gradients_of_one_parameter(workers: InProcessCluster) -> None:
-    """In both orders."""
+    """The dense one may come first or second."""
     for first, second in ((0, 1), (1, 0)):
         parameter = nn.Parameter(torch.ones(3, 2))
         optimizer = DistributedOptimizer(torch.optim.SGD, [parameter], lr=0.1)
@@ -328,7 +328,7 @@ def use(parameter: Tensor, kind: int) -> Tensor:
 
 
 class InGradMode(torch.optim.Optimizer):
-    """Leaves it to its caller to switch autograd off."""
+    """Does not switch autograd off, and relies on its caller for that."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -356,7 +356,7 @@ def test_autograd_is_switched_off_where_the_caller_has_done_so(workers: InProces
 
 
 class Naive(torch.optim.Optimizer):
-    """Does not switch off autograd for itself, and changes the gradient in place."""
+    """Does not switch autograd off, and changes the gradient in place."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})

@@ -1,4 +1,4 @@
-"""Whole loops of training: every part together, over every transport, against one process."""
+"""Whole training loops with all parts together, over every transport, against one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backhaul.testing import InProcessCluster
 
 @pytest.fixture(params=["memory", "sockets", "seed 1", "seed 2", "seed 3"])
 def group(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
-    """Messages as they come, over sockets, and in the order of a seed."""
+    """Workers with messages in their own order, over sockets, and in the order of a seed."""
     kind, _, seed = request.param.partition(" ")
     with InProcessCluster(3, sockets=kind == "sockets", seed=int(seed) if seed else None) as made:
         with made[0].as_current():
@@ -29,7 +29,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
 
 
 def test_everything_at_once(group: InProcessCluster) -> None:
-    """Accumulated gradients, scaled and clipped; a schedule; and a restart in the middle."""
+    """Gradients are accumulated, scaled and clipped; there is a schedule, and a restart in the middle."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.AdamW, twins.rrefs, lr=0.1)
     reference = torch.optim.AdamW(twins.parameters, lr=0.1)
@@ -68,7 +68,7 @@ def test_everything_at_once(group: InProcessCluster) -> None:
 
 
 class Model(nn.Module):
-    """A front here, a body on workers, and a head here."""
+    """A front and a head in this process, and a body on workers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""What a hostile member of a federation does, and what it costs a good one: figures for each attack.
+"""Attacks of a hostile member of a federation, and what they cost a good member: figures for each attack.
 
     PYTHONPATH=tests python tests/security/attacks.py [--seconds 30] [attack ...]
 
-The attacked worker and the good peer are processes, with default quotas over TLS. While the attack goes on, the good
-peer calls all the time. Printed, and required, for each attack: the good peer's 99th percentile before and during the
-attack (less than three times as much), how much memory the attacked worker has taken at most (less than the quota of a
-message and 64 MiB), and threads that it has left (none).
+The attacked worker and the good peer are processes, with default quotas over TLS. During the attack, the good peer
+calls all the time. For each attack this prints and requires: the good peer's 99th percentile before and during the
+attack (less than three times as much), the most memory that the attacked worker has taken (less than the quota of a
+message plus 64 MiB), and the threads that are left (none).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from mint import Mint
 
 ROOM = 64 * MiB
 SLOWER = 3.0
-SPARE_THREADS = 16  # that a pool keeps
+SPARE_THREADS = 16  # threads that a pool keeps
 
 Stop = Callable[[], bool]
 
 
 class Intruder:
-    """A member whose connections are cut, and which comes back."""
+    """A member that connects again whenever its connection is cut."""
 
     def __init__(self, besieged: Besieged, context: ssl.SSLContext, stop: Stop) -> None:
         self.besieged = besieged
@@ -55,11 +55,11 @@ class Intruder:
         self.numbers = iter(range(1, 1 << 60))
 
     def on_each_line(self, attack: Callable[[Mallory], None]) -> None:
-        """Attack on a connection after the other, until the time is up. Each lasts until it is cut, or to the end."""
+        """Attack on one connection after the other until the time is up. Each lasts until it is cut, or to the end."""
         while not self.stop():
             try:
                 line = Mallory(self.besieged, self.context)
-            except (BackhaulError, OSError, AssertionError):  # it has to wait
+            except (BackhaulError, OSError, AssertionError):  # it must wait before it is admitted again
                 time.sleep(0.02)
                 continue
             try:
@@ -71,7 +71,7 @@ class Intruder:
                     line.close()
 
     def repeat(self, *messages: tuple[Any, list[torch.Tensor]]) -> None:
-        """Send these over and over. Whatever is answered is thrown away."""
+        """Send these messages over and over. Answers are ignored."""
         frames = [bytes(encode(message, tensors)) for message, tensors in messages]
 
         def attack(line: Mallory) -> None:
@@ -84,7 +84,7 @@ class Intruder:
 
 
 def answer(line: Mallory) -> Any:
-    """The next message, or an error if the connection was cut."""
+    """The next message. Raises an error if the connection was cut."""
     found = line.line.answer(within=5)
     assert found is not None, "it was cut off"
     return found
@@ -98,7 +98,7 @@ def call(name: str, *args: Any, kwargs: Any = None, mark: Mark | None = None) ->
 
 
 def ends_the_process(intruder: Intruder) -> None:
-    """Operators with what would raise a signal."""
+    """Operators with arguments that would raise a signal."""
     smallest, minus_one = torch.tensor([-(2**63)]), torch.tensor([-1])
     two = ([TENSOR, 0], [TENSOR, 1])
     intruder.repeat(
@@ -110,7 +110,7 @@ def ends_the_process(intruder: Intruder) -> None:
 
 
 def colliding_maps(intruder: Intruder) -> None:
-    """464 KB of keys of one hash, as keys of a map, which would be hashed while they are decoded."""
+    """464 KB of keys with one hash, as keys of a map, which would be hashed while they are decoded."""
     keys = [bytes(0xFF - (number >> bit & 1) for bit in range(15)) for number in range(29_000)]
     pairs = b"".join(b"\x9f" + key + b"\0" for key in keys)
     tree = b"\x94\x01\x92\x1a\xacexposed:echo\x92\x01\xdf" + len(keys).to_bytes(4, "big") + pairs + b"\x80"
@@ -124,7 +124,7 @@ def colliding_maps(intruder: Intruder) -> None:
 
 
 def colliding_keys(intruder: Intruder) -> None:
-    """The same as keys of sets and dicts."""
+    """The same keys, in sets and dicts."""
     keys = [[TUPLE, *(-1 - (number >> bit & 1) for bit in range(15))] for number in range(4000)]
     intruder.repeat(
         (call("exposed:echo", [trees.SET, *keys]), []),
@@ -133,7 +133,7 @@ def colliding_keys(intruder: Intruder) -> None:
 
 
 def unconfirmed_shares(intruder: Intruder) -> None:
-    """References of its own, sent again and again, whose owner never confirms them; and recalls of all of these."""
+    """Its own references, sent again and again and never confirmed by their owner; and recalls of all of them."""
     ref = RefId(INTRUDER, INTRUDER, 1)
 
     def attack(line: Mallory) -> None:
@@ -149,7 +149,7 @@ def unconfirmed_shares(intruder: Intruder) -> None:
 
 
 def bombs_by_shape(intruder: Intruder) -> None:
-    """Tensors of no bytes that would be many: those that are cut off, and the largest that are not."""
+    """Tensors of no bytes with huge shapes: those that are refused, and the largest that are not."""
     allowed = torch.empty(0, 1 << 24)
     corner = torch.zeros(2, 1, dtype=torch.int64)
     wide = torch.sparse_coo_tensor(corner, torch.ones(1), (1, 1 << 24), check_invariants=True)
@@ -162,7 +162,7 @@ def bombs_by_shape(intruder: Intruder) -> None:
 
 
 def gradients(intruder: Intruder) -> None:
-    """For a tensor of three numbers: 16 MiB of bytes, and a number that says it is a million rows."""
+    """Gradients for a tensor of three numbers: 16 MiB of bytes, and one number that claims to be a million rows."""
     large, expanded = torch.zeros(16 * MiB, dtype=torch.uint8), torch.ones(1).expand(1 << 20, 3)
 
     def attack(line: Mallory) -> None:
@@ -184,12 +184,12 @@ def gradients(intruder: Intruder) -> None:
 
 
 def unread_replies(intruder: Intruder) -> None:
-    """200 calls whose replies have 8 MiB each, read at 48 KiB a second."""
+    """200 calls whose replies have 8 MiB each, read at 48 KiB per second."""
     _read_slowly(intruder, "exposed:much")
 
 
 def unread_coroutines(intruder: Intruder) -> None:
-    """The same with coroutines, whose replies are made on a thread that all coroutines share."""
+    """The same with coroutines, whose replies are made on one shared thread."""
     _read_slowly(intruder, "exposed:much_later")
 
 
@@ -223,14 +223,14 @@ def _read_slowly(intruder: Intruder, function: str) -> None:
 
 
 def lying_values(intruder: Intruder) -> None:
-    """Instances of exposed classes that these would not make, and flags without number."""
+    """Instances of exposed classes with impossible contents, and countless flags."""
     bad = [trees.DATACLASS, "exposed:Point", "x", "not a number", "y", 7]
     flags = [call("exposed:echo", [trees.FLAG, "exposed:Rights", number]) for number in range(100, 200)]
     intruder.repeat((call("exposed:echo", bad), []), *((flag, []) for flag in flags))
 
 
 def tallies(intruder: Intruder) -> None:
-    """How often do others call?"""
+    """Questions about how often others call."""
 
     def attack(line: Mallory) -> None:
         while not intruder.stop():
@@ -281,7 +281,7 @@ ATTACKS: dict[str, Callable[[Intruder], None]] = {
 
 
 def latencies(seconds: float) -> list[float]:
-    """Of calls one after the other, of a function and a coroutine in turn, in seconds, in order."""
+    """The latencies in seconds, sorted, of calls that alternate between a function and a coroutine."""
     found = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -300,7 +300,7 @@ def latencies(seconds: float) -> list[float]:
 class Figures(NamedTuple):
     attack: str
     quiet: float
-    """The good peer's 99th percentile, in seconds; and so below."""
+    """The good peer's 99th percentile, in seconds; also the next field."""
     attacked: float
     calls: int
     grown: int
@@ -309,7 +309,7 @@ class Figures(NamedTuple):
     """Threads."""
     alive: bool
     cut: int
-    """How often the connection of the intruder was cut."""
+    """How often the intruder's connection was cut."""
 
     @property
     def wrong(self) -> str:
@@ -346,7 +346,7 @@ def _threads(pid: int) -> int:
 
 
 def run(besieged: Besieged, context: ssl.SSLContext, name: str, seconds: float) -> Figures:
-    """Attack for so long."""
+    """Attack for ``seconds``."""
     besieged.victim.run(watch)
     quiet = p99(besieged.peer.run(latencies, min(10.0, max(0.2, seconds)), timeout=seconds + 60))
     before, threads = _resident(besieged.pid), _threads(besieged.pid)

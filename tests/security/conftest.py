@@ -1,4 +1,4 @@
-"""Fixtures that several suites of attacks share: a worker takes seconds to start, and must survive all of them."""
+"""Fixtures that several suites of attacks share. A worker takes seconds to start, and must survive all attacks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SECRET = secrets.token_bytes(32)
 
 @pytest.fixture(scope="session")
 def besieged() -> Iterator[Besieged]:
-    """Reachable by unix socket, for processes of the same user, and by TCP, for who knows the secret."""
+    """A worker that processes of the same user reach by unix socket, and holders of the secret by TCP."""
     made = Besieged(lambda rank: {"secret": SECRET, "rpc_timeout": 60, "lost_after": 3})
     try:
-        # The first who comes by TCP has the worker load what it needs for that.
+        # The first TCP connection makes the worker import modules, so make one now.
         transport = StreamTransport(RpcOptions(secret=SECRET, transport="tcp"))
         transport.introduce("worker2")
         transport.connect(made.addresses, made.hello(), time.monotonic() + 30)[0].close()
@@ -53,7 +53,7 @@ def federation(certificates: Mint) -> Iterator[Besieged]:
 
     made = Besieged(options, setup=set_up_federation, ask=ask_federation)
     try:
-        # What the first call back to a peer has the attacked worker load, a good one is the reason for.
+        # The first call back to a peer makes the attacked worker import modules. Let a good peer cause that.
         made.peer.run(hold)
         made.peer.run(give)
         yield made

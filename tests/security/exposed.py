@@ -1,4 +1,4 @@
-"""What the workers of the federation tests have: some of it exposed, some of it not."""
+"""Functions and classes of the workers in the federation tests. Some are exposed, and some are not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from backhaul import rpc
 
 called: list[str] = []
-"""What ran that must not."""
+"""Functions that ran although they must not."""
 
 gates: dict[str, threading.Event] = {}
 
@@ -106,7 +106,7 @@ def echo(value: Any) -> Any:
 
 @rpc.expose
 def add_up(x: torch.Tensor) -> int:
-    """As users write it: it takes as much memory as the shape of what it is given says."""
+    """A typical user function: it takes as much memory as the shape of its argument says."""
     return x.sum(0).numel()
 
 
@@ -169,7 +169,7 @@ class Base:
 
 @rpc.expose
 class Account(Base):
-    """Of the exposed class, what is written in it."""
+    """An exposed class. Only its own methods are exposed."""
 
     kind = "account"
 
@@ -212,7 +212,7 @@ class Account(Base):
 
 
 class Savings(Account):
-    """A subclass is not exposed because its base is."""
+    """A subclass, which is not exposed just because its base is."""
 
     def withdraw(self) -> None:
         called.append("withdraw")

@@ -1,9 +1,8 @@
-"""What attacks have in common: a worker that is attacked, a good peer of it, and an intruder's connections.
+"""Shared by all attacks: the attacked worker, a good peer, and an intruder's connections.
 
-The attacked worker and the good peer are processes. The intruder is the test, which has joined their group as a
-third member, so that it gets as far as its credentials take it; and as a fourth, that is nowhere to be found when it
-is called back. An audit hook in the attacked process writes down what
-must not happen there while the intruder is at work.
+The attacked worker and the good peer are processes. The intruder is the test. It has joined their group as a third
+member, so that it gets as far as its credentials allow; and as a fourth member, which cannot be reached when it is
+called back. An audit hook in the attacked process records events that must not happen there during an attack.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from crew import Hand
 from greetings import admit
 
 SOON = 1.0
-"""A good peer is answered within that after any attack, and most attackers are refused within it."""
+"""Seconds. After any attack a good peer gets an answer in this time, and most attackers are refused in it."""
 
 PATIENCE = 30.0
 MiB = 1 << 20
@@ -65,7 +64,7 @@ VICTIM, PEER, INTRUDER, GHOST = range(SIZE)
 
 
 class Witness(logging.Handler):
-    """What has happened in this process while it was told to look, and what was logged."""
+    """Records audit events of this process while it is told to watch, and the log."""
 
     watching: ClassVar[bool] = False
     events: ClassVar[list[str]] = []
@@ -79,13 +78,13 @@ class Witness(logging.Handler):
 
     @classmethod
     def hook(cls, event: str, args: tuple[Any, ...]) -> None:
-        # The main thread takes orders from the test, as pickles. What peers send is for the others.
+        # The main thread takes orders from the test, as pickles. Other threads handle what peers send.
         if event in FORBIDDEN and cls.watching and threading.current_thread() is not threading.main_thread():
             cls.events.append(f"{event} {args!r:.200}")
 
 
 def set_up() -> None:
-    """Runs first in the attacked process. A hook cannot be removed again: this process ends with the tests."""
+    """Runs first in the attacked process. A hook cannot be removed, but this process ends with the tests."""
     witness = Witness()
     witness.setFormatter(logging.Formatter("%(levelname)s %(name)s %(message)s"))
     logging.getLogger("backhaul").addHandler(witness)
@@ -94,16 +93,16 @@ def set_up() -> None:
 
 
 def set_up_cluster() -> None:
-    """In a cluster, exceptions that the attacked worker sends back may be pickled: what that takes is loaded first."""
+    """In a cluster the attacked worker may pickle exceptions, so the modules for that are loaded first."""
     importlib.import_module("backhaul.wire.pickles")
     set_up()
 
 
 def watch() -> int:
-    """From now on; returns the memory that this process uses."""
+    """Start to watch. Returns the memory that this process uses."""
     Witness.events.clear()
     Witness.lines.clear()
-    # What earlier attacks have filled the log with must not hide what this one says.
+    # The log limits repeated lines. Earlier attacks must not suppress lines of this one.
     worker.current().agent._reception.door._refusals.summary()
     worker.current().agent.penalties.forgive()
     worker.current().agent.permissions.refusals.forgive()
@@ -112,7 +111,7 @@ def watch() -> int:
 
 
 def report() -> tuple[list[str], int]:
-    """What has happened since, and the memory that this process uses now."""
+    """The events since `watch`, and the memory that this process uses now."""
     Witness.watching = False
     return list(Witness.events), resident()
 
@@ -131,7 +130,7 @@ def resident() -> int:
 
 
 def run_watched(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
-    """Run a function on a thread that is watched; its result, and what has happened."""
+    """Run a function on a watched thread. Returns its result, and the events."""
     found: list[Any] = []
     watch()
     thread = threading.Thread(target=lambda: found.append(function(*args)))
@@ -141,7 +140,7 @@ def run_watched(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str
 
 
 def counts() -> dict[str, int]:
-    """How much the attacked worker has of references."""
+    """The attacked worker's counts of references."""
     return worker.current().references.counts()
 
 
@@ -149,7 +148,7 @@ def counts() -> dict[str, int]:
 
 
 def ask() -> float:
-    """A call to the attacked worker; the seconds that it took."""
+    """Call the attacked worker. Returns the seconds that it took."""
     began = time.monotonic()
     assert rpc.rpc_sync("worker0", max, args=(3, 4), timeout=PATIENCE) == 4
     return time.monotonic() - began
@@ -184,7 +183,7 @@ class Besieged:
             nowhere = Addresses(host="", unix=str(where / "nobody"))
             with ThreadPoolExecutor(2) as joining:
                 intruder = joining.submit(_join, init_method, INTRUDER, self._home.addresses)
-                # Whoever finds only members that do not listen takes the group for one of an earlier run.
+                # A worker that finds only members that do not listen takes the group for a dead one of an earlier run.
                 _await_record(init_method, INTRUDER)
                 ghost = joining.submit(_join, init_method, GHOST, nowhere)
                 membership = intruder.result()
@@ -206,7 +205,7 @@ class Besieged:
         return Hello(self.group, rank, f"worker{rank}", VICTIM)
 
     def unix(self) -> socket.socket:
-        """A connection on which nothing has been said."""
+        """A connection on which nothing was sent yet."""
         assert self.addresses.unix is not None
         return self._connect(socket.AF_UNIX, self.addresses.unix)
 
@@ -215,7 +214,7 @@ class Besieged:
         return self._connect(socket.AF_INET, self.addresses.tcp)
 
     def _connect(self, family: int, address: Any) -> socket.socket:
-        """Connects, or waits for room in the queue: a unix socket says at once that there is none."""
+        """Connect. If the queue is full, which a unix socket reports at once, try again."""
         sock = socket.socket(family)
         self._sockets.append(sock)
         sock.settimeout(PATIENCE)
@@ -226,16 +225,16 @@ class Besieged:
                 return sock
             except BlockingIOError:
                 assert time.monotonic() < deadline, "nobody is let in"
-                time.sleep(0.002)  # nothing tells when there is room
+                time.sleep(0.002)  # there is no event to wait for
 
     def line(self, rank: int = INTRUDER) -> Line:
-        """The connection of a process of the same user that says it is a member, after the greeting."""
+        """A connection after the greeting, as a process of the same user that claims to be a member."""
         return Line(self.unix(), self.hello(rank))
 
     @contextlib.contextmanager
     def attack(self, memory: int = 32 * MiB) -> Iterator[None]:
-        """Inside, the intruder is at work. After it all must be well."""
-        self.peer.run(self._ask)  # so that what is made once is there, and not counted
+        """A block in which the intruder attacks. Afterwards the attacked worker must be well."""
+        self.peer.run(self._ask)  # so that one-time allocations are not counted
         before = self.victim.run(watch)
         try:
             yield
@@ -248,7 +247,7 @@ class Besieged:
         assert after - before <= memory, f"it has taken {(after - before) / MiB:.1f} MiB"
 
     def hang_up(self) -> None:
-        """Close what the intruder has opened."""
+        """Close the intruder's connections."""
         for sock in self._sockets:
             sock.close()
         self._sockets.clear()
@@ -257,7 +256,7 @@ class Besieged:
         return "\n".join(self.victim.run(logged))
 
     def assert_logged(self, words: str) -> None:
-        """That the attacked worker writes this down, which it may do a moment after it has ended the connection."""
+        """Check that the attacked worker logs this text. It may do so a moment after it ends the connection."""
         assert self.victim.run(await_logged, words, 5.0), f"{words!r} is not in the log:\n{self.log()}"
 
     def close(self) -> None:
@@ -269,12 +268,12 @@ class Besieged:
 
 
 def _await_record(init_method: str, rank: int) -> None:
-    """Return when a worker has written where it is into the store of the first group that meets there."""
+    """Return when a worker has written its address into the store of the first group."""
     store = dist.FileStore(init_method.removeprefix("file://"))
     deadline = time.monotonic() + 60
     while not store.check([f"backhaul/1/member/{rank}"]):
         assert time.monotonic() < deadline
-        time.sleep(0.01)  # nothing tells when
+        time.sleep(0.01)  # there is no event to wait for
 
 
 def _join(init_method: str, rank: int, addresses: Addresses) -> Membership:
@@ -284,7 +283,7 @@ def _join(init_method: str, rank: int, addresses: Addresses) -> Membership:
 
 
 class Home(threading.Thread):
-    """Where the intruder can be called back: it lets everybody in, and answers every request with None."""
+    """The intruder's listener. It admits every peer, and answers every request with None."""
 
     def __init__(self, options: rpc.RpcOptions, name: str = "worker2") -> None:
         super().__init__(daemon=True)
@@ -337,7 +336,7 @@ class Home(threading.Thread):
 
 
 class Line:
-    """A connection that was let in, for bytes of any kind."""
+    """An admitted connection, on which the test sends arbitrary bytes."""
 
     def __init__(self, sock: socket.socket, hello: Hello) -> None:
         self.socket = sock
@@ -348,7 +347,7 @@ class Line:
         self.welcome = handshake.decode_welcome(self.receive(rest))
 
     def send(self, data: bytes) -> None:
-        """Send it; whoever has been cut off notices when it reads."""
+        """Send bytes. A cut connection shows only at the next read."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.socket.sendall(data)
 
@@ -361,7 +360,7 @@ class Line:
         return data
 
     def answer(self, within: float = PATIENCE) -> Any:
-        """The next message from the other side, or None if the connection has ended or nothing came in time."""
+        """The next message; None if the connection has ended, or if nothing came in time."""
         deadline = time.monotonic() + within
         while not self._found:
             left = deadline - time.monotonic()
@@ -387,7 +386,7 @@ def _is_readable(sock: socket.socket, seconds: float) -> bool:
 
 
 def is_cut(sock: socket.socket, within: float = SOON) -> bool:
-    """Whether the other side ends the connection in time; what it says before that is thrown away."""
+    """Whether the other side ends the connection in time. Messages before that are ignored."""
     deadline = time.monotonic() + within
     try:
         while (left := deadline - time.monotonic()) > 0 and _is_readable(sock, left):

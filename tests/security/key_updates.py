@@ -1,4 +1,4 @@
-"""Requests for new keys, as TLS 1.3 has them (RFC 8446, 4.6.3 and 7.2): `ssl` has no way to send one."""
+"""Requests for new keys of TLS 1.3 (RFC 8446, 4.6.3 and 7.2), which `ssl` cannot send."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _HANDSHAKE, _APPLICATION_DATA, _KEY_UPDATE = 22, 23, 24
 class KeyUpdates:
     """Writes records of a client on the socket of its connection, with the cipher TLS_AES_256_GCM_SHA384.
 
-    ``keylog`` is what the connection has written down of its secrets, and ``written`` how many records it has sent
-    since the handshake.
+    ``keylog`` contains the secrets of the connection, and ``written`` is the number of records that it has sent since
+    the handshake.
     """
 
     def __init__(self, sock: socket.socket, keylog: Path, written: int) -> None:
@@ -38,7 +38,7 @@ class KeyUpdates:
         self._written = 0
 
     def records(self, count: int) -> bytes:
-        """So many requests that the other side change its keys, too."""
+        """``count`` requests that the other side changes its keys too."""
         made = []
         for _ in range(count):
             made.append(self.record(struct.pack("!B3sB", _KEY_UPDATE, b"\0\0\1", 1), _HANDSHAKE))
@@ -47,7 +47,7 @@ class KeyUpdates:
         return b"".join(made)
 
     def record(self, data: bytes, kind: int = _APPLICATION_DATA, padding: int = 0) -> bytes:
-        """What the next record looks like that brings these data."""
+        """The next record, with these data."""
         plain = data + bytes((kind,)) + bytes(padding)
         head = struct.pack("!BHH", _APPLICATION_DATA, 0x0303, len(plain) + 16)
         nonce = (self._iv ^ self._written).to_bytes(12, "big")

@@ -1,4 +1,4 @@
-"""A peer that lies: it greets as a member of the group does, and then sends what the test writes."""
+"""A peer that lies: it greets like a member of the group, and then sends what the test writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def federation(size: int = 3, **options: Any) -> InProcessCluster:
 
 
 def without_pauses(victim: Worker) -> None:
-    """Let it answer whoever is refused as quickly as anybody else."""
+    """Switch off the pauses for refused peers."""
     victim.agent.permissions.refusals = Penalties(1 << 40, 1.0)
 
 
@@ -62,7 +62,7 @@ class Liar:
         return envelope.message
 
     def ask(self, message: type[Any], *fields: Any, tensors: Sequence[torch.Tensor] = ()) -> Any:
-        """The answer to a request of that type."""
+        """Send a request of that type, and return the answer."""
         id = next(self._ids)
         self.send(message(id, *fields), tensors)
         answer = self.receive()
@@ -80,7 +80,7 @@ class Liar:
         tensors: Sequence[torch.Tensor] = (),
         kwargs: Any = None,
     ) -> Any:
-        """The answer to a call. The arguments are trees, and ``function`` a name or a tree."""
+        """Make a call, and return the answer. The arguments are trees; ``function`` is a name or a tree."""
         function = [trees.NAMED, function] if isinstance(function, str) else function
         tree = [trees.TUPLE, function, [trees.TUPLE, *args], {} if kwargs is None else kwargs]
         return self.ask(Call, tree, refs, mark, tensors=tensors)
@@ -109,7 +109,7 @@ def liar(cluster: InProcessCluster, rank: int = 2, victim: int = 0) -> Iterator[
 
 
 def is_refused(answer: Any) -> bool:
-    """Whether that is the one answer to everything that is refused."""
+    """Whether this is the uniform answer to all refused requests."""
     return answer == Failure(answer.id, "worker0", "backhaul.errors.RefusedError", REFUSED, "")
 
 
@@ -126,14 +126,14 @@ def _hook(event: str, args: Any) -> None:
         _seen.append(f"{event} {args!r:.200}")
 
 
-sys.addaudithook(_hook)  # it stays; it looks only inside `attack`
+sys.addaudithook(_hook)  # a hook cannot be removed; it is active only inside `attack`
 
 
 @contextmanager
 def attack(cluster: InProcessCluster) -> Iterator[None]:
-    """What happens inside loads nothing and runs nothing, and afterwards a good peer is answered at once."""
+    """A block that must import and run nothing. Afterwards a good peer must get an answer at once."""
     global _seen
-    assert cluster[1].rpc_sync("worker0", exposed.double, (1,)) == 2  # they are connected
+    assert cluster[1].rpc_sync("worker0", exposed.double, (1,)) == 2  # connect them before the attack
     before = set(sys.modules)
     exposed.called.clear()
     _seen = []

@@ -1,4 +1,4 @@
-"""A member of a federation that keeps to no rule: its connection is TLS, and what it sends is written byte by byte."""
+"""A member of a federation that breaks all rules: it connects with TLS, and sends bytes that the test writes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def hold() -> None:
 
 
 def give() -> None:
-    """A reference to a value of the good peer's goes to the attacked worker, which has to tell that it has come."""
+    """Send a reference to a value of the good peer to the attacked worker, which must confirm it."""
     assert rpc.rpc_sync("worker0", exposed.value_of, (rpc.RRef(5),)) == 5
 
 
@@ -91,7 +91,7 @@ class Mallory:
         return answer
 
     def call(self, function: Any, *args: Any, refs: Refs = (), tensors: Sequence[torch.Tensor] = ()) -> Any:
-        """The answer to a call; the function is a name or a tree, and the arguments are trees."""
+        """Make a call, and return the answer. The function is a name or a tree; the arguments are trees."""
         function = [NAMED, function] if isinstance(function, str) else function
         return self.ask(Call, [TUPLE, function, [TUPLE, *args], {}], refs, tensors=tensors)
 
@@ -101,7 +101,7 @@ class Mallory:
         return ref
 
     def invoke(self, ref: RefId, name: Any, *args: Any) -> Any:
-        """The answer to a call of a method, as a proxy makes it."""
+        """Call a method as a proxy does, and return the answer."""
         rref = [trees.EXTENSION, "rref", [TUPLE, ref.owner, ref.creator, ref.number]]
         share = ShareId(INTRUDER, next(self._ids))
         return self.call("backhaul.refs.proxy:invoke", rref, name, [TUPLE, *args], {}, refs=((ref, share),))

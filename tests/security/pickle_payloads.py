@@ -1,4 +1,4 @@
-"""Pickles that do something when they are loaded: some two hundred, by several callables and ways to call them."""
+"""About two hundred pickles that run code when they are loaded, with several callables and ways to call them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _bodies(name: str, args: tuple[str, ...]) -> list[bytes]:
         b"(" + named + texts + b"o.",  # OBJ
         b"\x80\x02" + named + b"(" + texts + b"t\x81.",  # NEWOBJ
         b"\x80\x04" + _short(module) + _short(function) + b"\x93(" + texts + b"tR.",  # STACK_GLOBAL
-        b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f" + named + b"(" + texts + b"tR.",  # in a frame that lies
+        b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f" + named + b"(" + texts + b"tR.",  # in a frame with a false length
     ]
 
 

@@ -1,4 +1,4 @@
-"""Those who connect and are nobody: garbage, silence, one byte a second, another user's process."""
+"""Connections from strangers: garbage, silence, one byte per second, another user's process."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def garbage(count: int, secret: bytes) -> list[bytes]:
 
 
 def pour(besieged: Besieged, secret: bytes, count: int, at_once: int) -> None:
-    """Many connections, some dozens of them open at a time, each with its own garbage."""
+    """Open many connections, some dozens at a time, each with its own garbage."""
     open_ones: list[socket.socket] = []
     for place, data in enumerate(garbage(count, secret)):
         sock = besieged.tcp() if place % 2 else besieged.unix()
         sock.setblocking(False)
         try:
             sock.send(data)
-        except OSError:  # it has been cut off already
+        except OSError:  # the connection is cut already
             pass
         open_ones.append(sock)
         if len(open_ones) > at_once:
@@ -84,7 +84,7 @@ def pour(besieged: Besieged, secret: bytes, count: int, at_once: int) -> None:
 def test_10_000_garbage_connections(besieged: Besieged, secret: bytes) -> None:
     with besieged.attack(memory=32 * MiB):
         pour(besieged, secret, 10_000, at_once=200)
-        # A busy worker may have come to the others on this way only after they had gone again.
+        # A busy worker may have accepted the other connections only after they were closed.
         sock = besieged.unix()
         sock.sendall(b"\0" * 200)
         assert is_cut(sock)
@@ -105,11 +105,11 @@ def test_garbage_is_cut_off_at_once(besieged: Besieged) -> None:
 # Slow ones.
 
 SECOND_HALF = b"\x14\x03\x03\x00\x01\x01\x17\x03\x03\x00\x40" + bytes(64)
-"""How a client goes on with the handshake: a record that TLS 1.3 ignores, and the start of one that is encrypted."""
+"""The next bytes of a client in the handshake: a record that TLS 1.3 ignores, and the start of an encrypted one."""
 
 
 class Slow(threading.Thread):
-    """Connections that say one byte a second of what could be a greeting, and when each was cut off."""
+    """Connections that send one byte per second of a possible greeting, and the times at which they were cut."""
 
     def __init__(self, sockets: list[socket.socket], words: list[bytes]) -> None:
         super().__init__()
@@ -146,12 +146,12 @@ class Slow(threading.Thread):
             if number not in self.lasted:
                 try:
                     sock.send(self._words[number][place : place + 1])
-                except OSError:  # cut off: the poll tells
+                except OSError:  # the connection is cut, which the poll shows
                     pass
 
 
 def connect_again_and_again(besieged: Besieged, secret: bytes, stop: threading.Event) -> list[float]:
-    """How long each greeting of a good peer takes, by either way."""
+    """The time of each greeting of a good peer, over unix sockets and TCP."""
     took = []
     for transport in ("unix", "tcp"):
         made = StreamTransport(RpcOptions(secret=secret, transport=transport))
@@ -169,10 +169,10 @@ def connect_again_and_again(besieged: Besieged, secret: bytes, stop: threading.E
 
 
 def test_500_slow_ones(besieged: Besieged, secret: bytes) -> None:
-    """Each is cut off when its time is up, and nobody else notices them."""
+    """Each is cut when its time is up, and other peers do not notice them."""
     count = 500
     word = client_hello(secret)
-    # By unix socket, by TCP, and by TCP where the first half of the handshake is done.
+    # Over a unix socket, over TCP, and over TCP after the first half of the handshake.
     ways = [(besieged.unix, b"", MAGIC * 40), *[(besieged.tcp, b"", word)] * 3, (besieged.tcp, word, SECOND_HALF)]
     with besieged.attack():
         sockets = []
@@ -222,7 +222,7 @@ def as_nobody(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     setpriv = shutil.which("setpriv")
     assert setpriv is not None, "the tests need setpriv, of util-linux"
     who = [setpriv, "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups"]
-    # The interpreter of the environment may lie where nobody may look.
+    # The environment's interpreter may be in a directory that other users cannot read.
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
     return subprocess.run([*who, python, "-c", code, *args], capture_output=True, text=True, timeout=30, cwd="/")
 
@@ -239,7 +239,7 @@ def test_another_user_cannot_reach_the_socket(besieged: Besieged) -> None:
 
 @needs_root
 def test_another_user_that_reaches_the_socket_is_told_nothing(besieged: Besieged) -> None:
-    """Whoever opened the directory to others has not opened the worker."""
+    """Opening the directory to others does not open the worker."""
     assert besieged.addresses.unix is not None
     path = Path(besieged.addresses.unix)
     path.parent.chmod(0o755)
@@ -269,7 +269,7 @@ print(len(made.recv(100)), flush=True)
 
 @needs_root
 def test_a_worker_says_nothing_to_a_listener_of_another_user() -> None:
-    """Whatever the store says where a worker is: another user's process there learns nothing."""
+    """If the store leads to another user's process, that process learns nothing."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o777)
         path = os.path.join(directory, "socket")

@@ -1,7 +1,7 @@
-"""A member of a federation that keeps to no rule: it has a certificate, and may run no code all the same.
+"""A member of a federation that breaks all rules: it has a certificate, but cannot run code.
 
-Its connection is TLS, and what it sends is written here byte by byte, or tree by tree. The attacked worker and the good
-peer are processes with what `exposed` has.
+It connects with TLS, and the test writes what it sends, byte by byte or tree by tree. The attacked worker and the good
+peer are processes with the functions of `exposed`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def loaded(*modules: str) -> list[str]:
 
 @pytest.fixture
 def mallory(federation: Besieged, mine: ssl.SSLContext) -> Iterator[Mallory]:
-    """Connected, while the attacked worker is watched."""
-    # What is made once, by the first call of any peer, is made by a good one, or by this one that asks for nothing.
+    """An intruder's connection, while the attacked worker is watched."""
+    # The first call of any peer causes one-time work. A good peer causes it, or this one with a harmless request.
     Mallory(federation, mine).close()
     with federation.attack():
         made = Mallory(federation, mine)
@@ -88,7 +88,7 @@ def mallory(federation: Besieged, mine: ssl.SSLContext) -> Iterator[Mallory]:
 
 
 def assert_refused(answer: Any) -> None:
-    """The one answer to everything, whether there is such a thing or not."""
+    """Check for the uniform answer to refused requests, whether the object exists or not."""
     assert answer == Failure(answer.id, "worker0", "backhaul.errors.RefusedError", REFUSED, "")
 
 
@@ -171,7 +171,7 @@ def test_functions_that_are_not_exposed(mallory: Mallory, federation: Besieged) 
         assert_refused(mallory.call(name))
     federation.assert_logged("refused worker worker2 the call of 'os:system'")
     for number, name in enumerate(FUNCTIONS[:20]):
-        # What cannot be made is answered like what can; who asks for the value is told.
+        # The answer to an impossible creation is the same as to a possible one. Fetching the value raises.
         ref = RefId(0, INTRUDER, 1000 + number)
         answer = mallory.ask(Create, ref, [TUPLE, [NAMED, name], [TUPLE, "true"], {}])
         if isinstance(answer, Result):
@@ -180,7 +180,7 @@ def test_functions_that_are_not_exposed(mallory: Mallory, federation: Besieged) 
 
 
 def test_an_exposed_function_is_not_refused(mallory: Mallory) -> None:
-    """Otherwise the others would say nothing."""
+    """Otherwise the tests of refusals would prove nothing."""
     assert mallory.call("exposed:double", 21).tree == 42
     assert mallory.call("torch:neg", [TENSOR, 0], tensors=[torch.ones(2)]).tree == [TENSOR, 0]
 
@@ -283,7 +283,7 @@ def test_methods_that_are_not_exposed(mallory: Mallory) -> None:
     for name in (*METHODS, "", 7, None, b"deposit", [trees.LIST, "deposit"]):
         assert_refused(mallory.invoke(account, name))
     assert mallory.invoke(account, "deposit", 5).tree == 110
-    # Of a value whose class is not exposed, or not to this peer, none at all.
+    # For a value whose class is not exposed, or not to this peer, no method at all.
     for number, maker in ((2, "exposed:savings"), (3, "exposed:vault")):
         made = mallory.create(number, maker)
         for name in ("withdraw", "deposit", "open", "to_here", "local_value", "owner"):
@@ -314,7 +314,7 @@ def test_references_that_were_made_up(mallory: Mallory, federation: Besieged) ->
         assert_refused(mallory.invoke(ref, "deposit", 1))
     for tree in ([TUPLE, 0, 0], [TUPLE, 0, 0, "x"], [TUPLE, 0, 0, 1.5], None, "rref", [trees.LIST, 0, 0, 1]):
         assert_refused(mallory.call("exposed:value_of", [trees.EXTENSION, "rref", tree]))
-    # The good peer's reference is as good as before.
+    # The good peer's reference still works.
     assert federation.peer.run(deposit) == 8
 
 
@@ -340,7 +340,7 @@ def test_lies_about_references_of_others(mallory: Mallory, federation: Besieged)
 
 
 def without_pauses() -> None:
-    """Guesses are answered as quickly as they come."""
+    """Switch off the pauses, so that guesses are answered at once."""
     worker.current().agent.permissions.refusals = Penalties(1 << 40, 1.0)
 
 
@@ -366,7 +366,7 @@ def test_100_000_guessed_references(mallory: Mallory, federation: Besieged) -> N
 
 
 def test_contexts_and_passes_that_were_made_up(mallory: Mallory, federation: Besieged) -> None:
-    """Each is refused, or ends the connection; a context of the good peer's goes on, and cannot be left for it."""
+    """Each is refused, or ends the connection. The good peer's context stays open, and others cannot end it."""
     context = federation.peer.run(_open_context)
     mallory.send(Leave(context))
     for guessed in (context + 1, context ^ 1 << 40, 1 << 48, (2 << 48) + 1, 0, -1, (1 << 64) - 1):
@@ -423,7 +423,7 @@ def test_messages_that_are_too_large(mallory: Mallory, federation: Besieged) -> 
 
 
 def test_tensors_that_are_larger_than_their_message(mallory: Mallory, federation: Besieged) -> None:
-    """One element that says it is many, or none that would be many."""
+    """One element that claims to be many, or an empty tensor with a huge shape."""
     corner = torch.zeros(2, 1, dtype=torch.int64)
     for tensor in (
         torch.ones(1).expand(1 << 40),
@@ -448,7 +448,7 @@ def test_more_calls_than_it_may_have(mallory: Mallory, federation: Besieged) -> 
         mallory.send(Call(1000 + number, [TUPLE, [NAMED, "exposed:wait"], [TUPLE, "gate"], {}]))
     refused = [mallory.line.answer() for _ in range(6)]
     assert {answer.type_name for answer in refused} == {"backhaul.errors.QuotaError"}
-    assert federation.peer.run(ask_federation) < 1.0  # while all of them run
+    assert federation.peer.run(ask_federation) < 1.0  # while all calls run
     federation.victim.run(_close_gate)
     assert all(mallory.line.answer().tree == "gate" for _ in range(64))
 
@@ -481,7 +481,7 @@ def _await_end_of_unread() -> None:
 
 
 def test_frames_that_lie(mallory: Mallory, federation: Besieged) -> None:
-    """As in a cluster: the connection ends, and nothing else."""
+    """As in a cluster, only the connection ends."""
     table = headers.encode_single(headers.DTYPE_CODES[torch.float32], 0, (1 << 40,), 16)
     for data in (
         HEADER.pack(b"BH", 1, 1, 2, len(table), 16) + b"\x91\x01" + table + bytes(16),

@@ -1,7 +1,7 @@
-"""A process of the same user that was let in, and sends frames that lie.
+"""A process of the same user that was admitted, and sends malformed frames.
 
-In a cluster it could just as well call any function: what these are about is that bytes which no worker sends, by
-mistake or by intent, end their own connection and nothing else.
+In a cluster it could call any function anyway. These tests show that bytes which no worker sends, by mistake or on
+purpose, end their own connection and nothing else.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_lengths_that_nobody_has_memory_for(besieged: Besieged) -> None:
 
 
 def test_lengths_that_are_allowed_and_never_come(besieged: Besieged) -> None:
-    """4 GiB of metadata, 60 GiB of tensors: what is claimed costs nothing until it comes."""
+    """4 GiB of metadata, 60 GiB of tensors: claimed bytes cost nothing until they arrive."""
     table = headers.encode_single(FLOAT, 0, (15 << 30,), 60 << 30)
     with besieged.attack():
         lines = [besieged.line() for _ in range(8)]
@@ -195,7 +195,7 @@ def test_a_table_that_does_not_lie_is_taken() -> None:
 
 @pytest.mark.parametrize("depth", [200, 10_000, 100_000])
 def test_nesting(besieged: Besieged, depth: int) -> None:
-    """Metadata that msgpack gives up on ends the connection. What the codec gives up on is an answer."""
+    """Metadata that is too nested for msgpack ends the connection. A tree that is too nested gets an error answer."""
     bodies = {
         "lists": b"\x92\x00" * depth + b"\xc0",
         "lists without tags": b"\x91" * depth + b"\xc0",
@@ -229,7 +229,7 @@ kept: object = None
 
 
 def guess(besieged: Besieged, count: int) -> None:
-    """Ask for values under guessed names, and tell lies about them."""
+    """Ask for values under guessed names, and send false notices about them."""
     besieged.victim.run(_hold_something)
     before = besieged.victim.run(counts)
     choose = random.Random(8)
@@ -241,16 +241,16 @@ def guess(besieged: Besieged, count: int) -> None:
         line.send(b"".join(bytes(encode(Fetch(start + place, name))) for place, name in enumerate(names)))
         lies = [lie for name in names[:20] for lie in (Release(name), Unpin(ShareId(0, name.number)))]
         line.send(bytes(encode(Notices(count + start, 1, start + 1, tuple(lies)))))
-        # There is a reply to the notices, and one to each guess but of what the intruder itself may yet make.
+        # There is a reply to the notices and to each guess, except for values that the intruder itself may still make.
         waiting = {count + start, *(start + place for place, name in enumerate(names) if name.creator == 0)}
         while waiting:
             answer = line.answer()
             assert isinstance(answer, Failure if getattr(answer, "id", 0) < count else Result), answer
             waiting.discard(answer.id)
-    # The answer to these goes to where the intruder said that it listens. It cannot be reached there, and is given up.
+    # The answer to these goes to the address that the intruder claims. It cannot be reached there, and is given up.
     line.send(bytes(encode(Notices(2 * count, 1, 2 * count, tuple(map(Register, names))))))
     assert is_cut(line.socket, within=20)
-    # What it asked for of its own making was waited for until now.
+    # The worker has waited until now for values that the intruder itself would make.
     deadline = time.monotonic() + 30
     while (after := besieged.victim.run(counts))["owned"] > before["owned"]:
         assert time.monotonic() < deadline, (before, after)
@@ -265,7 +265,7 @@ def test_guessed_references(besieged: Besieged) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_100_000_guessed_references(besieged: Besieged) -> None:
-    with besieged.attack(memory=256 * MiB):  # it keeps count of what it was asked for until the intruder is gone
+    with besieged.attack(memory=256 * MiB):  # it remembers what was asked for until the intruder is gone
         guess(besieged, 100_000)
 
 
@@ -273,7 +273,7 @@ def test_100_000_guessed_references(besieged: Besieged) -> None:
 
 
 def guess_segments(count: int) -> int:
-    """In the attacked process: frames whose buffers lie in segments that nobody has passed."""
+    """In the attacked process: frames whose buffers are in segments that were not passed."""
     choose = random.Random(8)
     large = encode(Result(1, None), [torch.zeros(1 << 18, dtype=torch.uint8)])
     head = bytearray(bytes(place(large, [1])))

@@ -1,7 +1,7 @@
-"""What `attacks` does for half a minute each, for a moment: the worker lives, and the good peer is answered.
+"""The attacks of `attacks`, each for a moment instead of half a minute: the worker lives, and answers the good peer.
 
-The figures (how much slower the good peer is, memory, threads) are those of `make attacks`: a moment says little of a
-99th percentile. What is asserted here is what a moment can tell.
+`make attacks` has the figures (how much slower the good peer is, memory, threads), because a moment says little about a
+99th percentile. These tests assert only what a moment can show.
 """
 
 from __future__ import annotations

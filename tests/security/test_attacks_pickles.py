@@ -1,4 +1,4 @@
-"""Two hundred pickles, to a codec that takes none, inside everything that it takes, and before any greeting."""
+"""Two hundred pickles: for a codec that accepts none, inside every container that it accepts, and before a greeting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from backhaul.security.handshake import MAGIC
 from backhaul.wire import trees
 from backhaul.wire.values import Codec
 
-# What a peer may put around a value; the classes are ones that any worker has.
+# Containers that a peer may put around a value. Any worker has these classes.
 CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "alone": lambda tree: tree,
     "list": lambda tree: [trees.LIST, 1, tree],
@@ -56,7 +56,7 @@ class Box:
 
 
 def try_all() -> tuple[int, list[str], bool]:
-    """In the attacked process: how many were refused, what was not, and whether the module for pickles was loaded."""
+    """In the attacked process: how many were refused, which were not, and whether pickle's module was loaded."""
     sys.modules.pop("backhaul.wire.pickles", None)
     codecs = [Codec(allow_pickle=False), Codec(bounded=True)]
     for codec in codecs:
@@ -111,9 +111,7 @@ def _load(data: bytes) -> None:
 
 
 def test_every_pickle_in_every_container(besieged: Besieged) -> None:
-    for (
-        container
-    ) in CONTAINERS.values():  # what the names in them stand for is imported by the first good value, not by these
+    for container in CONTAINERS.values():  # a good value imports the classes named in them, so that the attacks do not
         besieged.victim.run(_unpack, container(1))
     with besieged.attack():
         found, events = besieged.victim.run(run_watched, try_all)
@@ -135,7 +133,7 @@ def test_pickles_before_the_greeting(besieged: Besieged) -> None:
             sock.sendall(data.ljust(200, b"."))
             assert is_cut(sock), data
         for data in payloads()[::4]:
-            # In the place of the greeting, after its magic.
+            # Instead of the greeting, after its magic.
             sock = besieged.unix()
             sock.sendall(MAGIC + bytes(64) + len(data).to_bytes(2, "little") + data)
             assert is_cut(sock), data

@@ -1,4 +1,4 @@
-"""Those who come by TCP without the credentials of the group: each is refused at once, and told no more than why."""
+"""TCP connections without the group's credentials: each is refused at once, and learns only the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OTHER = secrets.token_bytes(32)
 
 
 def plain_context(certificate: Issued | None, directory: Path, **versions: ssl.TLSVersion) -> ssl.SSLContext:
-    """A client that believes any server, and shows this certificate, or none."""
+    """A client context that accepts any server, and shows this certificate, or none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -47,12 +47,12 @@ def plain_context(certificate: Issued | None, directory: Path, **versions: ssl.T
 
 
 def refusal(besieged: Besieged, context: ssl.SSLContext) -> str:
-    """What a client is told that tries to get in with this; "" if it is just cut off. It must be refused soon."""
+    """The reason that a client with this context gets; "" if the connection is just cut. The refusal must come soon."""
     sock = besieged.tcp()
     began = time.monotonic()
     try:
         with context.wrap_socket(sock) as tls:
-            # In TLS 1.3 the client is done before the server has judged it: the first thing it reads tells.
+            # In TLS 1.3 the client finishes before the server judges it. Its first read shows the refusal.
             data = tls.recv(100)
         assert not data, f"it was let in, and told {data!r}"
         told = ""
@@ -63,7 +63,7 @@ def refusal(besieged: Besieged, context: ssl.SSLContext) -> str:
 
 
 def test_a_worker_with_the_secret_gets_in(besieged: Besieged, secret: bytes) -> None:
-    """Otherwise none of the others would say anything."""
+    """Otherwise the tests of refusals would prove nothing."""
     with besieged.attack():
         context = contexts_of(Authority(secret).issue("worker2"), Authority(secret).certificate)[1]
         with context.wrap_socket(besieged.tcp()) as tls:
@@ -103,7 +103,7 @@ def test_a_certificate_that_is_not_good(besieged: Besieged, secret: bytes, tmp_p
 
 
 def test_a_certificate_that_was_signed_by_itself(besieged: Besieged, secret: bytes, tmp_path: Path) -> None:
-    """With the name of the cluster's authority, and its own key: all but the signature is right."""
+    """It has the name of the cluster's authority, but its own key: only the signature is wrong."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -128,7 +128,7 @@ def test_a_certificate_that_was_signed_by_itself(besieged: Besieged, secret: byt
 
 
 def test_the_certificate_of_another_worker(besieged: Besieged, secret: bytes) -> None:
-    """Who is worker2 by its certificate is not let in as worker1."""
+    """A peer with worker2's certificate is not admitted as worker1."""
     with besieged.attack():
         authority = Authority(secret)
         context = contexts_of(authority.issue("worker2"), authority.certificate)[1]
@@ -150,7 +150,7 @@ def test_plain_text(besieged: Besieged) -> None:
 
 
 def test_a_real_worker_with_another_secret_is_told_why(besieged: Besieged, secret: bytes) -> None:
-    """Both ends say it in words, and neither says a secret."""
+    """Both ends explain it, and neither reveals a secret."""
     transport = StreamTransport(RpcOptions(secret=OTHER, transport="tcp"))
     transport.introduce("worker2")
     with besieged.attack():
@@ -164,12 +164,12 @@ def test_a_real_worker_with_another_secret_is_told_why(besieged: Besieged, secre
             assert repr(key)[2:-1] not in text
 
 
-# A listener that is no worker.
+# A listener that is not a worker.
 
 
 @contextmanager
 def listener(answer: Callable[[socket.socket], None]) -> Iterator[Addresses]:
-    """Somebody at the address of a worker, as a store that lies could have it."""
+    """A process at the address of a worker, as a false entry in the store could arrange."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -188,7 +188,7 @@ def listener(answer: Callable[[socket.socket], None]) -> Iterator[Addresses]:
 
 
 def _answer(sock: socket.socket, data: bytes) -> None:
-    # Read first: who closes a connection that has unread bytes resets it, and what it said is lost.
+    # Read first: closing a connection with unread bytes resets it, and what was sent is lost.
     sock.recv(1 << 16)
     sock.sendall(data)
 
@@ -202,8 +202,8 @@ def _impostor(sock: socket.socket) -> None:
 
 LISTENERS: dict[str, tuple[Callable[[socket.socket], None], str]] = {
     "says nothing": (lambda sock: _answer(sock, b""), "ended"),
-    "speaks HTTP": (lambda sock: _answer(sock, b"HTTP/1.1 400 Bad Request\r\n\r\n"), "speaks no TLS"),
-    "greets in the clear": (lambda sock: _answer(sock, MAGIC + bytes(32)), "speaks no TLS"),
+    "speaks HTTP": (lambda sock: _answer(sock, b"HTTP/1.1 400 Bad Request\r\n\r\n"), "does not speak TLS"),
+    "greets in the clear": (lambda sock: _answer(sock, MAGIC + bytes(32)), "does not speak TLS"),
     "is of another cluster": (_impostor, "another cluster"),
 }
 
@@ -221,7 +221,7 @@ def test_a_listener_that_is_no_worker_learns_nothing(besieged: Besieged, secret:
 
 
 class Recorder:
-    """Stands between a client and the worker, and keeps what the client says."""
+    """Stands between a client and the worker, and records what the client sends."""
 
     def __init__(self, to: tuple[str, int]) -> None:
         self.recorded = b""
@@ -253,7 +253,7 @@ class Recorder:
 
 
 def test_a_replayed_connection(besieged: Besieged, secret: bytes) -> None:
-    """What a good peer has said, every byte of it, says nothing a second time."""
+    """The recorded bytes of a good peer have no effect a second time."""
     assert besieged.addresses.tcp is not None
     with besieged.attack():
         recorder = Recorder(besieged.addresses.tcp)
@@ -261,7 +261,7 @@ def test_a_replayed_connection(besieged: Besieged, secret: bytes) -> None:
         with context.wrap_socket(socket.create_connection(recorder.address)) as tls:
             line = Line(tls, besieged.hello())
             line.send(bytes(encode(Call(1, [1, [26, "os:getpid"], [1], {}]))))
-            assert line.answer().tree == besieged.pid  # this time it is done
+            assert line.answer().tree == besieged.pid  # the original connection works
         recorder.close()
         assert len(recorder.recorded) > 1000
         served = len(re.findall("TLS", besieged.log()))

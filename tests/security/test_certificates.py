@@ -1,4 +1,4 @@
-"""Certificates that follow from a secret: the same authority everywhere, a certificate of its own for each worker."""
+"""Certificates derived from a secret: the same authority everywhere, and a certificate for each worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_same_secret_gives_the_same_authority(authority: Authority) -> None:
 
 
 def test_the_authority_of_a_known_secret(authority: Authority) -> None:
-    """Another one would not be believed by workers of earlier versions."""
+    """Workers of earlier versions would not accept another authority."""
     assert authority.name == "backhaul cluster de3d4a750a150d18"
 
 

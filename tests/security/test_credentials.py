@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a unix socket: the kernel's word, for good and bad peers."""
+"""Whose process is at the other end of a unix socket: the kernel's answer, for good and bad peers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_socket_that_is_not_unix_has_no_user_to_trust() -> None:
 
 # A peer of another user.
 
-# In the process itself, with all imports done: another user may not be able to read the interpreter's files.
+# It changes its user after all imports, because another user may not be able to read the interpreter's files.
 BECOME = """
 import os, socket, sys
 if sys.argv[2] != "None":
@@ -140,7 +140,7 @@ def test_another_user_does_not_even_get_into_the_directory() -> None:
 
 @as_root
 def test_another_user_is_refused_by_the_kernel_s_word_alone() -> None:
-    """The directory and the socket are opened up: what is left is SO_PEERCRED."""
+    """The directory and the socket are open to all, so only SO_PEERCRED protects the worker."""
     with listening() as (transport, listener):
         path = Path(transport.addresses.unix or "")
         path.parent.chmod(0o755)
@@ -180,7 +180,7 @@ except OSError as error:
 
 @as_root
 def test_a_server_of_another_user_gets_no_hello() -> None:
-    """Who squats on a socket's path learns nothing, not even the group's name."""
+    """A process that took over a socket's path learns nothing, not even the group's name."""
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         os.chmod(directory, 0o777)
         path = Path(directory, "squatted")

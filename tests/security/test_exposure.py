@@ -1,4 +1,4 @@
-"""What is exposed, to whom; and what is not, though it looks like it."""
+"""What is exposed, and to which peers; and what is not, although it looks exposed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A federation of peers that keep to the rules: what they may do works, and what they may not says so."""
+"""A federation of honest peers: allowed requests work, and others are refused with an explanation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def workers() -> Iterator[InProcessCluster]:
 
 @pytest.fixture
 def asker(workers: InProcessCluster) -> Iterator[Worker]:
-    """The one that asks worker0, and is the current one."""
+    """The worker that calls worker0. It is the current worker."""
     with workers[1].as_current():
         yield workers[1]
 
@@ -208,7 +208,7 @@ def test_texts_are_bounded_and_do_nothing_to_a_terminal(asker: Worker) -> None:
 
 
 def call_method(rref: rpc.RRef[Any], name: str, *args: Any) -> Any:
-    """As a proxy does, of whatever name: some a proxy has itself."""
+    """Call a method of any name as a proxy does. A proxy has some of these names itself."""
     return rref._references.call_method(rref, name, args, {}, -1.0)
 
 
@@ -290,7 +290,7 @@ def test_what_is_given_back_is_freed(workers: InProcessCluster, asker: Worker) -
     assert settled(before)
 
 
-# One backward pass over all.
+# One backward pass over all workers.
 
 
 def test_gradients(asker: Worker) -> None:
@@ -391,7 +391,7 @@ def test_nobody_is_told_how_often_others_call() -> None:
         idle, sent, finished = zip(*(tree[1:] for tree in found), strict=True)
         assert set(idle) <= {True, False}
         assert list(sent) == [{}] * 3
-        assert [tree[:2] for tree in finished] == [[trees.DICT, 0]] * 3  # of itself
+        assert [tree[:2] for tree in finished] == [[trees.DICT, 0]] * 3  # those of its own
         stamps = [tree[2] for tree in finished]
         assert len(set(stamps)) == 3
         assert min(stamps) > 1000

@@ -1,4 +1,4 @@
-"""Peers of a federation that lie: requests and replies that no honest worker sends, written by hand."""
+"""Peers of a federation that lie: hand-written requests and replies that no honest worker sends."""
 
 from __future__ import annotations
 
@@ -193,8 +193,8 @@ def test_values_that_are_not_for_this_peer(workers: InProcessCluster) -> None:
 
 
 def test_keys_that_all_have_the_same_hash(workers: InProcessCluster) -> None:
-    """Twenty thousand of them would be compared two hundred million times, and nobody else would have a turn."""
-    # hash(-1) == hash(-2), and so of tuples of them.
+    """Twenty thousand of them would need two hundred million comparisons, while no other thread could run."""
+    # hash(-1) == hash(-2), and so tuples of them collide too.
     keys = [[trees.TUPLE, *(-1 - (number >> bit & 1) for bit in range(15))] for number in range(20_000)]
     numbers = [[trees.BIG_INT, ((2**61 - 1) * number << 64).to_bytes(24, "little")] for number in range(1, 20_000)]
     with liar(workers) as peer, attack(workers):
@@ -248,7 +248,7 @@ CLAIMS = {
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, about sparse tensors
 @pytest.mark.parametrize("kind", CLAIMS)
 def test_a_tensor_that_is_larger_than_it_looks(workers: InProcessCluster, kind: str) -> None:
-    """To work on it would take all memory. In a request, a reply or a gradient, the decoder refuses it."""
+    """Using it would take all memory. The decoder refuses it in a request, a reply or a gradient."""
     huge = CLAIMS[kind]()
     with liar(workers) as peer, attack(workers):
         peer.send(Call(1, [trees.TUPLE, [trees.NAMED, "exposed:echo"], [trees.TUPLE, [trees.TENSOR, 0]], {}]), [huge])
@@ -314,7 +314,7 @@ def test_a_peer_that_is_refused_all_the_time_does_not_fill_the_log(
 
 
 def lie(workers: InProcessCluster, answer: Any, tensors: Any = ()) -> None:
-    """Have worker2 answer every call with ``answer(id)``."""
+    """Make worker2 answer every call with ``answer(id)``."""
 
     def handle(line: Line, envelope: Envelope) -> Frame:
         line.count_finished(releases=False)
@@ -335,7 +335,7 @@ def test_values_in_replies(workers: InProcessCluster, value: Any) -> None:
     [RefId(0, 0, 1), RefId(0, 2, 1), RefId(1, 0, 1), RefId(1, 1, 1), RefId(2, 2, 1), RefId(77, 0, 1)],
 )
 def test_references_in_replies_that_nobody_gave(workers: InProcessCluster, ref: RefId) -> None:
-    """Unless they are its own, a peer cannot give what it was not given. One of its own has to come from itself."""
+    """A peer can only send references that it owns or was given. Its own references must come from itself."""
     tree = [trees.EXTENSION, "rref", [trees.TUPLE, ref.owner, ref.creator, ref.number]]
     sharer = 1 if ref.owner == 2 else 2
     with attack(workers):
@@ -354,7 +354,7 @@ def test_exceptions_in_replies(workers: InProcessCluster, name: str) -> None:
     lie(workers, lambda id: Failure(id, "worker1", name, "te\x1b[2Jxt", "line 1", PICKLE))
     with attack(workers), pytest.raises(RemoteError, match=r"te\\x1b\[2Jxt") as failure:
         workers[0].rpc_sync("worker2", exposed.double, (1,))
-    assert "worker2" in str(failure.value)  # whoever it says that it is
+    assert "worker2" in str(failure.value)  # whatever name the peer claims
     assert "line 1" not in str(failure.value.__cause__)
     assert str(failure.value).isprintable()
     assert len(str(failure.value)) < 1000
@@ -367,10 +367,10 @@ def test_a_recorded_reply_of_a_context_that_nobody_made(workers: InProcessCluste
     with attack(workers):
         for _ in range(64):
             assert workers[0].rpc_sync("worker2", exposed.double, (1,)).requires_grad
-        with pytest.raises(QuotaError, match="64 autograd contexts are known from this peer"):
+        with pytest.raises(QuotaError, match="this peer has 64 open autograd contexts already"):
             workers[0].rpc_sync("worker2", exposed.double, (1,))
         lie(workers, lambda id: Result(id, [trees.TENSOR, 0], (), Mark(context, (1 << 48) + 1)), [tensor])
-        with pytest.raises(ProtocolError, match="did not number"):
+        with pytest.raises(ProtocolError, match="does not belong to its sender"):
             workers[0].rpc_sync("worker2", exposed.double, (1,))
 
 
@@ -383,15 +383,15 @@ def test_calls_under_way() -> None:
         peers = [Liar(workers) for _ in range(3)]
         try:
             with attack(workers):
-                for peer in peers:  # one peer, however many connections it has
+                for peer in peers:  # they count as one peer, over all connections
                     for number in range(1 if peer is peers[2] else 2):
                         tree = [trees.TUPLE, [trees.NAMED, "exposed:wait"], [trees.TUPLE, "liar"], {}]
                         peer.send(Call(number + 1, tree))
-                        peer.ask(Ping)  # read in their order
+                        peer.ask(Ping)  # messages are read in order, so the others are done
                 answer = peers[0].call("exposed:double", 1)
                 assert answer.type_name == "backhaul.errors.QuotaError"
                 assert answer.text == "worker 'worker0' refused this: 5 calls of this peer are under way"
-                peers[1].close()  # those that it has begun go on
+                peers[1].close()  # calls that have started go on
                 assert peers[2].call("exposed:double", 1).type_name == "backhaul.errors.QuotaError"
             gate.set()
             done = peers[0].receive(), peers[0].receive()
@@ -434,7 +434,7 @@ def test_a_message_beyond_the_quota_ends_the_connection() -> None:
 
 
 def test_connections_of_one_peer(workers: InProcessCluster) -> None:
-    """It loses its old ones, and keeps no more threads busy."""
+    """A new connection replaces an old one, and no more threads are used."""
     ended = threading.Semaphore(0)
     serving = workers[0].agent.serving
     on_end = serving.on_end
@@ -447,7 +447,7 @@ def test_connections_of_one_peer(workers: InProcessCluster) -> None:
     peers = [Liar(workers) for _ in range(40)]
     try:
         with attack(workers):
-            # They are let in side by side, so which of them came last is not known for sure.
+            # They are admitted in parallel, so it is not certain which came last.
             assert all(ended.acquire(timeout=SECONDS) for _ in range(32))
             assert peers[0].is_cut_off()
             peers.append(Liar(workers))
@@ -466,6 +466,6 @@ def test_contexts() -> None:
                 assert is_value(peer.call("exposed:double", 1, mark=Mark((2 << 48) + number)), 2)
             answer = peer.call("exposed:double", 1, mark=Mark((2 << 48) + 4))
             assert answer.type_name == "backhaul.errors.QuotaError"
-            assert "4 autograd contexts are known from this peer" in answer.text
-        with workers[1].as_current():  # for whom it is none of its business
+            assert "this peer has 4 open autograd contexts already" in answer.text
+        with workers[1].as_current():  # this peer has its own quota
             assert rpc.rpc_sync("worker0", exposed.double, (1,)) == 2

@@ -1,4 +1,4 @@
-"""Peers of a federation that lie about backward passes: whose gradients they send, what is done, what is over."""
+"""Peers of a federation that lie about backward passes: false gradients, false reports, false ends."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def leaf() -> torch.Tensor:
 
 
 def double_of(context: int) -> torch.Tensor:
-    """What a good pass gives: the current worker has worker0 weigh its tensor."""
+    """The result of a correct pass, in which worker0 weighs a tensor of the current worker."""
     x = leaf()
     loss = (rpc.rpc_sync("worker0", exposed.weigh, (x,)) ** 2).sum()
     dist_autograd.backward(context, [loss])
@@ -88,7 +88,7 @@ def messages_about(backward: Pass, source: int) -> list[tuple[Any, list[torch.Te
 
 
 def test_a_context_that_it_does_not_know(workers: InProcessCluster) -> None:
-    """Of all that it can say about ids that it guesses, nothing changes what others get."""
+    """No message about guessed ids changes what others get."""
     with workers[1].as_current(), dist_autograd.context() as context, liar(workers) as peer:
         x = leaf()
         weighed = rpc.rpc_sync("worker0", exposed.weigh, (x,))
@@ -106,7 +106,7 @@ def test_a_context_that_it_does_not_know(workers: InProcessCluster) -> None:
 
 
 def test_gradients_of_what_was_sent_to_another(workers: InProcessCluster) -> None:
-    """It has been told of the context, so it may make its pass fail. It cannot say what the gradients are."""
+    """It knows the context, so it can make the pass fail. It cannot choose the gradients."""
     with workers[1].as_current(), dist_autograd.context() as context, liar(workers) as peer:
         x = leaf()
         weighed = rpc.rpc_sync("worker0", exposed.weigh, (x,))
@@ -125,7 +125,7 @@ def test_gradients_of_what_was_sent_to_another(workers: InProcessCluster) -> Non
 
 
 def test_gradients_of_another_shape(workers: InProcessCluster) -> None:
-    """In a context and a pass of its own, for a tensor that was sent to it."""
+    """In its own context and pass, for a tensor that was sent to it."""
     with liar(workers) as peer, attack(workers):
         x = leaf()
         for number, gradient in enumerate(
@@ -168,7 +168,7 @@ def test_a_gradient_that_cannot_be_of_what_was_sent(
         assert record is not None
         assert not record.gradients
         assert workers[0].autograd.engine._charges.of(2) == 0
-    assert "of a tensor that is torch.float64[3], torch.strided on cpu" in caplog.text
+    assert "for a tensor that is torch.float64[3], torch.strided on cpu" in caplog.text
 
 
 GOOD = {
@@ -206,7 +206,7 @@ def test_places_of_gradients_are_in_order(workers: InProcessCluster) -> None:
 
 
 def test_nobody_is_told_of_a_pass_on_behalf_of_a_peer(workers: InProcessCluster) -> None:
-    """The context is not known: who says so is told, and not the worker that is said to have started the pass."""
+    """The context is unknown. The sender gets the error, not the worker that the message names as the starter."""
     told: dict[int, list[Any]] = {1: [], 2: []}
     for rank, found in told.items():
         workers[rank].agent.intercept(Failed, lambda envelope, found=found: found.append(envelope.message))
@@ -225,7 +225,7 @@ def test_gradients_that_wait_are_charged() -> None:
     box.charge({1: (ten,), 2: (None,)}, 5)
     box.update({1: (ten,), 2: (None,)})
     assert charges.of(5) == 40
-    box.charge({1: (ten,)}, 5)  # once more, instead of the other one
+    box.charge({1: (ten,)}, 5)  # again, in place of the earlier one
     assert charges.of(5) == 40
     other.charge({1: (ten[:5].to_sparse(),)}, 6)
     assert charges.of(6) == 5 * (8 + 4)
@@ -248,7 +248,7 @@ def test_nobody_ends_a_context_of_another(workers: InProcessCluster) -> None:
             for _ in range(100):
                 peer.send(Leave(int(context)))
             assert isinstance(peer.ask(Ping), Result)
-        # It is asked of who made it, by a thread of its own.
+        # A separate thread asks the worker that made it.
         assert eventually(lambda: not workers[0].autograd._doubted)
         assert workers[0].autograd.contexts.get(context) is not None
         dist_autograd.backward(context, [(weighed**2).sum()])
@@ -257,7 +257,7 @@ def test_nobody_ends_a_context_of_another(workers: InProcessCluster) -> None:
 
 
 def test_a_context_that_is_over_is_ended_by_whoever_says_so(workers: InProcessCluster) -> None:
-    """worker0 has made it; worker1 passes on that it is over to worker2, whom worker0 does not know."""
+    """worker0 made it. worker1 tells worker2, which worker0 does not know, that it is over."""
     with workers[0].as_current(), dist_autograd.context():
         assert rpc.rpc_sync("worker1", exposed.call_back, ("worker2", 4)) == 8
         assert workers[2].autograd.counts()["contexts"] == 1
@@ -265,7 +265,7 @@ def test_a_context_that_is_over_is_ended_by_whoever_says_so(workers: InProcessCl
 
 
 def test_a_worker_that_answers_for_contexts_of_others(workers: InProcessCluster) -> None:
-    """worker2, asked about its own contexts, says that others are over."""
+    """worker2 is asked about its own contexts, and answers that other workers' contexts are over."""
     with workers[1].as_current(), dist_autograd.context() as context:
         rpc.rpc_sync("worker0", exposed.weigh, (leaf(),))
         agent = workers[2].agent
@@ -281,7 +281,7 @@ def test_a_worker_that_answers_for_contexts_of_others(workers: InProcessCluster)
 
 
 def test_reports_of_what_others_have_to_do(workers: InProcessCluster) -> None:
-    """A pass is not over because somebody says so. Here it fails, and says who has lied."""
+    """A false report does not end a pass. The pass fails, and the error names the liar."""
     with workers[0].as_current(), dist_autograd.context() as context, liar(workers) as peer:
         late = threading.Event()
         exposed.gates["late"] = late
@@ -370,7 +370,7 @@ def test_a_peer_that_keeps_gradients_back_is_not_waited_for_beyond_the_timeout(w
 
 
 def test_nobody_says_that_the_passes_of_another_are_over(workers: InProcessCluster) -> None:
-    """A member of the context, which has all ids: it may make a pass fail, and not keep it from ever ending."""
+    """A member of the context knows all ids. It can make a pass fail, but cannot make it hang."""
     with workers[1].as_current(), dist_autograd.context() as context, liar(workers) as peer:
         weighed = rpc.rpc_sync("worker0", exposed.weigh, (x := leaf(),))
         floor = (1 << 48) + (1 << 47)

@@ -1,4 +1,4 @@
-"""Peers of a federation that lie about references: those of others, those that do not exist, and what they hold."""
+"""Peers of a federation that lie about references: those of others, those that do not exist, and their values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tree_of(ref: RefId) -> Any:
 
 
 def tell(peer: Liar, *notices: Notice) -> None:
-    """Send notices, and return when they have been dealt with."""
+    """Send notices, and return when they are handled."""
     tell.number += 1  # type: ignore[attr-defined]
     assert isinstance(peer.ask(Notices, 1, tell.number, notices), Result)  # type: ignore[attr-defined]
 
@@ -79,7 +79,7 @@ def still_good(workers: InProcessCluster, account: rpc.RRef[Any]) -> bool:
 
 
 def given_to(peer: Liar, value: Any) -> tuple[RefId, ShareId]:
-    """A reference that the victim gives to the liar, which does not say that it has got it."""
+    """A reference that the victim sends to the liar, which does not confirm it."""
     answer = peer.call("exposed:give", value)
     ((ref, share),) = answer.refs
     return ref, share
@@ -108,7 +108,7 @@ def test_references_of_others_and_guessed_ones_give_one_answer(workers: InProces
                     "backhaul.refs.proxy:invoke", tree_of(ref), "deposit", [trees.TUPLE, 5], {}, refs=refs
                 )
                 if ref.owner == 2 and refs and refs[0][1].sharer == 2:
-                    # Its own, which it may give. What it stands for is not here.
+                    # Its own reference, which it may send. Its value is not here.
                     assert is_refused(method)
                     continue
                 assert is_refused(method), ref
@@ -118,7 +118,7 @@ def test_references_of_others_and_guessed_ones_give_one_answer(workers: InProces
 
 
 def test_a_hundred_thousand_guesses(workers: InProcessCluster) -> None:
-    """Most of them in notices, of which a thousand go into a message."""
+    """Most of them are notices, a thousand in each message."""
     account = held_by_the_good_peer(workers)
     without_pauses(workers[0])
     random.seed(0)
@@ -152,13 +152,13 @@ def test_nobody_is_struck_off_by_another(workers: InProcessCluster) -> None:
             Swept((1,)),
             Recall((ShareId(1, 1),)),
         )
-        assert is_refused(peer.ask(Fetch, account._ref))  # to register did not help
+        assert is_refused(peer.ask(Fetch, account._ref))  # registering did not help
         assert still_good(workers, account)
     assert workers[1].agent.is_connected(0)
 
 
 def test_a_pin_of_another(workers: InProcessCluster) -> None:
-    """While a reference is under way to one peer, another says that it has it: it would be freed too early."""
+    """While a reference is on its way to one peer, another confirms it. That would free the value too early."""
     with liar(workers) as peer, liar(workers, rank=1) as good:
         ref, share = given_to(good, 5)
         tell(peer, Unpin(share), *(Unpin(ShareId(0, share.number + near)) for near in range(-3, 4)))
@@ -169,7 +169,7 @@ def test_a_pin_of_another(workers: InProcessCluster) -> None:
 
 
 def test_what_a_worker_uses_is_not_confirmed_by_a_stranger(workers: InProcessCluster) -> None:
-    """worker0 has a reference of worker1's; worker2 says that its value is gone."""
+    """worker0 has a reference to a value of worker1, and worker2 says that the value is gone."""
     with workers[0].as_current():
         theirs = rpc.rpc_sync("worker1", exposed.give, ("theirs",))
         with liar(workers) as peer, attack(workers):
@@ -196,7 +196,7 @@ def test_values_that_are_made(workers: InProcessCluster) -> None:
         assert isinstance(peer.ask(Create, RefId(0, 2, 1), call), Result)
         assert is_value(peer.ask(Fetch, RefId(0, 2, 1)), 8)
         for ref in (RefId(0, 2, 1), RefId(0, 1, 5), RefId(0, 0, 5), RefId(1, 2, 5), RefId(2, 2, 5)):
-            assert is_refused(peer.ask(Create, ref, call)), ref  # made already, or not its own
+            assert is_refused(peer.ask(Create, ref, call)), ref  # it exists already, or is not its own
         hidden = [trees.TUPLE, [trees.NAMED, "exposed:hidden"], [trees.TUPLE, 4], {}]
         assert isinstance(peer.ask(Create, RefId(0, 2, 2), hidden), Result)
         assert is_refused(peer.ask(Fetch, RefId(0, 2, 2)))
@@ -217,7 +217,7 @@ def test_a_request_may_follow_the_one_that_makes_its_value(workers: InProcessClu
 
 
 def test_gaps_in_the_numbers_of_creations(workers: InProcessCluster) -> None:
-    """To remember which have been made takes a few bytes, unless it is every other one."""
+    """Remembering which exist takes a few bytes, unless every other number is missing."""
     with liar(workers) as peer, attack(workers):
         for number in range(1, 11):
             releases = [Release(RefId(0, 2, 2 * (4000 * number + each))) for each in range(4000)]
@@ -247,7 +247,7 @@ def test_methods_that_are_not_called_as_methods_are(workers: InProcessCluster) -
 
 
 def test_references_of_a_peer_s_own_that_are_none(workers: InProcessCluster) -> None:
-    """An exposed function gets it, and finds that there is nothing: in its own call, and nowhere else."""
+    """An exposed function gets the reference, and its call fails because there is no value. Nothing else fails."""
     with liar(workers) as peer, attack(workers):
         ref = RefId(2, 2, 123)
         answer = peer.call("exposed:value_of", tree_of(ref), refs=((ref, ShareId(2, 1)),))
@@ -288,7 +288,7 @@ def test_an_honest_peer_beyond_its_quota_keeps_what_it_has() -> None:
                 rpc.rpc_sync("worker0", exposed.value_of, (mine,))
         gate.set()
         assert [each.wait() for each in waiting] == ["full", "full"]
-        # What was refused has left no pin.
+        # A refused message has left no pin.
         assert eventually(lambda: workers[1].references.counts()["pinned"] == 0)
         accounts = [rpc.remote("worker0", Account, (number,)) for number in range(30)]
         assert [account.rpc_sync().deposit(1) for account in accounts] == list(range(1, 31))
@@ -298,7 +298,7 @@ def test_an_honest_peer_beyond_its_quota_keeps_what_it_has() -> None:
 
 
 def test_a_dead_peer_gives_all_back(workers: InProcessCluster) -> None:
-    """Nobody is asked about it: what it had, it had from here."""
+    """No other worker is asked, because all its references came from here."""
     with workers[2].as_current():
         kept = [rpc.remote("worker0", Account, (number,)) for number in range(3)]
         assert [each.rpc_sync().deposit(0) for each in kept] == [0, 1, 2]
@@ -345,8 +345,8 @@ def test_who_may_use_a_value() -> None:
         (1, Register(RefId(1, 0, 1)), False),
         (1, Unpin(ShareId(0, 1)), True),
         (2, Unpin(ShareId(0, 1)), False),
-        (2, Unpin(ShareId(0, 99)), True),  # of no effect
-        (2, Release(MINE), True),  # of itself
+        (2, Unpin(ShareId(0, 99)), True),  # no effect
+        (2, Release(MINE), True),  # its own
         (2, Release(RefId(1, 2, 1)), False),
         (1, Registered(RefId(1, 1, 1)), True),
         (2, Registered(RefId(1, 1, 1)), False),

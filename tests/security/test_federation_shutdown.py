@@ -1,4 +1,4 @@
-"""A member that never ends, or says that it does not, cannot keep another one from leaving at its timeout."""
+"""A member that never shuts down, or claims to be busy, cannot keep another from leaving at its timeout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOON = 5.0
 
 
 def leave(worker: Worker) -> tuple[float, BaseException | None]:
-    """How long that took, and what it raised."""
+    """Shut down. Returns how long it took, and what it raised."""
     began = time.monotonic()
     try:
         worker.shutdown(timeout=TIMEOUT)
@@ -45,7 +45,7 @@ def test_a_member_that_says_that_it_is_busy_for_ever(liar: int) -> None:
     with federation(3) as workers, ThreadPoolExecutor(3) as threads:
         workers[liar].agent.idle_checks.append(lambda: False)
         outcomes = [future.result(SOON) for future in [threads.submit(leave, worker) for worker in workers]]
-        # Whoever is later than the others finds that they have left.
+        # A worker that is later than the others finds that they have left.
         assert all(isinstance(error, rpc.RpcTimeoutError | rpc.WorkerLostError) for _, error in outcomes)
         assert isinstance(outcomes[0][1], rpc.RpcTimeoutError)
         assert f"'worker{liar}'" in str(outcomes[0][1])
@@ -53,7 +53,7 @@ def test_a_member_that_says_that_it_is_busy_for_ever(liar: int) -> None:
 
 
 def test_a_member_that_stays_silent() -> None:
-    """It took part, and answers nothing from now on."""
+    """It has joined, and now answers nothing."""
     with federation(2) as workers, ThreadPoolExecutor(1) as threads:
         with workers[0].as_current():
             workers[0].agent.is_reachable(workers[1].info, SOON)

@@ -1,4 +1,4 @@
-"""The targets of `make fuzz`, with as many inputs as there is time for in every run of the tests."""
+"""The targets of `make fuzz`, with a few inputs in every run of the tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FUZZ = Path(__file__).parents[2] / "fuzz"
 sys.path.insert(0, str(FUZZ))
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch says once of sparse tensors that they are in beta
+    warnings.simplefilter("ignore")  # torch warns once that sparse tensors are in beta
     from live import live
     from seeds import seeds
     from targets import TARGETS, Finding, bounded, resident
@@ -39,12 +39,12 @@ def _no_worker_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
-    """Threads of torch's own would count as memory that an input takes."""
+    """Use one thread, because torch's threads would count as memory of an input."""
     torch.set_num_threads(1)
 
 
 def mutated(name: str, number: int) -> bytes:
-    """An input of a target with some bytes changed, lost, repeated, put in, or taken from another one."""
+    """An input of a target with some bytes changed, lost, repeated, inserted, or taken from another input."""
     choose = random.Random(number)
     data = bytearray(choose.choice(FIRST[name]))
     for _ in range(choose.randrange(4)):
@@ -115,7 +115,7 @@ def test_no_case_of_an_operator_ends_a_child() -> None:
     assert "1000 cases in" in done.stdout
 
 
-# What was found once.
+# Inputs that once found a bug.
 
 FOUND = {
     "a notice about a value of another owner, which is then freed as ours": (

@@ -1,4 +1,4 @@
-"""What a message costs before it is clear whether its sender may send it grows with its size, and no faster.
+"""The cost of a message, before its sender's permission is checked, grows linearly with its size.
 
 For every kind of message, and for every part of it that a peer can make larger: twice as much of it takes about twice
 the processor time, all in all. A cost that grows with the square would take sixty-four times as long for eight times
@@ -74,7 +74,7 @@ def call(*args: Any, refs: Any = (), mark: Mark | None = None) -> Call:
 
 
 def collide(count: int) -> list[list[int]]:
-    """Trees of tuples of one hash."""
+    """Trees of tuples with one hash."""
     return [[trees.TUPLE, *(-1 - (number >> bit & 1) for bit in range(14))] for number in range(count)]
 
 
@@ -91,11 +91,11 @@ def ids(count: int) -> tuple[int, ...]:
 
 
 def scattered(count: int) -> Iterator[int]:
-    """Numbers in an order in which no two that follow each other are neighbours."""
+    """Numbers in an order without consecutive neighbours."""
     return (number * 7919 % 1_000_003 for number in range(count))
 
 
-# What grows with the count, for each kind of message.
+# For each kind of message, the parts that grow with the count.
 GROWING: dict[type[Any], list[Callable[[int], Any]]] = {
     Call: [
         lambda count: call(*range(count)),
@@ -133,7 +133,7 @@ GROWING: dict[type[Any], list[Callable[[int], Any]]] = {
     Inspect: [lambda count: Inspect(1, "x" * count, {str(each): each for each in range(count)})],
 }
 FIXED = {Ping, AwaitReady, AwaitEnd, Tally, Goodbye, Fetch, Resolve, Resolved, Check, Leave}
-"""Kinds that have nothing that grows."""
+"""Kinds without a part that grows."""
 
 CASES = [(kind, place) for kind, makers in GROWING.items() for place in range(len(makers))]
 
@@ -146,21 +146,21 @@ def test_every_kind_is_looked_at() -> None:
 @pytest.fixture
 def workers() -> Iterator[InProcessCluster]:
     with federation() as made:
-        # What is measured is work, without the pauses that a peer has to make.
+        # Work is measured, without the pauses for refused peers.
         made[0].agent.permissions.refusals = Penalties(1 << 40, 1.0)
         made[0].agent.penalties = Penalties(1 << 40, 1.0)
         yield made
 
 
 class Peer:
-    """A liar that comes back when its connection is cut."""
+    """A liar that connects again when its connection is cut."""
 
     def __init__(self, workers: InProcessCluster) -> None:
         self._workers = workers
         self._liar: Liar | None = None
 
     def cost(self, data: bytes) -> float:
-        """The processor time of this process until a frame has been dealt with, and a ping after it."""
+        """The processor time of this process for handling a frame and a ping after it."""
         if self._liar is None:
             self._liar = Liar(self._workers, ME)
         peer, ping = self._liar, next(numbers) + (1 << 40)
@@ -192,7 +192,7 @@ def peer(workers: InProcessCluster) -> Iterator[Peer]:
 
 
 def check(peer: Peer, make: Callable[[int], bytes]) -> None:
-    """The least of several: whatever else runs meanwhile only adds to it."""
+    """Check the ratio with the least of several measurements, because other work only adds to them."""
     for attempt in range(4):
         small = min(peer.cost(make(SMALL)) for _ in range(3 + 2 * attempt))
         large = min(peer.cost(make(SMALL * TIMES)) for _ in range(2 + attempt))
@@ -321,7 +321,7 @@ def test_what_grows_by_its_type(peer: Peer, name: str, kind: type[Any], make: Ca
 
 
 def tables(count: int) -> Iterator[bytes]:
-    """Tensor tables of so many entries: tensors of their own, views of one buffer, none at all, buffers that lie."""
+    """Tensor tables of ``count`` entries: separate tensors, views of one buffer, empty ones, false buffers."""
     plain = headers.Header(headers.STRIDED, torch.uint8, 0, headers.CPU, (1,), None, 0, 0, 1)
     yield headers.encode(count, [plain._replace(buffer=each) for each in range(count)], [1] * count)
     yield headers.encode(count, [plain] * count, [1])
@@ -343,7 +343,7 @@ def test_tables_of_tensors(peer: Peer, place: int) -> None:
 
 
 def test_maps_of_keys_that_collide(peer: Peer) -> None:
-    """Written byte by byte: a dict of such keys takes this test as long to make as it would take a worker to decode."""
+    """Written byte by byte, because making a dict of such keys would take as long as decoding it."""
 
     def make(count: int) -> bytes:
         pairs = b"".join(

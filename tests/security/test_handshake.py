@@ -1,4 +1,4 @@
-"""The greeting: what both sides say, and every way in which one of them may be wrong."""
+"""The greeting: what both sides send, and every way in which one of them may be wrong."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_server_says_what_plain_text_is() -> None:
 
 
 def test_a_client_says_what_plain_text_is() -> None:
-    with pytest.raises(ProtocolError, match="no Backhaul worker: it says b'SSH-'"):
+    with pytest.raises(ProtocolError, match="not a Backhaul worker: it says b'SSH-'"):
         length_of_welcome(b"SSH-2.0-OpenSSH_9.2p1"[:HEAD_SIZE])
 
 

@@ -1,4 +1,4 @@
-"""The key file: made once, closed to others, and refused when it is not."""
+"""The key file: made once, readable only by its owner, and refused otherwise."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_mode_does_not_depend_on_the_umask(tmp_path: Path, umask: int) -> No
 
 def test_a_key_is_never_overwritten(path: Path, tmp_path: Path) -> None:
     before = path.read_text()
-    with pytest.raises(OptionError, match="exists, and what it holds may be in use: choose another name"):
+    with pytest.raises(OptionError, match="exists, and its key may be in use: choose another name"):
         make_key_file(str(path))
     assert path.read_text() == before
     target = tmp_path / "target"
@@ -84,13 +84,13 @@ def test_a_key_file_of_another_user_is_refused(path: Path) -> None:
 
 
 CONTENTS = [
-    ("", "holds 0 bytes, and a key has at least 32"),
-    ("ab" * 31, "holds 31 bytes, and a key has at least 32"),
-    ("a" * 63, "does not hold a key in hexadecimal; make one with `backhaul keygen`"),
-    ("zz" * 32, "does not hold a key in hexadecimal"),
-    ("\xe4" * 64, "does not hold a key in hexadecimal"),
-    ("-----BEGIN PRIVATE KEY-----\n", "does not hold a key in hexadecimal"),
-    ("ab" * 5000, "is too long to be one: 10000 bytes"),
+    ("", "contains 0 bytes, and a key has at least 32"),
+    ("ab" * 31, "contains 31 bytes, and a key has at least 32"),
+    ("a" * 63, "does not contain a key in hexadecimal; make one with `backhaul keygen`"),
+    ("zz" * 32, "does not contain a key in hexadecimal"),
+    ("\xe4" * 64, "does not contain a key in hexadecimal"),
+    ("-----BEGIN PRIVATE KEY-----\n", "does not contain a key in hexadecimal"),
+    ("ab" * 5000, "is too long to be a key file: 10000 bytes"),
 ]
 
 
@@ -113,10 +113,10 @@ def test_longer_keys_and_other_ways_to_write_them(path: Path) -> None:
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="there is no key file"):
         read_key_file(str(tmp_path / "nothing"))
-    with pytest.raises(OptionError, match="is no regular file"):
+    with pytest.raises(OptionError, match="is not a regular file"):
         read_key_file(str(tmp_path))
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(OptionError, match="is no regular file"):
+    with pytest.raises(OptionError, match="is not a regular file"):
         read_key_file(str(tmp_path / "pipe"))
     with pytest.raises(OptionError, match="cannot read the key file"):
         read_key_file("a\0b")

@@ -1,4 +1,4 @@
-"""Who does wrong again and again has to wait."""
+"""A peer that does wrong again and again must wait."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_some_are_free_and_the_rest_take_their_time() -> None:
     assert penalties.wait("shop", 13.0) == 1.0
     assert penalties.wait("shop", 20.0) == 0
     assert penalties.wait("bank", 10.0) == 0
-    penalties.wrong("shop", 100.0)  # what was long ago is forgiven
+    penalties.wrong("shop", 100.0)  # old wrongs are forgiven
     assert penalties.wait("shop", 100.0) == 0
     penalties.wrong("shop", 100.0, 9)
     assert penalties.wait("shop", 100.0) == 14.0
@@ -62,7 +62,7 @@ def test_a_peer_that_is_refused_all_the_time_is_read_slowly() -> None:
 
 
 def test_what_takes_long_to_refuse_counts_for_more() -> None:
-    keys = [[trees.TUPLE, *(-1 - (number >> bit & 1) for bit in range(15))] for number in range(4000)]  # of one hash
+    keys = [[trees.TUPLE, *(-1 - (number >> bit & 1) for bit in range(15))] for number in range(4000)]  # with one hash
     with federation() as workers, liar(workers) as peer:
         refusals = workers[0].agent.permissions.refusals
         for _ in range(100):

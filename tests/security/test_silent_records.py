@@ -1,4 +1,4 @@
-"""TLS records that bring no data: found by their lengths, worked through a few at a time, and soon the end."""
+"""TLS records that bring no data are found by their lengths, handled a few at a time, and soon end the connection."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_records_are_found_wherever_the_bytes_are_cut(seed: int) -> None:
         for part in slices(records, piece):
             at += len(part)
             complete = sum(1 for end in ends if at - len(part) < end <= at)
-            assert complete <= Records.MOST + 1  # and the record that the slice before has begun
+            assert complete <= Records.MOST + 1  # plus the record that began in the previous slice
             assert records.promised == sum(size - 17 for size, end in zip(sizes, ends, strict=True) if end <= at)
     assert records.promised == sum(size - 17 for size in sizes)
 
@@ -70,11 +70,11 @@ class Pair(NamedTuple):
     client: Tunnel
     keylog: Path
     worked_through: list[int]
-    """The sizes of what OpenSSL was given."""
+    """The sizes of the writes to OpenSSL."""
 
 
 class Noting:
-    """A memory BIO that notes how much is written into it."""
+    """A memory BIO that notes the size of each write."""
 
     def __init__(self, bio: Any, sizes: list[int]) -> None:
         self._bio = bio
@@ -118,7 +118,7 @@ def read_to_the_end(channel: TlsChannel) -> None:
 
 
 def test_a_flood_of_requests_for_new_keys(pair: Pair) -> None:
-    """However many have come, OpenSSL works through a few."""
+    """However many have come, OpenSSL handles only a few."""
     pair.raw.sendall(KeyUpdates(pair.raw, pair.keylog, 0).records(600))
     with pytest.raises(ProtocolError, match="bring no data, such as requests for new keys"):
         read_to_the_end(pair.channel)
@@ -126,7 +126,7 @@ def test_a_flood_of_requests_for_new_keys(pair: Pair) -> None:
 
 
 def test_requests_for_new_keys_between_messages(pair: Pair) -> None:
-    """Data does not make up for them."""
+    """Data in between does not compensate for them."""
     updates = KeyUpdates(pair.raw, pair.keylog, 0)
     seen = []
 
@@ -152,7 +152,7 @@ def test_padded_records(pair: Pair) -> None:
 
 
 def test_what_a_worker_sends_brings_what_it_promises(pair: Pair) -> None:
-    """Large and small messages, one after the other, come as they were sent."""
+    """Large and small messages arrive as they were sent."""
     for number in range(40):
         tensors = [torch.randn(number * 4000)] if number % 2 else []
         data = pair.client.write(bytes(encode(Result(number, "x" * number * 50), tensors)))
@@ -169,7 +169,7 @@ def test_what_a_worker_sends_brings_what_it_promises(pair: Pair) -> None:
 
 
 class Greeting:
-    """A client that greets a server, whose steps are made as the client goes on."""
+    """A client that greets a server. The server's steps run as the client continues."""
 
     def __init__(self, client: Tunnel) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -195,7 +195,7 @@ class Greeting:
 
 
 def test_a_greeting_of_requests_for_new_keys(tmp_path: Path) -> None:
-    """A peer with a certificate that never says hello."""
+    """A peer with a certificate that never sends its hello."""
     context = ClusterCredentials(SECRET, "shop").tunnel(server=False).stream.context
     context.keylog_filename = str(tmp_path / "keys")
     greeting = Greeting(Tunnel(context, server=False))
@@ -210,11 +210,11 @@ def test_a_greeting_of_requests_for_new_keys(tmp_path: Path) -> None:
 
 
 def test_a_handshake_that_does_not_end() -> None:
-    """A certificate comes in as many records as its sender likes, one byte in each."""
+    """A sender may split its certificate into many records of one byte each."""
     greeting = Greeting(ClusterCredentials(SECRET, "shop").tunnel(server=False))
     greeting.client.shake()
     hello = greeting.client.take()
-    # The first message says that it is 64 KiB long, and takes that many records.
+    # The first message claims a length of 64 KiB, and takes that many records.
     piece = hello[:3] + (1).to_bytes(2, "big") + bytes(1)
     start = hello[:3] + (4).to_bytes(2, "big") + hello[5:6] + (1 << 16).to_bytes(3, "big")
     greeting.send(start)

@@ -1,4 +1,4 @@
-"""TLS without sockets: two tunnels joined over bytes, every way in which one of them is not welcome, and the words."""
+"""TLS without sockets: two tunnels joined over bytes, every reason for a refusal, and the messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Outcome = tuple[Exception | None, Exception | None]
 
 
 def join(server: Tunnel, client: Tunnel, change: Callable[[bytes], bytes] = bytes) -> Outcome:
-    """Have both shake hands over bytes; what the server and the client raised. ``change`` happens on the way."""
+    """Run a handshake over bytes. Returns what the server and the client raised. ``change`` alters bytes on the way."""
     raised: dict[bool, Exception] = {}
     for _ in range(4):
         for one, other in ((client, server), (server, client)):
@@ -102,7 +102,7 @@ def test_there_is_no_session_to_resume() -> None:
 
 
 def test_a_recorded_connection_is_of_no_use() -> None:
-    """What the client sent to one server, word for word, to another of the same cluster."""
+    """The exact bytes that a client sent to one server are sent to another server of the same cluster."""
     server, client = between(cluster(), cluster())
     said = b""
     for _ in range(3):
@@ -131,7 +131,7 @@ def test_a_certificate_is_renewed_when_half_of_its_life_is_over(monkeypatch: pyt
     assert join(server, client) == (None, None)
 
 
-# Wrong ones. Both sides say why.
+# Wrong peers. Both sides say why.
 
 
 def test_another_secret() -> None:
@@ -147,7 +147,7 @@ def test_another_secret() -> None:
 
 
 def test_a_client_of_another_cluster_that_believes_anybody() -> None:
-    """Its own handshake is over by then: it learns of the refusal from what it reads first."""
+    """Its own handshake is finished before the refusal. Its first read shows the refusal."""
     server, client = between(cluster(SECRET), cluster(OTHER))
     context = client.stream.context
     context.verify_mode = ssl.CERT_NONE
@@ -159,7 +159,7 @@ def test_a_client_of_another_cluster_that_believes_anybody() -> None:
 
 
 def issued(moment: datetime.timedelta) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Contexts of the right cluster, with a certificate that was made at another time."""
+    """Contexts of the right cluster, with a certificate from another time."""
     authority = Authority(SECRET)
     now = datetime.datetime.now(datetime.timezone.utc)
     return contexts_of(authority.issue("ana", now + moment), authority.certificate)
@@ -168,10 +168,10 @@ def issued(moment: datetime.timedelta) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 MOMENTS = [
     (
         -2 * DAY,
-        "it has expired; renew it, or see whether the clocks",
+        "it has expired; renew it, or check the clocks",
         "says that this worker's certificate has expired",
     ),
-    (+DAY, "it is not valid yet; see whether the clocks", "does not accept this worker's certificate, or not yet"),
+    (+DAY, "it is not valid yet; check the clocks", "does not accept this worker's certificate, or not yet"),
 ]
 
 
@@ -195,7 +195,7 @@ def test_no_certificate() -> None:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     there, here = join(server, Tunnel(context, server=False))
-    assert str(there) == "the peer shows no certificate, and so nobody knows who it is"
+    assert str(there) == "the peer shows no certificate, so it cannot be identified"
     assert str(here) == "the peer wants a certificate, and this worker showed none"
     assert isinstance(there, AuthenticationError)
     assert isinstance(here, AuthenticationError)
@@ -229,7 +229,7 @@ def test_plain_text_is_told_at_once(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="plain text where TLS is spoken") as refusal:
         first_record(data, server=True)
     assert (repr(data[:4]) if data[:1].isalpha() else "other bytes") in str(refusal.value)
-    with pytest.raises(ProtocolError, match="speaks no TLS, and is no Backhaul worker: it says"):
+    with pytest.raises(ProtocolError, match="does not speak TLS, so it is not a Backhaul worker: it says"):
         first_record(data, server=False)
 
 
@@ -283,7 +283,7 @@ def test_reading_and_writing_before_the_handshake() -> None:
         tunnel.write(b"x")
 
 
-# Certificates of the user's.
+# The user's own certificates.
 
 
 def test_certificates_of_the_user_s_own(mint: Mint) -> None:
@@ -305,12 +305,12 @@ NAMES: list[tuple[dict[str, Any], set[str]]] = [
 
 @pytest.mark.parametrize(("how", "names"), NAMES)
 def test_the_names_of_a_certificate(mint: Mint, how: dict[str, Any], names: set[str]) -> None:
-    """The common name counts only where there is no other: others may be let to choose it."""
+    """The common name counts only if there is no other name, because an authority may let clients choose it."""
     assert mint.tls("common", **how).names() == names
 
 
 def test_a_certificate_for_another_worker_is_refused_at_the_start(mint: Mint) -> None:
-    with pytest.raises(OptionError, match=r"this worker is 'shop', and its certificate .* is for 'bank', 'till': have"):
+    with pytest.raises(OptionError, match=r"this worker is 'shop', and its certificate .* is for 'bank', 'till': get"):
         OwnCredentials(mint.tls("x", dns=["bank", "till"]), "shop")
 
 
@@ -337,10 +337,10 @@ def test_each_file_that_cannot_be_used_is_named(mint: Mint, tmp_path: Path) -> N
     expect(f"there is no CA file {nothing}", nothing, cert, key)
     expect(f"there is no certificate {nothing}", ca, nothing, key)
     expect(f"there is no private key {nothing}", ca, cert, nothing)
-    expect(f"the CA file {text} holds no certificates", text, cert, key)
+    expect(f"the CA file {text} contains no certificates", text, cert, key)
     expect(f"the certificate {text} and the private key {key} cannot be read", ca, text, key)
     expect(f"the certificate {cert} and the private key {text} cannot be read", ca, cert, text)
-    expect(f"the private key {other_key} is not that of the certificate {cert}", ca, cert, other_key)
+    expect(f"the private key {other_key} does not belong to the certificate {cert}", ca, cert, other_key)
     expect(r"TLS\(cert=\.\.\.\) must be the path of a PEM file, not None", ca, None, key)
     expect(r"TLS\(ca=\.\.\.\) must be the path of a PEM file, not ''", "", cert, key)
     os.chmod(other_key, 0o640)
@@ -396,7 +396,7 @@ def test_certificates_are_read_again_when_they_change(mint: Mint) -> None:
 
 
 def test_half_of_the_files_is_new(mint: Mint) -> None:
-    """Somebody is about to replace them: until then, what was there before still works."""
+    """The files are being replaced. Until that is done, the old ones still work."""
     tls = mint.tls("bank", file="half")
     credentials = OwnCredentials(tls, "bank")
     first = credentials.tunnel(server=True).stream.context

@@ -1,4 +1,4 @@
-"""Fixtures: a group for each transport, and for each that has sockets."""
+"""Fixtures: a group for each transport, and one for each transport with sockets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sockets(request: pytest.FixtureRequest) -> Iterator[Group]:
 
 @pytest.fixture
 def make() -> Iterator[Made]:
-    """Makes transports with sockets, for a worker of some name."""
+    """Makes transports with sockets for a worker."""
     made: list[StreamTransport] = []
 
     def transport(name: str = HELLO.name, **options: Any) -> StreamTransport:

@@ -1,4 +1,4 @@
-"""Both ends of a channel that shares segments, in one process, and what can be seen of them."""
+"""Both ends of a channel that shares segments, in one process, and functions that inspect them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLENTY = 512 * MiB
 
 
 class Link:
-    """What ``near`` sends comes out of ``far``. The budget is that of ``near``."""
+    """A channel from ``near`` to ``far``. The budget belongs to ``near``."""
 
     def __init__(self, size: int = PLENTY, budget: Budget | None = None, family: int = socket.AF_UNIX) -> None:
         self.budget = Budget(size) if budget is None else budget
@@ -46,7 +46,7 @@ class Link:
 
     @property
     def passed(self) -> int:
-        """How many descriptors have come."""
+        """The number of received descriptors."""
         return self.borrowing._count
 
     def trip(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -55,11 +55,11 @@ class Link:
         return got
 
     def expect(self, size: int) -> None:
-        """The first buffer of a size goes by the stream: have that behind us."""
+        """Send a first buffer, because the first buffer of a size goes through the stream."""
         self.trip(torch.zeros(size, dtype=torch.uint8))
 
     def raw(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send bytes, and descriptors along with the first of them, as a bad peer may."""
+        """Send bytes, with descriptors along with the first byte, as a bad peer may do."""
         beside: list[Any] = []
         if descriptors:
             beside.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors)))
@@ -79,7 +79,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def numbered(number: int, size: int = MiB) -> torch.Tensor:
-    """Bytes that tell which message, and which place in it, they are of."""
+    """Bytes that show their message and their place in it."""
     return (torch.arange(size // 8) * 7919 + number).view(torch.uint8)
 
 
@@ -93,7 +93,7 @@ def in_segment(tensor: torch.Tensor) -> bool:
 
 
 def resident() -> int:
-    """Bytes of memory that segments take in this process, those that it maps twice counted once."""
+    """The bytes of memory that segments take in this process. Memory that is mapped twice counts once."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if not line.split(" ", 1)[0].endswith(":"):
@@ -115,5 +115,5 @@ def memfd(size: int, seals: int = segments._SEALS) -> int:
 
 
 def placed_frame(tensors: Sequence[torch.Tensor], ids: Sequence[int]) -> bytes:
-    """A message that says that its buffers are in these segments."""
+    """A message whose buffers are said to be in these segments."""
     return bytes(place(encode(Ping(1), tensors), ids))

@@ -1,4 +1,4 @@
-"""Waiting for bytes: awake for about as long as it was worth lately, asleep otherwise."""
+"""Waiting for bytes: a thread stays awake for about as long as recent waits took, and then sleeps."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def ends() -> Iterator[Pair]:
 
 @pytest.fixture(autouse=True)
 def _several_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which nobody else wants one."""
+    """The machine has several idle processors."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(awake, "_turn", awake._Turn())
     monkeypatch.setattr("os.sched_yield", lambda: None)
 
 
 class Clock:
-    """A clock that goes on when somebody looks for bytes, or sleeps."""
+    """A clock that advances when a thread polls or sleeps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, comes_after: float, look: float = 0.00001) -> None:
         self.now = 100.0
@@ -232,14 +232,14 @@ def test_an_exchange_that_goes_well_makes_the_next_pause_short(monkeypatch: pyte
 
 
 def busy_seconds(found: Readable, timeout: float) -> float:
-    """What this thread works while it waits in vain."""
+    """The processor time of this thread while it waits in vain."""
     before = time.thread_time()
     assert not found.wait(timeout)
     return time.thread_time() - before
 
 
 def in_an_exchange(ends: Pair, most: float | None = MOST) -> Readable:
-    """One whose last bytes were there at once."""
+    """A socket whose last bytes came at once."""
     mine, other = ends
     found = Readable(mine, most)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Peers that pass what is no segment, or speak of segments that they have not passed."""
+"""Peers that pass descriptors that are not segments, or name segments that they have not passed."""
 
 from __future__ import annotations
 
@@ -56,26 +56,30 @@ def altered(data: bytes, **fields: int) -> bytes:
 
 
 def bad() -> dict[str, tuple[list[int], bytes, str]]:
-    """Descriptors, the bytes that come with them, and what is said of it. Made anew: the descriptors are open."""
+    """Descriptors, the bytes that come with them, and the error. Made for each test, since the descriptors are open."""
     unlinked = os.open("/tmp", os.O_TMPFILE | os.O_RDWR, 0o600)
     os.ftruncate(unlinked, ROOM)
     return {
-        "unsealed": ([memfd(ROOM, 0)], frame([1]), "no sealed segment"),
-        "can shrink": ([memfd(ROOM, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)], frame([1]), "no sealed segment"),
-        "seals can change": ([memfd(ROOM, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)], frame([1]), "no sealed segment"),
+        "unsealed": ([memfd(ROOM, 0)], frame([1]), "not a sealed segment"),
+        "can shrink": ([memfd(ROOM, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)], frame([1]), "not a sealed segment"),
+        "seals can change": (
+            [memfd(ROOM, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)],
+            frame([1]),
+            "not a sealed segment",
+        ),
         "cannot be written": (
             [memfd(ROOM, segments._SEALS | getattr(fcntl, "F_SEAL_WRITE", 0x0008))],
             frame([1]),
-            "is no segment",
+            "is not a segment",
         ),
-        "empty": ([memfd(0)], frame([1]), "no sealed segment"),
-        "nothing but control bytes": ([memfd(CONTROL)], frame([1]), "no sealed segment"),
+        "empty": ([memfd(0)], frame([1]), "not a sealed segment"),
+        "nothing but control bytes": ([memfd(CONTROL)], frame([1]), "not a sealed segment"),
         "too small": ([memfd(ROOM - 1)], frame([1]), "1048576 bytes in segment 1, which has not been passed or is sm"),
-        "pipe": (pipes(), frame([1]), "is no segment"),
-        "socket": ([socket.socket().detach()], PING, "is no segment"),
-        "directory": ([os.open("/", os.O_RDONLY)], PING, "is no segment"),
-        "file": ([unlinked], frame([1]), "no se"),
-        "one good, one bad": ([memfd(ROOM), *pipes()], frame([1]), "is no segment"),
+        "pipe": (pipes(), frame([1]), "is not a segment"),
+        "socket": ([socket.socket().detach()], PING, "is not a segment"),
+        "directory": ([os.open("/", os.O_RDONLY)], PING, "is not a segment"),
+        "file": ([unlinked], frame([1]), "not a se"),
+        "one good, one bad": ([memfd(ROOM), *pipes()], frame([1]), "is not a segment"),
         "never passed": ([], frame([1]), "in segment 1, which has not been passed"),
         "another one": ([memfd(ROOM)], frame([2]), "in segment 2, which has not been passed"),
         "the largest number": ([memfd(ROOM)], frame([(1 << 32) - 1]), "which has not been passed"),
@@ -141,7 +145,7 @@ def test_a_channel_refuses_it(link: Link, cases: dict[str, tuple[list[int], byte
 
 
 def test_a_worker_goes_on_with_others(cases: dict[str, tuple[list[int], bytes, str]]) -> None:
-    """The connection that it comes over ends. Others do not notice."""
+    """Only the connection of the bad peer ends."""
     x = numbered(1).view(torch.int64)
     with InProcessCluster(3, sockets=True) as workers:
         agent = workers[0].agent
@@ -159,7 +163,7 @@ def test_a_worker_goes_on_with_others(cases: dict[str, tuple[list[int], bytes, s
                 assert channel.read(SOON), f"{kind}: the connection is still there"
             channel.close()
             assert torch.equal(workers[2].rpc_sync("worker0", torch.neg, args=(x,)), -x)
-        assert descriptors() < before + 10  # of several hundred: some connections may be on their way in or out
+        assert descriptors() < before + 10  # out of several hundred; some connections may be opening or closing
 
 
 def test_segments_over_tcp_are_refused() -> None:
@@ -188,7 +192,7 @@ def test_more_segments_than_a_channel_may_have(link: Link, monkeypatch: pytest.M
 
 
 def test_descriptors_that_nobody_speaks_of(link: Link) -> None:
-    """They come with any frame. What they are for may be said later."""
+    """They may come with any frame, and be named later."""
     made = memfd(ROOM)
     link.raw(PING, [made])
     assert receive(link.far).message == Ping(1)

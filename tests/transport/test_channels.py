@@ -1,4 +1,4 @@
-"""What the channels of every transport must do, run once for each."""
+"""The conformance suite for channels, run once for each transport."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_frame_of_more_pieces_than_a_system_call_takes(group: Group) -> None:
 
 
 def test_64_mib_both_ways_at_once(group: Group) -> None:
-    """Neither side may wait for room without reading: that is all that keeps this from a deadlock."""
+    """Neither side may wait for room without reading; otherwise both would deadlock."""
     near, far = group.pair()
     tensors = [torch.full((16 << 20,), number, dtype=torch.int32) for number in (1, 2)]
 
@@ -108,7 +108,7 @@ def test_messages_over_the_limit_are_refused(group: Group) -> None:
     send(near, Result(2, "x" * 1000))
     send(near, Ping(3))
     found = receive(far)
-    assert found.message == Result(2, [])  # its number is all that is taken of it
+    assert found.message == Result(2, [])  # only its number is decoded
     with pytest.raises(MemoryError, match="over the limit of 1000 at the receiver; option max_message_bytes"):
         land(found.tensors)
     assert receive(far).message == Ping(3)
@@ -140,7 +140,7 @@ def test_the_descriptor_is_readable_while_there_is_something_to_read(group: Grou
         assert is_readable(far)
         for number in range(count):
             assert receive(far).message == Ping(number)
-        # Or the watch thread, which sleeps on it, never sleeps again.
+        # Otherwise the watch thread, which sleeps on it, would never sleep again.
         assert far.read(0) is False
         assert not is_readable(far)
 
@@ -190,7 +190,7 @@ def test_the_end_comes_after_what_was_sent(group: Group, side: str, how: str) ->
     assert other.next() is None
 
     def write() -> None:
-        for _ in range(2):  # TCP learns from the answer to the first
+        for _ in range(2):  # TCP notices the end from the answer to the first write
             send(other, Ping(2))
             other.wait(read=True, write=False, timeout=SOON)
 
@@ -260,7 +260,7 @@ def test_shutdown_wakes_who_waits(group: Group, side: str) -> None:
 
 @pytest.mark.parametrize("side", ["near", "far"])
 def test_a_hang_up_shows_although_nobody_reads(group: Group, side: str) -> None:
-    """It is how the watch thread notices a peer that died while no call was under way."""
+    """The watch thread notices a dead peer this way when no call is running."""
     near, far = group.pair()
     ending, other = (near, far) if side == "near" else (far, near)
     with select.epoll() as epoll:

@@ -1,4 +1,4 @@
-"""``fabric="plain"``: a greeting as with TLS, both ends agree on what follows, and what follows is as it is."""
+"""``fabric="plain"``: the greeting uses TLS, both ends agree on the fabric, and the rest is not encrypted."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def pair_of_workers(*options: dict[str, object]) -> list[Worker]:
     return [made[0], made[1]]
 
 
-# What each side does with a peer, or somebody in between, that says something else.
+# Peers, or a man in the middle, that claim another fabric.
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def ends() -> Iterator[tuple[Odd, TlsLine]]:
 
 
 def welcome_without_a_word_about_it(line: TlsLine) -> Steps[None]:
-    """What a version of Backhaul does that has no such option."""
+    """The greeting of a Backhaul version without this option."""
     yield from line.open()
     yield from line.hear(length_of_hello((yield from line.hear(HEAD_SIZE))))
     yield from line.say(encode_greeting(Welcome(0, "worker0")))
@@ -151,7 +151,7 @@ def test_a_server_is_not_talked_into_another_fabric(ends: tuple[TlsLine, TlsLine
 
 
 class Odd(TlsLine):
-    """A client's line that says ``more`` with its hello, and calls ``then`` when it has been said."""
+    """A client's line that sends ``more`` with its hello, and then calls ``then``."""
 
     more = b""
 
@@ -197,7 +197,7 @@ def test_a_client_that_does_not_wait_for_its_welcome_is_refused(
     there.result(timeout=SOON)
 
 
-# Around it.
+# Other parts.
 
 
 def test_calls_and_guests() -> None:

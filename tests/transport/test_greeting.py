@@ -1,4 +1,4 @@
-"""How every transport lets peers in, or does not; run once for each."""
+"""How a transport admits or refuses peers; run once for each transport."""
 
 from __future__ import annotations
 
@@ -138,9 +138,9 @@ def test_a_visitor_that_is_turned_away_is_told_nothing(group: Group) -> None:
 
 
 def test_a_worker_that_does_not_answer_is_a_timeout_and_not_a_loss(group: Group) -> None:
-    """The agent reports a loss otherwise, and takes the worker off a dynamic group's list."""
+    """Otherwise the agent would report a loss, and remove the worker from a dynamic group."""
     transport = group.transport()
-    transport.listen()  # and nobody lets visitors in
+    transport.listen()  # and no thread accepts visitors
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         group.transport().connect(transport.addresses, HELLO, began + 0.2)

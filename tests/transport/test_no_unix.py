@@ -1,4 +1,4 @@
-"""Where there are no unix sockets that tell whose process is at the other end: TCP with the secret of the launcher."""
+"""Systems whose unix sockets do not tell the peer's user: workers use TCP with the launcher's secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that fork while they have tensors in segments: both have their own then, as of all other memory."""
+"""Processes that fork while they have tensors in segments: each has its own copy then, as of all other memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from backhaul import rpc
 from crew import Crew, Hand
 
 FAR = 3
-"""So many trips later the memory of a tensor that is gone has been used again."""
+"""After this many trips, the memory of a deleted tensor has been used again."""
 
 
 @pytest.fixture(scope="module")
 def hand() -> Iterator[Hand]:
-    """A process that forks in place of this one."""
+    """A process that forks instead of this one."""
     with Crew(1, group=False) as crew:
         yield crew[0]
 
 
 class Child:
-    """A forked process. It does its work when it is told to, and says whether all was well."""
+    """A forked process. It works when the parent tells it to, and reports whether all was well."""
 
     def __init__(self, work: Callable[[], bool]) -> None:
         readable, self._go = os.pipe()
@@ -45,7 +45,7 @@ class Child:
             os._exit(0 if good else 1)
 
     def finish(self) -> bool:
-        os.write(self._go, b"!")  # not by closing it: children that were forked since have it, too
+        os.write(self._go, b"!")  # closing it would not do: children that were forked later have it too
         os.close(self._go)
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]) == 0
 
@@ -61,7 +61,7 @@ def parent_writes() -> None:
     link = Link()
     got = received(link)
     child = Child(lambda: torch.equal(got, numbered(1)))
-    got.fill_(9)  # before the child has done anything
+    got.fill_(9)  # before the child does anything
     assert child.finish()
     link.close()
 
@@ -148,7 +148,7 @@ def several_threads_fork() -> None:
 
 
 def memory_is_given_back() -> None:
-    """That of a tensor that two processes had is not used again, and not kept either."""
+    """Memory of a tensor that two processes had is not used again, but it is freed."""
     link = Link()
     got = received(link)
     child = Child(lambda: True)
@@ -206,7 +206,7 @@ def negated(x: torch.Tensor) -> torch.Tensor:
 
 
 def fork_between_calls() -> None:
-    """The child closes the connections that it has from its parent, and the parent goes on with them."""
+    """The child closes its copies of the parent's connections, and the parent goes on using them."""
     x = numbered(1).view(torch.int64)
     for number in range(12):
         y = rpc.rpc_sync("worker1", negated, args=(x + number,))

@@ -1,4 +1,4 @@
-"""Large tensors between processes of one host lie in memory that both have, and are the receiver's own all the same."""
+"""Large tensors between processes of one host use shared memory, and still belong to the receiver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from backhaul.wire.messages import Ping
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Waking torch's threads takes longer than what they do here."""
+    """Use one thread: waking torch's threads takes longer than their work here."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,7 +61,7 @@ def link(links: Callable[..., Link]) -> Link:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is idle has been so for long enough."""
+    """Make idle segments count as idle for long enough."""
     monkeypatch.setattr(segments, "_IDLE_SECONDS", 0.0)
 
 
@@ -91,7 +91,7 @@ def test_a_segment_is_used_again_once_its_tensor_is_gone(link: Link) -> None:
 
 
 def test_a_view_keeps_the_segment(link: Link) -> None:
-    """What counts is the memory, not the tensor that came."""
+    """The memory counts, not the received tensor object."""
     link.expect(MiB)
     (got,) = link.trip(numbered(1))
     part = got[1000:1010]
@@ -101,7 +101,7 @@ def test_a_view_keeps_the_segment(link: Link) -> None:
 
 
 def test_neither_end_keeps_descriptors(link: Link) -> None:
-    """A process has few of them: not one for each tensor that somebody keeps."""
+    """Descriptors are limited, so a kept tensor must not need one."""
     link.expect(MiB)
     before = descriptors()
     kept = [link.trip(numbered(number))[0] for number in range(40)]
@@ -351,7 +351,7 @@ def test_channels_share_a_budget(links: Callable[..., Link]) -> None:
     kept = [link.trip(numbered(number))[0] for number, link in enumerate(three)]
     assert [in_segment(tensor) for tensor in kept] == [True, True, False]
     del kept[0]
-    kept += three[2].trip(numbered(2))  # what was the first one's
+    kept += three[2].trip(numbered(2))  # uses the memory of the first
     assert in_segment(kept[-1])
     for number, tensor in zip([1, 2, 2], kept, strict=True):
         assert torch.equal(tensor, numbered(number))
@@ -448,7 +448,7 @@ def test_a_tensor_that_is_kept_for_long_is_the_receivers(link: Link, at_once: No
 
 
 def test_a_segment_that_is_given_up_on_its_way(link: Link, at_once: None) -> None:
-    """The receiver was busy, or stopped, for so long that its sender takes it for kept."""
+    """The receiver was busy, or stopped, for so long that the sender assumes that it keeps the tensor."""
     link.expect(MiB)
     for number in range(3):
         send(link.near, Ping(number), [numbered(number)])
@@ -478,7 +478,7 @@ def test_a_segment_that_is_used_again_and_given_up_at_once(link: Link, at_once: 
 
 
 def fill(channel: StreamChannel) -> int:
-    """Pings until there is no room; how many."""
+    """Send pings until there is no room. Returns how many."""
     count = 0
     ping = bytes(encode(Ping(0)))
     try:
@@ -494,7 +494,7 @@ def test_a_full_socket_passes_the_descriptors_later(link: Link) -> None:
     pings = fill(link.near)
     assert link.near.write(encode(Ping(1), [numbered(1)])) is False
     assert link.near._passing
-    # Nor does it matter how long that takes.
+    # It does not matter how long that takes.
     segments_before = list(link.lending.segments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "_IDLE_SECONDS", 0.0)
@@ -519,7 +519,7 @@ def test_a_socket_that_takes_a_part_passes_the_descriptors_once(link: Link) -> N
     before = descriptors()
     tensors = [numbered(1), *(numbered(number, THRESHOLD - 8) for number in range(2, 8)), numbered(9)]
     assert link.near.write(encode(Ping(1), tensors)) is False
-    assert link.near._passing == []  # they are out, with the first part
+    assert link.near._passing == []  # they were sent with the first part
     got: list[torch.Tensor] = []
 
     def write() -> None:
@@ -537,14 +537,14 @@ def test_a_socket_that_takes_a_part_passes_the_descriptors_once(link: Link) -> N
 
 @pytest.fixture
 def few() -> Iterator[None]:
-    """Put the limit of descriptors back."""
+    """Restore the limit of descriptors after the test."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def use_up_descriptors() -> None:
-    """Not one more can be opened."""
+    """Open descriptors until no more can be opened."""
     probe = socket.socket()
     lowest = probe.fileno()
     probe.close()
@@ -579,14 +579,14 @@ def test_a_receiver_without_descriptors_says_so(link: Link, few: None) -> None:
     send(link.near, Ping(1), [numbered(1)])
     before = descriptors()
     use_up_descriptors()
-    with pytest.raises(ProtocolError, match="or else this process has used up its"):
+    with pytest.raises(ProtocolError, match="or this process has used up its"):
         receive(link.far)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     assert descriptors() == before
 
 
 def test_segments_can_be_told_from_the_stream(links: Callable[..., Link]) -> None:
-    """What the tests above rely on: the flag is there when a buffer is elsewhere."""
+    """The tests above rely on this: a frame has the flag if a buffer is in a segment."""
     link = links()
     link.expect(MiB)
     frame, passed = link.lending.place(encode(Ping(1), [numbered(1)]))

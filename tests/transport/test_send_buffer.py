@@ -26,8 +26,8 @@ from slow_link import Forwarder
             0.0,
             12_500,
             25_000,
-        ),  # 1 Mbit/s: a message behind all of it waits for a fifth of a second at the most
-        (125_000, 0.5, 62_500, 100_000),  # what half a second takes is on its way all the time
+        ),  # 1 Mbit/s: a message behind a full buffer waits at most a fifth of a second
+        (125_000, 0.5, 62_500, 100_000),  # half a second's worth of bytes is always on the way
         (1_000, 0.0, 1, 16 << 10),
         (10_000_000_000, 0.0, 4 << 20, 4 << 20),
     ],

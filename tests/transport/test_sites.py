@@ -121,7 +121,7 @@ def test_ipv6(make: Made, threads: ThreadPoolExecutor) -> None:
 def test_an_address_of_another_machine_is_refused(make: Made) -> None:
     with pytest.raises(OptionError, match=r"cannot listen on 192\.0\.2\.7, .*must be an address of this machine"):
         make(transport="tcp", secret=SECRET, host="192.0.2.7").listen()
-    with pytest.raises(OptionError, match=r"host 'no such host' \(the option host\) is no name or address"):
+    with pytest.raises(OptionError, match=r"host 'no such host' \(the option host\) is not a name or address"):
         make(transport="tcp", secret=SECRET, host="no such host").listen()
 
 
@@ -170,16 +170,17 @@ def test_all_interfaces_announce_the_one_on_the_way_to_the_store(
         assert site.announced == "127.0.0.1"
         assert not site.is_loopback
         assert (
-            site.why == "the option host says '0.0.0.0', all of them; this one is on the way to the store at 127.0.0.1"
+            site.why
+            == "the option host says '0.0.0.0', all addresses; this one is on the way to the store at 127.0.0.1"
         )
 
 
 def test_without_a_store_s_host_the_default_route_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of this machine, whose routes are not the test's: loopback is on the way to loopback.
+    # The routes of this machine are unknown, but the route to loopback is always loopback.
     monkeypatch.setattr(hosts, "_ANYWHERE", ("127.0.0.1",))
     site = choose_site(RpcOptions(init_method="file:///tmp/x", host="0.0.0.0"))
     assert site.announced == "127.0.0.1"
     assert site.why.endswith("this one is on the way to anywhere else")
     monkeypatch.setattr(hosts, "_ANYWHERE", ("no address",))
-    with pytest.raises(OptionError, match="there is no route that tells which of them others can reach"):
+    with pytest.raises(OptionError, match="no route tells which of them others can reach"):
         choose_site(RpcOptions(init_method="file:///tmp/x", host="0.0.0.0"))

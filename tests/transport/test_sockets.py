@@ -1,4 +1,4 @@
-"""What only sockets have to do: strangers, full backlogs and buffers, paths. And transports that a child abandons."""
+"""Tests only for sockets: strangers, full backlogs and buffers, paths, and transports that a child abandons."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from backhaul.wire.messages import Ping
 
 
 def raw(transport: Transport) -> socket.socket:
-    """A connection from somebody who does not use our code."""
+    """A connection without Backhaul's code."""
     addresses = transport.addresses
     family, address = (socket.AF_INET, addresses.tcp) if addresses.tcp else (socket.AF_UNIX, addresses.unix)
     sock = socket.socket(family)
-    sock.connect(address)  # without a timeout: a unix socket waits for room in the backlog then
+    sock.connect(address)  # without a timeout, a unix socket waits for room in the backlog
     sock.settimeout(SOON)
     return sock
 
@@ -59,7 +59,7 @@ def test_who_says_nothing_is_cut_off_and_holds_nobody_up(sockets: Group) -> None
 
 
 def test_who_dribbles_has_no_more_time_than_others(sockets: Group) -> None:
-    """The deadline is for the whole greeting: a byte now and then does not extend it."""
+    """The deadline covers the whole greeting. A byte now and then does not extend it."""
     transport, door = sockets.door(patience=0.4)
     began = time.monotonic()
     with raw(transport) as slow:
@@ -87,7 +87,7 @@ def test_a_thousand_connections_of_garbage(sockets: Group) -> None:
             try:
                 sock.sendall(opening)
             except OSError:
-                pass  # it was cut off first
+                pass  # the connection was cut before
     began = time.monotonic()
     channel, _ = sockets.transport().connect(transport.addresses, HELLO, soon())
     assert time.monotonic() - began < 2
@@ -103,7 +103,7 @@ def test_a_thousand_connections_of_garbage(sockets: Group) -> None:
 
 
 def test_a_server_that_is_no_worker(sockets: Group) -> None:
-    """Something else has taken the address over."""
+    """Another program listens at the address."""
     transport = sockets.transport()
     (listener,) = transport.listen()
 
@@ -117,7 +117,7 @@ def test_a_server_that_is_no_worker(sockets: Group) -> None:
             until_end(sock)
 
     def connect() -> None:
-        with pytest.raises(ProtocolError, match="no Backhaul worker: it says b'220 '"):
+        with pytest.raises(ProtocolError, match="not a Backhaul worker: it says b'220 '"):
             sockets.transport().connect(transport.addresses, HELLO, soon())
 
     run(serve, connect)
@@ -131,7 +131,7 @@ def test_a_burst_of_connections_waits_for_its_turn(monkeypatch: pytest.MonkeyPat
     try:
         transport = group.transport()
         (listener,) = transport.listen()
-        waiting = raw(transport)  # takes the only place
+        waiting = raw(transport)  # takes the only place in the backlog
         outcomes: list[Any] = []
 
         def connect() -> None:
@@ -143,7 +143,7 @@ def test_a_burst_of_connections_waits_for_its_turn(monkeypatch: pytest.MonkeyPat
         threads = [threading.Thread(target=connect) for _ in range(4)]
         for thread in threads:
             thread.start()
-        threads[0].join(0.2)  # they should all be waiting now; that they still are is what is tested
+        threads[0].join(0.2)  # they should all be waiting now; the test checks that they still are
         assert outcomes == []
         waiting.close()
         door = Door([listener], welcome_all, SOON)
@@ -218,7 +218,7 @@ def test_closing_removes_the_socket_and_its_directory() -> None:
 
 
 def test_abandoning_removes_nothing() -> None:
-    """In a forked child: the parent still listens there."""
+    """In a forked child nothing is removed, because the parent still listens."""
     transport = StreamTransport(RpcOptions())
     (listener,) = transport.listen()
     path = Path(transport.addresses.unix or "")
@@ -241,7 +241,7 @@ def test_abandoning_a_memory_transport() -> None:
 
 
 def test_a_long_temporary_directory_gives_a_short_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A unix socket's path has about a hundred characters."""
+    """A unix socket's path has at most about a hundred characters."""
     deep = tmp_path / ("d" * 80)
     deep.mkdir(mode=0o700)
     monkeypatch.setattr("tempfile.tempdir", str(deep))

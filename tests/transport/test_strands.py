@@ -36,7 +36,7 @@ LARGE = 2 << 20  # elements: 8 MiB
 
 
 class Announced:
-    """Notes what a decoder expects from strands."""
+    """Notes the slices that a decoder expects from strands."""
 
     def __init__(self) -> None:
         self.places: list[tuple[int, memoryview | None, int]] = []
@@ -53,7 +53,7 @@ class Announced:
 
 
 def cut(tensors: list[torch.Tensor], spread: bool) -> tuple[list[bytes], list[tuple[int, bytes]]]:
-    """A message in slices: what goes over the connection itself, and what over strands 1 and 2."""
+    """A message in slices: the bytes for the connection itself, and those for strands 1 and 2."""
     frame = encode(Result(7, None), tensors)
     slices = Slices(frame.pieces)
     own, apart = [], []
@@ -81,7 +81,7 @@ def test_slices_that_come_elsewhere_land_in_their_tensors(sizes: list[int], step
     found = []
     for start in range(0, len(data) - 1, step):
         found += decoder.receive_data(data[start : min(start + step, len(data) - 1)])
-    assert not found  # the end of the frame is on its own connection
+    assert not found  # the end of the frame comes on the channel's own connection
     for (strand, place, size), (number, piece) in zip(announced.places, apart, strict=True):
         assert place is not None
         assert (strand, size) == (number, len(piece))
@@ -125,7 +125,7 @@ def test_announcements_that_make_no_sense() -> None:
     strands = Strands(2)
     with pytest.raises(ProtocolError, match="on connection 3, and there are 2 besides this one"):
         Decoder(apart=strands).receive_data(own[0] + header(3, LEAST_APART))
-    with pytest.raises(ProtocolError, match="ends before what it has on other connections"):
+    with pytest.raises(ProtocolError, match="ends before its slices on other connections"):
         Decoder(apart=strands).receive_data(b"".join(own))
     strands.close()
 
@@ -200,7 +200,7 @@ def test_small_ones_pass_and_what_is_left_can_be_copied(pair: tuple[SlicedChanne
     tensor = torch.rand(4 * LARGE)
     expected = tensor.clone()
     done = near.write(encode(Result(1, None), [tensor]))
-    while not near.between:  # until the kernel takes no more
+    while not near.between:  # until the kernel accepts no more
         done = near.flush()
         assert not done
     near.copy_unsent()
@@ -237,7 +237,7 @@ def write_and_cut(channel: SlicedChannel) -> None:
         while not done:
             for strand in strands_of(channel):
                 if not strand.idle and strand._pipe is not None:
-                    with contextlib.suppress(OSError):  # the peer has ended it since the last round
+                    with contextlib.suppress(OSError):  # the peer has ended it after the last round
                         strand._pipe.socket.shutdown(socket.SHUT_RDWR)
             channel.wait(read=False, write=True, timeout=SOON)
             done = channel.flush()
@@ -275,7 +275,7 @@ def test_the_smaller_number_counts_and_nothing_is_opened_without_need() -> None:
 
 
 def test_a_stranger_joins_no_channel() -> None:
-    """Neither without the right key, nor with a token of nobody's, nor as another worker with the token of one."""
+    """Neither with a wrong key, nor with an unknown token, nor as another worker with a valid token."""
     group = Group("tcp")
     transport, door = group.door(connections=2)
     here = group.transport(connections=2)
@@ -333,7 +333,7 @@ def workers(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
 
 
 def used(cluster: InProcessCluster) -> int:
-    """How many slices have gone over strands."""
+    """The number of slices that went over strands."""
     lines = [line for worker in cluster for line in worker.agent.serving.lines]
     return sum(strand._announced for line in lines for strand in strands_of(line.channel))
 
@@ -397,7 +397,7 @@ def test_a_cut_strand_is_a_lost_connection_and_the_next_call_opens_another(worke
         except WorkerLostError as error:
             caught = error
         if not cutter.is_alive() and caught is None:
-            break  # it was cut after all had arrived: not used any more
+            break  # it was cut while idle, so it is just not used any more
     broke.set()
     cutter.join()
     sent = torch.rand(LARGE)
@@ -427,7 +427,7 @@ def test_a_strand_that_ends_as_it_is_chosen_breaks_the_channel() -> None:
     strand = Strand(1, lambda: None, broken.append)
     strand.state = "gone"
     strand.give(memoryview(b"x"), None)
-    assert [str(error) for error in broken] == ["it has ended"]
+    assert [str(error) for error in broken] == ["the connection has ended"]
     strand.expect(None, 1)
     assert len(broken) == 2
     strand.close()

@@ -1,4 +1,4 @@
-"""TCP is TLS: where it listens, who gets in, what is on the wire, and how frames go through it."""
+"""TCP uses TLS: where a worker listens, which peers get in, what is on the wire, and how frames pass through."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tcp() -> Iterator[Group]:
     group.close()
 
 
-# Where the key comes from, and who has another one.
+# Where the key comes from, and peers with another key.
 
 
 def meet(make: Made, threads: ThreadPoolExecutor, server: dict[str, Any], client: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ def test_a_store_that_lies_about_paths_causes_a_failed_connection(make: Made) ->
 def strangers_view(
     make: Made, threads: ThreadPoolExecutor, speak: Callable[[socket.socket], Any]
 ) -> tuple[Any, Exception]:
-    """What a stranger gets that speaks to a worker's port, and what the worker says of it."""
+    """What a stranger receives from a worker's port, and the worker's error."""
     server = make(WELCOME.name, transport="tcp", secret=SECRET)
     there = threads.submit(admit_one, only_listener(server), never)
     assert server.addresses.tcp is not None
@@ -204,7 +204,7 @@ def test_no_client_certificate(make: Made, threads: ThreadPoolExecutor) -> None:
     got, error = strangers_view(make, threads, speak)
     assert isinstance(got, ssl.SSLError)
     assert "certificate required" in str(got)
-    assert str(error) == "the peer shows no certificate, and so nobody knows who it is"
+    assert str(error) == "the peer shows no certificate, so it cannot be identified"
 
 
 # What goes over the wire.
@@ -267,7 +267,7 @@ def test_it_is_tls(tcp: Group) -> None:
 
 
 def test_one_thread_writes_while_another_reads(tcp: Group) -> None:
-    """OpenSSL would not have it: there is a lock."""
+    """OpenSSL does not allow that, so there is a lock."""
     near, far = tcp.pair()
     count = 300
     tensors = [torch.full((5000 + 97 * number,), number) for number in range(count)]
@@ -288,7 +288,7 @@ def test_one_thread_writes_while_another_reads(tcp: Group) -> None:
 
 @pytest.mark.parametrize("size", [1, 4096, 16_000, 16_384, 16_385, 100_000, 262_144, 1 << 20, (1 << 20) + 1])
 def test_whatever_has_arrived_is_seen(tcp: Group, size: int) -> None:
-    """What has been read from the socket and not decrypted, or decrypted and not taken, would be seen by nobody."""
+    """Bytes that were read but not decrypted, or decrypted but not taken, would not make the descriptor readable."""
     near, far = tcp.pair()
     tensors = [torch.randint(0, 255, (size,), dtype=torch.uint8) for _ in range(3)]
     written = threading.Event()
@@ -301,7 +301,7 @@ def test_whatever_has_arrived_is_seen(tcp: Group, size: int) -> None:
     def read() -> None:
         seen: list[Any] = []
         while len(seen) < 2:
-            # As the watch thread does: read while something comes of it, then sleep on the descriptor.
+            # As the watch thread does: read while messages come, then sleep on the descriptor.
             while far.read(0):
                 while (envelope := far.next()) is not None:
                     seen.append(envelope)
@@ -329,7 +329,7 @@ def test_a_record_that_comes_byte_by_byte() -> None:
     for place in range(len(message)):
         assert channel.next() is None
         raw.sendall(message[place : place + 1])
-        # Part of a record says nothing, not even that the peer is alive.
+        # A part of a record is not a sign of life.
         assert channel.read(SOON) == (place == len(message) - 1)
     envelope = channel.next()
     assert envelope is not None
@@ -360,7 +360,7 @@ def test_small_pieces_leave_in_one_record(tcp: Group) -> None:
 
 
 def test_what_follows_the_greeting_at_once_is_not_lost(make: Made, threads: ThreadPoolExecutor) -> None:
-    """A peer that does not wait for its welcome: its first message may come with its hello."""
+    """A peer may send its first message with its hello, without waiting for the welcome."""
     server = make(WELCOME.name, transport="tcp", secret=SECRET)
     there = threads.submit(admit_one, only_listener(server), welcome_all)
     assert server.addresses.tcp is not None
@@ -392,7 +392,7 @@ def test_an_end_that_tls_announces(tcp: Group, more: bytes) -> None:
 
 @pytest.mark.timeout(20)
 def test_an_end_that_tls_announces_in_the_middle_of_a_tensor(tcp: Group) -> None:
-    """Whatever follows, the reading thread stops."""
+    """The reading thread stops, whatever follows."""
     near, far = tcp.pair()
     assert isinstance(near, TlsChannel)
     half = bytes(encode(Result(1, None), [torch.zeros(1 << 18)]))[: 1 << 19]

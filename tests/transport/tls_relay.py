@@ -1,4 +1,4 @@
-"""Somebody in the middle of a TCP connection."""
+"""A man in the middle of a TCP connection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transport_group import SOON
 
 
 class Relay:
-    """Somebody in the middle who passes everything on, notes it down, and may change it."""
+    """A man in the middle. It forwards everything, records it, and may change it."""
 
     def __init__(self, there: Any, threads: ThreadPoolExecutor, change: Callable[[bytes], bytes] = bytes) -> None:
         self.noted = b""

@@ -1,4 +1,4 @@
-"""Transports of one kind, both ends of channels, and a door that lets visitors in."""
+"""Transports of one kind, both ends of channels, and a door that admits visitors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from greetings import admit, greet
 SECRET = bytes(range(32))
 HELLO = Hello("group", 1, "worker1", 0)
 WELCOME = Welcome(0, "worker0")
-SOON = 10.0  # bounds waits that are over at once unless something is broken
+SOON = 10.0  # seconds: bounds waits that end at once unless something is broken
 
 Judge = Callable[[Hello], Welcome]
 Made = Callable[..., StreamTransport]
@@ -58,7 +58,7 @@ def only_listener(transport: StreamTransport) -> StreamListener:
 
 
 class Door:
-    """Lets visitors in, several at a time, as an agent does."""
+    """Admits visitors, several at a time, as an agent does."""
 
     def __init__(self, listeners: list[Listener], judge: Judge, patience: float) -> None:
         self.outcomes: queue.Queue[tuple[Channel, Hello] | Exception] = queue.Queue()
@@ -108,7 +108,7 @@ class Door:
 
 
 class Group:
-    """Transports of one kind that can reach each other; all that it makes is closed at the end."""
+    """Transports of one kind that can reach each other. It closes everything that it made at the end."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -179,7 +179,7 @@ def is_readable(channel: Channel | Listener) -> bool:
 
 
 def run(*jobs: Callable[[], None]) -> None:
-    """Run them side by side; raise what one of them raised."""
+    """Run the functions in parallel. Raises what one of them raised."""
     with ThreadPoolExecutor(len(jobs)) as threads:
         for done in [threads.submit(job) for job in jobs]:
             done.result(timeout=60)

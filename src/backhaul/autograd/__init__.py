@@ -7,7 +7,7 @@ The names and meanings are those of ``torch.distributed.autograd``::
         dist_autograd.backward(context_id, [loss])
         gradients = dist_autograd.get_gradients(context_id)
 
-Gradients belong to the context and to the worker on which their leaf lives. All functions are thread-safe.
+Gradients belong to the context, and stay on the worker of their leaf. All functions are thread-safe.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ __all__ = ["ContextId", "backward", "context", "get_gradients"]
 
 
 class context:
-    """A context manager: what is called inside is recorded. Gives the context's id.
+    """A context manager that records the calls inside its block. ``as`` gives the context's id.
 
-    Leaving it forgets what was recorded, and the gradients, on all workers.
+    At the end of the block all workers forget what they have recorded, and the gradients.
     """
 
     @eager
@@ -39,7 +39,7 @@ class context:
         if _context.get() is not None:
             raise ContextError(
                 "Already have an autograd context id for this thread. Contexts cannot be nested, and a remote function "
-                "runs in its caller's: leave that out, or open the context on a thread of its own"
+                "runs in its caller's context: remove the inner context, or open it on another thread"
             )
         self._autograd = _current_worker.get().autograd
         self._id = self._autograd.contexts.new().id
@@ -62,17 +62,17 @@ def backward(
     timeout: float | None = None,
     accumulate: Literal["context", "grad"] = "context",
 ) -> None:
-    """Compute the gradients of the roots with respect to all leaves, on all workers. Returns when they are there.
+    """Compute the gradients of the roots with respect to all leaves, on all workers. Returns when all are computed.
 
-    - ``roots`` are tensors of this worker, or RRefs to tensors. Those that need no grad are passed over.
-    - ``retain_graph``: keep what is needed for another pass over the same graph.
+    - ``roots`` are tensors of this worker, or RRefs to tensors. Roots that do not require grad are skipped.
+    - ``retain_graph``: keep the graph, for another pass over it.
     - ``grad_tensors``: a gradient for each root; None, or no list at all, means 1 and is for scalars only.
     - ``timeout`` in seconds; None or 0 means no limit.
     - ``accumulate="grad"`` adds the gradients to the leaves' ``.grad`` on each worker, for ordinary optimizers,
       instead of keeping them in the context for `get_gradients`.
 
-    Raises what a backward function raised on any worker, with the traceback there as the cause; `WorkerLostError` if a
-    worker is lost that takes part; `RpcTimeoutError`; `ContextError` if there is no such context here.
+    Raises what a backward function raised on any worker, with the traceback from there as the cause; `WorkerLostError`
+    if a worker that takes part is lost; `RpcTimeoutError`; `ContextError` if there is no such context here.
     """
     _current_worker.get().autograd.backward(context_id, roots, retain_graph, grad_tensors, timeout, accumulate)
 

@@ -1,4 +1,4 @@
-"""Autograd: one worker's distributed autograd. Makes contexts, ends them, and notices when their makers die."""
+"""Autograd: one worker's distributed autograd. Makes contexts, ends them, and notices when their initiators die."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _INQUIRE_SECONDS = 4.0
 
 
 def backward_here(rref: RRef[Any], retain_graph: bool) -> None:
-    """A local backward from the value of a reference. Runs on its owner."""
+    """Run a local backward from the value of a reference, on its owner."""
     value = rref.local_value()
     entry.require_tensor(value)
     value.backward(retain_graph=retain_graph)
 
 
 class Autograd:
-    """Thread-safe."""
+    """One worker's contexts and passes. Thread-safe."""
 
     def __init__(self, agent: Agent) -> None:
         anchor = torch.zeros((), device="cpu", requires_grad=True)
@@ -54,7 +54,7 @@ class Autograd:
         )
         self.engine = Engine(agent, self.contexts, anchor)
         self._agent = agent
-        self._doubted: set[int] = set()  # contexts that somebody else than their initiator has called over
+        self._doubted: set[int] = set()  # contexts that a worker other than their initiator has declared over
         agent.execution.recording = Recorder(self.contexts, anchor)
         agent.register(Leave, self._on_leave)
         agent.register(Inquire, self._on_inquire)
@@ -87,22 +87,22 @@ class Autograd:
             )
 
     def require(self, id: int) -> None:
-        """Raise `ContextError` unless this worker has made this context, or has taken part in it, and it goes on."""
+        """Mark the gradients of a context as read. Raises `ContextError` if this worker has no such open context."""
         self.contexts.find(entry.check_id(id)).unread = False
 
     def require_read(self) -> None:
-        """For what uses ``.grad``. Raise if the open context has gradients of a pass, and nobody has asked for them."""
+        """Raise `MisuseError` if the open context has unread gradients. Called before ``.grad`` is used."""
         id = current_context.get()
         record = None if id is None else self.contexts.get(id)
         if record is not None and record.unread:
             raise MisuseError(
-                "this would use .grad, and the gradients of the backward pass are in the open autograd context: write "
-                "step(context_id), and context_id likewise for clip_grad_norm_ and GradScaler; or call "
-                'optimizer.accumulate(context_id) first, or backward with accumulate="grad"'
+                "this would use .grad, but the gradients of the backward pass are in the open autograd context: pass "
+                "context_id to step(), clip_grad_norm_() and GradScaler; or call optimizer.accumulate(context_id) "
+                'first, or backward with accumulate="grad"'
             )
 
     def gradients_here(self, id: int) -> dict[torch.Tensor, torch.Tensor]:
-        """The gradients of a context for leaves of this worker; none if it has taken no part in it."""
+        """The gradients of a context for leaves of this worker; empty if this worker took no part in the context."""
         record = self.contexts.get(id)
         if record is None:
             return {}
@@ -114,7 +114,10 @@ class Autograd:
         return found
 
     def put_gradients(self, id: int, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Replace gradients of a context for leaves of this worker. They are the context's from now on."""
+        """Replace gradients of a context for leaves of this worker. The context owns the given tensors from now on.
+
+        Raises `ContextError` if the context is over.
+        """
         record = self.contexts.find(id)
         with record.lock:
             if record.over:
@@ -122,7 +125,7 @@ class Autograd:
             record.gradients.update(gradients)
 
     def leave(self, id: int) -> None:
-        """End a context here and, by way of those who know of it, everywhere."""
+        """End a context here, and tell the workers that know of it, which pass it on."""
         record = self.contexts.end(id)
         if record is None:
             return
@@ -142,7 +145,7 @@ class Autograd:
         if self._believes or rank_of(id) == sender:
             self._end(id, sender, gone(id, self.me))
         elif self.contexts.get(id) is not None and id not in self._doubted:
-            self._doubted.add(id)  # whoever made it has to say so itself
+            self._doubted.add(id)  # only the initiator's own word counts
             self._agent.pool.run(lambda: self._inquire(rank_of(id), (id,)))
 
     def _end(self, id: int, sender: int, error: BaseException) -> None:
@@ -156,13 +159,13 @@ class Autograd:
         message: Inquire = envelope.message
         for id in message.contexts:
             record = self.contexts.get(id)
-            if record is not None:  # whoever was to tell it of the end may be dead
+            if record is not None:  # the worker that would tell the peer of the end may be dead
                 record.told.add(line.peer.id)
         return self._agent.answer(message.id, [id for id in message.contexts if self.contexts.get(id) is None])
 
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
         self.engine.lost(peer, error)
-        # Whoever told this worker of a context may have been the one to tell it of its end.
+        # The lost peer may have been the one that would tell this worker of the end of these contexts.
         suspects: dict[int, list[int]] = {}
         for record in self.contexts:
             if record.initiator != self.me.id and (record.initiator == peer.id or peer.id in record.workers()):
@@ -171,7 +174,7 @@ class Autograd:
             self._agent.pool.run(lambda initiator=initiator, ids=ids: self._inquire(initiator, ids))  # type: ignore[misc]
 
     def _on_present(self, peer: WorkerInfo) -> None:
-        """A peer answers again: what it has said about the end of its contexts may not have come."""
+        """A peer answers again. Its messages about the end of its contexts may have been lost, so ask."""
         ids = [record.id for record in self.contexts if record.initiator == peer.id]
         if ids:
             self._inquire(peer.id, ids)
@@ -180,9 +183,9 @@ class Autograd:
         self._end_all([record.id for record in self.contexts if record.initiator == peer.id], peer)
 
     def _inquire(self, initiator: int, ids: Collection[int]) -> None:
-        """End those of these contexts that their initiator has ended.
+        """Ask the initiator of these contexts which of them are over, and end those.
 
-        If it cannot be reached, the contexts stay until it answers (`_on_present`) or is over (`_on_over`).
+        If the initiator does not answer, the contexts stay until it does (`_on_present`) or is over (`_on_over`).
         """
         try:
             info = self._agent.membership.find(initiator).info
@@ -202,7 +205,7 @@ class Autograd:
 
     def _end_all(self, ids: Collection[int], initiator: WorkerInfo) -> None:
         for id in ids:
-            why = f"worker {initiator.name!r}, which made autograd context {id}, is lost or has left it"
+            why = f"worker {initiator.name!r}, which opened autograd context {id}, is lost or has left the context"
             self._end(id, initiator.id, WorkerLostError(why, initiator.name))
 
     def close(self) -> None:
@@ -211,7 +214,7 @@ class Autograd:
             self._free(record, gone(record.id, self.me))
 
     def counts(self) -> dict[str, int]:
-        """How much there is of what; for tests and tools."""
+        """The numbers of contexts, passes and gates, for tests and tools."""
         passes = [local for record in self.contexts for local in list(record.passes.values())]
         return {
             "contexts": len(self.contexts),

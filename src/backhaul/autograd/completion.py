@@ -1,12 +1,12 @@
-"""When a pass is over: a ledger of what is under way, kept by who started it. Pure.
+"""Decides when a pass is over: the worker that started it keeps a ledger of the messages under way. Pure.
 
-Every run reports once, when it is over: which messages it consumed the gradients of, and for which it emitted
-some. The ledger is the set of ids that have been told of once only. It starts with the roots.
+Every run reports once, at its end: the messages whose gradients it consumed, and those for which it emitted gradients.
+The ledger is the set of ids that were reported an odd number of times. It starts with the roots.
 
-A run that has not reported keeps it from being empty. Take the runs that have reported, the one from the roots among
-them (or `ROOT` is left in the set). If the ledger is empty, each message that one of them emitted has been
-consumed by one of them. Whatever is run in a pass, is run because of a chain of messages from the roots; so by going
-along the chain, all runs have reported. Reports may come in any order, and no answer to them is needed.
+Why an empty ledger means that all runs have reported: if it is empty, the run from the roots has reported (otherwise
+`ROOT` is in the set), and each message that a reported run emitted was consumed by a reported run. Every run of a pass
+is caused by a chain of messages from the roots. By induction along the chain, every run has reported. Reports may come
+in any order, and need no answer.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Collection
 from backhaul.autograd.functions import ROOT
 from backhaul.errors import ProtocolError
 
-# Of reports that may lie. Their numbers are chosen by peers, so that their hashes may collide.
+# The limit for reports of peers that may lie. Peers choose the ids, so they could make the hashes in a set collide.
 _MOST = 20_000
 
 
 class Ledger:
-    """Not thread-safe."""
+    """The messages of a pass that are under way. Not thread-safe."""
 
     def __init__(self, doubts: bool = False) -> None:
-        """``doubts``: refuse what has been reported before. Such a lie could make a ledger empty that is not."""
+        """``doubts``: refuse ids that were reported before. Such a report could empty a ledger too early."""
         self._open = {ROOT}
         self._told: tuple[set[int], set[int]] | None = (set(), set()) if doubts else None
 
     def report(self, consumed: Collection[int], emitted: Collection[int]) -> bool:
-        """Take note of a report; True if all is over."""
+        """Enter a report. Returns whether it is over. With ``doubts``, raises `ProtocolError` for repeated ids."""
         if self._told is not None:
             for before, now in zip(self._told, (consumed, emitted), strict=True):
                 if len(now) > _MOST or len(set(now)) != len(now) or not before.isdisjoint(now):
@@ -43,5 +43,5 @@ class Ledger:
 
     @property
     def open(self) -> frozenset[int]:
-        """Messages whose gradients are under way, or whose reports are."""
+        """The messages whose gradients, or reports, are under way."""
         return frozenset(self._open)

@@ -1,4 +1,4 @@
-"""ContextId: the id of a context, which is also a handle to it."""
+"""ContextId: the id of a context, and a handle to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from backhaul.errors import BackhaulError, OptionError, ProtocolError
 from backhaul.wire.messages import Inspect
 
 _PATIENCE = 3.0
-"""Seconds that the other workers of a context have to tell their parts of it, all together."""
+"""Seconds within which all other workers of a context must send their parts of the drawing."""
 
 Answer = dict[str, Any]
 
@@ -35,7 +35,7 @@ class ContextId(int):
 
     @classmethod
     def lift(cls, id: Any) -> ContextId:
-        """One that another worker has sent."""
+        """The id that another worker has sent. Raises `ProtocolError` if it is not an int."""
         if type(id) is not int:
             raise ProtocolError(f"{id!r:.50} is not the id of a context")
         return cls(id)
@@ -81,13 +81,13 @@ class ContextId(int):
         layout: LayoutName | None = None,
         timeout: float = _PATIENCE,
     ) -> Drawing:
-        """Draw the graph that the workers of this context have recorded. A notebook shows what is returned.
+        """Draw the graph that the workers of this context have recorded. A notebook displays the returned drawing.
 
         - ``path``: a file to write, .svg, .dot or .gv; .png and .pdf need Graphviz.
-        - ``roots``: tensors of this worker, such as the loss, whose graph is drawn as well. By default those of the
-          latest backward pass: before one, Backhaul does not know what becomes of a received tensor here.
+        - ``roots``: tensors of this worker, such as the loss, whose graph is drawn as well. The default is the roots of
+          the latest backward pass: before a pass, Backhaul does not know where a received tensor is used.
         - ``layout``: ``"dot"`` for Graphviz, ``"own"`` for Backhaul's own; by default Graphviz if it is installed.
-        - ``timeout`` in seconds: a worker that has not answered until then is drawn as such.
+        - ``timeout`` in seconds: a worker that does not answer in time is drawn as silent.
 
         Raises `ContextError` after the context's end.
         """
@@ -96,7 +96,7 @@ class ContextId(int):
         if isinstance(roots, torch.Tensor):
             roots = [roots]
         elif roots is not None and not all(isinstance(root, torch.Tensor) for root in roots):
-            raise OptionError("roots must be a tensor of this worker, or a list of them")
+            raise OptionError("roots must be a tensor of this worker, or a list of such tensors")
         self._record()
         drawing = Drawing(_gather(current_worker.get().agent, int(self), roots, timeout), layout)
         if path is not None:
@@ -104,7 +104,7 @@ class ContextId(int):
         return drawing
 
     def _repr_svg_(self) -> str | None:
-        """What a notebook shows; None, so that it shows the number, if there is no such context here (any more)."""
+        """The drawing, for notebooks. None if there is no such context here: the notebook then shows the number."""
         try:
             return self.draw().svg
         except BackhaulError:
@@ -116,11 +116,11 @@ class ContextId(int):
 
 
 def _gather(agent: Agent, id: int, roots: Sequence[torch.Tensor] | None, timeout: float) -> list[Answer]:
-    """The parts of a context of all workers that have one, as far as they answer in time."""
+    """The parts of a context from all its workers. A worker that does not answer in time gets a part that says so."""
     deadline = time.monotonic() + timeout
     mine: Answer = agent.inspect("context", {"id": id} if roots is None else {"id": id, "roots": list(roots)})
     parts: dict[int, Answer] = {agent.me.id: mine}
-    if not agent.trust.shows:  # peers do not show themselves
+    if not agent.trust.shows:  # peers do not show their graphs
         return [mine, *(_silent(rank, _name(mine, rank), "in a federation") for rank in mentioned(mine))]
     answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
     asked: dict[int, str] = {}

@@ -1,7 +1,7 @@
-"""Contexts: what one worker has recorded, by context.
+"""Contexts: the records that one worker keeps of its contexts.
 
-A context is made by its *initiator*. Other workers get to know of it by messages that carry its id, and keep a
-`Record` of it until they are told that it is over.
+A context is made by its *initiator*. Other workers learn of it from messages that carry its id, and keep a `Record` of
+it until a message says that it is over.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ current_context: ContextVar[int | None] = ContextVar("backhaul_autograd_context"
 """The id of the context that this thread, or coroutine, is in."""
 
 everywhere: weakref.WeakSet[Contexts] = weakref.WeakSet()
-"""Those of all workers of this process: torch's functions that `mistakes` watches know no worker."""
+"""The `Contexts` of all workers of this process. It is global, since the torch functions that `mistakes` watches know
+no worker."""
 
 _REMEMBERED = 4096
 _NOTED = 1024
-# Leaves as many ids again to count up to; a process that has the rank of a dead one hardly meets its ids.
+# Ids count up from a random start below this, which leaves as many ids again. The start is random so that a process
+# that takes the rank of a dead one does not reuse its ids, except by a very rare chance.
 _START_BITS = ID_BITS - 1
 
 
 class Send(msgspec.Struct, frozen=True, eq=False):
-    """A recorded tensor of a message, at its sender."""
+    """The sender's record of a tensor of a message."""
 
     message: int
     to: WorkerInfo
     output: torch.Tensor
     """The dummy output: its ``grad_fn`` is the graph node."""
     device: torch.device
-    """Where the tensor is, and its gradient is expected."""
+    """The device of the tensor, where its gradient is expected."""
     like: Like | None = None
-    """What its gradient must be like, if it comes from a peer that may lie."""
+    """The properties that its gradient must have, if the gradient comes from a peer that may lie."""
 
     @property
     def node(self) -> Node:
@@ -58,7 +60,7 @@ class Send(msgspec.Struct, frozen=True, eq=False):
 
 
 class Together:
-    """The Sends of a message with several recorded tensors, to be looked at as if they were one node of the graph."""
+    """The Sends of a message with several recorded tensors, presented as one node of the graph."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = nodes
@@ -73,19 +75,19 @@ class Together:
 
 
 class Ran(NamedTuple):
-    """A run of torch's engine that is over. Times are those of `time.perf_counter_ns`."""
+    """A finished run of torch's engine. Times are those of `time.perf_counter_ns`."""
 
     backward: int
     sources: Sequence[int]
     began: int
     ended: int
     waits: bool
-    """Whether gates of it had to wait: see `graph.Component`."""
+    """Whether gates of the run had to wait: see `graph.Component`."""
     failed: bool
 
 
 class Waited(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A wait at a gate that is over."""
+    """A finished wait at a gate."""
 
     backward: int
     source: int
@@ -94,7 +96,7 @@ class Waited(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Passed(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A backward pass that was started here and is over."""
+    """A finished backward pass that this worker started."""
 
     backward: int
     began: int
@@ -103,71 +105,71 @@ class Passed(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Record:
-    """A context, as one worker knows it. ``lock`` guards what is not said to be constant."""
+    """One worker's record of a context. ``lock`` guards all fields but ``id`` and ``initiator``, unless noted."""
 
     def __init__(self, id: int) -> None:
         self.id = id
         self.initiator = rank_of(id)
         self.lock = threading.Lock()
         self.sends: dict[int, Send] = {}
-        """By the id of the message for its first recorded tensor, and ids that follow for the others."""
+        """By source: the id of the message for its first recorded tensor, and the ids that follow for the others."""
         self.unspent: dict[int, Send] = {}
-        """Those whose graphs have not been run, or were retained: who else may take part in a pass."""
+        """The Sends whose graphs have not been run, or were retained: only these can take part in a further pass."""
         self.recvs: dict[int, Node] = {}
         """By the id of the message."""
         self.told: set[int] = set()
-        """Ranks of the workers that this one has sent messages of the context to."""
+        """Ranks of the workers to which this one has sent messages of the context."""
         self.heard: set[int] = set()
-        """Ranks of those that it has such messages from."""
+        """Ranks of the workers from which this one has received messages of the context."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, LocalPass] = {}
-        """What this worker has to do with passes, by their ids."""
+        """This worker's part of each pass, by the pass's id."""
         self.aborted: set[int] = set()
-        """Passes that have failed."""
+        """Ids of failed passes."""
         self.floors: dict[int, int] = {}
-        """By who starts passes: those with lower ids are over."""
+        """For each rank that starts passes: its passes with ids below this are over."""
         self.over = False
         self.unread = False
-        """Whether a pass that was started here has put gradients into the context, and nobody has asked for them."""
+        """Whether a pass that was started here has put gradients into the context, and nobody has read them yet."""
         self.introducer: int | None = None
-        """Rank of who told this worker of the context."""
+        """Rank of the worker whose message told this worker of the context."""
         self.limit: int | None = None
-        """How many recorded tensors may wait for their gradients, if a peer that has a quota has told of it."""
-        # For those who look at the context (`inspection.contexts`). Appending needs no lock.
+        """How many recorded tensors may wait for their gradients, if the introducer has a quota."""
+        # The fields below are for `inspection.contexts`. Appending to them needs no lock.
         self.ran: list[tuple[int, Sequence[int], int, int, bool, bool]] = []
-        """The fields of `Ran`, of each run; see `runs`. A plain tuple is made faster."""
+        """The fields of a `Ran` for each run (see `runs`), as plain tuples, which are made faster."""
         self.waited: list[Waited] = []
         self.passed: list[Passed] = []
         self.roots: list[weakref.ref[torch.Tensor]] = []
         """The roots of the latest pass that was started here, as long as the user keeps them."""
 
     def sent(self) -> dict[int, Node]:
-        """The Sends of each message, by its id: a node, or several seen as one."""
+        """The Sends of each message, by its id: a node, or several presented as one."""
         found: dict[int, list[Node]] = {}
         for send in list(self.sends.values()):
             found.setdefault(send.message, []).append(send.node)
         return {message: nodes[0] if len(nodes) == 1 else Together(nodes) for message, nodes in found.items()}
 
     def require_room(self, count: int) -> None:
-        """Raise `QuotaError` if so many Sends, or Recvs, are too many."""
+        """Raise `QuotaError` if ``count`` Sends, or Recvs, are more than the limit."""
         if self.limit is not None and count > self.limit:
-            raise QuotaError(f"{self.limit} tensors of autograd context {self.id} wait for their gradients")
+            raise QuotaError(f"{self.limit} tensors of autograd context {self.id} already wait for their gradients")
 
     def add(self, source: int, send: Send) -> None:
         self.sends[source] = send
         self.unspent[source] = send
 
     def spend(self, sources: Iterable[int]) -> None:
-        """The graphs of these have been run, and freed."""
+        """Note that the graphs of these Sends have been run, and freed."""
         for source in sources:
             self.unspent.pop(source, None)
 
     def runs(self) -> list[Ran]:
-        """The runs that are over. Of many passes, only the latest runs are kept."""
+        """The finished runs. Only the latest are kept."""
         return [Ran(*run) for run in list(self.ran)]
 
     def note_wait(self, backward: int, source: int, began: int) -> None:
-        """A wait that began at that time is over. Of many, the latest are kept; so too below."""
+        """Note that a wait is over. Only the latest waits are kept."""
         if len(self.waited) >= _NOTED:
             del self.waited[: _NOTED // 2]
         self.waited.append(Waited(backward, source, began, time.perf_counter_ns()))
@@ -179,7 +181,7 @@ class Record:
         self.passed.append(Passed(backward, began, time.perf_counter_ns(), text))
 
     def raise_floor(self, starter: int, floor: int) -> list[LocalPass]:
-        """Passes of that worker below ``floor`` are over: forgets them, and returns them. Under the lock."""
+        """Forget and return the passes of ``starter`` with ids below ``floor``, which are over. Needs the lock."""
         if len(self.ran) >= _NOTED:
             del self.ran[: -_NOTED // 2]
         self.floors[starter] = max(floor, self.floors.get(starter, 0))
@@ -187,7 +189,7 @@ class Record:
         return [self.passes.pop(id) for id in list(self.passes) if self.is_over(id)]
 
     def is_over(self, backward: int) -> bool:
-        """Whether a pass is known to be over, since a later one has begun after it."""
+        """Whether a pass is known to be over, because its starter has begun a later one after it."""
         return backward < self.floors.get(rank_of(backward), 0)
 
     def workers(self) -> set[int]:
@@ -206,32 +208,32 @@ class Contexts:
         *,
         secret: bool = False,
     ) -> None:
-        """``limits`` are those of each peer, and ``refuse`` makes the exception for one that goes beyond them.
+        """``limits`` apply to each peer, and ``refuse`` makes the exception for a peer that exceeds them.
 
-        With ``secret``, nobody can guess the ids of this worker's contexts: who knows one has been told of it.
+        With ``secret``, the ids of this worker's contexts cannot be guessed: a peer knows only ids that it was told.
         """
         self._me = me
         everywhere.add(self)
         self._limits = limits
         self._refuse = refuse
         self.secret = secret
-        self._introduced: Counter[int] = Counter()  # by rank: how many contexts are known from there
+        self._introduced: Counter[int] = Counter()  # the number of open contexts that each rank has introduced
         self._lock = threading.Lock()
         self._records: dict[int, Record] = {}
-        self._over: OrderedDict[int, None] = OrderedDict()  # the latest: a message of theirs may still come
+        self._over: OrderedDict[int, None] = OrderedDict()  # the latest ended contexts: late messages may still come
         self._next_id = (me.id << ID_BITS) + secrets.randbits(_START_BITS) + 1
 
     def new_id(self, count: int = 1) -> int:
-        """An id that no other context, message or pass has, or the first of so many. Later ones are higher."""
+        """The first of ``count`` consecutive ids that no other context, message or pass has. Later ids are higher."""
         with self._lock:
             first = self._next_id
             self._next_id += count
             return first
 
     def new(self) -> Record:
-        """A context of this worker's."""
+        """The record of a new context of this worker."""
         id = self.new_id()
-        if self.secret:  # above all that are counted
+        if self.secret:  # random, and above all counted ids
             id = (((self._me.id << 1) + 1) << _START_BITS) + secrets.randbits(_START_BITS)
         record = Record(id)
         with self._lock:
@@ -242,16 +244,16 @@ class Contexts:
         return self._records.get(id)
 
     def find(self, id: int) -> Record:
-        """The record of a context. Raises `ContextError`."""
+        """The record of a context. Raises `ContextError` if there is none."""
         record = self._records.get(id)
         if record is None:
             raise gone(id, self._me)
         return record
 
     def join(self, id: int, sender: WorkerInfo) -> Record | None:
-        """The record of a context that a message of ``sender`` belongs to; None if it is over.
+        """The record of the context that a message of ``sender`` belongs to; None if the context is over.
 
-        Raises `QuotaError` if there are too many that this worker has told of.
+        Raises `QuotaError` if ``sender`` has introduced too many contexts.
         """
         record = self._records.get(id)
         if record is None:
@@ -259,14 +261,14 @@ class Contexts:
                 if id in self._over or rank_of(id) == self._me.id:
                     return None
                 record = self._records.get(id) or self._introduce(id, sender)
-        if record is None:  # said without the lock: it goes into the log, whose handlers are the user's
+        if record is None:  # refused without the lock, since this writes to the log, whose handlers are user code
             limit = 0 if self._limits is None else self._limits.contexts
-            raise self._refuse(sender, f"{limit} autograd contexts are known from this peer")
+            raise self._refuse(sender, f"this peer has {limit} open autograd contexts already")
         record.heard.add(sender.id)
         return record
 
     def _introduce(self, id: int, sender: WorkerInfo) -> Record | None:
-        """A context that was not known here; None if there are too many from there. Holds the lock."""
+        """A record for a new context of a peer; None if the peer has too many. The caller holds the lock."""
         record = Record(id)
         record.introducer = sender.id
         if self._limits is not None:
@@ -278,7 +280,7 @@ class Contexts:
         return record
 
     def end(self, id: int) -> Record | None:
-        """Forget a context; its record, if there was one."""
+        """Forget a context. Returns its record, if there was one."""
         with self._lock:
             record = self._records.pop(id, None)
             if record is not None and record.introducer is not None:
@@ -300,13 +302,13 @@ class Contexts:
 
 
 def is_known(id: int) -> bool:
-    """Whether a worker of this process knows this context, and has not been told that it is over."""
+    """Whether a worker of this process has a record of this context."""
     return any(contexts.get(id) is not None for contexts in list(everywhere))
 
 
 def gone(id: int, me: WorkerInfo) -> ContextError:
     return ContextError(
         f"Could not find autograd context with id: {id} on worker {me.name!r}. Either its `with context()` block has "
-        "been left, by its own thread or because of an error in it, or its initiator has died, or this worker never "
-        "took part in it"
+        "ended, normally or by an exception, or the worker that opened it has died, or this worker never took part "
+        "in it"
     )

@@ -1,16 +1,17 @@
-"""Engine: speaks to the other workers in backward passes. `runner` has torch's own engine run what is this worker's.
+"""Engine: exchanges the messages of backward passes with other workers. `runner` runs this worker's part with torch.
 
-How a pass goes::
+A pass proceeds as follows::
 
     backward()      runs from the roots ──► Recv.backward ──► Gradients to the sender of each message
     Gradients       runs from that Send ──► Recv.backward ──► Gradients to …          (and so on)
-    each run        ──► Report to the worker that started the pass, whose ledger says when all is over
+    each run        ──► Report to the worker that started the pass, whose ledger says when the pass is over
 
-A component with several candidates first has the pass resolved: the worker sends `Resolve` to the starter, from there
-`TakePart` goes the ways that the gradients will go, with Reports of its own, and `Resolved` goes to those that asked.
+A component with several candidates may need the pass to be resolved first. The worker sends `Resolve` to the starter.
+From there, `TakePart` messages take the routes of the later gradients, with Reports of their own. At the end `Resolved`
+goes to the workers that asked.
 
-A failure anywhere fails the whole pass: the worker that notices it tells the starter and all workers of the context
-(`Failed`, which each of them passes on once), so that nobody waits any longer.
+A failure on any worker fails the whole pass. The worker that notices it tells the starter and all workers of the
+context (`Failed`, which each of them passes on once), so that no thread keeps waiting.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ _MAX_PASSES = 256
 def _gradients(
     message: Gradients, envelope: Envelope, expected: Callable[[int], torch.device], limit: int
 ) -> dict[int, tuple[torch.Tensor | None]]:
-    """What a message brings, by source. Taken out of the envelope: who stores it will be the only one to have it."""
+    """The gradients of a message, by source. They are removed from the envelope, so that the caller holds the only
+    references, and can store them without a copy.
+    """
     found: dict[int, tuple[torch.Tensor | None]] = dict.fromkeys(message.sources, (None,))
     if type(envelope.tensors) is Later:
         devices = [expected(message.sources[place]) for place in message.present]
@@ -96,7 +99,7 @@ def _gradients(
 
 
 class Engine:
-    """What one worker does in backward passes, in its own and in those of others. Thread-safe."""
+    """One worker's side of backward passes, both its own and those of other workers. Thread-safe."""
 
     def __init__(self, agent: Agent, contexts: Contexts, anchor: torch.Tensor) -> None:
         self.agent = agent
@@ -108,7 +111,7 @@ class Engine:
         self._runner = Runner(agent, anchor, self)
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._started: dict[int, StartedPass] = {}  # passes that were started here
+        self._started: dict[int, StartedPass] = {}  # passes that this worker has started
         patience = agent.options.unresponsive_after
         self._check_every = math.inf if patience is None else patience / 4
         for message, handler in (
@@ -132,7 +135,10 @@ class Engine:
         into_grad: bool,
         timeout: float,
     ) -> None:
-        """Run a pass from these roots, with these gradients; returns when it is over on all workers."""
+        """Run a pass from these roots, with these gradients. Returns when it is over on all workers.
+
+        Raises what the pass has failed with, or `RpcTimeoutError` after ``timeout`` seconds.
+        """
         deadline = time.monotonic() + timeout
         started = self._begin(record, functions.start(roots), retain_graph, into_grad, deadline)
         local = started.local
@@ -175,7 +181,7 @@ class Engine:
         finally:
             started.listener = local.listener = None
             record.note_pass(local.backward.id, began, failure)
-            failure = None  # it refers to this frame
+            failure = None  # it refers to this frame, which would be a reference cycle
             if self._observers:
                 self._observers.emit(PassEnded(context=record.id, backward=local.backward.id, failed=local.failed))
             with self._lock:
@@ -184,7 +190,7 @@ class Engine:
                 record.passes.pop(local.backward.id, None)
 
     def _make_ready(self, local: LocalPass) -> None:
-        """The pass is over: have ``.grad`` ready on the current streams of the calling thread."""
+        """After the pass, make ``.grad`` ready on the current streams of the calling thread."""
         if self.agent.devices is not None:
             self.agent.devices.streams.catch_up()
             use([leaf.grad for leaf in local.filled if leaf.grad is not None])
@@ -210,14 +216,14 @@ class Engine:
         return started
 
     def _find_shortcuts(self, local: LocalPass) -> None:
-        """See which gradients of a pass that begins here need not come through this worker."""
+        """Find the gradients of a pass that starts here that need not come through this worker."""
         if self._doubts or self.agent.execution.edges is not None or node_hooks.are_there() or joint_hooks.are_there():
             return
         if local.record.sends:
             local.find_shortcuts(self._me.id)
 
     def run(self, local: LocalPass, component: Component) -> None:
-        """Run a component, and report. Does not raise: what goes wrong fails the pass."""
+        """Run a component, and report. Does not raise: an error fails the pass."""
         devices = self.agent.devices
         if devices is None:
             self._run_and_report(local, component)
@@ -227,13 +233,13 @@ class Engine:
             with devices.streams.handling():
                 self._run_and_report(local, component)
             return
-        # The user's thread, with the streams that the user has chosen.
+        # This is the user's thread, with the streams that the user has chosen.
         devices.streams.catch_up()
         self._run_and_report(local, component)
         devices.streams.leave_word()
 
     def _run_and_report(self, local: LocalPass, component: Component) -> None:
-        """Run a component and what follows from it on this worker, and report once."""
+        """Run a component and the components that it starts on this worker, and report once."""
         consumed: list[int] = []
         emitted: list[int] = []
         late: Parcel | None = None
@@ -276,7 +282,7 @@ class Engine:
         return outcome
 
     def _run_one(self, local: LocalPass, component: Component) -> Outcome | None:
-        """Run a component. None if that has failed the pass."""
+        """Run a component. Returns None if the run has failed, and so the pass."""
         began = perf_counter_ns()
         try:
             outcome = self._runner.run(local, component)
@@ -290,12 +296,12 @@ class Engine:
             )
         if not local.backward.retain_graph:
             local.record.spend(component.sources)
-        if self.agent.devices is not None:  # before anybody learns that the run is over
+        if self.agent.devices is not None:  # before another thread or worker learns that the run is over
             self.agent.devices.streams.leave_word()
         return outcome
 
     def _follow(self, local: LocalPass, gradients: Mine) -> Component | None:
-        """A run has gradients for this worker itself: the component that the calling thread runs next, if any."""
+        """Use gradients of a run for this worker itself. Returns the component for the calling thread to run next."""
         if self.agent.devices is not None:
             self.agent.devices.streams.catch_up()
         components, ask = local.arrive(gradients)
@@ -306,7 +312,7 @@ class Engine:
         return components[-1] if components else None
 
     def hand_over(self, local: LocalPass, gradients: Mine) -> None:
-        """The same in the middle of a run, for other threads."""
+        """Use such gradients in the middle of a run. Other threads run the components."""
         component = self._follow(local, gradients)
         if component is not None:
             self.agent.pool.run(partial(self.run, local, component))
@@ -334,7 +340,7 @@ class Engine:
             self.fail(local, error)
 
     def send(self, local: LocalPass, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a message of a pass. The starter waits for what the workers that it exchanges tensors with say."""
+        """Send a message of a pass. The starter's thread waits for messages of workers that share tensors with it."""
         edges = self.agent.execution.edges
         if edges is not None and tensors and (crossing := edges.to(self._info(rank).name)) is not None:
             leaving = crossing.gradients(tensors)
@@ -352,12 +358,12 @@ class Engine:
         if not report.resolving:
             started.local.reported(report.emitted)
         askers = started.report(report.resolving, report.consumed, report.emitted)
-        # This worker last: what it runs then may wait for what the others have to run.
+        # This worker comes last, because what it runs then may wait for what the others run.
         for rank in sorted(askers, key=lambda rank: rank == self._me.id):
             self._tell_resolved(started.local, rank)
 
     def _ask(self, started: StartedPass, rank: int) -> None:
-        """A worker wants this pass to be resolved."""
+        """Handle the request of a worker to resolve this pass."""
         begin, done = started.ask(rank)
         if done:
             self._tell_resolved(started.local, rank)
@@ -371,7 +377,7 @@ class Engine:
             self.agent.post(rank, Resolved(local.backward))
 
     def _resolve(self, local: LocalPass) -> list[Component]:
-        """What this worker can run, now that the pass is resolved; the roots are left to the thread of `backward`."""
+        """The components that this worker can run after resolving. The thread of `backward` gets the roots."""
         started = self._started.get(local.backward.id)
         mine: list[Component] = []
         for component in local.resolve():
@@ -382,9 +388,10 @@ class Engine:
         return mine
 
     def _run_all(self, local: LocalPass, components: Sequence[Component], *, may_wait: bool) -> None:
-        """Run these, none after another that waits. The calling thread may wait only if it has nothing else to do.
+        """Run these components, none of them behind one that waits.
 
-        A thread that waits at a gate is in the middle of a run: it starts no other.
+        ``may_wait``: the calling thread has nothing else to do, so it may wait. A thread that waits at a gate is in the
+        middle of a run, and starts no other.
         """
         inside = functions.thread.run is not None
         for number, component in enumerate(components, 1):
@@ -395,7 +402,7 @@ class Engine:
                 self.run(local, component)
 
     def _take_part(self, local: LocalPass, sources: Sequence[int]) -> None:
-        """One step of resolving: tell the senders of what these sources reach."""
+        """One step of resolving: tell the senders of the Recvs that these sources reach."""
         reached: dict[WorkerInfo, list[int]] = {}
         for node, outputs in local.take_part(sources).items():
             recv: Recv = node.recv
@@ -407,8 +414,8 @@ class Engine:
         self._report(local, True, sources, [source for theirs in reached.values() for source in theirs])
 
     def fail(self, local: LocalPass, error: BaseException) -> None:
-        """The pass has failed here: free who waits, and tell the starter and all others."""
-        if isinstance(error, NotInitializedError):  # for the others that is this worker's end
+        """Fail the pass: wake the waiting threads, and tell the starter and all other workers."""
+        if isinstance(error, NotInitializedError):  # for other workers, this means that this worker is gone
             name = self._me.name
             error = WorkerLostError(f"worker {name!r} has left the group in the middle of a backward pass", name)
         if not local.fail(error, self._me.name):
@@ -423,7 +430,7 @@ class Engine:
         )
 
     def reach(self, ranks: Iterable[int], tell: Callable[[int], None]) -> None:
-        """Call ``tell(rank)`` for all of these. Does not wait for connections to be made."""
+        """Call ``tell(rank)`` for all ranks. Does not wait for new connections."""
         for rank in sorted(ranks, key=self.agent.is_connected, reverse=True):
             if self.agent.is_connected(rank):
                 tell(rank)
@@ -439,22 +446,22 @@ class Engine:
         try:
             self.agent.post_failure(rank, lambda *what: Failed(backward, *what), error)
         except BackhaulError as lost:
-            _log.debug("= rank %s cannot be told that pass %s failed with %r: %s", rank, backward.id, error, lost)
+            _log.debug("= cannot tell rank %s that pass %s failed with %r: %s", rank, backward.id, error, lost)
 
     def tell(self, ranks: Iterable[int], message: Any, *, lazily: bool = False) -> None:
-        """Send a one-way message to the workers that can be reached. ``lazily``: it is in no hurry."""
+        """Send a one-way message to those of the workers that can be reached. ``lazily``: it is not urgent."""
         post = self.agent.post_lazily if lazily else self.agent.post
 
         def tell(rank: int) -> None:
             try:
                 post(rank, message)
             except BackhaulError as error:
-                _log.debug("= rank %s is not told %s: %s", rank, type(message).__name__, error)
+                _log.debug("= %s was not sent to rank %s: %s", type(message).__name__, rank, error)
 
         self.reach(ranks, tell)
 
     def lost(self, peer: WorkerInfo, error: WorkerLostError) -> None:
-        """The connection with a peer has ended: fail the passes that cannot do without it."""
+        """Fail the passes that depend on a peer whose connection has ended."""
         for record in self._contexts:
             with record.lock:
                 passes = list(record.passes.values())
@@ -463,7 +470,7 @@ class Engine:
                     self.agent.pool.run(partial(self.fail, local, WorkerLostError(str(error), peer.name)))
 
     def abandon(self, record: Record, error: BaseException) -> None:
-        """The context is over: free who waits in it."""
+        """Wake the threads that wait in a context that is over."""
         with record.lock:
             passes = list(record.passes.values())
             record.passes.clear()
@@ -475,16 +482,16 @@ class Engine:
                 self._tell_failed(self._me.id, local.backward, error)
 
     def runs(self) -> list[EngineRun]:
-        """The runs of torch's engine that go on now."""
+        """The current runs of torch's engine."""
         return self._runner.runs()
 
     def idle(self) -> bool:
-        """Nothing is run here, and no pass that was started here goes on."""
+        """Whether nothing runs here, and all passes that this worker started are over."""
         with self._lock:
             return not self._started and not self._runner.runs()
 
     def _handle(self, handler: Callable[[Line, Envelope, LocalPass], None], line: Line, envelope: Envelope) -> None:
-        """Handle a message of a pass; what goes wrong fails the pass."""
+        """Handle a message of a pass. An error fails the pass."""
         backward: Pass = envelope.message.backward
         local: LocalPass | None = None
         try:
@@ -501,14 +508,14 @@ class Engine:
                 what = f"a {type(envelope.message).__name__}"
                 self.agent.permissions.note(line.peer.name, what, error, size=envelope.size)
             if local is None:
-                # In a federation the peer that says so may have made the pass up. It is told itself, and passes it on.
+                # In a federation the sender may have invented the pass. So the sender is told, and must pass it on.
                 to = line.peer.id if self._doubts else rank_of(backward.id)
                 self._tell_failed(to, backward, error)
             else:
                 self.fail(local, error)
 
     def _local_pass(self, record: Record, backward: Pass, sender: int) -> LocalPass | None:
-        """The pass that ``sender`` tells of, at this worker; new if need be, None if the pass is over."""
+        """This worker's part of the pass in a message of ``sender``. It is made if needed; None if the pass is over."""
         starter = rank_of(backward.id)
         with record.lock:
             local = record.passes.get(backward.id)
@@ -516,29 +523,29 @@ class Engine:
                 return local
             if record.over or starter == self._me.id or backward.id in record.aborted or record.is_over(backward.id):
                 return None
-            # What passes are over, others may have told who tells it; in a federation one has to hear it oneself.
+            # The floor says which passes are over. In a federation only the starter itself is believed on that.
             ended = record.raise_floor(starter, 0 if self._doubts and sender != starter else backward.floor)
             full = self._doubts and len(record.passes) >= _MAX_PASSES
             if not full:
                 local = record.passes[backward.id] = LocalPass(backward, record, None, self._charges)
-        for old in ended:  # it has failed, if somebody still waits in it, and the news of that comes late
+        for old in ended:  # if a thread still waits in it, the pass has failed, and the message about that is late
             old.fail(ContextError("this backward pass is over: it failed on another worker"), self._me.name)
         if full:
-            raise QuotaError(f"{_MAX_PASSES} backward passes of one context go on")
+            raise QuotaError(f"one context already has {_MAX_PASSES} backward passes")
         return local
 
     def _on_gradients(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
         message: Gradients = envelope.message
         if self._doubts and not is_sorted(message.present, len(message.sources)):
-            raise ProtocolError("gradients of places that are not in order")
+            raise ProtocolError("gradients whose places are not in order")
         for source in message.sources:
             send = local.record.sends.get(source)
-            # The starter may have sent on what it was sent: then a shortcut leads here from any worker.
+            # The starter may have sent the tensor on. Then a shortcut leads here from any worker.
             if send is None or (send.to.id != line.peer.id and (self._doubts or send.to.id != local.starter)):
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {line.peer.name!r}")
         if message.shortcuts:
             if self._doubts:
-                raise ProtocolError("gradients with shortcuts, in a federation")
+                raise ProtocolError("gradients with shortcuts, which a federation does not allow")
             local.shortcuts.update((each.source, each) for each in message.shortcuts)
         local.got_from(line.peer.id)
         if self._observers:
@@ -554,7 +561,7 @@ class Engine:
         limit = self.agent.options.message_limit if message.coded else 0
         found = _gradients(message, envelope, lambda source: sends[source].device, limit)
         if self.agent.devices is not None:
-            if not on_devices:  # by a shortcut, from a worker that has no GPU
+            if not on_devices:  # they came by a shortcut from a worker without a GPU
                 for source, (gradient,) in found.items():
                     if gradient is not None:
                         found[source] = (gradient.to(sends[source].device),)
@@ -566,12 +573,12 @@ class Engine:
             self._observers.emit(Planned(backward=local.backward.id))
         if ask:
             self._ask_to_resolve(local)
-        # A thread that listens for this pass has to go on listening.
+        # A thread that listens for this pass must go on listening.
         listener = local.listener
         self._run_all(local, components, may_wait=listener is None or not listener.is_mine())
 
     def _ask_to_resolve(self, local: LocalPass) -> None:
-        """This worker has gradients that it cannot use before the pass is resolved."""
+        """Ask the starter to resolve the pass, because this worker has gradients that it cannot use before that."""
         started = self._started.get(local.backward.id)
         if started is not None:
             self._ask(started, self._me.id)
@@ -582,7 +589,7 @@ class Engine:
         for source in envelope.message.sources:
             send = local.record.sends.get(source)
             if send is None or send.to.id != line.peer.id:
-                raise ProtocolError(f"part of tensor {source}, which was not sent to {line.peer.name!r}")
+                raise ProtocolError(f"a TakePart for tensor {source}, which was not sent to {line.peer.name!r}")
         local.got_from(line.peer.id)
         self._take_part(local, envelope.message.sources)
 
@@ -593,7 +600,7 @@ class Engine:
 
     def _on_resolved(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
         if local.starter != line.peer.id:
-            raise ProtocolError(f"worker {line.peer.name!r} says what only the starter of a pass can know")
+            raise ProtocolError(f"worker {line.peer.name!r} sent a Resolved, which only the starter of a pass may send")
         self._run_all(local, self._resolve(local), may_wait=True)
 
     def _on_report(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
@@ -601,7 +608,7 @@ class Engine:
 
     def _on_reported(self, line: Line, message: Report) -> None:
         if self._doubts and any(each == ROOT or rank_of(each) != line.peer.id for each in message.consumed):
-            raise ProtocolError(f"worker {line.peer.name!r} reports what others have to do")
+            raise ProtocolError(f"worker {line.peer.name!r} reports work of other workers")
         self._take_report(message)
 
     def _on_failed(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
@@ -613,7 +620,7 @@ class Engine:
             self._tell_failed(self._me.id, local.backward, error)
         if self._doubts:
             message = abridged(message)
-        elif message.refs or envelope.tensors:  # the texts will do
+        elif message.refs or envelope.tensors:  # the texts are enough for the other workers
             message = msgspec.structs.replace(message, tree=None, refs=())
         self.tell((local.record.workers() | local.partners) - {self._me.id, line.peer.id}, message)
 
@@ -627,12 +634,12 @@ class Engine:
         return self.agent.answer(message.id, None)
 
     def check(self, local: LocalPass) -> None:
-        """See that all that work on this pass are alive. A peer that owes an answer is watched by the agent."""
+        """Check that all workers of this pass are alive: ask each, since the agent watches peers that owe an answer."""
         local.round += 1
         self._check_helpers(local)
 
     def _check_helpers(self, local: LocalPass) -> None:
-        for rank in filter(self.agent.is_connected, local.helpers):  # if not, `lost` has been told
+        for rank in filter(self.agent.is_connected, local.helpers):  # for the others, `lost` was called
             try:
                 self.agent.ask_later(
                     self._info(rank), lambda id: Check(id, local.backward, local.round), "a sign of life", math.inf

@@ -1,4 +1,4 @@
-"""What a user gives to backward, checked and turned into roots."""
+"""Checks the arguments of backward, and turns them into roots."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ Root = torch.Tensor | RRef[Any]
 
 
 class Roots(NamedTuple):
-    """Where a pass starts, and the gradients to start with."""
+    """The tensors at which a pass starts, and their gradients."""
 
     tensors: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
 
 
 def check_id(context_id: Any) -> int:
-    """A context's id as a plain int."""
+    """The id of a context as a plain int. Raises `TypeError` for other values."""
     if isinstance(context_id, torch.Tensor | RRef | list | tuple):
         raise TypeError(
             "incompatible function arguments: the context id is missing. Write backward(context_id, [loss]), with the "
-            "id that `with context() as context_id` gives"
+            "id from `with context() as context_id`"
         )
     if isinstance(context_id, bool) or not isinstance(context_id, int):
-        raise TypeError(f"incompatible function arguments: the context id is an int, not a {type(context_id).__name__}")
+        raise TypeError(
+            f"incompatible function arguments: the context id must be an int, not a {type(context_id).__name__}"
+        )
     return int(context_id)
 
 
@@ -41,7 +43,7 @@ def into_grad(accumulate: str) -> bool:
 
 
 def fetch(roots: Any, context_id: int) -> list[torch.Tensor]:
-    """The tensors of roots that are references, fetched in the context."""
+    """The root tensors. References are fetched in the context."""
     found = []
     for root in _listed(roots):
         if isinstance(root, RRef):
@@ -62,7 +64,7 @@ def require_tensor(value: Any) -> None:
 
 
 def choose(roots: Sequence[torch.Tensor], grad_tensors: Any) -> Roots:
-    """The roots that need grad, and the gradients to start with."""
+    """The roots that require grad, and their gradients. Raises `MisuseError` if backward cannot start from them."""
     if not roots:
         raise MisuseError("No tensors provided for gradient computation.")
     given = _gradients(roots, grad_tensors)
@@ -75,7 +77,7 @@ def choose(roots: Sequence[torch.Tensor], grad_tensors: Any) -> Roots:
             if root.numel() != 1:
                 raise MisuseError(
                     f"root {number}, of shape {tuple(root.shape)}, is not a scalar, all roots need to be scalar or to "
-                    "have their gradient in grad_tensors"
+                    "have a gradient in grad_tensors"
                 )
             if root.is_complex():
                 raise MisuseError(
@@ -85,10 +87,10 @@ def choose(roots: Sequence[torch.Tensor], grad_tensors: Any) -> Roots:
             gradient = torch.ones_like(root, memory_format=torch.preserve_format)
         elif gradient.shape != root.shape:
             raise MisuseError(
-                f"grad_tensors[{number}] has shape {tuple(gradient.shape)}, its root has {tuple(root.shape)}"
+                f"grad_tensors[{number}] has shape {tuple(gradient.shape)}, but its root has {tuple(root.shape)}"
             )
         else:
-            # Torch may take the memory of a view of it for a .grad, and add to that in the next pass.
+            # Torch may use a view of the gradient as a .grad, and add to that memory in the next pass.
             gradient = gradient.detach().clone()
         if root.grad_fn is None:
             raise MisuseError(
@@ -105,7 +107,7 @@ def _listed(roots: Any) -> Sequence[Any]:
     if isinstance(roots, torch.Tensor | RRef):
         return [roots]
     if not isinstance(roots, list | tuple) or not all(isinstance(root, torch.Tensor | RRef) for root in roots):
-        number = " A number, such as loss.item(), has no history: give the tensor itself"
+        number = " A number, such as loss.item(), has no autograd graph: give the tensor itself"
         raise TypeError(
             "incompatible function arguments: roots must be a tensor, an RRef, or a list of them."
             + (number if any(map(_is_number, roots if isinstance(roots, list | tuple) else [roots])) else "")
@@ -125,7 +127,7 @@ def _gradients(roots: Sequence[torch.Tensor], given: Any) -> Sequence[torch.Tens
     if not isinstance(given, list | tuple) or not all(g is None or isinstance(g, torch.Tensor) for g in given):
         raise TypeError("grad_tensors must be a tensor, or a list of tensors and None")
     if len(given) != len(roots):
-        raise MisuseError(f"{len(given)} grad_tensors for {len(roots)} roots: give one for each, or None")
+        raise MisuseError(f"{len(given)} grad_tensors for {len(roots)} roots: give one for each root, or None")
     return given
 
 

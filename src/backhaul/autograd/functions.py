@@ -1,18 +1,20 @@
-"""Send and Recv: where a graph leaves a worker, and where it enters one.
+"""Send and Recv: the nodes at which a graph leaves a worker, and enters one.
 
-Both are real nodes of torch's graph. Forward::
+Both are nodes of torch's graph. Forward::
 
         worker A                          worker B
     x ──► SendRpc ─ ─ ─ message 7 ─ ─ ─► RecvRpc ──► x' ──► …
 
-`SendRpc` has a sent tensor as its input and a dummy as its output; each recorded tensor of a message has one of its
-own, since not all of them may get gradients. `RecvRpc` has an *anchor* as its input, a leaf of no other use, and the
-received tensors as its outputs, with a `RecvItem` in between if there are several. Backward, ``RecvRpc`` sends the
-gradients of its outputs to A; ``SendRpc`` is run on A from its dummy, takes them and passes them on to x's own nodes.
+`SendRpc` has a sent tensor as its input and a dummy as its output. Each recorded tensor of a message has its own
+`SendRpc`, since some of the tensors may get no gradient. `RecvRpc` has an *anchor* as its input, a leaf without other
+use, and the received tensors as its outputs. If there are several, each has a `RecvItem` after it. In the backward
+pass, ``RecvRpc`` sends the gradients of its outputs to A. There torch runs ``SendRpc`` from its dummy; it takes the
+gradients and passes them on to x's own nodes.
 
-Torch's engine pops the ready node with the highest sequence number first. A Recv has the highest there are,
-so it sends as soon as its gradients are complete. A Send has one below those of all other nodes of its run
-(`graph.put_gates_last`), in the order of sending: see `graph` for why. A pass starts from a Send as well, of the roots.
+Torch's engine runs the ready node with the highest sequence number first. A Recv has the highest number of all, so it
+sends as soon as its gradients are complete. A Send has a number below those of all other nodes of its run
+(`graph.put_gates_last`), in the order of sending: see `graph` for why. A pass also starts from a Send, that of the
+roots.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from backhaul.errors import ContextError
 from backhaul.ids import WorkerInfo
 
 ID_BITS = 48
-"""Ids of contexts, messages and passes have the rank of who made them above this many bits of a count."""
+"""Ids of contexts, messages and passes are the rank of their maker, followed by a count of this many bits."""
 
 ROOT = 0
-"""Stands for the id of a message where the roots of a pass are meant."""
+"""The message id that stands for the roots of a pass."""
 
 NOTHING = torch.zeros((), device="cpu")
-"""Stands for the gradient of a Send's output."""
+"""The dummy gradient of a Send's output."""
 
 # One for each GPU of the process; it never changes.
 _on_gpus: dict[torch.device, torch.Tensor] = {}
@@ -46,8 +48,8 @@ def nothing_on(device: torch.device) -> torch.Tensor:
     """`NOTHING` on a device.
 
     Torch's engine runs a node on the stream that was current when its outputs were made, and the nodes that get its
-    gradients wait for that stream. A node without outputs on a GPU has none. So the dummy of a tensor on a GPU is there
-    as well.
+    gradients wait for that stream. A node without outputs on a GPU has no stream. So the dummy of a tensor on a GPU is
+    on that GPU.
     """
     if device.type == "cpu":
         return NOTHING
@@ -60,7 +62,7 @@ def nothing_on(device: torch.device) -> torch.Tensor:
 _FIRST = (1 << 62) - 1
 
 Reach = tuple[tuple[int, ...], ...]
-"""For each recorded tensor of a message the sources that take part in a pass if it does; ``()`` if there are none."""
+"""For each recorded tensor of a message: the sources that take part in a pass if it does; ``()`` if there are none."""
 
 
 def rank_of(id: int) -> int:
@@ -69,7 +71,7 @@ def rank_of(id: int) -> int:
 
 
 class Recv(msgspec.Struct, frozen=True, gc=False):
-    """A message with recorded tensors, at its receiver."""
+    """The receiver's record of a message with recorded tensors."""
 
     context: int
     message: int
@@ -79,7 +81,7 @@ class Recv(msgspec.Struct, frozen=True, gc=False):
 
 
 class Run(Protocol):
-    """What Send and Recv ask of the run of torch's engine that they are in: see `engine`."""
+    """The interface of a run of torch's engine to the Sends and Recvs in it: see `engine`."""
 
     @property
     def backward(self) -> int:
@@ -94,11 +96,11 @@ class _ThreadState(threading.local):
 
 
 thread = _ThreadState()
-"""The run that this thread is in, if any."""
+"""The run on this thread, if any."""
 
 
 class SendRpc(torch.autograd.Function):
-    """The sender's end of a recorded tensor; or the start of a pass, of all its roots."""
+    """The sender's end of a recorded tensor, or the start of a pass from all its roots."""
 
     @staticmethod
     def forward(ctx: Any, source: int, *tensors: torch.Tensor) -> torch.Tensor:
@@ -107,12 +109,12 @@ class SendRpc(torch.autograd.Function):
         for tensor in tensors:
             if tensor.is_cuda:
                 return nothing_on(tensor.device).data
-        return NOTHING.data  # a tensor of its own, over the same memory
+        return NOTHING.data  # a new tensor over the same memory
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor | None) -> tuple[Any, ...]:
         if thread.run is None:
-            raise ContextError("a Send is run by distributed autograd only: see backhaul.autograd.backward")
+            raise ContextError("only distributed autograd can run a Send: use backhaul.autograd.backward")
         return None, *thread.run.take(ctx.source)
 
 
@@ -123,7 +125,8 @@ class RecvRpc(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        # The tensors are no inputs: inputs that are returned as they are could not be changed in place.
+        # The tensors are passed in a sequence, so that torch does not take them for inputs: an input that is returned
+        # unchanged could not be modified in place.
         ctx.materialize_grads = False
         ctx.recv = recv
         return tuple(tensors)
@@ -134,17 +137,17 @@ class RecvRpc(torch.autograd.Function):
         if run is None:
             recv: Recv = ctx.recv
             raise ContextError(
-                f"a tensor that came from worker {recv.sender.name!r} in autograd context {recv.context} is part of "
-                "this graph: a local backward() ends there. Use backhaul.autograd.backward(context_id, [loss])"
+                f"a tensor from worker {recv.sender.name!r} in autograd context {recv.context} is part of this graph, "
+                "and a local backward() ends there. Use backhaul.autograd.backward(context_id, [loss])"
             )
         run.emit(ctx, gradients)
         return None, None, None
 
 
 class RecvItem(torch.autograd.Function):
-    """One of several tensors of a message: an identity, for hooks on it.
+    """The identity, for one of several tensors of a message. Hooks on that tensor attach here.
 
-    Hooks on an output of ``RecvRpc`` would be called whenever one of the others has a gradient, with None.
+    Torch would call hooks on an output of ``RecvRpc`` with None whenever another output has a gradient.
     """
 
     @staticmethod
@@ -162,14 +165,14 @@ RecvNode: Any = RecvRpc._backward_cls
 RecvItemNode: Any = RecvItem._backward_cls
 """The types of their graph nodes."""
 
-# What `apply` comes down to without functorch, which has nothing to do here.
+# `apply` without its functorch layer, which is not needed here.
 _apply_send: Any = super(torch.autograd.Function, SendRpc).apply
 _apply_recv: Any = super(torch.autograd.Function, RecvRpc).apply
 _apply_item: Any = super(torch.autograd.Function, RecvItem).apply
 
 
 def start(roots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The dummy output of a Send that stands for the roots of a pass: it is run as the others are, and first."""
+    """The dummy output of a Send that stands for the roots of a pass. Torch runs it like other Sends, but first."""
     output = send(ROOT, roots)
     output.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[union-attr]
     return output
@@ -189,9 +192,9 @@ def send(source: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _notice_hooks(tensor: torch.Tensor) -> None:
-    """A tensor is sent on as it has come: keep hold of the hooks on it, so that it is known whether there are any.
+    """Attach a dict of hooks to a received tensor that is sent on unchanged, so that `passes_on` can see its hooks.
 
-    Torch puts hooks of a tensor into a dict, which it makes for the first one, and tells nobody of.
+    Torch keeps the hooks of a tensor in a dict that it makes for the first hook, and gives no notice of that.
     """
     node: Any = tensor.grad_fn
     hooks = tensor._backward_hooks
@@ -203,7 +206,7 @@ def _notice_hooks(tensor: torch.Tensor) -> None:
 
 
 def passes_on(node: Any) -> bool:
-    """Whether a gradient that comes to this Recv's output, which was sent on, can go back without torch's engine."""
+    """Whether a gradient for this Recv's output, which was sent on, can go back without torch's engine."""
     hooks = getattr(node, "hooks", None)
     if hooks is None or hooks:
         return False
@@ -212,19 +215,19 @@ def passes_on(node: Any) -> bool:
 
 
 def _first_uses(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Have the graph nodes of leaves and views made, and kept as long as what is returned.
+    """Make torch create the graph nodes of leaves and views, and keep them alive as long as the result.
 
-    Torch makes the node of a leaf when it is used and has none, and that of a view anew after its base was changed in
-    place: under a lock of the tensor's, where an operation waits for the interpreter. A Function waits for the lock
-    while it has the interpreter. On two threads that is for ever. Operations, as these, wait for the lock without it;
-    and who finds the node made wants nothing else under the lock.
+    Torch creates the node of a leaf at its first use, and the node of a view again after its base was changed in place.
+    It does so under a lock of the tensor, inside which it may wait for Python's GIL. An autograd Function waits for
+    that lock while it holds the GIL, so two threads could deadlock. Operations such as those below wait for the lock
+    without the GIL. A Function that finds the node created needs nothing else under the lock.
     """
     found = [tensor for tensor in tensors if tensor.is_leaf or (tensor._version and tensor._is_view())]
     return [each.view_as(each) if each.layout is torch.strided else each.clone() for each in found]
 
 
 def receive(anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
-    """The node of a Recv, and the tensors with it as their history: their gradients go back to the sender."""
+    """The node of a Recv, and the tensors with that node as their history. Their gradients go back to the sender."""
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return receive(anchor, recv, tensors)

@@ -1,4 +1,4 @@
-"""Where the gradients of leaves go: into the context, as `AccumulateGrad` would put them into ``.grad``."""
+"""Puts the gradients of leaves into the context, in the way in which `AccumulateGrad` puts them into ``.grad``."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ _LOOK_AGAIN = 0.05
 
 
 class _Lending:
-    """Leaves whose ``.grad`` is lent to one pass. No lock is held meanwhile: hooks are the user's."""
+    """Leaves whose ``.grad`` is lent to one pass. No lock is held during that time, since user hooks run in it."""
 
     def __init__(self) -> None:
         self._returned = threading.Condition()
         self._baton = Baton()
-        self._lent: dict[int, int] = {}  # id of a leaf -> thread that has it
+        self._lent: dict[int, int] = {}  # id of a leaf -> the thread to which it is lent
 
     @contextmanager
     def of(self, leaves: Iterable[torch.Tensor], check: Callable[[], None]) -> Iterator[None]:
-        """Wait for leaves, calling ``check`` now and then, which raises if that is of no use any more.
+        """Wait for the leaves, then lend them to this thread for the block.
 
-        A thread that has a leaf already may have it once more: a hook runs a pass itself.
+        Meanwhile ``check`` is called regularly; it raises if the wait has become useless. A thread may borrow a leaf
+        again that it has already: a hook may run a pass itself.
         """
         thread = threading.get_ident()
         wanted = {id(leaf) for leaf in leaves}
@@ -62,7 +63,7 @@ _lending = _Lending()
 
 
 def store(into: dict[torch.Tensor, torch.Tensor], leaves: Sequence[torch.Tensor], captured: Captured) -> None:
-    """Add the captured gradients of these leaves to what is there. The caller serialises this for ``into``."""
+    """Add the captured gradients of these leaves to ``into``. Not thread-safe: the caller must serialise calls."""
     for place, leaf in enumerate(leaves):
         ours = _is_ours(captured, place)
         gradient = captured[place]
@@ -78,12 +79,12 @@ def store(into: dict[torch.Tensor, torch.Tensor], leaves: Sequence[torch.Tensor]
 
 
 def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A sparse tensor can be added to a dense one, but not the other way round."""
+    """The sum, with a dense operand first: torch adds a sparse tensor to a dense one, but not the reverse."""
     return one + other if one.layout is torch.strided else other + one
 
 
 def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor] | None:
-    """The gradients of leaves that were sent as they are: what came back for them. None if torch has to run."""
+    """The gradients of leaves that were sent without a computation: those that came back. None if torch must run."""
     found: dict[torch.Tensor, torch.Tensor] = {}
     for start, value in zip(starts, values, strict=True):
         if type(start) is not GradientEdge or type(start.node) is not _AccumulateGrad:
@@ -101,10 +102,10 @@ def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict
 def run_hooks(
     leaves: Sequence[torch.Tensor], captured: Captured, check: Callable[[], None]
 ) -> list[torch.Tensor | None]:
-    """Run the post-accumulate hooks of leaves with ``.grad`` as this pass alone makes it; what they leave there.
+    """Run the post-accumulate hooks of leaves, with ``.grad`` as this pass alone makes it. Returns the new gradients.
 
-    Such hooks look at ``.grad`` (or step an optimizer with it). What was there before comes back. One pass has a leaf
-    at a time; who waits for another calls ``check``, which raises if its own pass is over.
+    Such hooks read ``.grad``, or step an optimizer with it. Afterwards ``.grad`` has its old value. One pass has a leaf
+    at a time; a thread that waits for a leaf calls ``check``, which raises if its own pass is over.
     """
     result = list(captured)
     for place, leaf in enumerate(leaves):
@@ -126,9 +127,9 @@ def run_hooks(
 def in_place_of_grad(
     given: Mapping[torch.Tensor, torch.Tensor | None], check: Callable[[], None], *, lent: Container[torch.Tensor] = ()
 ) -> Iterator[None]:
-    """Inside, ``.grad`` of these leaves is what is given, and may be changed. Afterwards it is what it was before.
+    """A block in which ``.grad`` of these leaves is the given gradient, and may be changed. Afterwards it is restored.
 
-    ``lent`` are leaves whose ``.grad`` may be memory that is written to meanwhile. One pass has a leaf at a time, as in
+    ``lent`` are leaves whose ``.grad`` may be memory that the block overwrites. One pass has a leaf at a time, as in
     `run_hooks`.
     """
     with _lending.of(given, check):
@@ -146,7 +147,7 @@ def in_place_of_grad(
 
 
 def _is_ours(captured: Captured, place: int) -> bool:
-    """Whether nobody else has a captured gradient, or a view of its memory."""
+    """Whether no other code holds a captured gradient, or a view of its memory."""
     references = sys.getrefcount(captured[place])
     gradient = captured[place]
     if gradient is None or references > _OURS.references or type(gradient) is not torch.Tensor:
@@ -155,14 +156,14 @@ def _is_ours(captured: Captured, place: int) -> bool:
     if layout is torch.strided:
         users = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
         return users <= _OURS.users or (users <= _OURS.users_of_view and _has_base_alone(gradient))
-    if layout is torch.sparse_coo:  # as torch: views of its parts do not count
+    if layout is torch.sparse_coo:  # as in torch, views of its parts do not count
         parts = gradient._indices(), gradient._values()
         return gradient._use_count() == 1 and all(part.is_contiguous() for part in parts)  # type: ignore[attr-defined]
     return False
 
 
 def _has_base_alone(gradient: torch.Tensor) -> bool:
-    """Whether this is a view, as the gradient of a `Linear`'s weight is, of a tensor that only the view keeps."""
+    """Whether this is a view of a tensor that only the view keeps alive, as the gradient of a `Linear`'s weight is."""
     base = gradient._base
     if base is None:
         return False
@@ -171,7 +172,7 @@ def _has_base_alone(gradient: torch.Tensor) -> bool:
 
 
 def _laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """The gradient in the memory layout of its leaf, so that optimizers find what they are used to."""
+    """The gradient in the memory layout of its leaf, which optimizers expect."""
     if (
         type(gradient) is not torch.Tensor
         or gradient.layout is not torch.strided
@@ -183,7 +184,7 @@ def _laid_out_as(gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 class _Counts(NamedTuple):
-    """How many references there are, in `_is_ours`, to what nobody else has."""
+    """The numbers of references that `_is_ours` finds when no other code holds the gradient."""
 
     references: int  # to a gradient
     users: int  # of its memory

@@ -1,26 +1,30 @@
-"""What torch's engine is to run, and in which order: a walk over the graph of one worker. Pure.
+"""What torch's engine must run, and in which order: a walk over the graph of one worker. It changes no state, except
+that `put_gates_last` sets sequence numbers of nodes.
 
-The **sources** of a pass on a worker are the Sends that take part, one for each tensor that was sent, and where the
-pass was started the Send of its roots (`ROOT`). Two sources are in one **component** when they reach a common node.
-Each component is one run of torch's engine, so that every node of it is run once, with the sum of all its gradients,
-as in one process. A leaf does not join components, since adding to its gradient can be done in parts, unless it has
-hooks, which must see the sum, or a layout whose gradients torch does not add up in ``.grad``. So do sources that reach
-tensors of one hook (see `joint_hooks`). All leaves that processes work on together join theirs (see `replicas`).
+The **sources** of a pass on a worker are the Sends that take part, one for each sent tensor. On the worker that starts
+the pass, the Send of its roots (`ROOT`) is a source too. Two sources are in one **component** when they reach a common
+node. Each component is one run of torch's engine, so that every node in it is run once, with the sum of all its
+gradients, as in one process.
+
+A common leaf does not join two components, since its gradient can be added up in parts. It does join them if it has
+hooks, which must see the sum, or a layout whose gradients torch does not add up in ``.grad``. Sources that reach
+tensors of one joint hook are also in one component (see `joint_hooks`), and so are all sources that reach a leaf whose
+gradient several processes compute together (see `replicas`).
 
 Why gates cannot deadlock
 -------------------------
-In a run with several sources each Send is a **gate**: when the engine comes to it, it waits for its gradients.
-Gates come last (`put_gates_last`): the engine turns to one when no other node is ready, and then to the one that
-was sent last.
+In a run with several sources each Send is a **gate**: when the engine reaches a gate, it waits there for gradients.
+Gates come last (`put_gates_last`): the engine takes a gate only when no other node is ready, and then the gate that was
+sent last.
 
-Say gate g waits, and its gradient depends on a Recv r of the same worker: r came after g was sent. Has r been
-run? If not, some source g' that reaches r has not been. Then g' was sent after r came, so after g; but g
-is the latest gate that has not been run. So r has been run, and what g waits for is not held up here.
+Suppose gate g waits, and its gradient depends on a Recv r of the same worker. Then r arrived after g was sent. Has r
+been run? If not, some source g' that reaches r has not been run. Then g' was sent after r arrived, so after g. But g is
+the latest gate that has not been run. So r has been run, and this worker does not hold up what g waits for.
 
-Between workers: take the gate, among all that wait, that was sent last in any order that respects cause and
-effect. What holds its gradient up is a gate that has not been run, elsewhere, that was sent after it; and the
-gate at which that worker waits was sent later still. So there is none. The same holds for a run that has not begun
-because the latest of its gates has no gradients yet.
+Between workers: of all gates that wait, take the one that was sent last, in any order that respects cause and effect.
+If something holds up its gradient, it is a gate on another worker that has not been run and was sent after it. The gate
+at which that worker waits was sent later still, which contradicts the choice. So nothing holds it up. The same argument
+holds for a run that has not begun because its latest gate has no gradients yet.
 """
 
 from __future__ import annotations
@@ -39,21 +43,21 @@ Node = Any
 
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 SMALL = 64
-"""A component of up to this many nodes costs less to run than what is around its run."""
+"""Running a component of up to this many nodes costs less than the overhead of a run."""
 
 MOST_FORESEEN = 4
-"""A message tells of no more sources than this that its tensors depend on: they make it longer."""
+"""A message lists at most this many sources that its tensors depend on, since they make the message longer."""
 _MOST_NODES = 64
 
 _ADDED_UP = {torch.strided, torch.sparse_coo}
-"""Layouts of which torch adds a gradient to a ``.grad`` that is there."""
+"""Layouts whose gradients torch adds to an existing ``.grad``."""
 
 _LIFT = 1 << ID_BITS
 _COUNT = _LIFT - 1
 
 
 class Component:
-    """Sources that have to be run together, and what they reach."""
+    """Sources that must be run together, and the nodes that they reach."""
 
     __slots__ = ("in_order", "leaves", "nodes", "recvs", "size", "sources", "started", "waits")
 
@@ -68,23 +72,23 @@ class Component:
         in_order: bool = False,
     ) -> None:
         self.sources = sources if len(sources) == 1 else sorted(sources, key=_order, reverse=True)
-        """As they are to be run: the roots first, then the latest Send."""
+        """The sources in the order in which they run: the roots first, then the latest Send."""
         self.leaves = leaves
         self.recvs = recvs
-        """Recvs, and which of their outputs."""
+        """The Recvs, each with the outputs that are reached."""
         self.size = size
-        """How many nodes there are in all."""
+        """The number of nodes."""
         self.nodes = nodes
-        """All others; only if there are several sources."""
+        """All nodes but leaves and Recvs; empty if there is one source."""
         self.in_order = in_order
-        """Whether its sources are to be run one by one, though the gradients of all may be here."""
+        """Whether the sources must run one by one, even if the gradients of all have arrived."""
         self.started = False
         self.waits = False
-        """Whether gates of its run will have to wait."""
+        """Whether gates of its run will wait."""
 
 
 def together(components: Sequence[Component]) -> Component:
-    """Several components as one, so that they are one run although they need not be."""
+    """Several components merged into one, so that they are run together although they need not be."""
     return Component(
         [source for component in components for source in component.sources],
         list({leaf: None for component in components for leaf in component.leaves}),
@@ -171,9 +175,9 @@ def plan(sources: Mapping[int, Node]) -> list[Component]:
 
 
 def as_one(sources: Mapping[int, Node]) -> Component | None:
-    """All of these as one component, whether or not they have to be run together; None if it would not be a small one.
+    """All of these sources as one component, whether or not they must be run together; None if it would not be small.
 
-    For sources whose gradients are all here: the same as `together` of what `plan` finds, and quicker.
+    Use it when all gradients have arrived. The result equals `together` of what `plan` finds, and is quicker.
     """
     seen: set[Node] = {None}
     leaves: list[Node] = []
@@ -201,7 +205,7 @@ def as_one(sources: Mapping[int, Node]) -> Component | None:
 
 
 def _walk(start: Node) -> tuple[list[Node], dict[Node, set[int]], int]:
-    """The leaves that one source reaches, the Recvs, and how many nodes: the same, for the usual case."""
+    """The leaves and Recvs that one source reaches, and the number of nodes: a quicker `plan` for the usual case."""
     seen: set[Node] = {None}
     leaves: list[Node] = []
     recvs: dict[Node, set[int]] = {}
@@ -223,7 +227,7 @@ def _walk(start: Node) -> tuple[list[Node], dict[Node, set[int]], int]:
 
 
 def reach(starts: Iterable[Node], seen: set[Any]) -> dict[Node, list[int]]:
-    """The Recvs, and which of their outputs, that can be reached and are not in ``seen``; all met are added to it."""
+    """The Recvs, each with its outputs, that can be reached and are not in ``seen``. Adds all visited nodes to it."""
     found: dict[Node, list[int]] = {}
     stack: list[Iterable[tuple[Node, int]]] = [[(start, 0) for start in starts]]
     while stack:
@@ -241,8 +245,8 @@ def reach(starts: Iterable[Node], seen: set[Any]) -> dict[Node, list[int]]:
 def foresee(node: Node) -> tuple[int, ...] | None:
     """The sources, of all workers, that take part in a pass if this Send does; None if that is not known.
 
-    What a node depends on never changes, so this can be said when the Send is made, and its receiver need not ask when
-    a pass comes. Large graphs are not looked through: to ask costs little beside running them.
+    What a node depends on never changes. So this is computed when the Send is made, and its receiver need not ask
+    during a pass. Large graphs are not searched: asking costs little compared with running them.
     """
     found: set[int] = set()
     seen: set[Any] = {None}
@@ -267,7 +271,7 @@ def foresee(node: Node) -> tuple[int, ...] | None:
 
 
 def put_gates_last(component: Component) -> None:
-    """Lift the sequence numbers of all nodes above those of Sends. Their own order stays."""
+    """Raise the sequence numbers of all other nodes above those of Sends. The order among them stays."""
     for node in component.nodes:
         if type(node) is SendNode:
             if node.source != ROOT:
@@ -279,7 +283,7 @@ def put_gates_last(component: Component) -> None:
 
 
 def _wants_one_sum(node: Node, look: bool) -> bool:
-    """Whether the gradient of a leaf has to come as one sum. ``look``: its node may have hooks of its own."""
+    """Whether the gradient of a leaf must arrive as one sum. ``look``: some node has hooks, so ask this one."""
     leaf = node.variable
     return bool(
         leaf._backward_hooks

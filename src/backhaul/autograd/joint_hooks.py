@@ -1,15 +1,16 @@
-"""Hooks over several tensors (`register_multi_grad_hook`): what they count belongs to one run of torch's engine.
+"""Hooks over several tensors (`register_multi_grad_hook`), which count their tensors within one run of torch's engine.
 
 In one process a pass is one run. Here the tensors of a hook may belong to different components. A hook that waits for
-all its tensors (``mode="all"``) would count those of each run by themselves; so the sources that reach tensors of one
-hook are run together. A hook for the first of its tensors (``"any"``) would be called in each run; so it is called in
-the first run of a pass only. This module has torch tell it of such hooks.
+all its tensors (``mode="all"``) would count the tensors of each run separately; so the sources that reach tensors of
+one hook are run together. A hook for the first of its tensors (``"any"``) would be called in each run; so it is called
+only in the first run of a pass. This module patches torch to learn of such hooks.
 
-Torch also refuses to capture the gradient of a leaf that has such a hook, be it the only one: `on_any` tells of these.
+Torch also refuses to capture the gradient of a leaf that has such a hook, even a hook on this leaf alone: `on_any`
+finds these leaves.
 
-Torch never frees a hook over computed tensors, because the hook and the graph refer to each other. So a hook that
-was made inside of a context counts as long as the context goes on. One over leaves, or over a leaf and other tensors,
-counts until it is removed: the leaf calls it in each pass. Of the others the latest few count.
+Torch never frees a hook over computed tensors, because the hook and the graph refer to each other. So a hook that was
+made inside a context counts until the context ends. A hook on at least one leaf counts until it is removed, since the
+leaf calls it in each pass. Of the other hooks, the latest few count.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 _OF_LEAVES, _OF_NO_CONTEXT = -1, -2
 
 _Parts = tuple[weakref.ref[Any], ...]
-"""The functions of one hook, one for each of its tensors. A function may be freed with its tensor before the others."""
+"""The functions of one hook, one for each tensor. A function may be freed with its tensor, before the others."""
 
 _hooks: dict[_Parts, int] = {}
-"""Each hook that waits for all its tensors -> the context that it was made in. Of the process: torch's hooks know no
-worker."""
+"""Each hook that waits for all its tensors -> the context in which it was made. It is global, since torch's
+hooks know no worker."""
 
 _init = _MultiHandle.__init__
 
@@ -51,14 +52,14 @@ def _notice(self: Any, handles: Sequence[Any]) -> None:
     if nodes is not None:
         of_leaves = any(type(node) is _AccumulateGrad for node in nodes)
         if len(nodes) < 2 and not of_leaves:
-            return  # one node is in one run; a leaf has to be in one that accumulates, which torch insists on
+            return  # one node is in one run anyway; a leaf counts, since torch wants it in a run that accumulates
         made_in = _OF_LEAVES if of_leaves else current_context.get() or _OF_NO_CONTEXT
         _hooks[tuple(weakref.ref(function) for _, _, function in functions)] = made_in
         if made_in == _OF_NO_CONTEXT:
             _forget_oldest()
         return
     if "ran_hook" not in functions[0][2].__code__.co_freevars:
-        return  # made in a way that this module does not know
+        return  # a hook of a form that this module does not know
     once = _once_a_pass(functions[0][2])
     for hooks, id, _ in functions:
         hooks[id] = once
@@ -69,7 +70,7 @@ _MultiHandle.__init__ = _notice  # type: ignore[method-assign]
 
 
 def _nodes(hook: Any) -> list[Any] | None:
-    """The graph nodes of the tensors of a hook, if it waits for all of them."""
+    """The graph nodes of a hook's tensors; None if the hook does not wait for all of them."""
     names = hook.__code__.co_freevars
     return hook.__closure__[names.index("grad_fns")].cell_contents if "grad_fns" in names else None
 
@@ -97,7 +98,7 @@ def _forget_oldest() -> None:
 
 
 def are_there() -> bool:
-    """Whether there are hooks, anywhere, that wait for several tensors."""
+    """Whether this process has hooks that wait for several tensors."""
     return bool(_hooks) and any(True for _ in groups())
 
 
@@ -114,7 +115,7 @@ def groups() -> Iterator[list[Any]]:
 
 
 def on_any(leaves: Sequence[Any]) -> bool:
-    """Whether such a hook is over one of these nodes of leaves."""
+    """Whether one of these leaf nodes has such a hook."""
     if not _hooks:
         return False
     nodes = set(leaves)

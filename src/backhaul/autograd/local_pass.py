@@ -1,4 +1,4 @@
-"""A pass at one worker: the gradients that have arrived, and the threads that wait for others. Drives `schedule`."""
+"""LocalPass: a pass at one worker, with the gradients that have arrived and the waiting threads. Drives `schedule`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from backhaul.trust.checking import Box, Charges
 from backhaul.wire.messages import Pass, Shortcut
 
 Gradients = Sequence[torch.Tensor | None]
-"""Of the inputs of a Send: one, but for that of the roots."""
+"""The gradients of a Send's inputs: one gradient, except for the Send of the roots."""
 
 
 Starts = tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]
-"""What torch's engine is to start from, and with which gradients."""
+"""The edges or tensors from which torch's engine starts, and their gradients."""
 
 MOST_SHORTCUTS = 64
-"""A message tells of no more shortcuts than this. Where they end, gradients go through the starter, which has more."""
+"""The most shortcuts in a message. Beyond them, gradients go through the starter, which has more."""
 
 _OVER = ContextError("the autograd context of this backward pass has been left")
 
@@ -50,47 +50,47 @@ def _here(gradients: Gradients, agent: Agent) -> Gradients:
 
 
 class LocalPass:
-    """What one worker has to do in a pass. Thread-safe."""
+    """One worker's part of a pass. Thread-safe."""
 
     def __init__(
         self, backward: Pass, record: Record, root: torch.Tensor | None = None, charges: Charges | None = None
     ) -> None:
-        """``root`` is the output of the Send of the roots, where the pass is started.
+        """``root`` is the output of the Send of the roots, at the worker that starts the pass.
 
-        Gradients that wait are charged to the peers that sent them, if there are ``charges``.
+        If there are ``charges``, waiting gradients are charged to the peers that sent them.
         """
         self.backward = backward
         self.starter = rank_of(backward.id)
         self.record = record
         self._root = root
         self.filled: list[torch.Tensor] = []
-        """The leaves of this worker whose ``.grad`` has been added to, if there are GPUs."""
+        """The leaves of this worker whose ``.grad`` the pass has changed; filled only if there are GPUs."""
         self.deadline = math.inf
         self.check_every = math.inf
         self._lock = threading.Lock()
-        self._changed: threading.Condition | None = None  # of who waits, if somebody does
+        self._changed: threading.Condition | None = None  # made when a thread first waits
         # Guarded by _lock:
         self._schedule: Schedule | None = None
         self._charged = None if charges is None else Box(charges)
-        # Have arrived, and are to be consumed:
+        # Gradients that have arrived and are not consumed yet:
         self._box: dict[int, Gradients] = {} if self._charged is None else self._charged
-        self._waiting: dict[int, int] = {}  # sources that gates wait for -> rank of who is to send their gradients
-        self._gave_to: set[int] = set()  # ranks that have got work of this pass from here
-        self._got_from: set[int] = set()  # ranks that work of it has come from
-        self._carried: tuple[list[int], list[int]] | None = None  # what others have consumed and emitted
+        self._waiting: dict[int, int] = {}  # sources that gates wait for -> the rank that will send their gradients
+        self._gave_to: set[int] = set()  # ranks to which this worker has given work of this pass
+        self._got_from: set[int] = set()  # ranks that have given work of this pass to this worker
+        self._carried: tuple[list[int], list[int]] | None = None  # what other workers have consumed and emitted
         self._asked = False
         self._error: BaseException | None = None
         self.round = 0
         self.listener: Listener | None = None
-        """The thread of `backward`, at the worker that started the pass, once it listens."""
+        """The thread of `backward`, at the worker that started the pass, when it has begun to listen."""
         self.shortcuts: dict[int, Shortcut] = {}
-        """Those that this worker knows and that have not been taken here, by their sources."""
-        self._passed: dict[int, int] = {}  # at the starter: where a shortcut leads -> its source
+        """The shortcuts that this worker knows and has not used, by source."""
+        self._passed: dict[int, int] = {}  # at the starter: the destination of a shortcut -> its source
 
     def arrive(self, gradients: Mapping[int, Gradients], peer: int | None = None) -> tuple[list[Component], bool]:
-        """Gradients of a peer, or the roots, have arrived. Returns what can run now, and whether to resolve the pass.
+        """Add gradients of a peer, or of the roots. Returns what can run now, and whether to ask to resolve the pass.
 
-        Raises `QuotaError` if too many of that peer's wait.
+        Raises `QuotaError` if too many gradients of that peer wait.
         """
         with self._lock:
             if self._error is not None:
@@ -109,7 +109,10 @@ class LocalPass:
         return components, ask
 
     def _revive(self, schedule: Schedule, sources: Iterable[int]) -> None:
-        """If this is a second pass over a graph that was not retained, which torch allows if it had nothing to free."""
+        """Make spent Sends candidates again, for a second pass over a graph that was not retained.
+
+        Torch allows such a pass if the first one had nothing to free.
+        """
         unspent = self.record.unspent
         for source in sources:
             if source not in schedule and source not in unspent:
@@ -137,9 +140,9 @@ class LocalPass:
         return self.record.sends[source].output
 
     def passed_on(self, component: Component) -> torch.Tensor | None:
-        """The gradient of a component, if that is a tensor that was sent on as it came: it goes back as it comes.
+        """Take the gradient of a component that is just a received tensor, sent on unchanged. It goes back unchanged.
 
-        None if torch's engine has to run, be it for a hook.
+        Returns None if torch's engine must run, for example for a hook.
         """
         (source,) = component.sources
         (node,) = component.recvs
@@ -154,9 +157,10 @@ class LocalPass:
             return found[0]
 
     def find_shortcuts(self, me: int) -> None:
-        """At the starter: find the tensors that were sent on as they had come, and where their gradients can go.
+        """At the starter: find the tensors that were sent on unchanged, and the workers that can get their gradients.
 
-        Only tensors that were alone in their messages, both times: gradients of one message come together.
+        A tensor must be alone in its message, both when it came and when it was sent on, since the gradients of one
+        message arrive together.
         """
         sends = self.record.sends
         with self._lock:
@@ -168,7 +172,7 @@ class LocalPass:
                 if (
                     send.message == source
                     and (following is None or following.message != source)
-                    and send.node.next_functions[0][0] is node  # it was alone in its message when it came
+                    and send.node.next_functions[0][0] is node  # the tensor was alone in its message when it came
                     and me not in (send.to.id, recv.sender.id)
                     and recv.context == self.backward.context
                     and passes_on(node)
@@ -179,9 +183,10 @@ class LocalPass:
                     self._gave_to.add(recv.sender.id)
 
     def onward(self, source: int, recv: Recv | None) -> tuple[Shortcut, ...]:
-        """The shortcuts for a worker that is given gradients, of a Recv if it is one, since those of ``source`` came.
+        """The shortcuts for a message with gradients, which this worker sends because those of ``source`` came.
 
-        Where it leads, it leads to tensors that the starter sent before.
+        ``recv`` is the Recv of the gradients, if there is only one. From there on, gradients only reach tensors that
+        the starter sent earlier, so later shortcuts are left out.
         """
         found = list(self.shortcuts.values())
         if rank_of(source) != self.starter:
@@ -193,12 +198,12 @@ class LocalPass:
         return tuple(found)
 
     def reported(self, emitted: Iterable[int]) -> None:
-        """At the starter: gradients have gone to these. If a shortcut led there, its source has been used up."""
+        """At the starter: note that gradients were sent for these. If a shortcut led to one, its source is spent."""
         if self._passed and not self.backward.retain_graph:
             self.record.spend(self._passed[each] for each in emitted if each in self._passed)
 
     def carry(self, consumed: Iterable[int], emitted: Iterable[int]) -> None:
-        """The report of another worker has come with gradients. The next report of this worker takes it along."""
+        """Keep the report of another worker, which came with gradients. This worker's next report includes it."""
         with self._lock:
             if self._carried is None:
                 self._carried = [], []
@@ -206,7 +211,7 @@ class LocalPass:
             self._carried[1].extend(emitted)
 
     def take_carried(self, consumed: list[int], emitted: list[int]) -> None:
-        """Add to a report of this worker what it carries for others."""
+        """Add the reports that this worker carries for others to its own report."""
         if self._carried is None:
             return
         with self._lock:
@@ -216,10 +221,10 @@ class LocalPass:
             emitted += carried[1]
 
     def starts(self, component: Component) -> Starts:
-        """Where the run of a component begins. Raises what the pass has failed with.
+        """The starts for the run of a component. Raises what the pass has failed with.
 
-        Usually it starts right behind the Sends. They are run only to wait, or to pass on that there is no gradient, or
-        since hooks over several tensors do not count a tensor from which a run starts.
+        Usually a run starts right behind the Sends. The Sends themselves are run only to wait, to pass on that there is
+        no gradient, or because hooks over several tensors do not count a tensor at which a run starts.
         """
         sources = component.sources
         if not component.waits and not joint_hooks.are_there():
@@ -243,7 +248,7 @@ class LocalPass:
         return outputs, tuple(nothing_on(output.device) for output in outputs)
 
     def take_part(self, sources: Sequence[int]) -> dict[Node, list[int]]:
-        """Recvs, and which of their outputs, that are newly known to take part, since these sources do."""
+        """Note that these sources take part. Returns the Recvs, with outputs, that they reach for the first time."""
         with self._lock:
             if self._error is not None:
                 return {}
@@ -252,7 +257,7 @@ class LocalPass:
             return schedule.take_part(sources)
 
     def resolve(self) -> list[Component]:
-        """All that takes part is known: what can be run now."""
+        """All sources that take part are known. Returns the components that can be run now."""
         with self._lock:
             if self._error is not None:
                 return []
@@ -263,9 +268,9 @@ class LocalPass:
             return components
 
     def take(self, source: int, agent: Agent, check: Callable[[], None]) -> Gradients:
-        """The gradients of a source, when they have come. Raises what the pass has failed with.
+        """Wait for the gradients of a source, and take them. Raises what the pass has failed with.
 
-        Calls ``check`` every ``check_every`` seconds, and raises `RpcTimeoutError` at the deadline.
+        Calls ``check`` every ``check_every`` seconds. Raises `RpcTimeoutError` at the deadline.
         """
         with self._lock:
             if source in self._box or self._error is not None:
@@ -310,7 +315,7 @@ class LocalPass:
         }
 
     def _wait_for(self, source: int, agent: Agent, listener: Listener | None, timeout: float) -> None:
-        """Wait at a gate. The thread of `backward` reads meanwhile; another one is woken by the thread that does."""
+        """Wait at a gate. The thread of `backward` reads messages meanwhile. Other threads wait to be notified."""
 
         def done() -> bool:
             return source in self._box or self._error is not None
@@ -326,7 +331,7 @@ class LocalPass:
             agent.listeners.hear(listener)
 
     def _notify(self) -> None:
-        """Wake the threads that wait at gates. Holds ``_lock``."""
+        """Wake the threads that wait at gates. The caller holds ``_lock``."""
         if self._changed is not None:
             self._changed.notify_all()
         if self.listener is not None and self._waiting:
@@ -338,21 +343,21 @@ class LocalPass:
         return self._box.pop(source)
 
     def giving_to(self, rank: int) -> None:
-        """A worker is about to get work of this pass from here. Raises what the pass has failed with."""
+        """Note that this worker is about to give work of this pass to another. Raises what the pass has failed with."""
         with self._lock:
             if self._error is not None:
                 raise fresh(self._error)
             self._gave_to.add(rank)
 
     def require_going(self) -> None:
-        """Raise what the pass has failed with, if it has, or `RpcTimeoutError` after its deadline."""
+        """Raise what the pass has failed with, or `RpcTimeoutError` after its deadline."""
         if self._error is not None:
             raise fresh(self._error)
         if time.monotonic() >= self.deadline:
-            raise RpcTimeoutError("backward ran for more than its timeout: another pass has the .grad of a leaf")
+            raise RpcTimeoutError("backward ran for more than its timeout: another pass is using the .grad of a leaf")
 
     def got_from(self, rank: int) -> None:
-        """A worker has given work of this pass to this one."""
+        """Note that a worker has given work of this pass to this one."""
         self._got_from.add(rank)
 
     def has(self, source: int) -> bool:
@@ -360,7 +365,7 @@ class LocalPass:
         return source in self._box
 
     def fail(self, error: BaseException, worker: str) -> bool:
-        """The pass is over, and whoever waits in it is to raise. False if it was over already."""
+        """End the pass with an error, which waiting threads raise. Returns False if it was over already."""
         with self._lock:
             if self._error is not None:
                 return False
@@ -374,7 +379,7 @@ class LocalPass:
         return True
 
     def end(self) -> bool:
-        """The context is over. False if somebody waits in the pass, who is to be told."""
+        """End the pass because its context is over. Returns False if threads wait in it; then call `fail`."""
         with self._lock:
             if self._waiting:
                 return False
@@ -385,7 +390,7 @@ class LocalPass:
             return True
 
     def depends_on(self, rank: int) -> bool:
-        """Whether the pass cannot end well without that worker, as far as is known here."""
+        """Whether the pass needs that worker to succeed, as far as this worker knows."""
         with self._lock:
             return self._error is None and (
                 rank in self._gave_to or rank in self._got_from or rank in self._waiting.values()
@@ -399,7 +404,7 @@ class LocalPass:
 
     @property
     def helpers(self) -> set[int]:
-        """Ranks that have got work of this pass from here, or are waited for."""
+        """The ranks to which this worker has given work, or for which it waits."""
         with self._lock:
             return self._gave_to | set(self._waiting.values())
 
@@ -409,19 +414,19 @@ class LocalPass:
 
     @property
     def missing(self) -> dict[int, int]:
-        """Sources that runs cannot begin without -> rank of the worker that is to send their gradients."""
+        """Sources that runs need to begin -> the rank of the worker that will send their gradients."""
         with self._lock:
             sources = [] if self._schedule is None else self._schedule.missing
         return {source: self.record.sends[source].to.id for source in sources if source in self.record.sends}
 
     @property
     def gates(self) -> int:
-        """How many threads wait."""
+        """The number of threads that wait at gates."""
         return len(self._waiting)
 
     @property
     def waiting(self) -> list[int]:
-        """The sources that gates wait for now."""
+        """The sources for which gates wait now."""
         with self._lock:
             return list(self._waiting)
 

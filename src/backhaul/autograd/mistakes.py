@@ -1,9 +1,11 @@
-"""What looks like training and trains nothing: gradients that end where a tensor came from another worker.
+"""Finds code that looks like training and trains nothing: gradients that end at a tensor from another worker.
 
-Torch allows for all of it, since a received tensor can be a leaf on purpose. So one that a worker has computed, and
-that comes outside of a context, warns when a gradient reaches it. And a local pass towards certain tensors
-(``torch.autograd.grad``, ``backward(inputs=...)``) is refused if the tensors were sent to workers that it does not
-reach. So is the step of an optimizer of torch's that finds no ``.grad`` at all, while the open context has gradients.
+Torch allows all of it, since a received tensor can be a leaf on purpose. Backhaul reports three mistakes:
+
+- A gradient reaches a tensor that another worker computed for a call outside a context. The tensor warns.
+- A local pass towards certain tensors (``torch.autograd.grad``, ``backward(inputs=...)``), which were sent to workers
+  that the pass does not reach. It raises.
+- The step of a torch optimizer finds no ``.grad`` at all, while the open context has gradients. It raises.
 """
 
 from __future__ import annotations
@@ -25,18 +27,19 @@ from backhaul.errors import ContextError, MisuseError
 Edge = tuple[Node, int]
 
 _not_saved: Callable[[Any], Any] = hooks.unserializable_hook
-"""Has torch save a tensor with this hook without a word."""
+"""Marks a hook that is not saved with its tensor, so that ``torch.save`` does not warn about it."""
 
 
 def warn_of_gradients(tensor: torch.Tensor, worker: str) -> None:
-    """Have a tensor warn when a gradient reaches it: it was computed by a worker, for a call outside of a context."""
+    """Make a tensor, which ``worker`` computed for a call outside a context, warn when a gradient reaches it."""
 
     def warn(_: torch.Tensor) -> None:
         warnings.warn(
-            f"a gradient ends at a tensor that worker {worker!r} computed: the call was made outside of an autograd "
-            "context, so nothing that the tensor was computed from gets a gradient. Put the forward pass and the "
-            "backward pass inside of `with backhaul.autograd.context() as context_id:`, and write "
-            "backhaul.autograd.backward(context_id, [loss]). If the gradient is to end there, use tensor.detach()",
+            f"a gradient ends at a tensor that worker {worker!r} computed: the call was made outside an autograd "
+            "context, so the tensors that it was computed from get no gradient. Put the forward pass and the backward "
+            "pass inside `with backhaul.autograd.context() as context_id:`, and write "
+            "backhaul.autograd.backward(context_id, [loss]). If you want the gradient to end there, use "
+            "tensor.detach()",
             stacklevel=2,
         )
 
@@ -44,7 +47,7 @@ def warn_of_gradients(tensor: torch.Tensor, worker: str) -> None:
 
 
 def _check(roots: Iterable[Any], inputs: Iterable[Any]) -> None:
-    """Raise if a pass from these roots would miss gradients of these inputs."""
+    """Raise `ContextError` if a pass from these roots would miss gradients of these inputs."""
     received = reach([_edge(root)[0] for root in roots], set())
     if not received:
         return
@@ -54,8 +57,8 @@ def _check(roots: Iterable[Any], inputs: Iterable[Any]) -> None:
             if any(_reaches(send, targets) for send in _sends(record, node.recv, outputs)):
                 recv: Recv = node.recv
                 raise ContextError(
-                    "torch.autograd.grad() and backward(inputs=...) do not go through other workers: the gradient of a "
-                    f"tensor that worker {recv.sender.name!r} has computed with would be incomplete. Use "
+                    "torch.autograd.grad() and backward(inputs=...) do not go through other workers: the gradient of "
+                    f"an input that worker {recv.sender.name!r} used would be incomplete. Use "
                     "backhaul.autograd.backward(context_id, [loss]), then get_gradients(context_id) for leaves, and "
                     "retain_grad() or a hook for other tensors"
                 )
@@ -75,7 +78,7 @@ def _records(node: Any) -> Iterator[Record]:
 
 
 def _sends(record: Record, recv: Recv, outputs: Sequence[int]) -> Iterator[Node]:
-    """The Sends of this worker that these tensors of a message depend on, as far as that is known, or all."""
+    """The Sends of this worker that these tensors of a message depend on; all Sends if that is not known."""
     if recv.reach is None:
         yield from [send.node for send in list(record.sends.values())]
     elif recv.reach:
@@ -102,7 +105,7 @@ _run: Any = torch.autograd._engine_run_backward
 
 
 def _run_checked(outputs: Any, *args: Any, **options: Any) -> Any:
-    """What `torch.autograd.grad` and `torch.autograd.backward` come down to; the fourth of ``args`` are the inputs."""
+    """Replaces the function that `torch.autograd.grad` and ``backward`` both call. ``args[3]`` are the inputs."""
     inputs = args[3] if len(args) > 3 else ()
     if inputs and any(map(len, everywhere)):
         _check([each for each in outputs if isinstance(each, GradientEdge) or each.requires_grad], inputs)
@@ -114,7 +117,7 @@ torch.autograd._engine_run_backward = _run_checked  # type: ignore[assignment]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
-    """Called by torch before a step of any optimizer."""
+    """Torch calls this before a step of any optimizer. Raises `MisuseError` for a step that would change nothing."""
     id = current_context.get()
     if id is None:
         return
@@ -129,9 +132,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, options: Any) -> N
             raise MisuseError(
                 f"{type(optimizer).__name__}.step() would change nothing: no parameter has a .grad, and the gradients "
                 "of the backward pass are in the open autograd context. Use backhaul.optim.DistributedOptimizer and "
-                'step(context_id), or backward with accumulate="grad"'
+                'step(context_id), or call backward with accumulate="grad"'
             )
 
 
 step_hook: int = register_optimizer_step_pre_hook(_before_step).id
-"""The number of this hook among those of all optimizers."""
+"""The id of this hook in torch's dict of hooks for all optimizers."""

@@ -1,8 +1,9 @@
-"""Hooks on the `AccumulateGrad` node of a leaf, where libraries put them to see a gradient once it is in ``.grad``, or
-to change it before.
+"""Hooks on the `AccumulateGrad` nodes of leaves.
 
-Torch tells nobody whether a node has hooks. But each hook goes into a dict that Python makes, here, so it is known
-whether there are any at all; only then are nodes asked, in a roundabout way.
+Libraries put hooks there to see a gradient when it is in ``.grad``, or to change it before. Torch offers no way to ask
+whether a node has hooks. But each hook goes into a dict that Python code makes. This module replaces that code, so it
+knows whether there are hooks at all. Only then does it ask single nodes, by registering a fake hook
+(`_question`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch
 
 # Of the process: torch knows nodes and hooks, and no worker.
 _dicts: weakref.WeakValueDictionary[int, OrderedDict[int, Any]] = weakref.WeakValueDictionary()
-_seen: list[bool] = []  # not empty once there has been one: quicker to look at than the dicts
+_seen: list[bool] = []  # not empty after the first hook: quicker to test than the dicts
 _register_hook: Any = torch.autograd.Function._register_hook
 
 
 def _notice(backward_hooks: OrderedDict[int, Any] | None, hook: Any) -> tuple[OrderedDict[int, Any], Any]:
-    """What torch calls for each hook: the dict to put it into, if the node has one; returns that and a handle."""
-    if hook is _question:  # it is not put there: the engine may be going through them on another thread
+    """Torch calls this for each hook, with the node's dict of hooks if it has one. Returns the dict and a handle."""
+    if hook is _question:  # do not add it: the engine may iterate over the dict on another thread
         hooks: OrderedDict[int, Any] = OrderedDict() if backward_hooks is None else backward_hooks
         return hooks, hooks
     hooks, handle = _register_hook(backward_hooks, hook)
@@ -32,7 +33,7 @@ def _notice(backward_hooks: OrderedDict[int, Any] | None, hook: Any) -> tuple[Or
 
 
 def _question(*_: Any) -> None:
-    """Given as a hook, it asks which others there are."""
+    """Registering this as a hook returns the node's dict of hooks, and adds nothing."""
 
 
 # The only place where Python learns of such hooks; torch has one for the process.
@@ -40,7 +41,7 @@ torch.autograd.Function._register_hook = staticmethod(_notice)  # type: ignore[m
 
 
 def are_there() -> bool:
-    """Whether some node, somewhere, has hooks."""
+    """Whether any node in this process has hooks."""
     return bool(_seen) and any(list(_dicts.values()))
 
 

@@ -1,10 +1,10 @@
 """Recording: puts Send and Recv nodes into the graph as messages leave and arrive.
 
-Every request that is made inside a context carries the context's id, so that the function runs in
-it. Tensors that require grad are recorded as well, in requests and in replies, unless grad mode is off.
+Every request that is made inside a context carries the context's id, so that the function runs in the context. Tensors
+that require grad are recorded too, in requests and in replies, unless grad mode is off.
 
-A message also tells what its tensors depend on (`graph.foresee`), so that its receiver can say which of its own Sends
-take part in a pass. Not in a federation: peers there are neither told how others compute nor believed.
+A message also lists what its tensors depend on (`graph.foresee`), so that its receiver knows which of its own Sends
+take part in a pass. In a federation it does not: peers do not learn how others compute, and are not trusted to tell.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from backhaul.trust.checking import like
 from backhaul.wire.messages import Mark
 
 _NO_CONTEXT = 0
-"""In a mark: the message is of no context, and its ``reach`` lists the tensors that were computed."""
+"""The context of a mark without a context. Its ``reach`` lists the tensors that the sender has computed."""
 
 
 class Recorder:
-    """Records the messages of one worker: an `agent.recording.Recording`."""
+    """Records the messages of one worker. Implements `agent.recording.Recording`."""
 
     def __init__(self, contexts: Contexts, anchor: torch.Tensor) -> None:
         self._contexts = contexts
@@ -41,10 +41,10 @@ class Recorder:
         if id is None:
             return None, tensors
         record = self._contexts.get(id)
-        if record is None:  # a function that has outlived its caller's context
+        if record is None:  # the function has outlived its caller's context
             return None, tensors
         record.told.add(to.id)
-        if record.over:  # looked at after the line above: whoever ends it looks the other way round
+        if record.over:  # read after `told` was changed; a thread that ends the context does it in the reverse order
             return None, tensors
         if not torch.is_grad_enabled():
             return Mark(id, 0, False), _detached(tensors)
@@ -55,7 +55,8 @@ class Recorder:
             return None, _detached(tensors)
         record = self._contexts.join(asked.context, to)
         if record is None:
-            # The context is over. The caller gets tensors that say so in a backward pass, not leaves where it ends.
+            # The context is over. The caller gets tensors through which a backward pass raises, and not leaves, at
+            # which it would silently end.
             count = sum(tensor.requires_grad for tensor in tensors)
             return (Mark(asked.context, self._contexts.new_id(count)) if count else None), tensors
         mark, tensors = self._record(record, tensors, to)
@@ -78,12 +79,12 @@ class Recorder:
         if mark.context == _NO_CONTEXT:
             return _without_history(mark, tensors, sender)
         if rank_of(mark.message) != sender.id:
-            raise ProtocolError(f"a message {mark.message} that worker {sender.name!r} did not number")
+            raise ProtocolError(f"message id {mark.message} does not belong to its sender, worker {sender.name!r}")
         if len(tensors) == 1 and tensors[0].requires_grad:
             return self._receive(mark, [tensors[0].data], sender)
         places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
         if not places:
-            raise ProtocolError(f"message {mark.message} is marked as recorded and has no tensor that requires grad")
+            raise ProtocolError(f"message {mark.message} is marked as recorded, but no tensor of it requires grad")
         result = list(tensors)
         for place, output in zip(places, self._receive(mark, _separate(tensors, places), sender), strict=True):
             result[place] = output
@@ -92,9 +93,10 @@ class Recorder:
     def _receive(self, mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
         reach = mark.reach if self._tells else None
         if reach and len(reach) != len(tensors):
-            raise ProtocolError(f"message {mark.message} has {len(tensors)} recorded tensors and tells of {len(reach)}")
+            raise ProtocolError(f"message {mark.message} has {len(tensors)} recorded tensors, but lists {len(reach)}")
         node, outputs = receive(self._anchor, Recv(mark.context, mark.message, sender, reach), tensors)
-        # After the context's end too: the values are good, and who asks for gradients is told what has happened.
+        # The tensors get a Recv even after the context's end: the values are good, and a backward pass raises an error
+        # that explains it.
         record = self._contexts.join(mark.context, sender)
         if record is not None:
             if record.limit is not None:
@@ -123,7 +125,7 @@ class Recorder:
         return Mark(record.id, message, True, self._foreseen(record, sends)), tensors
 
     def _foreseen(self, record: Record, sends: Sequence[Send]) -> Reach | None:
-        """What these Sends depend on."""
+        """The sources on which these Sends depend; None if that is not known."""
         if not self._tells:
             return None
         if not record.recvs:
@@ -138,9 +140,9 @@ class Recorder:
 
 
 def _without_history(mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
-    """Leaves that stand for tensors that the sender has computed, outside of a context."""
+    """The tensors of a message outside a context. Those that the sender has computed will warn of gradients."""
     if mark.reach is None or len(mark.reach) != 1 or any(not 0 <= place < len(tensors) for place in mark.reach[0]):
-        raise ProtocolError("a message that says which of its tensors were computed, and has no such tensors")
+        raise ProtocolError("a message lists computed tensors that it does not have")
     for place in mark.reach[0]:
         if tensors[place].requires_grad:
             mistakes.warn_of_gradients(tensors[place], sender.name)
@@ -152,9 +154,9 @@ def _detached(tensors: Tensors) -> Tensors:
 
 
 def _separate(tensors: Tensors, places: list[int]) -> list[torch.Tensor]:
-    """The tensors at these places as plain ones, none sharing memory with another of the message.
+    """The tensors at these places as plain tensors that share no memory with other tensors of the message.
 
-    Autograd would not know that they share it, and an in-place operation on one would spoil the other's gradient.
+    Autograd would not know that they share memory, and an in-place operation on one would spoil the other's gradient.
     """
     found = [tensors[place] for place in places]
     if len(tensors) > 1:

@@ -1,19 +1,19 @@
-"""Replicas: modules under `DistributedDataParallel` and its kind, whose gradients several processes make together.
+"""Replicas: modules under `DistributedDataParallel` and similar wrappers, whose gradients several processes compute.
 
-The reducer of DDP hangs on the `AccumulateGrad` nodes of the module's parameters, where it cannot be seen from Python.
-It counts them in one run of torch's engine, starts to average a bucket of gradients when all of the bucket are in
-``.grad``, and has the engine wait for all buckets at the end of the run. So all parameters of a replica have to be
-in one run, and the run has to put their gradients into ``.grad``.
+The reducer of DDP is attached to the `AccumulateGrad` nodes of the module's parameters, where Python cannot see it. It
+counts these nodes in one run of torch's engine. It starts to average a bucket when all gradients of the bucket are in
+``.grad``, and makes the engine wait for all buckets at the end of the run. So all parameters of a replica must be in
+one run, and the run must put their gradients into ``.grad``.
 
-All processes have to average in the same order, too: a process group knows its operations by nothing else. So the
-parameters of all replicas of a process are in one run, whose order is that of the forward pass.
+All processes must also average in the same order, since a process group matches operations by their order alone. So the
+parameters of all replicas of a process are in one run, in the order of the forward pass.
 
-Modules that are sharded, by `fully_shard` or `FullyShardedDataParallel`, work alike. The leaves of their graph are not
-the parameters that the user knows: when gradients are in ``.grad`` of such a leaf, they are reduced, and each process
-gets its part in ``.grad`` of its parameters.
+Modules that are sharded, by `fully_shard` or `FullyShardedDataParallel`, work in a similar way. The leaves of their
+graph are not the parameters that the user sees. When gradients are in ``.grad`` of such a leaf, they are reduced, and
+each process gets its part in ``.grad`` of its parameters.
 
-To know the replicas, this module has torch tell it of modules that get a submodule, which costs nothing otherwise, and
-looks at torch's list of those that `fully_shard` and the like were applied to.
+To find the replicas, this module registers torch's hook for modules that get a submodule, which costs nothing
+otherwise, and reads torch's list of the modules that `fully_shard` and similar functions were applied to.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from backhaul.compat import shard_groups
 from backhaul.errors import MisuseError
 
 _composed: Mapping[torch.nn.Module, Any] = {}
-"""Modules that `fully_shard` and the like were applied to -> weak references to their states. Torch's own."""
+"""Modules that `fully_shard` and similar functions were applied to -> weak references to states. Torch owns it."""
 if torch.distributed.is_available():
     from torch.distributed._composable_state import _module_state_mapping as _composed
 _some_composed: Any = getattr(_composed, "data", _composed)
-"""Not empty if there are some: quicker to look at than the mapping itself."""
+"""Not empty if there are such modules: quicker to test than the mapping itself."""
 
 
 class Replica(Protocol):
-    """A module of which several processes have a copy, or a part, as far as its gradients go."""
+    """A module of which several processes have a copy or a part: what autograd needs to know of it."""
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """What the user knows as its parameters: their ``.grad`` is what comes of a run."""
+        """The parameters that the user sees. After a run, their gradients are in ``.grad``."""
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -53,7 +53,7 @@ class Replica(Protocol):
 
     @property
     def sums(self) -> bool:
-        """Whether a run averages all that is in ``.grad``, also what passes before it have added."""
+        """Whether a run averages all of ``.grad``, including what earlier passes have added."""
 
     @property
     def lends_memory(self) -> bool:
@@ -61,17 +61,17 @@ class Replica(Protocol):
 
     @property
     def scratch(self) -> list[torch.Tensor]:
-        """Leaves that are no parameters, and whose ``.grad`` a run needs empty."""
+        """Leaves that are not parameters, and whose ``.grad`` must be empty before a run."""
 
     def check(self) -> None:
-        """Raise if its gradients cannot be moved into a context."""
+        """Raise `MisuseError` if its gradients cannot be moved into a context."""
 
 
 class Averaged:
     """A module under `DistributedDataParallel`."""
 
     sums = True
-    scratch: list[torch.Tensor] = []  # noqa: RUF012 nobody adds to it
+    scratch: list[torch.Tensor] = []  # noqa: RUF012 never changed
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -79,7 +79,7 @@ class Averaged:
 
     @property
     def wrapper(self) -> DistributedDataParallel | None:
-        """None if it is gone."""
+        """The DDP module; None if it was freed."""
         return self._wrapper()
 
     @property
@@ -93,9 +93,9 @@ class Averaged:
 
 
 class Flattened:
-    """A module under `FullyShardedDataParallel`, the older of the two: its parameters are parts of a flat one.
+    """A module under `FullyShardedDataParallel`, the older API: its parameters are parts of one flat parameter.
 
-    With ``use_orig_params`` the user knows the parameters, and the flat one is hidden.
+    With ``use_orig_params`` the user sees the original parameters, and the flat one is hidden.
     """
 
     sums = False
@@ -121,14 +121,14 @@ class Flattened:
 
 
 class Sharded:
-    """The modules under one root of `fully_shard`, or of a `replicate` that is made like it.
+    """The modules under one root of `fully_shard`, or of a `replicate` that is built in the same way.
 
-    In the graph there are parameters that are gathered for a while. After a run the sharded ones have gradients.
+    The graph has temporary, gathered parameters. After a run the sharded parameters have gradients.
     """
 
     sums = False
     lends_memory = False
-    scratch: list[torch.Tensor] = []  # noqa: RUF012 nobody adds to it
+    scratch: list[torch.Tensor] = []  # noqa: RUF012 never changed
 
     def __init__(self, states: Sequence[Any]) -> None:
         parts = [part for state in states for group in shard_groups(state) for part in group.fsdp_params]
@@ -148,14 +148,14 @@ class Replicas:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._any = False  # quicker to look at than the set
+        self._any = False  # quicker to test than the sets
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._flattened: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._known: list[Averaged] = []
         self._by_leaf: dict[int, list[Replica]] = {}
 
     def notice(self, parent: torch.nn.Module, name: str, child: Any) -> None:
-        """Called by torch for each module that becomes a part of another."""
+        """Note a replica. Torch calls this for each module that becomes a submodule of another."""
         if name == "module" and isinstance(parent, DistributedDataParallel):
             with self._lock:
                 self._any = True
@@ -166,7 +166,7 @@ class Replicas:
                 self._flattened.add(parent)
 
     def by_leaf(self) -> Mapping[int, Sequence[Replica]]:
-        """The replicas of each leaf that is in one, by the leaf's id. A module can be wrapped more than once."""
+        """The replicas that contain each leaf, by the leaf's id. A module can be wrapped more than once."""
         if not self._any and not _some_composed:
             return _NONE
         with self._lock:
@@ -176,7 +176,7 @@ class Replicas:
                 self._by_leaf = {}
                 for replica in self._known:
                     _list(replica, self._by_leaf)
-            # Those that shard make the leaves of the graph as they go.
+            # Sharded modules create the leaves of the graph during the forward pass, so they are listed every time.
             flattened = [wrapper for wrapper in self._flattened if getattr(wrapper, "_handle", None) is not None]
             roots = _sharded_roots()
             if not flattened and not roots:
@@ -189,16 +189,16 @@ class Replicas:
             return found
 
     def of(self, leaves: Iterable[torch.Tensor]) -> list[Replica]:
-        """The replicas that have some of these leaves."""
+        """The replicas that contain any of these leaves."""
         by_leaf = self.by_leaf()
         if not by_leaf:
             return []
         return list(dict.fromkeys(replica for leaf in leaves for replica in by_leaf.get(id(leaf), ())))
 
     def is_joint(self) -> Callable[[torch.Tensor], bool] | None:
-        """Tells whether processes work together on the gradient of a leaf; None if there is no such leaf.
+        """A test whether several processes compute the gradient of a leaf together; None if there is no such leaf.
 
-        Those of replicas, and `DTensor`s, as tensor parallelism makes them.
+        Such leaves are those of replicas, and `DTensor`s, which tensor parallelism makes.
         """
         by_leaf = self.by_leaf()
         tensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
@@ -213,7 +213,7 @@ def _list(replica: Replica, by_leaf: dict[int, list[Replica]]) -> None:
 
 
 def _sharded_roots() -> list[Sequence[Any]]:
-    """The states of `fully_shard` in this process, those of each root together."""
+    """The states of `fully_shard` in this process, grouped by root."""
     if not _some_composed:
         return []
     roots: dict[int, Sequence[Any]] = {}
@@ -228,7 +228,7 @@ def _sharded_roots() -> list[Sequence[Any]]:
 # Of the process: modules belong to no worker, and process groups order their work by process.
 replicas = Replicas()
 register_module_module_registration_hook(replicas.notice)
-if torch.distributed.is_available() and torch.distributed.is_initialized():  # else there is none yet
+if torch.distributed.is_available() and torch.distributed.is_initialized():  # otherwise there are no replicas yet
     for found in gc.get_objects():
         if issubclass(type(found), DistributedDataParallel):
             replicas.notice(found, "module", found.module)
@@ -243,5 +243,5 @@ def _notice_copy(self: DistributedDataParallel, state: Any) -> None:
     replicas.notice(self, "module", self.module)
 
 
-# A copy, or one that was unpickled, is made without a submodule being registered.
+# A copied or unpickled module does not register its submodule, so the hook above does not see it.
 DistributedDataParallel.__setstate__ = _notice_copy  # type: ignore[method-assign]

@@ -1,19 +1,19 @@
-"""Run: one run of torch's engine over a component, on one thread. What Send and Recv ask for: a `functions.Run`.
+"""EngineRun: one run of torch's engine over a component, on one thread. It is the `functions.Run` of Sends and Recvs.
 
-A Recv gives its gradients away as soon as they are complete, while the run goes on. If more Recvs of this run have
-the same sender, theirs are likely to follow at once, and a message for each would cost more than what is in it. So
-small gradients are *held* until the last of them, but not for long: not while a gate waits, not beyond the end of
-the run, and not beyond a tick or two of the watch thread. And not at all in a run that may wait for other processes
-at its end (``hold=False``).
+A Recv emits its gradients as soon as they are complete, while the run goes on. If other Recvs of this run have the same
+sender, their gradients are likely to follow at once, and a message for each would cost more than its content. So small
+gradients are *held* until the last of them is there. They are not held for long: not while a gate waits, not beyond the
+end of the run, and not beyond a tick or two of the watch thread. They are not held at all in a run that may wait for
+other processes at its end (``hold=False``).
 
-The last gradients of a small run wait for its end and take its report along (`Outcome.late`): one message instead of
-two. A worker that is not the starter gives such a report away with its own. So the starter of a pass over a chain of
-workers hears of it once, at the end.
+The last gradients of a small run wait for its end and carry its report (`Outcome.late`): one message instead of two. A
+worker that is not the starter passes such a report on with its own. So the starter of a pass over a chain of workers
+gets one report, at the end.
 
-The starter may have sent on a tensor as it came. If the starter has said so (`Shortcut`), the gradient goes straight to
-the worker that made the tensor. If that is this worker, the gradient is kept here (``mine``), and what it starts is run
-next, or at once by another thread if this run may wait for something. If there is no connection to that worker, one is
-made for later passes, and the gradient goes through the starter.
+The starter may have received a tensor and sent it on unchanged. If the starter has said so (`Shortcut`), the gradient
+goes straight to the worker that made the tensor. If that is this worker, the gradient stays here (``mine``). The
+component that it starts is run next, or at once on another thread if this run may wait for something. If there is no
+connection to that worker, one is made for later passes, and the gradient goes through the starter.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _SMALL = 8 * 1024
 
 
 Mine = dict[int, tuple[torch.Tensor | None]]
-"""Gradients for tensors of this worker itself, by source."""
+"""Gradients for this worker's own tensors, by source."""
 
 
 class Parcel:
-    """Gradients for one worker that have not left."""
+    """Gradients for one worker that are not sent yet."""
 
     __slots__ = ("nbytes", "present", "shortcuts", "sources", "tensors", "to")
 
@@ -62,7 +62,8 @@ class Parcel:
             if type(gradient) is not torch.Tensor:
                 gradient = plain(gradient)
             if gradient.layout is torch.strided and not gradient.is_contiguous() and gradient.nbytes <= _SMALL:
-                gradient = gradient.contiguous()  # as that of a sum, which is one number: to describe it takes longer
+                # The gradient of a sum, for example, is one expanded number. Describing its strides costs more.
+                gradient = gradient.contiguous()
             self.present.append(len(self.sources))
             self.tensors.append(gradient)
             self.nbytes += gradient.nbytes if gradient.layout is torch.strided else 0
@@ -73,26 +74,26 @@ class Parcel:
 
 
 class Outcome(NamedTuple):
-    """What has become of a run."""
+    """The result of a run."""
 
     emitted: Sequence[int] = ()
-    """The tensors that it has emitted gradients for."""
+    """The tensors for which it has emitted gradients."""
     late: Parcel | None = None
-    """The last of these gradients. They have not left: the report goes with them."""
+    """The last of these gradients. They are not sent yet: the report goes with them."""
     mine: Mine | None = None
 
 
 def destination(agent: Agent, local: LocalPass, recv: Recv) -> tuple[WorkerInfo | None, int]:
-    """The worker that the gradients of a Recv go to, and the first of that worker's tensors that they are for.
+    """The worker to which the gradients of a Recv go, and the first of its tensors to which they belong.
 
-    None if a shortcut leads back to this worker.
+    The worker is None if a shortcut leads back to this worker.
     """
     shortcut = local.shortcuts.pop(recv.message, None)
-    if shortcut is None or agent.execution.edges is not None:  # what crosses an edge must not go around it
+    if shortcut is None or agent.execution.edges is not None:  # a gradient must not bypass an edge
         return recv.sender, recv.message
     if shortcut.to == agent.me.id:
         return None, shortcut.message
-    if agent.devices is not None:  # there may be no device map to that worker; there is one to the starter
+    if agent.devices is not None:  # this worker may have no device map for it, but has one for the starter
         return recv.sender, recv.message
     to = agent.connected(shortcut.to)
     if to is None:
@@ -102,22 +103,22 @@ def destination(agent: Agent, local: LocalPass, recv: Recv) -> tuple[WorkerInfo 
 
 
 class Protocol(typing.Protocol):
-    """What runs ask of the worker's `engine`, which speaks to the other workers."""
+    """The interface of the worker's `engine` to runs. The engine exchanges messages with other workers."""
 
     def require(self, local: LocalPass, recv: Recv) -> None:
         """Raise unless a Recv can be part of this pass."""
 
     def check(self, local: LocalPass) -> None:
-        """See that all that work on this pass are alive."""
+        """Check that all workers of this pass are alive."""
 
     def send(self, local: LocalPass, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a message of a pass."""
 
     def hand_over(self, local: LocalPass, gradients: Mine) -> None:
-        """In the middle of a run, gradients for this worker itself are there: have other threads use them."""
+        """Give gradients for this worker itself to other threads, in the middle of a run."""
 
     def fail(self, local: LocalPass, error: BaseException) -> None:
-        """The pass has failed here."""
+        """Fail the pass."""
 
 
 class EngineRun:
@@ -146,7 +147,7 @@ class EngineRun:
         self.began = time.monotonic()
         self.emitted: list[int] = []
         self.ticks = 0
-        """How many ticks have found that something is held."""
+        """How many ticks of the watch thread have found gradients held."""
         self._agent = agent
         self._protocol = protocol
         self._on_held = held
@@ -154,15 +155,15 @@ class EngineRun:
         self._late: Parcel | None = None
         self._mine: Mine = {}
         self._max_held = _MAX_HELD_BYTES if hold else -1
-        self._recvs = dict(component.recvs)  # that are to come
+        self._recvs = dict(component.recvs)  # those that the run has not reached yet
         self._is_alone = len(self._recvs) == 1
         self._rides = hold and not component.waits and component.size <= SMALL
         self._carried = carried
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._left: dict[int, int] = {}  # Recvs to come, by the ranks that their gradients go to
+        self._left: dict[int, int] = {}  # the number of Recvs not reached yet, by the rank that gets their gradients
         self._parcels: dict[int, Parcel] = {}
-        self._to: dict[Any, tuple[WorkerInfo | None, int]] = {}  # of Recvs, if there are shortcuts: see `destination`
+        self._to: dict[Any, tuple[WorkerInfo | None, int]] = {}  # if there are shortcuts, the `destination` of Recvs
         if local.shortcuts:
             for node in component.recvs:
                 self._to[node] = destination(agent, local, node.recv)
@@ -182,11 +183,11 @@ class EngineRun:
         if self._agent.observers:
             self._agent.observers.emit(RecvReached(backward=self.local.backward.id, peer=recv.sender.name))
         outputs = self._recvs.pop(node, None)
-        if outputs is None:  # it is not part of this run, or comes twice
+        if outputs is None:  # the Recv is not part of this run, or is reached twice
             raise ContextError(
-                "a local backward() that runs inside of a distributed one has come to a tensor from worker "
-                f"{recv.sender.name!r}, and cannot wait for its gradients to be used there. If it is a "
-                "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
+                "a local backward() inside a distributed one has reached a tensor from worker "
+                f"{recv.sender.name!r}, and cannot send gradients there. If it comes from a torch.utils.checkpoint "
+                "around a remote call, give the checkpoint use_reentrant=False"
             )
         self._protocol.require(self.local, recv)
         to: WorkerInfo | None
@@ -219,11 +220,11 @@ class EngineRun:
             self._on_held(self)
 
     def _keep(self, source: int, gradient: torch.Tensor | None) -> None:
-        """Keep a gradient for this worker, as if it had come in a message: with memory of its own."""
+        """Keep a gradient for this worker. It is a copy, as if it had come in a message."""
         kept = None if gradient is None else plain(gradient).clone()
         self.emitted.append(source)
         if self._agent.devices is not None:
-            if kept is not None:  # the tensor may have come back to another device than it left
+            if kept is not None:  # the tensor may have come back to a device other than the one it left
                 kept = kept.to(self.local.record.sends[source].device)
             self._agent.devices.streams.leave_word()
         if self._waits:
@@ -236,7 +237,7 @@ class EngineRun:
         return Outcome(self.emitted, self._late, self._mine)
 
     def flush(self) -> None:
-        """Send what is held."""
+        """Send the held gradients."""
         if not self._parcels:
             return
         with self._lock:
@@ -245,12 +246,12 @@ class EngineRun:
             self._post(parcel)
 
     def _post(self, parcel: Parcel, recv: Recv | None = None) -> None:
-        """Send gradients, or have them wait for the report. ``recv`` is where all of them come from, if it is one."""
+        """Send gradients, or let them wait for the report. ``recv`` is their Recv, if all come from one."""
         to_starter = parcel.to.id == self.local.starter
         if not to_starter and self.local.shortcuts:
             parcel.shortcuts = self.local.onward(self.sources[0], recv)
         rides = self._rides and not self._recvs and not self._mine and parcel.nbytes <= _MAX_HELD_BYTES
-        # A single gradient leaves for the starter at once: what is left of the run goes on beside what follows there.
+        # A single gradient leaves for the starter at once, so that the rest of this run and the starter's work overlap.
         if rides and (not self._is_alone if to_starter else self._carried):
             self._late = parcel
             return

@@ -1,7 +1,7 @@
-"""Runner: has torch's own engine run the components of passes on this worker.
+"""Runner: runs the components of passes on this worker with torch's engine.
 
-It decides whether there is anything for torch to do at all, where a run starts, and where the gradients of leaves go.
-What other workers have to be told, a run leaves to the worker's `engine`, its `Protocol`.
+It decides whether torch must run at all, where a run starts, and where the gradients of leaves go. A run sends its
+messages through the worker's `engine`, its `Protocol`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _run_backward: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.V
 
 @contextmanager
 def on_one_thread() -> Iterator[None]:
-    """Inside, torch's engine runs all nodes on the calling thread, those of GPUs, too.
+    """A block in which torch's engine runs all nodes on the calling thread, including those on GPUs.
 
-    It has threads for GPUs otherwise. They know nothing of the run that they work for. And a gate, which comes last in
-    its run on one thread, would keep the calling thread from nodes that such a thread hands over to it later.
+    Otherwise it has separate threads for GPUs, which do not know the run for which they work. Also, a gate must come
+    last in its run. It would block the calling thread, to which a GPU thread may hand over nodes later.
     """
     if not torch._C._is_multithreading_enabled() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         yield
@@ -46,7 +46,7 @@ def on_one_thread() -> Iterator[None]:
 
 
 class Runner:
-    """Thread-safe."""
+    """Runs components with torch's engine, and stores the gradients of leaves. Thread-safe."""
 
     def __init__(self, agent: Agent, anchor: torch.Tensor, protocol: Protocol) -> None:
         self._agent = agent
@@ -59,7 +59,7 @@ class Runner:
         agent.watch.ticks.append(self._tick)
 
     def run(self, local: LocalPass, component: Component) -> Outcome:
-        """Run a component. Raises what goes wrong."""
+        """Run a component. Raises what a backward function or a hook raises, and what the pass has failed with."""
         if len(component.sources) == len(component.recvs) == 1 and not component.leaves and not component.waits:
             passed_on = self._pass_on(local, component)
             if passed_on is not None:
@@ -80,7 +80,7 @@ class Runner:
             direct = gradients.without_a_run(*starts)
             if direct is not None:
                 found = [direct.get(leaf) for leaf in leaves]
-                starts = direct = None  # who stores the gradients will be the only one to have them
+                starts = direct = None  # so that `found` has the only references, and needs no copies
                 self._store(local, leaves, found)
                 return Outcome()
         listener = local.listener
@@ -93,13 +93,13 @@ class Runner:
             protocol=self._protocol,
             held=self._held,
             waits=joint or component.waits,
-            # What is held may be sent by another thread, which has other streams.
+            # Another thread, with other streams, may send held gradients.
             hold=not joint and self._agent.devices is None,
             carried=self._believes,
         )
         self._runs.add(run)
         before, functions.thread.run = functions.thread.run, run
-        # What the run calls, it calls in the context: a checkpointed segment may run a remote call again.
+        # Calls of the run belong to the context: a checkpointed segment may make a remote call again.
         token = current_context.set(local.record.id)
         try:
             if captures:
@@ -125,7 +125,7 @@ class Runner:
         return run.outcome
 
     def _pass_on(self, local: LocalPass, component: Component) -> Outcome | None:
-        """The gradient of a tensor that was sent on as it had come, for its sender. None if there is more to do."""
+        """Send the gradient of a tensor that was sent on unchanged back. Returns None if torch must run."""
         if not self._believes or node_hooks.are_there():
             return None
         gradient = local.passed_on(component)
@@ -149,7 +149,7 @@ class Runner:
     def _run_engine(
         self, local: LocalPass, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()
     ) -> Sequence[torch.Tensor | None]:
-        """Have torch run from these starts: the gradients of ``inputs``; without any, all go into ``.grad``."""
+        """Run torch's engine. Returns the gradients of ``inputs``; without inputs, gradients go into ``.grad``."""
         edges, values = starts
         if self._observers:
             self._observers.emit(TorchBegan(backward=local.backward.id))
@@ -167,11 +167,11 @@ class Runner:
     def _run_in_grad(
         self, local: LocalPass, component: Component, leaves: list[torch.Tensor], averaged: list[Replica]
     ) -> None:
-        """Run a component so that gradients come into ``.grad``, where somebody waits for them; then keep them.
+        """Run a component so that gradients go into ``.grad``, where hooks or replicas expect them; then store them.
 
-        DDP averages all that is there, also what passes before this one have added (``no_sync``), and may set it for
+        DDP averages all of ``.grad``, including what earlier passes have added (``no_sync``), and may set ``.grad`` of
         parameters that this process has not used. So the context's gradients of all its parameters are put there first.
-        What is sharded leaves the gradients of this pass in parameters that are not the leaves of the graph.
+        Sharded modules leave the gradients of this pass in parameters that are not the leaves of the graph.
         """
         record = local.record
         for replica in averaged:
@@ -206,13 +206,13 @@ class Runner:
                 streams.leave_word()
 
     def _held(self, run: EngineRun) -> None:
-        """A run holds something back: see to it that it does not do so for long."""
+        """Note that a run holds gradients back, so that a tick of the watch thread sends them soon."""
         self._holding.add(run)
         if self._agent.watch.asleep:
             self._agent.watch.wake()
 
     def _tick(self) -> bool:
-        """Called by the watch thread."""
+        """Send gradients that were held for more than a tick. The watch thread calls this."""
         for run in list(self._holding):
             run.ticks += 1
             if run.ticks > 1:
@@ -246,5 +246,5 @@ class Runner:
             self._observers.emit(Stored(backward=local.backward.id))
 
     def runs(self) -> list[EngineRun]:
-        """The runs of torch's engine that go on now."""
+        """The current runs of torch's engine."""
         return list(self._runs)

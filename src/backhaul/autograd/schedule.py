@@ -1,14 +1,14 @@
-"""Schedule: what a worker can run of a pass, and when. A pure state machine.
+"""Schedule: which components of a pass a worker can run, and when. A pure state machine.
 
-Any Send of the context may turn out to take part: these are the *candidates*. The gradients of all tensors of a
-message that take part come together. So if gradients are here for each message that a component has candidates of, it
-can be run. Otherwise it must be known first which of the candidates take part: a Send whose result never
-reaches the loss would be waited for in vain. Then the pass has to be **resolved**:
-beginning at the roots, each worker finds the Recvs that its known sources reach (`take_part`) and tells their senders,
-until nothing new is found. After that (`resolve`) the components are planned again, with those that take part only.
+Any Send of the context may take part in the pass: the Sends are the *candidates*. The gradients of all tensors of a
+message that take part arrive together. So a component can be run when gradients have arrived for each message of its
+candidates. Otherwise the worker must know first which candidates take part: it would wait in vain for a Send whose
+result never reaches the loss. Then the pass must be **resolved**. Beginning at the roots, each worker finds the Recvs
+that its known sources reach (`take_part`) and tells their senders, until nothing new is found. After that (`resolve`)
+the components are planned again, with only the candidates that take part.
 
-The starter of a pass need not ask if the messages that the roots depend on have told what they depend on themselves
-(`graph.foresee`): that is the same answer, since a graph does not change behind a Send.
+The starter of a pass need not ask if the messages that the roots depend on say what they depend on themselves
+(`graph.foresee`). That gives the same answer, since a graph does not change behind a Send.
 """
 
 from __future__ import annotations
@@ -23,40 +23,46 @@ from backhaul.autograd.graph import SMALL, Component, Node, as_one, plan, reach,
 
 
 class Source(msgspec.Struct, frozen=True, eq=False):
-    """A candidate: its node, and the message that its tensor was sent in."""
+    """A candidate: its node, and the message in which its tensor was sent."""
 
     node: Node
     message: int
 
 
 class Schedule:
-    """Not thread-safe. ``sources`` are the candidates."""
+    """One worker's part of a pass: what has arrived, and what can be run. Not thread-safe.
+
+    ``sources`` are the candidates.
+    """
 
     def __init__(self, sources: Mapping[int, Source]) -> None:
         self._sources = dict(sources)
         self._arrived: set[int] = set()
-        self._messages: set[int] = set()  # of which gradients have arrived
+        self._messages: set[int] = set()  # the messages for which gradients have arrived
         self._takes_part: set[int] = set()
         self._reached: set[Any] = set()
         self._resolved = False
         self._component: dict[int, Component] = {}
         self._planned = False
         self.must_resolve = False
-        """Something has arrived that cannot be run before the pass is resolved."""
+        """Whether gradients have arrived that cannot be used before the pass is resolved."""
 
     def __contains__(self, source: int) -> bool:
-        """Whether it is a candidate."""
+        """Whether the source is a candidate."""
         return source in self._sources
 
     def revive(self, sources: Mapping[int, Source]) -> None:
-        """More candidates, which nobody expected."""
+        """Add candidates that were not expected to take part."""
         self._plan_all()
         new = {source: found for source, found in sources.items() if source not in self._sources}
         self._sources.update(new)
         self._plan(new)
 
     def arrive(self, sources: Collection[int], find: Callable[[int], Source]) -> list[Component]:
-        """The gradients of these sources are here: what can be run now. ``find`` gets those that are no candidates."""
+        """Note that the gradients of these sources have arrived. Returns the components that can be run now.
+
+        ``find`` returns the `Source` of one that is not a candidate yet.
+        """
         if len(sources) > 1 and not self._planned and self._sources.keys() == set(sources):
             component = self._as_one()
             if component is not None:
@@ -64,28 +70,28 @@ class Schedule:
         self._plan_all()
         for source in sources:
             if source not in self._component:
-                # Recorded after the pass began, by what the pass itself runs: nothing else can lead there.
+                # It was recorded after the pass began, by code that the pass itself runs: no other source reaches it.
                 if source not in self._sources:
                     self._sources[source] = find(source)
                 self._plan([source])
         self._arrived.update(sources)
         if len(sources) == 1:
             (source,) = sources
-            if len(self._component[source].sources) == 1:  # as in a chain
+            if len(self._component[source].sources) == 1:  # the fast path, for a chain
                 self._messages.add(self._sources[source].message)
                 return self._start(self._component[source])
         self._messages.update(self._sources[source].message for source in sources)
         found: list[Component] = []
         unclear = False
         for component in dict.fromkeys(self._component[source] for source in sources):
-            if component.started:  # or each gradient would cost a look at all sources of its run
+            if component.started:  # otherwise each gradient would cost a walk over all sources of its run
                 continue
             missing = [source for source in component.sources if source not in self._arrived]
             if self._resolved or not missing:
                 found += self._start(component)
             elif not all(self._sources[source].message in self._messages for source in missing):
                 unclear = True
-            else:  # what is missing of messages whose gradients are here does not take part
+            else:  # the gradients of all its messages are here, so the missing sources do not take part
                 for replaced in self._plan(filter(self._arrived.__contains__, component.sources)):
                     found += self._start(replaced)
         if unclear:
@@ -97,7 +103,7 @@ class Schedule:
         return self._merged(found)
 
     def _as_one(self) -> Component | None:
-        """All candidates as one component to run now: the gradients of all have come at once. None if it is large."""
+        """All candidates as one component to run now, since all gradients arrived at once. None if it is large."""
         component = as_one({source: found.node for source, found in self._sources.items()})
         if component is not None:
             self._planned = component.started = True
@@ -107,7 +113,7 @@ class Schedule:
         return component
 
     def _foreseen(self) -> set[int] | None:
-        """The candidates that take part, as the messages that the roots depend on have told; None if not all have."""
+        """The candidates that take part, as the messages that the roots depend on say; None if some do not say."""
         if ROOT not in self._arrived:
             return None
         found: set[int] = set()
@@ -120,11 +126,11 @@ class Schedule:
                 if recv.reach:
                     found.update(recv.reach[output])
         mine = {rank_of(source) for source in self._sources if source != ROOT}
-        # One that is not a candidate was run before: it has to be revived.
+        # A source that is not a candidate was run before. It must be revived, so the pass must be resolved.
         return found if all(source in self._sources for source in found if rank_of(source) in mine) else None
 
     def _merged(self, components: list[Component]) -> list[Component]:
-        """Small ones that do not wait as one: a run costs more than they do. Large ones may be run side by side."""
+        """Merge small components that do not wait: a run costs more than they do. Large ones may run in parallel."""
         if len(components) < 2:
             return components
         small: list[Component] = []
@@ -135,13 +141,13 @@ class Schedule:
         return components if len(small) < 2 else [together(small), *others]
 
     def take_part(self, sources: Iterable[int]) -> dict[Node, list[int]]:
-        """These sources take part: the Recvs that they reach and which outputs, those that are not known to, yet."""
+        """Note that these sources take part. Returns the Recvs, with outputs, that they reach for the first time."""
         new = set(sources) - self._takes_part
         self._takes_part |= new
         return reach([self._sources[source].node for source in new if source in self._sources], self._reached)
 
     def resolve(self) -> list[Component]:
-        """All that take part are known: what can be run now."""
+        """All sources that take part are known. Returns the components that can be run now."""
         self._reached.clear()
         return self._resolve(self._takes_part)
 
@@ -156,7 +162,7 @@ class Schedule:
         found: list[Component] = []
         unclear: list[int] = []
         for component, sources in waiting.items():
-            # Some of its sources may be in another component by now.
+            # Some of its sources may have moved to another component.
             if len(sources) == len(component.sources) and certain.issuperset(sources):
                 found.append(component)
             else:
@@ -167,7 +173,7 @@ class Schedule:
         return [started for component in found for started in self._start(component)]
 
     def _plan_all(self) -> None:
-        """Plan the candidates, unless that has been done. Not before it is needed: often all come at once."""
+        """Plan the candidates, once. This happens late, because often all gradients arrive at once (`_as_one`)."""
         if not self._planned:
             self._planned = True
             self._plan(self._sources)
@@ -179,7 +185,7 @@ class Schedule:
         return components
 
     def passed_on(self) -> list[tuple[int, Node]]:
-        """The sources that lead to one Recv and to nothing else, and those Recvs."""
+        """The sources that lead to exactly one Recv and to nothing else, with these Recvs."""
         return [
             (source, next(iter(component.recvs)))
             for source, component in self._component.items()
@@ -187,7 +193,7 @@ class Schedule:
         ]
 
     def _start(self, component: Component) -> list[Component]:
-        """A run begins with its first source. It would only wait for it, otherwise."""
+        """Start a component if its first source has arrived; before that, its run would only wait."""
         if component.started or component.sources[0] not in self._arrived:
             return []
         component.started = True
@@ -195,7 +201,7 @@ class Schedule:
 
     @property
     def missing(self) -> list[int]:
-        """The sources that runs cannot begin without, though others of theirs are here."""
+        """The missing sources of components that have not started, though some of their gradients have arrived."""
         waiting = {
             component
             for source in self._arrived
@@ -204,5 +210,5 @@ class Schedule:
         return sorted(source for component in waiting for source in component.sources if source not in self._arrived)
 
     def waits(self, component: Component) -> bool:
-        """Whether a run of it will have to wait for some of its sources."""
+        """Whether a run of the component will wait for some of its sources."""
         return not self._arrived.issuperset(component.sources)

@@ -1,4 +1,4 @@
-"""A pass at the worker that started it."""
+"""StartedPass: a pass, at the worker that started it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from backhaul.autograd.local_pass import LocalPass
 
 
 class StartedPass:
-    """What the starter of a pass knows of it. Thread-safe."""
+    """What the starter of a pass knows about it. Thread-safe."""
 
     def __init__(self, local: LocalPass, *, doubts: bool = False) -> None:
-        """``doubts``: the others may lie. See `completion.Ledger`."""
+        """``doubts``: other workers may lie. See `completion.Ledger`."""
         self.local = local
         self._doubts = doubts
         self._lock = threading.Lock()
@@ -33,10 +33,10 @@ class StartedPass:
         self._error: BaseException | None = None
         self._over = False
         self.listener: Listener | None = None
-        """The thread of `backward`, once it listens."""
+        """The thread of `backward`, when it has begun to listen."""
 
     def ask(self, rank: int) -> tuple[bool, bool]:
-        """A worker wants the pass to be resolved: ``(begin with it, it is done already)``."""
+        """Note that a worker wants the pass to be resolved. Returns ``(begin now, already resolved)``."""
         with self._lock:
             if self._resolved:
                 return False, True
@@ -47,7 +47,7 @@ class StartedPass:
             return begin, False
 
     def report(self, resolving: bool, consumed: Sequence[int], emitted: Sequence[int]) -> set[int]:
-        """Take note of a report; who is to be told that the pass is resolved now."""
+        """Enter a report. Returns the ranks of the workers to tell that the pass is resolved now."""
         with self._lock:
             if not resolving:
                 self._over = self._ledger.report(consumed, emitted)
@@ -61,17 +61,17 @@ class StartedPass:
 
     @property
     def busy(self) -> list[int]:
-        """Ranks of the workers that have not reported, as far as is known here."""
+        """Ranks of the workers whose reports are missing, as far as this worker knows."""
         with self._lock:
             return sorted({rank_of(source) for source in self._ledger.open if source != ROOT})
 
     def describe(self) -> Description:
-        """What the thread of `backward` waits for."""
+        """What the thread of `backward` waits for, for inspection."""
         backward = self.local.backward
         return {"kind": "pass", "context": backward.context, "backward": backward.id, "ranks": self.busy}
 
     def give(self, component: Component) -> None:
-        """Let the thread that waits for the pass run this."""
+        """Queue a component for the thread that waits for the pass, and wake it."""
         with self._lock:
             self._todo.append(component)
             self._notify()
@@ -83,7 +83,7 @@ class StartedPass:
                 self._notify()
 
     def _notify(self) -> None:
-        """Holds ``_lock``."""
+        """Wake the thread of `backward`. The caller holds ``_lock``."""
         if self.listener is not None:
             self.listener.wake()
 
@@ -96,10 +96,10 @@ class StartedPass:
         every: float,
         check: Callable[[], None],
     ) -> bool:
-        """True when the pass is over, False at the deadline; raises what the pass failed with.
+        """Wait for the end of the pass. Returns True when it is over, False at the deadline; raises the pass's error.
 
-        The thread reads what comes from the workers of the context, handles the messages of this pass, runs what it is
-        given, and calls ``check`` now and then.
+        Meanwhile the thread reads from the workers of the context, handles the messages of this pass, runs the
+        components that `give` queues, and calls ``check`` regularly.
         """
         next_check = time.monotonic() + every
         while True:

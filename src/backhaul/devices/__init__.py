@@ -1,1 +1,1 @@
-"""Devices: tensors on GPUs, which way they go to a peer, and on which streams they are ready."""
+"""Devices: tensors on GPUs, how they go to a peer, and on which streams they are ready."""

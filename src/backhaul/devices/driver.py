@@ -1,7 +1,7 @@
-"""The driver's own calls, for what happens with every message: copies, events, streams.
+"""Direct calls of the CUDA driver, for operations of every message: copies, events, streams.
 
-Torch's wrappers of these take several times as long, since they look up the current device and stream in Python. Each
-call here only enqueues, and releases the interpreter.
+Torch's wrappers take several times as long, since they look up the current device and stream in Python. Each call here
+only enqueues work, and releases the GIL.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Stream = int
 
 
 class DriverError(Exception):
-    """A call of the driver has failed."""
+    """A call of the driver failed."""
 
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The driver. Raises `DriverError` if there is none."""
+    """The driver's library. Raises `DriverError` if it is not installed."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise DriverError(f"there is no driver: {error}") from error
+        raise DriverError(f"the CUDA driver is not installed: {error}") from error
 
 
 def check(code: int, what: str) -> None:
-    """Raise `DriverError` unless a call has succeeded."""
+    """Raise `DriverError` unless ``code`` means success."""
     if code:
         name = ctypes.c_char_p()
         library().cuGetErrorName(code, ctypes.byref(name))
@@ -39,7 +39,7 @@ def check(code: int, what: str) -> None:
 
 
 class _Calls:
-    """The functions that are called for each message, with their types, so that ints can be given."""
+    """The functions that are called for each message, with declared types, so that they accept ints."""
 
     def __init__(self) -> None:
         driver = library()
@@ -60,14 +60,14 @@ def _calls() -> _Calls:
 
 
 def copy(target: int, source: int, size: int, stream: Stream) -> None:
-    """Enqueue a copy between memory of devices, by address."""
+    """Enqueue a copy from one address of device memory to another."""
     code = _calls().copy(target, source, size, stream)
     if code:
         check(code, f"a copy of {size} bytes")
 
 
 def copy_to_host(target: int, source: int, size: int, stream: Stream) -> None:
-    """Enqueue a copy of a device's memory to pinned memory of the host."""
+    """Enqueue a copy from device memory to pinned memory of the host."""
     code = _calls().copy_to_host(target, source, size, stream)
     if code:
         check(code, f"a copy of {size} bytes")
@@ -98,9 +98,9 @@ _state = _ThreadState()  # of a thread: where the driver's context is current
 
 
 def current_stream(device: int) -> Stream:
-    """The current stream of the calling thread on a device, which the calls above can use then."""
+    """The current stream of the calling thread on a device. After this, the thread can use the calls above."""
     if device not in _state.ready:
-        # Torch makes the device's context that of a thread with its first operation there. This may be earlier.
+        # Torch binds the device's context to a thread at its first operation there. This call may come before that.
         with torch.cuda.device(device):
             torch.cuda.set_device(device)
         _state.ready.add(device)

@@ -1,7 +1,7 @@
-"""Device maps: which device of a peer a tensor goes to. Pure.
+"""Device maps: to which device of a peer a tensor goes. Pure.
 
-The caller's map decides for a request; the reply goes the same way back. A gradient goes where the tensor came from, so
-it needs no map.
+The caller's map decides for a request, and its inverse for the reply. A gradient goes to the device from which the
+tensor came, so it needs no map.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Devices(msgspec.Struct, frozen=True):
     count: int = 0
     maps: dict[str, dict[str, str]] = {}
     same: bool = False
-    """Its map to each peer is the one of equal indices."""
+    """Whether its map to each peer connects devices of equal indices."""
     used: tuple[int, ...] = ()
 
 

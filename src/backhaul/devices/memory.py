@@ -1,7 +1,8 @@
-"""Device memory that two processes of one host share, from the driver, by file descriptor.
+"""Device memory that two processes of one host share by file descriptor. It is allocated from the driver.
 
-The runtime's IPC handles cover a whole block of the allocator, with other people's tensors in it, and need a common PID
-namespace. Memory from the driver is ours alone, and its descriptor travels over a unix socket like any other.
+The IPC handles of the CUDA runtime cover a whole block of torch's allocator, with unrelated tensors in it, and need a
+common PID namespace. Memory from the driver is used only here, and its descriptor travels over a unix socket like any
+other.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _properties(device: int) -> _Properties:
 
 
 def granularity(device: int) -> int:
-    """Sizes of shared memory are multiples of this many bytes."""
+    """The size of shared memory must be a multiple of this many bytes."""
     size = ctypes.c_size_t()
     properties = _properties(device)
     check(
@@ -62,12 +63,12 @@ def granularity(device: int) -> int:
 
 
 class SharedMemory:
-    """A stretch of device memory. It is freed when this object is gone."""
+    """A block of device memory. It is freed when this object is deleted."""
 
     def __init__(self, device: int, size: int, descriptor: int | None = None) -> None:
-        """New memory on a device; or, with a descriptor, that which another process has made, as seen from there.
+        """Allocate memory on a device; or, with a descriptor, map the memory of another process on that device.
 
-        The descriptor stays the caller's. Raises `DriverError`.
+        The caller must close the descriptor. Raises `DriverError`.
         """
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.device = device
@@ -115,7 +116,7 @@ class SharedMemory:
         )
 
     def export(self) -> int:
-        """A descriptor for another process. It is the caller's to close."""
+        """A descriptor for another process. The caller must close it."""
         descriptor = ctypes.c_int()
         check(
             library().cuMemExportToShareableHandle(

@@ -1,4 +1,4 @@
-"""The names of devices, and device maps as users write them. Pure; the launcher imports it: no torch, no msgspec."""
+"""Names of devices, and device maps as users write them. Pure, without torch and msgspec: the launcher imports it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from backhaul.errors import OptionError
 CPU = "cpu"
 
 DeviceMap = dict[str, str]
-"""Devices of one worker to those of another, both by name: ``cpu`` or ``cuda:1``."""
+"""Maps devices of one worker to devices of another, both by name: ``cpu`` or ``cuda:1``."""
 
 DeviceMaps = dict[str, DeviceMap] | Literal["same"] | None
 
 
 def name_of(device: Any) -> str:
-    """``cpu`` or ``cuda:1``, of a `torch.device`, a number or such a name. Raises `OptionError`."""
+    """``cpu`` or ``cuda:1``, for a `torch.device`, an index or a name. Raises `OptionError` for other values."""
     if isinstance(device, bool):
         raise OptionError(f"{device!r} is not a device")
     if isinstance(device, int):
@@ -38,7 +38,7 @@ def index_of(name: str) -> int | None:
 
 
 def parse_map(given: Mapping[Any, Any]) -> DeviceMap:
-    """A map as users write it, checked: one to one, and without entries from the CPU to itself."""
+    """The map that a user gives, without entries from the CPU to itself. Raises `OptionError` if it is not 1-to-1."""
     found: DeviceMap = {}
     for source, target in given.items():
         here, there = name_of(source), name_of(target)

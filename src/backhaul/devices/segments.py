@@ -1,21 +1,22 @@
 """Segments of device memory: how tensors on a GPU go to another process of the same host.
 
-A segment is device memory that its sender has taken from the driver for this purpose alone (`memory`), two events that
-both processes have, and a page of ordinary shared memory which says whether the segment is free. It is passed once, as
-two descriptors: the page first, then the memory. `discipline` says in which order the rest happens.
+A segment consists of device memory that its sender has allocated for this purpose (`memory`), two events that both
+processes have, and a page of ordinary shared memory that says whether the segment is free. The sender passes it once,
+as two descriptors: first the page, then the memory. `discipline` describes the order of the other steps.
 
 The page::
 
     offset  size  field
     0       1     1 while the segment is in use: the sender sets it, the receiver clears it
-    1       1     1 once the sender has given it up
+    1       1     1 after the sender has given it up
     8       8     magic "BHDEVSEG"
     16      8     size of the memory, little-endian
     24      64    handle of the event *filled*
     88      64    handle of the event *drained*
     152     40    UUID of the GPU, text, padded with zeros
     192     4     number of the segment
-    200     16    a random name of the segment, by which workers of one process find it: events cannot be opened there
+    200     16    a random name, by which workers of the same process find the segment: a process cannot open the
+                  handles of its own events
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ _FIELDS_AT = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MOST = 32
 MAX_NEW = 16
-"""How many segments one message may bring."""
+"""The most new segments that one message may pass."""
 _SMALLEST = 2 << 20
 _IDLE_SECONDS = 10.0
 _LOOK_AGAIN = 1.0
 
 
 def uuid_of(device: int) -> str:
-    """Names the GPU, whatever index a process knows it by."""
+    """The UUID of a GPU, which is the same in all processes; the index may differ."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -63,7 +64,7 @@ _here: weakref.WeakValueDictionary[bytes, _Segment] = weakref.WeakValueDictionar
 
 
 class _Segment:
-    """At its sender."""
+    """A segment, at its sender."""
 
     def __init__(self, id: int, device: int, size: int) -> None:
         self.id = id
@@ -97,14 +98,14 @@ class _Segment:
         return not self.page[0]
 
     def stay(self, descriptors: list[int]) -> None:
-        """What was put in does not leave after all."""
+        """Mark the segment as free again, because the message with its data does not leave."""
         self.descriptors = descriptors
         if self.page[1]:
             self.forget()
         self.page[0] = 0
 
     def forget(self) -> None:
-        """Give it up. Memory that the receiver has opened lives on there."""
+        """Give the segment up. If the receiver has opened the memory, it stays alive there."""
         self.page[1] = 1
         for descriptor in self.descriptors:
             os.close(descriptor)
@@ -112,7 +113,7 @@ class _Segment:
 
 
 class Placed:
-    """Data in a segment that the receiver has not been told of yet. If it never is, the segment is free again."""
+    """Data in a segment, for a message that is not sent yet. If it is deleted before `leave`, the segment is freed."""
 
     def __init__(self, segment: _Segment, size: int) -> None:
         self.id = segment.id
@@ -123,7 +124,7 @@ class Placed:
         self.sent = False
 
     def leave(self) -> list[int]:
-        """The receiver is about to be told: descriptors to be passed along, which are the caller's from now on."""
+        """Call this when the message is sent. Returns the descriptors to pass along; the caller must close them."""
         self.sent = True
         descriptors, self.descriptors = self.descriptors, []
         return descriptors
@@ -134,12 +135,13 @@ class Placed:
 
 
 class DeviceLending:
-    """The segments that one end of a channel makes. Thread-safe."""
+    """The segments that one end of a channel lends to the other. Thread-safe."""
 
     def __init__(self, limit: int, warn: Callable[[str], None], on_use: Callable[[], None] = lambda: None) -> None:
-        """``limit``: how many bytes of a GPU they may take. ``warn`` is told, once, why there are none.
+        """``limit``: the bytes of device memory that the segments may take.
 
-        ``on_use`` is called when there is something to `trim` after there was nothing.
+        ``warn`` is called once with the reason if segments cannot be made. ``on_use`` is called when the first segment
+        is made, so that the caller arranges for `trim`.
         """
         self._on_use = on_use
         self._limit = limit
@@ -151,7 +153,7 @@ class DeviceLending:
         self._impossible = limit == 0
 
     def place(self, memory: torch.Tensor, size: int) -> Placed | None:
-        """Put the first bytes of a tensor into a segment, on the current stream. None if that cannot be done."""
+        """Copy the first bytes of a tensor into a segment, on the current stream. None if no segment is available."""
         device = memory.get_device()
         with self._lock:
             segment = None if self._impossible else self._take(device, size)
@@ -159,7 +161,7 @@ class DeviceLending:
                 return None
             segment.page[0] = 1
             segment.used_at = time.monotonic()
-        use((memory,))  # the message may be the last to have it, and the copy has not begun
+        use((memory,))  # the message may drop the last reference to the tensor before the copy begins
         segment.outgoing.fill(memory.data_ptr(), size, driver.current_stream(device))
         return Placed(segment, size)
 
@@ -178,7 +180,7 @@ class DeviceLending:
             segment = _Segment(self._count + 1, device, capacity)
         except (DriverError, RuntimeError, OSError) as error:
             self._impossible = True
-            self._warn(f"tensors on GPUs go through the memory of the host: {error}")
+            self._warn(f"tensors on GPUs go through host memory, because device memory cannot be shared: {error}")
             return None
         self._count += 1
         if not self._segments:
@@ -198,7 +200,7 @@ class DeviceLending:
                 segment.forget()
 
     def trim(self, now: float) -> float:
-        """Free what has not been used for a while; after how many seconds there will be more, or infinity."""
+        """Free segments that were not used for a while. Returns the seconds until the next call is due, or infinity."""
         soonest = math.inf
         with self._lock:
             for segment in list(self._segments):
@@ -219,7 +221,7 @@ class DeviceLending:
 
 
 class _Opened:
-    """A segment at its receiver."""
+    """A segment, at its receiver."""
 
     def __init__(self, page: mmap.mmap, descriptor: int) -> None:
         self.page = page
@@ -227,7 +229,7 @@ class _Opened:
         self._incoming: Incoming | None = None
         self._keep: tuple[object, ...] = ()
         self._lock = threading.Lock()
-        self._device = 0  # known once it is open
+        self._device = 0  # set by _open
         fields = _FIELDS.unpack_from(page, _FIELDS_AT)
         _, self.size, self._filled, self._drained, self._uuid, self.id, self._name = fields
 
@@ -239,17 +241,18 @@ class _Opened:
         if target.is_cuda:
             incoming.drain(target.data_ptr(), size, driver.current_stream(target.get_device()))
             return
-        # A gradient that was computed on a GPU, of a tensor that came from the CPU: the sender does not know that.
+        # The data is a gradient for a tensor that came from the CPU. Its sender computed it on a GPU, and does not know
+        # where the tensor came from.
         through = torch.empty(size, dtype=torch.uint8, device=f"cuda:{self._device}")
         incoming.drain(through.data_ptr(), size, driver.current_stream(self._device))
         target.copy_(through)
 
     def _open(self) -> Incoming:
-        """With the first data, by the thread that wants it: it takes a while, and may fail."""
+        """Open the memory and the events. The thread that wants the first data does it: it is slow, and may fail."""
         if self._incoming is None:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is None:
-                raise ProtocolError("a segment of device memory that could not be opened before")
+                raise ProtocolError("data in a segment of device memory that this worker could not open before")
             near = _here.get(self._name)
             if near is not None:
                 os.close(descriptor)
@@ -292,7 +295,7 @@ def _index_of(uuid: str) -> int:
 
 
 class DeviceLease:
-    """Data in a segment of a peer's, which has not been taken out yet."""
+    """Data in a peer's segment that was not copied out yet. Deleting it marks the segment as free."""
 
     def __init__(self, segment: _Opened, size: int) -> None:
         self._segment = segment
@@ -300,11 +303,11 @@ class DeviceLease:
         self._free = False
 
     def take(self, device: torch.device) -> torch.Tensor:
-        """The bytes, in memory of this process on a device, ready on its current stream. Once."""
+        """The bytes, in new memory on a device, ready on its current stream. Call it, or `fill`, once."""
         return self.fill(torch.empty(self.size, dtype=torch.uint8, device=device))
 
     def fill(self, target: torch.Tensor) -> torch.Tensor:
-        """The same in memory that is there."""
+        """Copy the bytes into ``target``, and return it. Call it, or `take`, once."""
         try:
             self._segment.drain(target, self.size)
         finally:
@@ -321,27 +324,27 @@ class DeviceLease:
 
 
 class DeviceBorrowing:
-    """The segments of device memory that the peer of a channel has passed. For one thread at a time."""
+    """The segments of device memory that the peer of a channel has passed. Not thread-safe."""
 
     def __init__(self) -> None:
         self._segments: dict[int, _Opened] = {}
 
     def add(self, page: int, memory: int) -> None:
-        """Two descriptors that have come, which are now this object's. Raises `ProtocolError`."""
+        """Take over two received descriptors, and close them when done. Raises `ProtocolError` if they are invalid."""
         kept = False
         try:
             if fcntl.fcntl(page, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(page).st_size != PAGE:
-                raise ProtocolError("a descriptor that is no page of a segment of device memory")
+                raise ProtocolError("a descriptor that is not the page of a segment of device memory")
             mapped = mmap.mmap(page, PAGE)
             if mapped[_FIELDS_AT : _FIELDS_AT + len(MAGIC)] != MAGIC:
-                raise ProtocolError("a descriptor that is no page of a segment of device memory")
+                raise ProtocolError("a descriptor that is not the page of a segment of device memory")
             if len(self._segments) >= 4 * _MOST:
                 raise ProtocolError(f"more than {4 * _MOST} segments of device memory")
             opened = _Opened(mapped, memory)
             self._segments[opened.id] = opened
             kept = True
         except (OSError, ValueError) as error:
-            raise ProtocolError(f"a descriptor that is no page of a segment of device memory: {error}") from error
+            raise ProtocolError(f"a descriptor that is not the page of a segment of device memory: {error}") from error
         finally:
             os.close(page)
             if not kept:
@@ -359,7 +362,7 @@ class DeviceBorrowing:
 
 
 def is_page(descriptor: int) -> bool:
-    """Whether a descriptor that has come is the page of such a segment; its memory comes next."""
+    """Whether a received descriptor is the page of a segment. The descriptor of its memory follows."""
     try:
         if os.fstat(descriptor).st_size != PAGE:
             return False

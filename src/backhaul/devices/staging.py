@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Staging:
-    """The way of the tensors of a message to one peer: a `wire.tensors.Staging`."""
+    """How the tensors of one message go to a peer. Implements `wire.tensors.Staging`."""
 
     def __init__(self, codes: Mapping[str, int], what: str, lending: DeviceLending | None) -> None:
         self._codes = codes
@@ -37,7 +37,7 @@ class Staging:
             if device.type == "cpu":
                 return headers.CPU
             raise UnsendableError(
-                f"{self._what}: a tensor on {device} cannot go there. Give RpcOptions(device_maps={{worker: {{"
+                f"{self._what}: the device map has no entry for {device}. Give RpcOptions(device_maps={{worker: {{"
                 f"{device.index}: index}}}}) on the worker that makes the call, or send tensor.cpu()"
             )
         return code
@@ -52,7 +52,7 @@ class Staging:
 
 
 class Gradients(Staging):
-    """The way of gradients: each goes to the device that its tensor has come from, which the receiver knows."""
+    """How gradients go to a peer: each to the device from which its tensor came, which the receiver knows."""
 
     def __init__(self, lending: DeviceLending | None) -> None:
         super().__init__({}, "", lending)
@@ -62,7 +62,7 @@ class Gradients(Staging):
 
 
 def _to_host(memory: torch.Tensor, size: int) -> tuple[memoryview, torch.Tensor]:
-    """A copy in pinned memory. The calling thread waits for that copy, and not for what comes after it."""
+    """A copy in pinned memory. The calling thread waits for that copy, and not for later work on the stream."""
     host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     device = memory.get_device()
     driver.copy_to_host(host.data_ptr(), memory.data_ptr(), size, driver.current_stream(device))
@@ -73,7 +73,7 @@ def _to_host(memory: torch.Tensor, size: int) -> tuple[memoryview, torch.Tensor]
 
 
 def own_devices(device_maps: Any, used: Sequence[int]) -> Devices:
-    """What this worker tells the others."""
+    """What this worker tells the others about its devices."""
     if device_maps is None and not used:
         return Devices(_count())
     same = device_maps == "same"
@@ -81,16 +81,16 @@ def own_devices(device_maps: Any, used: Sequence[int]) -> Devices:
 
 
 def _count() -> int:
-    """How many GPUs there are. It is asked without starting CUDA in this process."""
+    """The number of GPUs. Asking for it does not start CUDA in this process."""
     return torch.cuda.device_count() if torch.backends.cuda.is_built() else 0  # type: ignore[no-untyped-call]
 
 
 def no_map(peer: str, *, reply: bool = False) -> str:
-    """What is wrong with a tensor on a GPU if there is no map for it, in torch's words and ours."""
+    """The error message for a tensor on a GPU without a device map. It contains torch's own message."""
     if reply:
         return (
             f"Response device mapping is not available for destination {peer}: the result has a tensor on a GPU, and "
-            "the caller has no device map for it. Give it RpcOptions(device_maps=...), or return tensor.cpu()"
+            "the caller has no device map for it. Give the caller RpcOptions(device_maps=...), or return tensor.cpu()"
         )
     return (
         f"a tensor on a GPU cannot go to worker {peer!r}. TensorPipe RPC backend only supports CPU tensors by default, "
@@ -100,7 +100,7 @@ def no_map(peer: str, *, reply: bool = False) -> str:
 
 
 class WorkerDevices:
-    """The GPUs of a worker and those of its peers, if some worker of the group has a device map."""
+    """The GPUs of a worker and of its peers. Exists only if some worker of the group has a device map."""
 
     def __init__(self, me: str, all: Mapping[str, Devices]) -> None:
         self._me = me
@@ -114,16 +114,17 @@ class WorkerDevices:
         if mine:
             pin()
         self.crosses = maps.cross(all)
-        """Whether some tensor goes from the CPU of a worker to a GPU of another, or the other way."""
+        """Whether some device map leads from the CPU of one worker to a GPU of another, or the reverse."""
         self._codes: dict[tuple[str, bool], dict[str, int]] = {}
         self._warned = False
 
     def staging(
         self, peer: str, lending: DeviceLending | None, tensors: Sequence[torch.Tensor], *, reply: bool
     ) -> Staging | None:
-        """For a message to a peer with these tensors; None if they are all on the CPU, and stay there.
+        """The staging for a message with these tensors; None if all are on the CPU and stay there.
 
-        ``reply``: it answers a request, whose sender's map counts.
+        ``reply``: the message answers a request, so the map of the request's sender counts. Raises `UnsendableError` if
+        a tensor is on a GPU and there is no map.
         """
         codes = self._codes.get((peer, reply))
         if codes is None:
@@ -140,11 +141,11 @@ class WorkerDevices:
         return Staging(codes, what, lending)
 
     def mapped(self, peer: str) -> tuple[str, ...]:
-        """The GPUs of a peer that this worker's map for it has: results of calls come from there as they are."""
+        """The GPUs of a peer in this worker's map: results on them come here without a copy to the CPU."""
         return self._mapped(self._me, peer)
 
     def fetched(self, owner: str, by: str) -> tuple[str, ...]:
-        """The GPUs of an owner from which a worker fetches the value of a reference as it is.
+        """The GPUs of an owner from which worker ``by`` fetches the value of a reference without a copy to the CPU.
 
         A worker that fetches its own value needs no map.
         """

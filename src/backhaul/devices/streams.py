@@ -1,14 +1,14 @@
-"""Streams: on which streams of the GPUs a worker's functions run, and what they may rely on.
+"""Streams: on which streams of the GPUs a worker's functions run, and which order they can rely on.
 
-A worker has one stream of torch's pool on every GPU that takes part, and all threads that handle its requests use it.
-So what they enqueue keeps the order of the host, memory that one of them frees is not reused before the others are done
-with it, and a lock orders the device as it orders the threads. A function that is to overlap with others on the device
-uses a stream of its own, as anywhere else.
+A worker has one stream of torch's pool on every GPU that it uses, and all threads that handle its requests use that
+stream. So their work runs on the device in the order in which it was enqueued, memory that one thread frees is not
+reused before the others are done with it, and a lock orders the work on the device as it orders the threads. A function
+that should overlap with others on the device must use its own stream, as in any torch program.
 
-Threads of the user's have the streams that the user has chosen. For them, word is left and caught up with: a thread
-*leaves word* before others can learn what it has done, so that it is known that its streams have something that others
-have not waited for. And a thread *catches up* when it begins something, or gets a value that another thread has made:
-its streams wait for those. Nobody waits for the device, and a thread that is alone enqueues nothing.
+User threads use the streams that the user has chosen. They are synchronised in two steps. A thread *leaves word* before
+others can see what it has done: its streams are noted as having work that other streams have not waited for. A thread
+*catches up* when it begins something, or gets a value that another thread has made: its streams wait for the noted
+ones. No thread waits for the device, and a thread that is alone enqueues nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from backhaul.devices import driver
 
 _Key = tuple[int, int, int]
-"""Names a stream to torch: its id, the index of its device, and the kind of device."""
+"""A stream as torch names it: its id, the index of its device, and the type of device."""
 
 
 def on_gpus(value: Any) -> list[torch.Tensor]:
@@ -33,7 +33,9 @@ def on_gpus(value: Any) -> list[torch.Tensor]:
 
 
 def mark(value: Any) -> Callable[[Any], None] | None:
-    """A value has been made on the current streams: what makes it ready on those of another thread, if needed."""
+    """Call this after a value was made on the current streams. Returns a function that another thread must call before
+    it uses the value; None if the value has no tensors on GPUs.
+    """
     tensors = on_gpus(value)
     if not tensors:
         return None
@@ -52,7 +54,7 @@ def mark(value: Any) -> Callable[[Any], None] | None:
 
 
 def use(tensors: Sequence[torch.Tensor]) -> None:
-    """The current streams use these tensors, which were made on others: their memory is not to be reused early."""
+    """Note that the current streams use these tensors, so that torch does not reuse their memory too early."""
     for tensor in tensors:
         if tensor.is_cuda:
             stream = torch.cuda.current_stream(tensor.device)
@@ -68,10 +70,10 @@ _in_use: set[int] = set()
 
 
 class Baton:
-    """For threads that take turns with something on GPUs: each finds on the device what those before have left there.
+    """Orders the GPU work of threads that take turns: work of a thread waits for the work of the threads before it.
 
-    A lock orders what threads do, and not what they have enqueued: whoever gets the lock also takes the baton, and
-    leaves it before the lock is free. Thread-safe.
+    A lock orders threads, but not the work that they have enqueued. So a thread that gets the lock also takes the
+    baton, and leaves it before it releases the lock. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -79,7 +81,7 @@ class Baton:
         self._left: dict[int, torch.cuda.Event] = {}  # by device
 
     def take(self) -> None:
-        """What the calling thread enqueues from now on waits for what was enqueued until the baton was left."""
+        """Later work of the calling thread waits for the work that was enqueued before the baton was left."""
         if self._left:
             with self._lock:
                 self._wait()
@@ -87,7 +89,7 @@ class Baton:
     def leave(self) -> None:
         if _in_use:
             with self._lock:
-                self._wait()  # others may have left it meanwhile
+                self._wait()  # another thread may have left the baton meanwhile
                 for device in _in_use:
                     self._left[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     self._left[device].record(torch.cuda.current_stream(device))
@@ -99,7 +101,7 @@ class Baton:
 
 @contextmanager
 def fresh(devices: Sequence[int]) -> Iterator[None]:
-    """Inside, the current stream of each of these GPUs is one of torch's pool."""
+    """A block in which the current stream of each of these GPUs is a new one from torch's pool."""
     before = [torch._C._cuda_getCurrentStream(device) for device in devices]
     streams = [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]
     _make_current([_key(each) for each in streams])
@@ -114,7 +116,7 @@ def _key(stream: torch.cuda.Stream) -> _Key:
 
 
 def _make_current(keys: Sequence[_Key]) -> None:
-    """Torch also changes the current device when it changes a stream; here that stays as it is."""
+    """Set the current streams. Torch also changes the current device then; this restores it."""
     others = [key for key in keys if torch._C._cuda_getCurrentStream(key[1]) != key]
     if others:
         here = torch._C._cuda_getDevice()
@@ -125,11 +127,11 @@ def _make_current(keys: Sequence[_Key]) -> None:
 
 class _ThreadState(threading.local):
     is_own = False
-    """It is a thread of the worker's own."""
+    """Whether the thread belongs to the worker."""
 
 
 class Streams:
-    """The streams of one worker, on those of its GPUs that take part. Thread-safe."""
+    """The streams of one worker on the GPUs that it uses. Thread-safe."""
 
     def __init__(self, devices: Sequence[int]) -> None:
         self.devices = tuple(devices)
@@ -137,21 +139,21 @@ class Streams:
         self._state = _ThreadState()
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._own: tuple[_Key, ...] = ()  # the worker's streams, once there was a request
-        # By device, streams on which something was enqueued that others have not waited for:
+        self._own: tuple[_Key, ...] = ()  # the worker's streams, made with the first request
+        # By device, streams with work that other streams have not waited for:
         self._fresh: dict[int, set[driver.Stream]] = {device: set() for device in devices}
         self._events: dict[int, torch.cuda.Event] = {}
 
     def adopt_thread(self) -> None:
-        """The calling thread is the worker's own: it handles requests on the worker's streams."""
+        """Make the calling thread one of the worker's own, which handle requests on the worker's streams."""
         self._state.is_own = True
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """Inside, a request is handled. The current streams wait for what was before.
+        """A block in which the thread handles a request. The current streams wait for earlier work.
 
-        A thread of the worker's own has the worker's, and a thread of the user's those that the user has chosen. A
-        thread that is in the middle of something else, as at a gate, finds its own streams again afterwards.
+        The worker's own threads get the worker's streams; user threads keep the streams that the user has chosen. After
+        the block, the streams from before are current again, for a thread that interrupted other work, as at a gate.
         """
         before = [torch._C._cuda_getCurrentStream(device) for device in self.devices] if self._state.is_own else ()
         self.begin()
@@ -162,7 +164,7 @@ class Streams:
             _make_current(before)
 
     def begin(self) -> None:
-        """The calling thread begins something new: see `handling`. It calls `leave_word` when that is over."""
+        """Set the streams for new work of the calling thread, as `handling` does. Call `leave_word` at its end."""
         if self._state.is_own:
             _make_current(self._own or self._make())
         self.catch_up()
@@ -175,7 +177,7 @@ class Streams:
             return self._own
 
     def catch_up(self) -> None:
-        """What the calling thread enqueues from now on waits for what others have enqueued before."""
+        """Later work of the calling thread waits for the work that others have enqueued before."""
         with self._lock:
             for device, fresh in self._fresh.items():
                 mine = driver.current_stream(device)
@@ -187,13 +189,13 @@ class Streams:
                     fresh.add(mine)
 
     def leave_word(self) -> None:
-        """Others wait for what is on the current streams of the calling thread."""
+        """Note that the current streams of the calling thread have work that others must wait for."""
         with self._lock:
             for device, fresh in self._fresh.items():
                 fresh.add(driver.current_stream(device))
 
     def _event(self, device: int) -> int:
-        """An event for one record and one wait, which refers to what was recorded when it is called."""
+        """An event for one record followed by one wait. The wait refers to the latest record, so it can be reused."""
         event = self._events.get(device)
         if event is None:
             with torch.cuda.device(device):

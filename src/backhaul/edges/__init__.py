@@ -1,1 +1,1 @@
-"""Edges: what happens to tensors and gradients that leave this worker for a peer, before they leave it."""
+"""Edges: transforms of tensors and gradients before they leave this worker for a peer."""

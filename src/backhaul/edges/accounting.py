@@ -1,6 +1,6 @@
-"""What noise is worth: epsilon, as a library for differential privacy computes it. Nothing is computed here.
+"""Epsilon of added noise, as a library for differential privacy computes it. Nothing is computed here.
 
-``pip install backhaul[privacy]`` installs dp-accounting, whose accountant is taken; without it, that of Opacus is.
+``pip install backhaul[privacy]`` installs dp-accounting, whose accountant is used. Without it, that of Opacus is used.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from backhaul.errors import MisuseError
 
 
 class Mechanism(NamedTuple):
-    """Gaussian noise that was added so many times, to what one row can change by ``1 / multiplier`` deviations."""
+    """Gaussian noise, added ``times`` times to values that one row can change by ``1 / multiplier`` deviations."""
 
     multiplier: float
     times: int
 
 
 def epsilon_of(mechanisms: Sequence[Mechanism], delta: float) -> float:
-    """The epsilon of all of these together, for that delta, by the Rényi accountant of an installed library."""
+    """The epsilon of all mechanisms together, for ``delta``, from the Rényi accountant of an installed library.
+
+    Raises `MisuseError` if no such library is installed.
+    """
     spent = [each for each in mechanisms if each.times]
     if not spent:
         return 0.0
@@ -36,7 +39,7 @@ def epsilon_of(mechanisms: Sequence[Mechanism], delta: float) -> float:
         accountant.history = [(each.multiplier, 1.0, each.times) for each in spent]
         return float(accountant.get_epsilon(delta))
     raise MisuseError(
-        "epsilon is computed by dp-accounting or by Opacus, and neither is installed: pip install 'backhaul[privacy]'"
+        "dp-accounting or Opacus computes epsilon, and neither is installed: pip install 'backhaul[privacy]'"
     )
 
 

@@ -1,11 +1,11 @@
-"""TopK, BFloat16 and Int8: tensors that take fewer bytes on the wire, and arrive with the shape and dtype they had.
+"""TopK, BFloat16 and Int8: tensors take fewer bytes on the wire, and arrive with their old shape and dtype.
 
-The last compression of a chain travels compressed: the message says how (`wire.messages.Coded`), and the receiver
-expands it before anything else looks at the tensors. So the peer needs no setting for it. One that stands earlier in
-the chain only takes precision away.
+If a compression is the last transform of a chain, the tensor travels compressed. The message says how
+(`wire.messages.Coded`), and the receiver expands the tensor before other code sees it; so the peer needs no setting. A
+compression earlier in the chain only reduces precision.
 
-What was taken away can be kept and added to the next tensor that goes the same way (``feedback=True``): see `crossing`.
-The gradient that comes back is passed on as it is, as if nothing had been taken away (a straight-through estimate).
+The lost precision can be kept and added to the next tensor that goes the same way (``feedback=True``): see `crossing`.
+The gradient that comes back is passed on unchanged, as if nothing had been lost (a straight-through estimate).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SHORTEST = 16
 
 
 class Compression(Transform):
-    """A transform whose result can be sent in parts that are smaller than it."""
+    """A transform whose result can be sent as parts that take fewer bytes."""
 
     code: str
-    """What messages call it."""
+    """Its name in messages."""
 
     def __init__(self, *, feedback: bool = False) -> None:
         if not isinstance(feedback, bool):
@@ -41,15 +41,15 @@ class Compression(Transform):
         return f"{type(self).__name__}({'feedback=True' if self.feedback else ''})"
 
     def compress(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The parts that `expand` makes the tensor of."""
+        """The parts from which `expand` makes the tensor."""
         raise NotImplementedError
 
     def expand(self, parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """What the receiver makes of the parts."""
+        """The tensor that the receiver makes of the parts."""
         return EXPANDERS[self.code](parts, like.dtype, like.shape)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the receiver gets. Without feedback, which is a matter of edges."""
+        """The tensor that the receiver gets, without feedback: `crossing` does the feedback."""
         with torch.no_grad():
             plain = tensor.detach()
             found = self.expand(self.compress(plain), plain)
@@ -66,10 +66,10 @@ class BFloat16(Compression):
 
 
 class Int8(Compression):
-    """Rounds each number to one of 255 steps between the largest of its row and the opposite of that.
+    """Rounds each number to one of 255 steps between -m and m, where m is the largest absolute value of its row.
 
-    A row is what belongs to one index of the first dimension; rows of fewer than 16 numbers have their steps in common.
-    An eighth, or a quarter, of the bytes of float64 or float32.
+    A row is all that belongs to one index of the first dimension. Rows of fewer than 16 numbers share one scale. Takes
+    an eighth of the bytes of float64, or a quarter of those of float32.
     """
 
     code = "int8"
@@ -78,7 +78,7 @@ class Int8(Compression):
         rows = _rows(tensor)
         scales = rows.abs().amax(dim=1, keepdim=True) / 127 if rows.numel() else rows.new_zeros(len(rows), 1)
         if not scales.isfinite().all():
-            raise MisuseError("Int8: there are numbers in a tensor that are not finite, and have no place in a scale")
+            raise MisuseError("Int8: a tensor has numbers that are not finite, which no scale can represent")
         steps = (rows / scales.where(scales > 0, 1.0)).round_().clamp_(-127, 127)
         return [steps.to(torch.int8).reshape(tensor.shape), scales.reshape(-1)]
 
@@ -104,7 +104,7 @@ class TopK(Compression):
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as rows that have a scale each: as many as it has, or one if a scale would take as much as a row."""
+    """The tensor as rows with one scale each: its own rows, or one row if its rows are too short for a scale each."""
     if not tensor.numel():
         return tensor.reshape(0, 1)
     count = len(tensor) if tensor.dim() else 1
@@ -145,11 +145,11 @@ _EXTRA = {"bf16": 0, "int8": 1, "topk": 1}  # parts besides the first
 
 
 class _StraightThrough(torch.autograd.Function):
-    """One value in the place of another, whose gradients are those of the other."""
+    """Puts one value in the place of another, and passes gradients to the other unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, value: Sequence[torch.Tensor]) -> torch.Tensor:
-        return value[0]  # no input: one that is returned as it is would count as changed in place
+        return value[0]  # passed in a list: torch would take a returned input for changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -165,13 +165,16 @@ def straight_through(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def coded(place: int, compression: Compression, tensor: torch.Tensor) -> Coded:
-    """What a message says about the tensor at that place, which travels in parts."""
+    """The entry of a message for the tensor at ``place``, which travels in parts."""
     return Coded(place, compression.code, _NAMES[tensor.dtype], tuple(tensor.shape), tensor.requires_grad)
 
 
 def expanded(codes: Sequence[Coded], tensors: Sequence[torch.Tensor], limit: int) -> list[torch.Tensor]:
-    """The tensors of a message, of which some came in parts. The first part is at the tensor's place, the others follow
-    all tensors, in the order of the codes. None becomes larger than ``limit`` bytes. Raises `ProtocolError`."""
+    """The tensors of a message, some of which came in parts.
+
+    The first part is at the tensor's place; the others follow all tensors, in the order of the codes. Raises
+    `ProtocolError` for parts that do not fit, and if the tensors would take more than ``limit`` bytes.
+    """
     extra = 0
     room = limit
     for code in codes:
@@ -195,7 +198,7 @@ def expanded(codes: Sequence[Coded], tensors: Sequence[torch.Tensor], limit: int
 
 
 def devices_of(codes: Sequence[Coded], devices: Sequence[torch.device]) -> list[torch.device]:
-    """Where all tensors of a message land, if those that are not in parts, and the first parts, land on ``devices``."""
+    """The devices for all tensors of a message, parts included. ``devices``: those of whole tensors and first parts."""
     _require(all(code.code in EXPANDERS and 0 <= code.place < len(devices) for code in codes))
     return [*devices, *(devices[code.place] for code in codes for _ in range(_EXTRA[code.code]))]
 

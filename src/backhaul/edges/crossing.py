@@ -1,16 +1,15 @@
-"""Crossing: everything that leaves this worker for a peer goes through here, if there is an `Edge` to that peer.
+"""Crossing: applies an `Edge` to everything that leaves this worker for the edge's peer.
 
-There are three places at which numbers leave a worker, and each asks here: `agent.execution` for values and for the
-texts of exceptions, `autograd.engine` for gradients. What runs above them (functions, modules, references) has no other
-way out.
+Numbers leave a worker in three ways, and each goes through here: values and texts of exceptions in `agent.execution`,
+and gradients in `autograd.engine`. The code above them (functions, modules, references) has no other way out.
 
-What is not finite, not floating-point, or not a tensor at all cannot be transformed. On an edge with ``on_send`` it is
-refused, unless the edge says that it may pass.
+Values that are not floating-point, or not tensors at all, cannot be transformed. An edge with ``on_send`` refuses them,
+unless its ``passes`` lets them pass.
 
-**Feedback.** A compression with ``feedback`` keeps what it took away from a tensor, and adds it to the next one that
-goes the same way: to the same peer, in the same direction, of the same shape and dtype, at the same place among those
-of its message. It is kept as long as the connection with the peer, up to `MOST_KEPT` bytes for each peer; what was used
-longest ago goes first. Checkpoints do not have it.
+**Feedback.** A compression with ``feedback`` keeps what it removed from a tensor, and adds it to the next tensor that
+goes the same way: to the same peer, in the same direction, with the same shape and dtype, at the same place among such
+tensors of its message. The rest is kept until the connection with the peer ends, up to `MOST_KEPT` bytes for each peer;
+the least recently used goes first. Checkpoints do not contain it.
 """
 
 from __future__ import annotations
@@ -62,13 +61,13 @@ class Parts(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Tensors that were transformed, and the parts of those that travel in parts, by their places."""
+    """Transformed tensors, and the parts of those that travel in parts, by place."""
 
     tensors: Sequence[torch.Tensor]
     parts: Mapping[int, Parts]
 
     def wired(self, recorded: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Coded, ...]]:
-        """What to send for the tensors, and what to say about it. ``recorded`` are these as autograd sends them."""
+        """The tensors to send, and the message's entries about parts. ``recorded``: the tensors, from autograd."""
         sent = list(recorded)
         codes: list[Coded] = []
         for place, (compression, parts) in self.parts.items():
@@ -79,7 +78,7 @@ class Leaving(NamedTuple):
 
 
 class Feedback:
-    """What compressions have taken away, and add to the next tensor. Thread-safe."""
+    """What compressions have removed from tensors, and will add to the next ones. Thread-safe."""
 
     def __init__(self, limit: int = MOST_KEPT) -> None:
         self._limit = limit
@@ -115,18 +114,18 @@ class Feedback:
 
 
 class Released(NamedTuple):
-    """How many tensors have left in one direction, and with how much noise."""
+    """How many tensors were sent in one direction, and with how much noise."""
 
     tensors: int
-    """With noise."""
+    """The number of tensors with noise."""
     bare: int
-    """Without."""
+    """The number of tensors without noise."""
     multiplier: float | None
-    """Of the noise; None if there is none, or none that a Clip bounds."""
+    """The multiplier of the noise; None if there is no noise, or no Clip before it."""
 
 
 class _Chain:
-    """The transforms of a direction, and what they say about noise."""
+    """The transforms of a direction, and the noise among them."""
 
     def __init__(self, transforms: Sequence[Any]) -> None:
         self.transforms = transforms
@@ -137,7 +136,7 @@ class _Chain:
 
 
 class Crossing:
-    """What leaves for one peer. Thread-safe."""
+    """Transforms everything that leaves for one peer. Thread-safe."""
 
     def __init__(self, peer: str, edge: Edge) -> None:
         self.peer = peer
@@ -152,7 +151,10 @@ class Crossing:
         self._complained = -math.inf
 
     def values(self, tree: Any, tensors: Sequence[torch.Tensor]) -> Leaving:
-        """What leaves instead of the tensors of a message; its tree is looked at. Raises `UnsendableError`."""
+        """The transformed tensors of a message.
+
+        Raises `UnsendableError` if the message's tree, or its tensors, contain numbers that may not pass.
+        """
         if not self.transforms:
             self._note_bare("on_send", tensors)
             return Leaving(tensors, {})
@@ -162,7 +164,7 @@ class Crossing:
         return self._apply("on_send", tensors, passing)
 
     def gradients(self, tensors: Sequence[torch.Tensor]) -> Leaving:
-        """The same for gradients."""
+        """The transformed gradients."""
         if not self.edge.on_gradient:
             self._note_bare("on_gradient", tensors)
             return Leaving(tensors, {})
@@ -170,28 +172,28 @@ class Crossing:
             return self._apply("on_gradient", tensors, ())
 
     def may_tell(self, error: BaseException) -> bool:
-        """Whether the peer may read what an exception says. Texts of other code may have numbers in them."""
+        """Whether the peer may read the text of an exception. Texts of user code may contain numbers."""
         return not self.transforms or (type(error) in _OURS and all(type(each) is str for each in error.args))
 
     def text_of(self, error: BaseException, text: str) -> str:
-        """What the peer gets to read about an exception."""
+        """The text that the peer may read about an exception."""
         if self.may_tell(error):
             return text
-        return "what it says stays in the log of its worker, since on_send is set for what leaves there"
+        return "the message stays in the log of its worker, since on_send is set for this peer there"
 
     def released(self, direction: Direction) -> Released:
-        """What has left so far."""
+        """The number of tensors sent so far, and their noise."""
         return Released(self._noisy[direction], self._bare[direction], self._chains[direction].multiplier)
 
     def _note_bare(self, direction: Direction, tensors: Sequence[torch.Tensor]) -> None:
-        """These leave as they are. Integers do not count: they are names of rows, or the user's own affair."""
+        """Count tensors that leave unchanged. Integers do not count: they name rows, or the user allowed them."""
         count = sum(map(torch.is_floating_point, tensors))
         if count:
             with self._lock:
                 self._bare[direction] += count
 
     def _release(self, direction: Direction) -> None:
-        """One more tensor leaves. Raises `QuotaError` if there have been enough."""
+        """Count a tensor that leaves. Raises `QuotaError` if the limit of releases is reached."""
         chain = self._chains[direction]
         with self._lock:
             if not chain.has_noise:
@@ -199,8 +201,8 @@ class Crossing:
                 return
             if self._noisy[direction] >= chain.releases:
                 raise QuotaError(
-                    f"{chain.releases} tensors have left for {self.peer!r} with noise ({direction}), and no more may: "
-                    "more would tell more about their rows than their party wants to be known"
+                    f"{chain.releases} tensors were sent to {self.peer!r} with noise ({direction}), and that is the "
+                    "limit: more would tell more about their rows than their party allows"
                 )
             self._noisy[direction] += 1
 
@@ -221,15 +223,15 @@ class Crossing:
             except Exception as error:
                 self._complain(direction)
                 raise MisuseError(
-                    f"{direction} for what leaves to {self.peer!r} has failed with {type(error).__name__}, and nothing "
-                    "was sent; the log of the sending worker says more"
+                    f"{direction} of the edge to {self.peer!r} has failed with {type(error).__name__}, so nothing was "
+                    "sent: see the log of the sending worker"
                 ) from None
             if last is not None:
                 parts[place] = last
         return Leaving(found, parts)
 
     def _complain(self, direction: Direction) -> None:
-        """Log the exception that is being handled, but not all the time: a peer may be the cause."""
+        """Log the current exception, but rarely, because a peer may cause it again and again."""
         with self._lock:
             now = time.monotonic()
             recently, self._complained = now - self._complained < _QUIET_SECONDS, now
@@ -239,7 +241,7 @@ class Crossing:
     def _transform(self, direction: Direction, tensor: torch.Tensor, key: Any) -> tuple[torch.Tensor, Parts | None]:
         self._release(direction)
         dtype = tensor.dtype
-        # Clipped to a norm in half precision, a row may have a larger one.
+        # In half precision, rounding could give a clipped row a larger norm.
         found = tensor.float() if dtype in _NARROW else tensor
         bound: float | None = None
         last: Parts | None = None
@@ -282,11 +284,11 @@ class Crossing:
             what += ", or a NumPy array,"
         hint = "send dense tensors of floating-point numbers"
         if direction == "on_send" and tensor.layout is torch.strided:
-            hint += f", or let it pass as it is with Edge(passes=[{tensor.dtype}])"
-        raise UnsendableError(f"{direction} is set for what leaves to {self.peer!r}, and cannot change {what}: {hint}")
+            hint += f", or let it pass unchanged with Edge(passes=[{tensor.dtype}])"
+        raise UnsendableError(f"{direction} is set for the edge to {self.peer!r}, and cannot change {what}: {hint}")
 
     def _check(self, tree: Any) -> None:
-        """Refuse numbers that are no tensors."""
+        """Raise `UnsendableError` for numbers in the tree, outside tensors."""
         kind = type(tree)
         if kind is list:
             tag = tree[0]
@@ -307,20 +309,20 @@ class Crossing:
 
     def _require_passing(self, kind: type | None, what: str) -> None:
         if kind is None or kind not in self.edge.passes:
-            hint = "" if kind is None else f", or let these pass as they are with Edge(passes=[{kind.__name__}])"
+            hint = "" if kind is None else f", or let these pass unchanged with Edge(passes=[{kind.__name__}])"
             raise UnsendableError(
-                f"on_send is set for what leaves to {self.peer!r}, and cannot change {what}: send a tensor{hint}"
+                f"on_send is set for the edge to {self.peer!r}, and cannot change {what}: send a tensor{hint}"
             )
 
 
 _HARMLESS = frozenset({int, str, bool, type(None)})
 _NO_NUMBERS = frozenset({trees.TENSOR, trees.BIG_INT, trees.TEXT, trees.ARRAY, trees.NAMED})
-"""What has no numbers in the tree: those of tensors and arrays are tensors of the message."""
+"""Tags without numbers in the tree: the numbers of tensors and arrays are in the message's tensors."""
 _NUMBERS: dict[int, tuple[type | None, str]] = {
     trees.COMPLEX: (complex, "a complex number"),
     trees.BYTE_ARRAY: (bytes, "a bytearray"),
-    trees.NUMPY_SCALAR: (float, "a number of NumPy"),
-    trees.PICKLE: (None, "an object that is pickled"),
+    trees.NUMPY_SCALAR: (float, "a NumPy number"),
+    trees.PICKLE: (None, "a pickled object"),
 }
 
 
@@ -331,10 +333,10 @@ class Edges:
         self._me = me.name
         self._edges = edges
         self._lock = threading.Lock()
-        self._crossings: dict[str, Crossing | None] = {me.name: None}  # what a worker sends itself does not leave it
+        self._crossings: dict[str, Crossing | None] = {me.name: None}  # a message to oneself leaves unchanged
 
     def to(self, peer: str) -> Crossing | None:
-        """What everything for that peer goes through, if there is an edge to it. It lives as long as this worker."""
+        """The crossing to a peer; None if there is no edge to it. It lives as long as this worker."""
         try:
             return self._crossings[peer]
         except KeyError:
@@ -344,12 +346,12 @@ class Edges:
             return self._crossings.setdefault(peer, None if edge is None else Crossing(peer, edge))
 
     def lost(self, connection: object, peer: WorkerInfo, error: object) -> None:
-        """The connection with a peer has ended: what is kept for the next tensors goes, and the counts stay."""
+        """Drop the feedback for a peer whose connection has ended. The counts of releases stay."""
         crossing = self.to(peer.name)
         if crossing is not None:
             crossing.feedback.clear()
 
     @property
     def transforms(self) -> bool:
-        """Whether anything that leaves for some peer is transformed on its way."""
+        """Whether any edge of this worker has ``on_send``."""
         return any(edge.on_send for edge in self._edges.values())

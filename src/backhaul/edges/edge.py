@@ -1,7 +1,7 @@
-"""Edge: what a worker does to all that it sends to a peer, as the user writes it. Pure; no torch, for the launcher.
+"""Edge: the user's description of what a worker does to everything that it sends to a peer.
 
-An edge has two directions of its own: values (arguments, results, fetched references) and gradients. Each has a chain
-of transforms, applied in their order. `crossing` applies them.
+Pure, and without torch, because the launcher imports it. An edge treats values (arguments, results, fetched references)
+and gradients separately. Each has a chain of transforms, which `crossing` applies in order.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 class Transform:
     """Changes each tensor that leaves over an edge. A subclass defines ``__call__``.
 
-    It gets a tensor of floating-point numbers and returns one of the same shape and dtype. Torch's autograd sees what
-    it does to values, so the gradient that comes back is that of the transformed tensor.
+    ``__call__`` takes a floating-point tensor and returns a tensor of the same shape and dtype. Torch's autograd
+    records what it does to values, so the gradient that comes back is that of the transformed tensor.
     """
 
     norm: float | None = None
-    """The norm that each row, or the tensor, has afterwards at the most, if this is what it does."""
+    """For a transform that bounds norms: the largest norm that a row, or the tensor, has afterwards."""
     multiplier: float | None = None
-    """The standard deviation of the noise that is added, as a multiple of that norm."""
+    """For a transform that adds noise: its standard deviation, as a multiple of that norm."""
     feedback: bool = False
-    """Whether it keeps what it took away, and adds that to the next tensor."""
+    """Whether it keeps what it removes, and adds that to the next tensor."""
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -38,15 +38,15 @@ class Transform:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Edge:
-    """What happens to tensors on their way to a peer: an entry of ``RpcOptions(edges={"bank": Edge(...)})``.
+    """The transforms of tensors on their way to a peer: an entry of ``RpcOptions(edges={"bank": Edge(...)})``.
 
-    - ``on_send``: what is applied to tensors in arguments and results of calls, and to fetched values of references.
-    - ``on_gradient``: what is applied to the gradients that backward passes send to that peer.
-    - ``passes``: what goes over an edge with ``on_send`` as it is: dtypes such as ``torch.int64`` for tensors, and
-      ``float``, ``complex`` and ``bytes`` for plain values. Everything else of these kinds is refused.
+    - ``on_send``: the chain for tensors in arguments and results of calls, and for fetched values of references.
+    - ``on_gradient``: the chain for the gradients that backward passes send to that peer.
+    - ``passes``: what an edge with ``on_send`` lets pass unchanged: dtypes such as ``torch.int64`` for tensors, and
+      ``float``, ``complex`` and ``bytes`` for plain values. All other tensors and values of these kinds are refused.
 
-    A chain is a list of `Transform` or of functions from tensor to tensor. An empty one lets everything leave as it is;
-    there is no default, so that neither direction is left open by mistake.
+    A chain is a list of `Transform`s, or of functions from tensor to tensor. An empty chain lets everything leave
+    unchanged. There is no default, so that neither direction is left open by mistake.
     """
 
     on_send: Chain
@@ -59,8 +59,8 @@ class Edge:
         passes = self.passes
         if isinstance(passes, str) or not isinstance(passes, Sequence) or not all(map(_may_pass, passes)):
             raise OptionError(
-                f"passes: {passes!r} must be a list of dtypes of torch, and of float, complex and bytes, for what may "
-                "leave as it is"
+                f"passes: {passes!r} must be a list of torch dtypes, float, complex and bytes: the kinds that may "
+                "leave unchanged"
             )
         object.__setattr__(self, "passes", tuple(passes))
 
@@ -80,13 +80,13 @@ def _chain(name: str, given: Any) -> tuple[Any, ...]:
         if getattr(each, "multiplier", None) is not None:
             if getattr(before, "norm", None) is None:
                 raise OptionError(
-                    f"{name}: GaussianNoise(multiplier) scales its noise with the norm that a Clip leaves: put a Clip "
-                    "right before it, or give std"
+                    f"{name}: GaussianNoise(multiplier) scales its noise with the norm of a Clip: put a Clip right "
+                    "before it, or give std"
                 )
             if feeds:
                 raise OptionError(
-                    f"{name}: feedback before GaussianNoise would carry one batch into the noise of the next, and no "
-                    "accounting of privacy holds then: compress after the noise"
+                    f"{name}: feedback before GaussianNoise would carry one batch into the next, and epsilon would no "
+                    "longer hold: compress after the noise"
                 )
         feeds = feeds or getattr(each, "feedback", False)
         before = each
@@ -94,7 +94,7 @@ def _chain(name: str, given: Any) -> tuple[Any, ...]:
 
 
 def check_edges(value: Any) -> dict[str, Edge] | None:
-    """The option ``edges``. Raises `OptionError`."""
+    """The option ``edges`` as a dict. Raises `OptionError` for other values."""
     if value is None:
         return None
     if (
@@ -107,7 +107,7 @@ def check_edges(value: Any) -> dict[str, Edge] | None:
 
 
 def edge_to(peer: str, edges: Mapping[str, Edge]) -> Edge | None:
-    """The edge to a peer: that of its name, or else of the first pattern that it matches; ``*`` stands for any text."""
+    """The edge for a peer's name, or for the first pattern that matches the name. ``*`` stands for any text."""
     found = edges.get(peer)
     if found is not None:
         return found

@@ -1,7 +1,7 @@
-"""Clip and GaussianNoise: what bounds how much a tensor tells about a row of it, and hides the rest.
+"""Clip and GaussianNoise: Clip bounds how much one row can change a tensor, and the noise hides what is left.
 
-Noise is made of the operating system's randomness, and not by a generator of torch's: that has 32 bits of seed on the
-CPU, and who knows some of its numbers can work out all others.
+The noise comes from the operating system's randomness, not from a generator of torch. Torch's generator has a seed of
+32 bits on the CPU, and a peer that knows some of its numbers can compute all others.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _BITS = 53
 
 
 class Clip(Transform):
-    """Scales each row whose 2-norm is larger than ``norm`` down to it.
+    """Scales each row whose 2-norm is larger than ``norm`` down to ``norm``.
 
     A row is all that belongs to one index of the first dimension: an example of a batch. ``per="tensor"`` takes the
-    whole tensor as one row, as ``torch.nn.utils.clip_grad_norm_`` does with one gradient. The gradient of a clipped
-    value is that of this computation, as if it stood in the model.
+    whole tensor as one row, as ``torch.nn.utils.clip_grad_norm_`` does with one gradient. Gradients go through the
+    scaling, as if it were part of the model.
 
-    A row that is not finite leaves as zeros, and the log says so: it would be neither bounded nor hidden by noise.
+    A row that is not finite is sent as zeros, and logged, since neither a bound nor noise would work for it.
     """
 
     def __init__(self, norm: float, *, per: Literal["row", "tensor"] = "row") -> None:
@@ -59,25 +59,25 @@ _warned = -math.inf  # of the process, as its log is
 
 
 def _warn(rows: int) -> None:
-    """At most once in a second: a peer may send what makes them so."""
+    """Log a warning, at most once in a second, because a peer may cause such rows."""
     global _warned
     now = time.monotonic()
     recently, _warned = now - _warned < 1.0, now
     if not recently:
-        _log.warning("%s rows that leave over an edge are not finite, and are sent as zeros", rows)
+        _log.warning("%s rows that leave over an edge are not finite; they are sent as zeros", rows)
 
 
 class GaussianNoise(Transform):
     """Adds independent noise of the normal distribution to each number.
 
     - ``multiplier``: the standard deviation, as a multiple of the norm of the `Clip` right before it. Then
-      `backhaul.federation.epsilon` tells what the noise is worth.
+      `backhaul.federation.epsilon` computes how much privacy the noise gives.
     - ``std``: the standard deviation itself, for noise without a `Clip`.
-    - ``releases``: how many tensors may leave with it, for each peer; then `QuotaError`. A peer that
-      gets the same rows many times can average the noise away.
-    - ``generator``: a generator of torch's, for experiments that are to be repeated. It is not safe: see the module.
+    - ``releases``: how many tensors may be sent to each peer; after that, `QuotaError`. A peer that gets the same rows
+      many times can average the noise away.
+    - ``generator``: a torch generator, for repeatable experiments. It is not safe: see the module's docstring.
 
-    The gradient of a value with noise is exactly that of the value.
+    The noise does not change gradients.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class GaussianNoise(Transform):
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.std is None:
-            raise OptionError("GaussianNoise(multiplier) is part of a chain, after a Clip: alone it needs std")
+            raise OptionError("GaussianNoise(multiplier) works only in a chain, after a Clip: give std to use it alone")
         return self.add(tensor, self.std)
 
     def add(self, tensor: torch.Tensor, std: float) -> torch.Tensor:
-        """The tensor with noise of that standard deviation."""
+        """The tensor plus noise of standard deviation ``std``."""
         if self.generator is not None:
             noise = torch.randn(tensor.shape, generator=self.generator, dtype=torch.float64)
         else:

@@ -1,4 +1,4 @@
-"""What parties do that learn together and do not trust each other: see docs/federation.md.
+"""For parties that train a model together and do not trust each other: see docs/federation.md.
 
 ::
 
@@ -8,8 +8,8 @@
             module = make_encoder()
             super().__init__(module, torch.optim.Adam(module.parameters()), loader=rows_of)
 
-`Party` is what a party lets others use; they write ``RemoteModule("shop", Shop)``. `Edge` is what the party does to
-all that it sends to a peer.
+A `Party` offers others the use of a party's module; they write ``RemoteModule("shop", Shop)``. An `Edge` says what the
+party does to everything that it sends to a peer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Party: a module, its optimizer and its data, which stay with their owner, and what others may have done with them.
+"""Party: a module, its optimizer and its data, which stay with their owner, and the methods that others may call.
 
-Others hold a reference to a party and call the public methods that are written here, and in a subclass. None of them
-takes code, gives away the module, or lets the caller choose more than what a step of training needs.
+Other workers hold a reference to a party, and call the public methods of this class and of a subclass. None of the
+methods here takes code, gives away the module, or lets the caller choose more than a training step needs.
 """
 
 from __future__ import annotations
@@ -36,28 +36,30 @@ MAX_ROWS = 1 << 16
 
 @expose
 class Party:
-    """What a party of a federation lets others use of its model. Fill it, and expose the subclass or a function.
+    """A party's part of a model, which other workers of a federation may use. Subclass it, and expose the subclass.
 
-    - ``module``: the party's part of the model. Its parameters do not leave.
-    - ``optimizer``: what steps them, with the learning rate and all else as the party wants it.
-    - ``loader``: where the module's inputs come from. A function is called with the arguments of `forward`, and returns
-      the input, or a tuple of several: who calls chooses rows, and the rows stay here. An iterable, such as a
-      ``DataLoader``, gives the next batch at each call, and begins anew after the last. Without one, the module gets
-      the arguments themselves.
-    - ``share_state``: let others have the parameters, with `state`.
-    - ``max_rows``: the most rows that a call may have, among its tensors and in what ``loader`` returns.
+    You can also expose a function that returns a Party.
+
+    - ``module``: the party's part of the model. Its parameters do not leave the party.
+    - ``optimizer``: steps the parameters, with the learning rate and all other options that the party chooses.
+    - ``loader``: the source of the module's inputs. A function is called with the arguments of `forward`, and returns
+      the input, or a tuple of inputs: the caller chooses rows, and the rows stay here. An iterable, such as a
+      ``DataLoader``, gives the next batch at each call, and starts again after the last. Without a loader, the module
+      gets the arguments themselves.
+    - ``share_state``: let others read the parameters, with `state`.
+    - ``max_rows``: the most rows that a tensor may have, in the arguments of a call and in what ``loader`` returns.
 
     Others use it as ``RemoteModule("shop", Shop)``, with `DistributedOptimizer` and `Pipeline`. A subclass may override
-    `forward`; its own public methods are exposed as those of any class are. What they return leaves through the `Edge`
-    to the caller, as everything does.
+    `forward`; its own public methods are exposed as those of any class are. Everything that they return leaves through
+    the `Edge` to the caller.
     """
 
     instances: ClassVar[int | None] = None
-    """How many of a class there may be at a time: 4 in a subclass that does not say otherwise."""
+    """The most instances of a class that may exist at a time. A subclass that does not set it has 4."""
 
     _living: ClassVar[weakref.WeakSet[Party]] = weakref.WeakSet()
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _collected: ClassVar[float] = -math.inf  # when garbage was; a peer can ask for that all the time
+    _collected: ClassVar[float] = -math.inf  # the time of the last gc.collect(), which a peer could cause all the time
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -65,26 +67,26 @@ class Party:
             cls.instances = _INSTANCES
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Party:
-        # Before __init__, which makes a model: a peer may ask for ever more of them.
+        # Checked before __init__, which makes a model, because a peer may ask for more and more parties.
         with Party._lock:
             collect = cls._is_full() and time.monotonic() - Party._collected > _COLLECT_SECONDS
             if collect:
                 Party._collected = time.monotonic()
         if collect:
-            gc.collect()  # one whose loader is a method of it refers to itself
+            gc.collect()  # a party whose loader is its own method is in a reference cycle
         self = super().__new__(cls)
         with Party._lock:
             if cls._is_full():
                 raise QuotaError(
-                    f"there may be {cls.instances} of {cls.__qualname__} at a time, and there are: drop one. To give "
-                    "the same to several peers, the party exposes a function that returns it"
+                    f"{cls.__qualname__} allows {cls.instances} instances at a time, and all of them exist: drop one. "
+                    "To give one instance to several peers, expose a function that returns it"
                 )
             Party._living.add(self)
         return self
 
     @classmethod
     def _is_full(cls) -> bool:
-        """Under the lock."""
+        """Whether the limit of instances is reached. The caller holds the lock."""
         return cls.instances is not None and sum(type(each) is cls for each in Party._living) >= cls.instances
 
     def __init__(
@@ -99,9 +101,9 @@ class Party:
         if not isinstance(module, nn.Module):
             raise OptionError(f"a Party needs an nn.Module, not a {type(module).__name__}")
         if optimizer is not None and not callable(getattr(optimizer, "step", None)):
-            raise OptionError(f"a Party needs an optimizer of torch's, or None, not a {type(optimizer).__name__}")
+            raise OptionError(f"a Party needs a torch optimizer, or None, not a {type(optimizer).__name__}")
         if loader is not None and not callable(loader) and not isinstance(loader, Iterable):
-            raise OptionError(f"a Party's loader is a function or an iterable, not a {type(loader).__name__}")
+            raise OptionError(f"a Party's loader must be a function or an iterable, not a {type(loader).__name__}")
         if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1:
             raise OptionError(f"max_rows={max_rows!r} must be a whole number of at least 1")
         self.module = module
@@ -110,7 +112,7 @@ class Party:
         self.share_state = bool(share_state)
         self.max_rows = max_rows
         self.steps = 0
-        """How many steps the optimizer has made."""
+        """The number of steps that the optimizer has made."""
         self._key = secrets.randbits(_KEY_BITS)
         self._turn = threading.Lock()
         # Guarded by _turn:
@@ -118,7 +120,10 @@ class Party:
         self._used: OrderedDict[int, None] = OrderedDict()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module makes of the party's data, or of the arguments."""
+        """The module's output for the party's data, or for the arguments if there is no loader.
+
+        Raises `QuotaError` for tensors of more than ``max_rows`` rows.
+        """
         self._require_few_rows((args, kwargs), "the arguments")
         where = device_of(self.module, "cpu")
         if self.loader is None:
@@ -130,7 +135,10 @@ class Party:
         return leaving(self.module(*arrived(given, where), **arrived(named, where)), where)
 
     def step(self, context_id: int | None = None) -> None:
-        """Step with the gradients of a context, once for each; or with ``.grad``, which is cleared."""
+        """Step with the gradients of a context; or with ``.grad``, which is cleared afterwards.
+
+        Each context can be used once: a second `step` with it raises `ContextError`.
+        """
         optimizer = self._require_optimizer()
         params = self._params()
         if context_id is not None:
@@ -144,7 +152,7 @@ class Party:
                 optimizer.zero_grad()
 
     def accumulate(self, context_id: int) -> None:
-        """Add the gradients of a context to ``.grad``, once for each, for a `step` without a context."""
+        """Add the gradients of a context to ``.grad``, for a `step` without a context. Each context works once."""
         self._require_optimizer()
         params = self._params()
         self._use("accumulate", context_id)
@@ -159,28 +167,28 @@ class Party:
                 param.grad = None
 
     def train(self, mode: bool = True) -> None:
-        """Set the module to training, or to evaluation."""
+        """Set the module to training mode, or to evaluation mode."""
         if not isinstance(mode, bool):
             raise MisuseError("train() takes True or False")
         self.module.train(mode)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The state dict of the module, if the party shares it."""
+        """The state dict of the module. Raises `RefusedError` if the party does not share it."""
         if not self.share_state:
             raise RefusedError(
-                f"{type(self).__qualname__} keeps its parameters: its party saves them itself, or shares them with "
+                f"{type(self).__qualname__} does not share its parameters: let its party save them, or share them with "
                 "Party(share_state=True)"
             )
         edges = current().agent.execution.edges
         if edges is not None and edges.transforms:
             raise RefusedError(
-                f"{type(self).__qualname__} shares its parameters, but what leaves its worker is changed by on_send, "
-                "and parameters with noise are no parameters: its party saves them itself"
+                f"{type(self).__qualname__} shares its parameters, but on_send changes everything that leaves its "
+                "worker, and changed parameters are useless: let its party save them"
             )
         return {name: value.detach().cpu() for name, value in self.module.state_dict().items()}
 
     def describe(self) -> tuple[str, bool, str, int]:
-        """What a `RemoteModule` knows of it: its kind, whether it is in training, its device, and its key."""
+        """What a `RemoteModule` knows about it: its class, whether it is in training mode, its device, and its key."""
         return type(self).__name__, self.module.training, str(device_of(self.module, "cpu")), self._key
 
     def _params(self) -> list[torch.Tensor]:
@@ -191,19 +199,22 @@ class Party:
     def _require_optimizer(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
             raise MisuseError(
-                f"{type(self).__qualname__} has no optimizer, so it does not step: its party gives it one"
+                f"{type(self).__qualname__} has no optimizer, so it cannot step: let its party give it one"
             )
         return self.optimizer
 
     def _use(self, what: str, context_id: Any) -> None:
-        """The gradients of a context may be used once: again and again, a peer could go anywhere with one of them."""
+        """Note that the gradients of a context are used. Raises `ContextError` the second time.
+
+        With repeated steps, a peer could use one gradient to move the parameters as far as it likes.
+        """
         if isinstance(context_id, bool) or not isinstance(context_id, int):
             raise MisuseError(f"{what}() takes the id of an autograd context, or nothing")
         gradients.require(context_id)
         with self._turn:
             if context_id in self._used:
                 raise ContextError(
-                    f"{type(self).__qualname__} has used the gradients of this context already: open a context for "
+                    f"{type(self).__qualname__} has already used the gradients of this context: open a context for "
                     "each step"
                 )
             self._used[context_id] = None
@@ -215,8 +226,7 @@ class Party:
             return loader(*args, **kwargs)
         if args or kwargs:
             raise MisuseError(
-                f"the batches of {type(self).__qualname__} come from its own loader, one after the other: call it "
-                "without arguments"
+                f"{type(self).__qualname__} takes its batches from its own loader, in order: call it without arguments"
             )
         with self._turn:
             for _ in range(2):
@@ -232,5 +242,6 @@ class Party:
         for value in tree_leaves(values):
             if isinstance(value, torch.Tensor) and value.dim() and len(value) > self.max_rows:
                 raise QuotaError(
-                    f"{what} of {type(self).__qualname__} may have {self.max_rows} rows, and not {len(value)}"
+                    f"{what} of {type(self).__qualname__} may have at most {self.max_rows} rows, not {len(value)}: "
+                    "split the batch, or let the party raise max_rows"
                 )

@@ -1,4 +1,4 @@
-"""Modules on other workers: one model, spread over a group, that is used like a model of one process."""
+"""Modules on other workers: a model that is spread over a group and used like a model in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a function does to tensors, found out by giving it some: it may be one that cannot be sent."""
+"""Finds what a function does to dtypes and memory formats by trying it on small tensors.
+
+``nn.Module._apply`` receives functions that often cannot be sent, such as lambdas. A `Conversion` can be sent instead.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Conversion(NamedTuple):
-    """Which dtypes become which others, and to which memory format tensors of 4 and of 5 dimensions come."""
+    """The dtypes that change, and the memory formats that tensors of 4 and 5 dimensions are brought into."""
 
     dtypes: list[tuple[torch.dtype, torch.dtype]]
     formats: list[tuple[int, torch.memory_format]]
@@ -39,9 +42,9 @@ class Conversion(NamedTuple):
 
 
 def conversion_of(fn: Callable[[torch.Tensor], torch.Tensor]) -> Conversion:
-    """What ``fn``, as given to ``nn.Module._apply``, does to dtypes and memory formats.
+    """What ``fn``, an argument of ``nn.Module._apply``, does to dtypes and memory formats.
 
-    Raises what ``fn`` raises for a tensor of float32.
+    Raises what ``fn`` raises for a float32 tensor.
     """
     with torch.no_grad():
         dtypes = [(dtype, made) for dtype in _DTYPES if (made := _dtype_made(fn, dtype)) is not dtype]
@@ -54,7 +57,7 @@ def _dtype_made(fn: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) 
     except Exception:
         if dtype is torch.float32:
             raise
-        return dtype  # perhaps no model has tensors of it; one that has will be used as it is
+        return dtype  # the model may have no tensors of this dtype; if it has some, they stay as they are
 
 
 def _formats_made(fn: Callable[[torch.Tensor], torch.Tensor]) -> list[tuple[int, torch.memory_format]]:
@@ -65,13 +68,14 @@ def _formats_made(fn: Callable[[torch.Tensor], torch.Tensor]) -> list[tuple[int,
         except Exception:
             continue
     asked = next((format for format in made.values() if format is not None), None)
-    # It fails for tensors of the other number of dimensions, so it has to fail for the module's.
+    # If ``fn`` fails for one number of dimensions, the same format is assumed for it. The conversion then fails on the
+    # module's tensors too, as it must.
     found = [(dim, made.get(dim, asked)) for dim in _FORMATS]
     return [(dim, format) for dim, format in found if format is not None]
 
 
 def _format_made(fn: Callable[[torch.Tensor], torch.Tensor], dim: int) -> torch.memory_format | None:
-    """The format in which tensors of both formats come out, if there is one."""
+    """The format that ``fn`` gives to contiguous and channels-last tensors alike; None if it keeps each as it is."""
     plain = torch.zeros((2,) * dim)
     last = _FORMATS[dim]
     made = [fn(plain), fn(plain.to(memory_format=last))]

@@ -1,4 +1,4 @@
-"""Where a module is to live: a worker and a device of its own, written as ``"worker1/cuda:0"``."""
+"""Where a module lives: a worker and one of its devices, written as ``"worker1/cuda:0"``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _RANK = "rank:"
 
 
 class Place(NamedTuple):
-    """A worker, and what a module there is moved to."""
+    """A worker, and the device that a module there is moved to."""
 
     worker: WorkerInfo
     device: str
 
 
 def place(remote_device: str) -> Place:
-    """The place that a string names. Without a device it is the CPU.
+    """The place that a string names. If the string names no device, it is the CPU.
 
-    Raises `OptionError` for a string of another form, and `UnknownWorkerError` if there is no such worker.
+    Raises `OptionError` for a malformed string, and `UnknownWorkerError` if there is no such worker.
     """
     if not isinstance(remote_device, str):
-        raise OptionError(f"{remote_device!r} is no string: {_FORMATS}")
+        raise OptionError(f"{remote_device!r} is not a string: {_FORMATS}")
     worker, _, device = remote_device.rpartition("/") if "/" in remote_device else (remote_device, "", "cpu")
     if worker and not device:
         raise OptionError(f"{remote_device!r}: Device string must not be empty; {_FORMATS}")
@@ -43,10 +43,10 @@ def place(remote_device: str) -> Place:
     try:
         named = str(torch.device(device))
     except RuntimeError as error:
-        raise OptionError(f"{remote_device!r}: {device!r} is no device of torch's ({error}); {_FORMATS}") from error
+        raise OptionError(f"{remote_device!r}: {device!r} is not a torch device ({error}); {_FORMATS}") from error
     rank = worker.removeprefix(_RANK)
     if worker.startswith(_RANK) and not rank.isdecimal():
-        raise OptionError(f"{remote_device!r}: {rank!r} is no rank; {_FORMATS}")
+        raise OptionError(f"{remote_device!r}: {rank!r} is not a rank; {_FORMATS}")
     try:
         return Place(rpc.get_worker_info(int(rank) if worker.startswith(_RANK) else worker), named)
     except UnknownWorkerError as error:
@@ -54,7 +54,7 @@ def place(remote_device: str) -> Place:
 
 
 def device_of(module: torch.nn.Module, otherwise: str) -> torch.device:
-    """Where a module works: where its first tensor is. What parts of it have elsewhere does not count."""
+    """The device of the module's first tensor, or ``otherwise`` if it has none. Parts on other workers do not count."""
     for part in module.modules():
         for tensor in chain(part._parameters.values(), part._buffers.values()):
             if tensor is not None:
@@ -63,22 +63,22 @@ def device_of(module: torch.nn.Module, otherwise: str) -> torch.device:
 
 
 def devices_mapped(owner: str) -> tuple[str, ...]:
-    """The devices of a worker that this one has a device map for: tensors there can come here as they are."""
+    """The devices of ``owner`` in this worker's device maps. Tensors on them come here without a copy to the CPU."""
     devices = current().agent.devices
     return () if devices is None else devices.mapped(owner)
 
 
 def devices_fetched(owner: str, by: str) -> tuple[str, ...]:
-    """The devices of a worker from which another one fetches the value of a reference as it is."""
+    """The devices of ``owner`` from which worker ``by`` fetches the value of a reference without a copy to the CPU."""
     devices = current().agent.devices
     return () if devices is None else devices.fetched(owner, by)
 
 
 def arrived(value: Any, device: torch.device) -> Any:
-    """Arguments that came to a module on that device: all are moved there."""
+    """The arguments of a module on ``device``, moved to that device."""
     return value if device.type == "cpu" else tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 def leaving(value: Any, device: torch.device) -> Any:
-    """What a module on that device sends away: tensors on the CPU."""
+    """The result of a module on ``device``, with its tensors moved to the CPU for sending."""
     return value if device.type == "cpu" else tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), value)

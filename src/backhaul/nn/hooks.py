@@ -1,4 +1,4 @@
-"""RemoteHandle: what takes a hook off a module on another worker."""
+"""RemoteHandle: removes a hook from a module on another worker."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from backhaul.rpc import RRef
 
 
 class RemoteHandle:
-    """Of a hook of a `RemoteModule`: ``handle.remove()``, or the end of a ``with`` block, takes the hook off again.
+    """The handle of a hook of a `RemoteModule`. ``remove()``, or the end of a ``with`` block, removes the hook.
 
-    As with torch's own handles, the hook stays if the handle is dropped without that.
+    As with torch's handles, the hook stays if the handle is dropped without ``remove()``.
     """
 
     def __init__(self, rref: RRef[Any]) -> None:
         self._rref = rref
 
     def remove(self) -> None:
-        """Take the hook off. Twice does no harm."""
+        """Remove the hook. A second call does nothing."""
         self._rref.rpc_sync().remove()
 
     def __enter__(self) -> RemoteHandle:

@@ -17,12 +17,12 @@ Kind = Literal["parameters", "buffers"]
 
 
 class Member(NamedTuple):
-    """A parameter or a buffer. ``key`` tells it from all others of the group, as long as ``rref`` is held."""
+    """A parameter or a buffer. ``key`` is unique in the group as long as ``rref`` is held."""
 
     name: str
     key: tuple[int, int]
     rref: Any
-    """An `RRef`; or what stands for all parameters of a party of a federation, `parties.PartyParameters`."""
+    """An `RRef`, or a `parties.PartyParameters`, which stands for all parameters of a federation's party."""
 
 
 @runtime_checkable
@@ -30,15 +30,16 @@ class Elsewhere(Protocol):
     """A module whose parameters and buffers are on another worker."""
 
     def _ask_for_members(self, kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> Future[list[Member]]:
-        """What `members` gives there."""
+        """A future of what `members` returns on that worker."""
 
 
 def members(
     modules: Iterable[tuple[str, nn.Module]], kind: Kind, recurse: bool = True, remove_duplicate: bool = True
 ) -> list[Member]:
-    """All parameters, or all buffers, of modules with their prefixes, in the order in which torch lists them.
+    """All parameters, or all buffers, of the modules, in the order in which torch lists them.
 
-    All workers that have some of them are asked at once.
+    ``modules`` are pairs of a prefix for names and a module. All workers that hold parts of the modules are asked at
+    the same time. Raises what a worker's answer raises.
     """
     rrefs: dict[int, RRef[Any]] = {}
     here = rpc.get_worker_info().id
@@ -67,7 +68,7 @@ def members(
 
 
 class Spread(nn.Module):
-    """A module whose parameters and buffers are elsewhere, and are listed as references to them."""
+    """A module whose parameters and buffers are on other workers. It lists them as references."""
 
     def _list(self, kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, RRef[Any]]]:
         raise NotImplementedError
@@ -94,10 +95,10 @@ class Spread(nn.Module):
 
 
 def parameter_rrefs(*modules: nn.Module) -> list[RRef[nn.Parameter]]:
-    """References to all parameters of modules that are local, remote, or local with remote ones inside.
+    """References to all parameters of the modules, which may be local, remote, or local with remote modules in them.
 
-    They come in the order in which the same model in one process lists its ``parameters()``; one that is shared comes
-    once. For `backhaul.optim.DistributedOptimizer`.
+    They come in the order in which the same model in one process lists its ``parameters()``, and a shared parameter
+    comes once. Give them to `backhaul.optim.DistributedOptimizer`.
     """
     for module in modules:
         if not isinstance(module, nn.Module):

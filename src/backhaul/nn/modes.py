@@ -1,4 +1,4 @@
-"""Modes: what ``with`` blocks around a call say about how it computes, taken along to the worker that computes it."""
+"""Modes: grad mode and autocast of the calling thread, which travel with a call to the worker that computes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _AUTOCAST = ("cpu", "cuda")
 
 
 class Modes(NamedTuple):
-    """Grad mode, and the dtype of autocast for the types of devices for which it is on."""
+    """Grad mode, and the autocast dtype of each device type for which autocast is on."""
 
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
 
     @classmethod
     def here(cls) -> Modes:
-        """Those of the calling thread. Inference mode counts as no grad."""
+        """The modes of the calling thread. Inference mode counts as no grad."""
         found = tuple((kind, torch.get_autocast_dtype(kind)) for kind in _AUTOCAST if torch.is_autocast_enabled(kind))
         return cls(torch.is_grad_enabled(), found)
 

@@ -1,7 +1,7 @@
-"""The caller's side of a `backhaul.federation.Party`: what a `RemoteModule` asks of one, in a federation.
+"""The caller's side of a `backhaul.federation.Party`: what a `RemoteModule` asks of a party in a federation.
 
-A party's methods stand for the functions of `served`, which members of a cluster call by name. What a party does not
-let others do is refused here, with the reason.
+Members of a cluster call the functions of `served` by name. In a federation the methods of a party take their place.
+A request that a party does not offer is refused here, with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from backhaul.worker import current
 
 
 class PartyParameters(NamedTuple):
-    """Stands for all parameters of a party, where a parameter has a reference: they are the party's, and stay there."""
+    """Stands for all parameters of a party in a list of references to parameters. They stay with the party."""
 
     party: RRef[Any]
 
@@ -37,13 +37,16 @@ def in_federation() -> bool:
 def create(
     worker: WorkerInfo, made_by: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], device: str
 ) -> tuple[RRef[Any], served.Portrait]:
-    """A reference to the party that an exposed class or function of a worker gives, and what it says of itself."""
+    """Call an exposed class or function of a worker. Returns a reference to the party that it makes, and its portrait.
+
+    Raises `RefusedError` with what the worker must expose, and `OptionError` if the party is on another device.
+    """
     with _explained(worker.name, made_by):
         rref = rpc.remote(worker, made_by, args=tuple(args), kwargs=dict(kwargs))
         portrait = _portrait(rref)
     if device not in ("cpu", portrait.device):
         raise OptionError(
-            f"the party on {worker.name!r} has its module on {portrait.device}, not on {device}: leave the device out"
+            f"the party on {worker.name!r} has its module on {portrait.device}, not on {device}: omit the device"
         )
     return rref, portrait
 
@@ -57,13 +60,14 @@ def _portrait(rref: RRef[Any]) -> served.Portrait:
     found = rref.rpc_sync().describe()
     if type(found) is not tuple or tuple(map(type, found)) != (str, bool, str, int):
         raise MisuseError(
-            f"what is on {rref.owner_name()!r} does not describe itself as a backhaul.federation.Party does"
+            f"the object on {rref.owner_name()!r} does not describe itself as a backhaul.federation.Party does: a "
+            "RemoteModule in a federation needs a Party"
         )
     return served.Portrait(*found)
 
 
 class _explained:
-    """Tells whoever is refused what the other party has to write."""
+    """A block that adds to a `RefusedError` what the other worker has to write."""
 
     def __init__(self, worker: str, made_by: Callable[..., Any] | None) -> None:
         self._worker = worker
@@ -79,7 +83,7 @@ class _explained:
         module, _, qualname = name.partition(":")
         what = f"{qualname} of module {module}" if name else "this reference"
         raise RefusedError(
-            f"worker {self._worker!r} does not let {me!r} use {what} as a RemoteModule. In a federation it has to be a "
+            f"worker {self._worker!r} does not let {me!r} use {what} as a RemoteModule. In a federation it must be a "
             f"backhaul.federation.Party that {self._worker!r} fills with its own module and exposes: "
             f"@rpc.expose(to={me!r}) over `class {qualname or 'Name'}(Party)`, or over a function that returns one. "
             f"The log of {self._worker!r} says what is missing"
@@ -87,7 +91,7 @@ class _explained:
 
 
 def ask(rref: RRef[Any], function: Any, args: tuple[Any, ...]) -> Any:
-    """What a function of `served` would do, done by the party."""
+    """Ask the party to do what a function of `served` does. Raises `MisuseError` if parties do not offer it."""
     if function is served.run:
         _, modes, given, kwargs = args[:4]
         return _seen(rref.rpc_sync().forward(*given, **kwargs), modes)
@@ -108,14 +112,14 @@ def ask_async(rref: RRef[Any], function: Any, args: tuple[Any, ...]) -> Future[A
 
 
 def members_of(rref: RRef[Any], key: int, kind: Kind, prefix: str) -> list[Member]:
-    """What there is to see of a party's parameters: one entry for all of them."""
+    """A party's parameters as others see them: one entry stands for all of them."""
     if kind == "buffers":
         return []
     return [Member(prefix, (rref.owner().id, key), PartyParameters(rref))]
 
 
 def _seen(value: Any, modes: Modes) -> Any:
-    """A result, as the caller's grad mode wants it."""
+    """The result, detached if grad mode is off at the caller."""
     return value if modes.grad else tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
 
@@ -131,14 +135,13 @@ def _change(rref: RRef[Any], device: str, method: str, args: tuple[Any, ...], kw
 
 def _refuse(rref: RRef[Any], what: str) -> NoReturn:
     raise MisuseError(
-        f"{what} is not for others to do with the module of a party: {rref.owner_name()!r} does that itself, where it "
-        "makes its Party"
+        f"{what} is not allowed on the module of a party: let {rref.owner_name()!r} do it, where it makes its Party"
     )
 
 
 _NAMES: dict[Any, str] = {
     served.duplicate: "copying",
-    served.convert: "a conversion, as half() or to(dtype),",
+    served.convert: "a conversion, such as half() or to(dtype),",
     served.load_state: "load_state_dict()",
     served.get_member: "get_parameter() or get_buffer()",
     served.register_hook: "registering a hook",

@@ -1,13 +1,14 @@
-"""Pipeline: modules on several workers, one after the other, that work on different parts of a batch at a time.
+"""Pipeline: a sequence of modules on several workers that work on different micro-batches at the same time.
 
-Each stage runs each micro-batch in a call of its own, which leaves the output where it is made; the next stage's call
-fetches it from there. So with stages A, B and micro-batches 0, 1, 2::
+Each stage runs each micro-batch in a separate call. The call leaves its output on the stage's worker, and the next
+stage's call fetches it from there. With stages A, B and micro-batches 0, 1, 2::
 
     caller   A0 B0 A1 B1 A2 B2     starts all calls, then waits for B0, B1, B2
     A        0  1  2               A1 waits for A0: a reference to its output is an argument
     B           0  1  2            B1 waits for B0, and for its input, the output of A1
 
-A call that fails fails those that wait for it, and so all later micro-batches of its stage, and what is made of them.
+If a call fails, the calls that wait for it fail too: the later micro-batches of its stage, and the later stages of all
+of these micro-batches.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class _NamedTuple(Protocol):
 
 
 class Pipeline(Spread):
-    """The stages one after the other, as ``nn.Sequential``, with the batch in ``chunks`` micro-batches.
+    """Runs stages in sequence, as ``nn.Sequential`` does, and splits the batch into ``chunks`` micro-batches.
 
-    The stages are its children ``"0"``, ``"1"``, …, so the keys of its state dict are those of ``nn.Sequential``. What
-    a stage makes goes straight to the worker of the next one; a tuple makes several arguments. In a federation the
-    stages are parties, and what they make goes by way of the caller, since parties have no references to each other's
+    The stages are its children ``"0"``, ``"1"``, …, so the keys of its state dict are those of ``nn.Sequential``. The
+    output of a stage goes straight to the worker of the next stage; a tuple becomes several arguments. In a federation
+    the stages are parties. Their outputs go through the caller, since parties have no references to each other's
     values.
     """
 
@@ -53,8 +54,8 @@ class Pipeline(Spread):
         for index, stage in enumerate(stages):
             if not isinstance(stage, RemoteModule):
                 raise OptionError(
-                    f"stage {index} is a {type(stage).__name__}, and the stages of a pipeline are RemoteModules: for "
-                    'one of this worker, give its own name, as in RemoteModule("worker0", nn.ReLU)'
+                    f"stage {index} is a {type(stage).__name__}, but the stages of a pipeline must be RemoteModules. "
+                    'For a stage on this worker, give the worker\'s own name, as in RemoteModule("worker0", nn.ReLU)'
                 )
             self.add_module(str(index), stage)
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
@@ -75,15 +76,15 @@ class Pipeline(Spread):
 
     @eager
     def forward(self, *args: Any) -> Any:
-        """What the last stage makes of the arguments, micro-batch by micro-batch, concatenated along dim 0.
+        """The outputs of the last stage for all micro-batches, concatenated along dim 0.
 
-        Tensors are split along dim 0 as by ``torch.chunk``; all else, and tensors without dimensions, go to each
-        micro-batch as they are. Raises what a stage raises, when no stage works on this batch any more.
+        Tensors are split along dim 0 as ``torch.chunk`` does. Other arguments, and tensors without dimensions, go
+        unchanged to each micro-batch. Raises what a stage raises, after all stages have stopped working on this batch.
         """
         stages = list(self)
         if any(stage._is_party for stage in stages):
             return join(in_turn(stages, split(args, self.chunks)))
-        outputs: deque[RRef[Any]] = deque()  # of each micro-batch, by the last stage that was started
+        outputs: deque[RRef[Any]] = deque()  # for each micro-batch, the output of the last stage that was started
         before: list[RRef[Any] | None] = [None] * len(stages)
         takers = [*(stage.on for stage in stages[1:]), rpc.get_worker_info().name]
         mapped = [devices_fetched(stage.on, by) for stage, by in zip(stages, takers, strict=True)]
@@ -102,7 +103,7 @@ class Pipeline(Spread):
             results = []
             while outputs:
                 results.append(outputs[0].to_here())
-                outputs.popleft()  # and its value, on the last stage's worker
+                outputs.popleft()  # drops the last reference, so the last stage's worker frees the value
             return join(results)
         except RpcTimeoutError:
             raise
@@ -111,11 +112,11 @@ class Pipeline(Spread):
             raise
 
     def remote_parameters(self) -> list[RRef[nn.Parameter]]:
-        """References to the parameters of all stages, in the order of the stages; one that is shared comes once."""
+        """References to the parameters of all stages, in the order of the stages. A shared parameter comes once."""
         return parameter_rrefs(self)
 
     def _list(self, kind: Kind, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, RRef[Any]]]:
-        """A pipeline has none of its own: without ``recurse`` there are none."""
+        """A pipeline has no parameters or buffers of its own, so without ``recurse`` the list is empty."""
         found = members([(prefix, self)], kind, recurse, remove_duplicate) if recurse else []
         return ((member.name, member.rref) for member in found)
 
@@ -131,10 +132,10 @@ class Pipeline(Spread):
 
 
 def in_turn(stages: Sequence[RemoteModule], batches: list[tuple[Any, ...]]) -> list[Any]:
-    """What parties make of each micro-batch, one after the other, on different micro-batches at the same time.
+    """The last party's output for each micro-batch. The parties work on different micro-batches at the same time.
 
-    In round r, stage s works on micro-batch r - s. So no stage has two at a time, and each has them in their order.
-    Raises what a stage raises, when the others are done with the round.
+    In round r, stage s works on micro-batch r - s. So a stage has one micro-batch at a time, and gets them in order.
+    Raises what a stage raises, after the other stages have finished the round.
     """
     values: list[Any] = list(batches)
     for turn in range(len(batches) + len(stages) - 1):
@@ -166,8 +167,8 @@ def split(args: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
     if len(sizes) > 1:
         found = ", ".join(f"{args[index].shape[0]} (argument {index})" for index in tensors)
         raise OptionError(
-            f"the tensors that a pipeline is given have different sizes in dim 0, along which they are split: {found}; "
-            "what is not to be split can be given inside of a list"
+            f"a pipeline splits its tensors along dim 0, and their sizes in dim 0 differ: {found}. To pass a tensor "
+            "that the pipeline must not split, put it in a list"
         )
     if chunks == 1 or not tensors:
         return [tuple(args)]
@@ -177,7 +178,7 @@ def split(args: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
 
 
 def join(values: list[Any]) -> Any:
-    """What the micro-batches have come to, as one value."""
+    """The outputs of all micro-batches as one value."""
     first = values[0]
     if len(values) == 1:
         return first
@@ -198,7 +199,7 @@ def join(values: list[Any]) -> Any:
 
 
 def _finish(outputs: Iterable[RRef[Any]]) -> None:
-    """Wait until no stage works on these any more, whatever becomes of them."""
+    """Wait until the stages have finished these outputs, or failed to."""
     futures = []
     for output in outputs:
         with suppress(Exception):

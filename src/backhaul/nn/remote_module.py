@@ -28,23 +28,23 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 class RemoteModule(Spread):
-    """A module that another worker makes, keeps and runs; or this one.
+    """A module that a worker makes, keeps and runs. The worker may be this one.
 
-    ``remote_device`` says where: ``"worker1/cpu"``, ``"worker1"``, ``"rank:1/cuda:0"``. ``module_cls(*args, **kwargs)``
-    makes the module there; it is an ``nn.Module`` class, or a function that returns an ``nn.Module``. Returns when the
-    module is there, and raises what making it raised.
+    ``remote_device`` names the place: ``"worker1/cpu"``, ``"worker1"``, ``"rank:1/cuda:0"``. There the worker calls
+    ``module_cls(*args, **kwargs)``, an ``nn.Module`` class or a function that returns an ``nn.Module``. The constructor
+    returns when the module exists, and raises what ``module_cls`` raised.
 
-    It can be sent in calls, and be part of other modules; the module itself stays where it is. Each method is one call
-    to the module's owner. Where ``nn.Module`` gives parameters or buffers, it gives references to them. The module's
-    own methods are called as ``m.get_module_rref().rpc_sync().method(x)``.
+    A RemoteModule can be sent in calls and be part of other modules; the module itself stays on its worker, its owner.
+    Each method is one call to the owner. Methods that return parameters or buffers in ``nn.Module`` return references
+    to them here. Call the module's own methods as ``m.get_module_rref().rpc_sync().method(x)``.
 
-    As part of a local module it takes part in the parent's ``state_dict``, ``load_state_dict``, ``train``, ``eval``,
-    ``apply`` and in conversions such as ``half``; not in its ``parameters``, ``requires_grad_`` and ``zero_grad``,
-    which know tensors of this process only. For these there is `parameter_rrefs`, and the methods here.
+    Inside a local module, it takes part in the parent's ``state_dict``, ``load_state_dict``, ``train``, ``eval``,
+    ``apply`` and conversions such as ``half``. It takes no part in the parent's ``parameters``, ``requires_grad_`` and
+    ``zero_grad``, which only see tensors of this process. Use `parameter_rrefs` and the methods of this class instead.
 
     In a federation ``module_cls`` is a `backhaul.federation.Party` that the worker exposes, or an exposed function that
-    returns one: the worker has filled it with a module of its own, and does with the module what the party lets others
-    ask.
+    returns a party. The worker has filled the party with a module of its own, and does with the module only what the
+    party offers.
     """
 
     on: str
@@ -54,7 +54,7 @@ class RemoteModule(Spread):
     module_rref: RRef[nn.Module]
     is_scriptable: bool
 
-    _is_party = False  # of one that was made by torch's own means, or before it knows
+    _is_party = False  # the default until _adopt sets it, and for instances made without __init__
 
     def __init__(
         self,
@@ -74,13 +74,14 @@ class RemoteModule(Spread):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
-        """One more RemoteModule for a module that exists. ``remote_device`` must name the worker that has it."""
+        """Another RemoteModule for an existing module. ``remote_device`` must name the worker that has the module."""
         worker, device = place(remote_device)
         if not isinstance(module_rref, RRef):
             raise OptionError(f"module_rref must be an RRef to an nn.Module, not {module_rref!r}")
         if module_rref.owner() != worker:
             raise OptionError(
-                f"remote_device {remote_device!r} is not where the module is: it is on {module_rref.owner_name()!r}"
+                f"remote_device is {remote_device!r}, but the module is on {module_rref.owner_name()!r}: name that "
+                "worker"
             )
         self = _blank(cls)
         if parties.in_federation():
@@ -97,7 +98,7 @@ class RemoteModule(Spread):
         self._kind, self.training, self.device, self._key = portrait
 
     def _rpc_reduce(self) -> tuple[Any, ...]:
-        """How it travels to another worker: the reference goes, the module stays."""
+        """How a RemoteModule travels to another worker: the reference goes, the module stays."""
         state = {name: value for name, value in vars(self).items() if name not in _OF_EVERY_MODULE}
         return _blank, (type(self),), state
 
@@ -108,18 +109,18 @@ class RemoteModule(Spread):
         )
 
     def __copy__(self) -> RemoteModule:
-        """One more for the same module."""
+        """Another RemoteModule for the same module."""
         made = _blank(type(self))
         made.__dict__.update({name: value for name, value in vars(self).items() if name not in _OF_EVERY_MODULE})
         return made
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> RemoteModule:
-        """One for a copy of the module, on the same worker."""
+        """A RemoteModule for a copy of the module, on the same worker."""
         made = memo[id(self)] = _blank(type(self))
         for name, value in vars(self).items():
             if name not in _OF_EVERY_MODULE and name != "module_rref":
                 made.__dict__[name] = copy.deepcopy(value, memo)
-        # Two that have one module have one in the copy, too.
+        # RemoteModules that share a module also share one in the copy.
         same = (RemoteModule, self.module_rref.owner(), self._key)
         if same not in memo:
             memo[same] = self._there(served.duplicate, self.device)
@@ -129,14 +130,14 @@ class RemoteModule(Spread):
     def __getattr__(self, name: str) -> Any:
         on = vars(self).get("on", "another worker")
         raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}. The module is on {on}: for its parameters and "
-            "buffers there are get_parameter(name) and get_buffer(name), for its methods "
-            "get_module_rref().rpc_sync().method(...)"
+            f"{type(self).__name__!r} object has no attribute {name!r}. The module is on {on}: use get_parameter(name) "
+            "and get_buffer(name) for its parameters and buffers, and get_module_rref().rpc_sync().method(...) for its "
+            "methods"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module | nn.Parameter | nn.Buffer):
-            self._refuse(f"to set {name!r}")
+            self._refuse(f"setting {name!r}")
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
@@ -148,7 +149,7 @@ class RemoteModule(Spread):
 
     @eager
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module gives for these arguments, hooks included. Raises what it raises."""
+        """Call the module, with its hooks, and return its result. Raises what the module raises."""
         return self._there(served.run, self.device, Modes.here(), args, kwargs, *self._mapped())
 
     @eager
@@ -157,7 +158,7 @@ class RemoteModule(Spread):
         return self._there_async(served.run, self.device, Modes.here(), args, kwargs, *self._mapped())
 
     def _mapped(self) -> tuple[tuple[str, ...], ...]:
-        """What `served.run` is told about the devices that tensors may come from, if there is something to tell."""
+        """The argument ``mapped`` of `served.run`; left out if there are no mapped devices."""
         mapped = devices_mapped(self.on)
         return (mapped,) if mapped else ()
 
@@ -182,7 +183,7 @@ class RemoteModule(Spread):
             return found
         return self._there_async(served.list_members, kind, prefix, recurse, remove_duplicate)
 
-    # What nn.Module.state_dict and load_state_dict call, of this module and of its parents.
+    # nn.Module.state_dict and load_state_dict, of this module and of its parents, call the next two methods.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         entries, metadata = self._there(served.save_state, prefix, keep_vars)
@@ -216,22 +217,22 @@ class RemoteModule(Spread):
     def train(self: Self, mode: bool = True) -> Self:
         if isinstance(mode, bool):
             self._change("train", mode)
-        return super().train(mode)  # notes it here, and refuses what is no bool
+        return super().train(mode)  # sets self.training, and raises if mode is not a bool
 
     def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
         return self._change("requires_grad_", requires_grad)
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the ``.grad`` of the module's parameters; the gradients of a distributed context are not there."""
+        """Clear ``.grad`` of the module's parameters. The gradients of a distributed context are not in ``.grad``."""
         self._change("zero_grad", set_to_none)
 
     def apply(self: Self, fn: Callable[[nn.Module], Any]) -> Self:
-        """Call ``fn`` with each part of the module, on its worker. ``fn`` has to be sendable: one at module level."""
+        """Call ``fn`` with each part of the module, on its worker. ``fn`` must be sendable: defined at module level."""
         return self._change("apply", fn)
 
     def to(self: Self, *args: Any, **kwargs: Any) -> Self:
-        """As ``nn.Module.to``; a device is one of the worker's. A tensor stands for its dtype and device."""
+        """As ``nn.Module.to``. A device means a device of the worker. A tensor stands for its dtype and device."""
         given: list[Any] = []
         for value in args:
             given += [value.device, value.dtype] if isinstance(value, torch.Tensor) else [value]
@@ -270,10 +271,10 @@ class RemoteModule(Spread):
         return self._change("double")
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What ``half``, ``to`` and the like of a parent do with each child.
+        """Convert the module as ``fn`` converts tensors. ``half``, ``to`` and others of a parent call this on children.
 
-        ``fn`` moves or converts tensors. It is not sendable, so it is tried out: what it does to dtypes and memory
-        formats is done to the module. It leaves the module on its device, which is not one of this process.
+        ``fn`` cannot be sent. So it is tried on tensors here, and what it does to dtypes and memory formats is done to
+        the module. The module stays on its device, since ``fn`` names devices of this process.
         """
         conversion = conversion_of(fn)
         if any(conversion):
@@ -322,13 +323,13 @@ class RemoteModule(Spread):
 
     def share_memory(self: Self) -> Self:
         raise MisuseError(
-            "share_memory is not for a RemoteModule: send it to another worker as it is, and the module is shared"
+            "share_memory is not for a RemoteModule: send the RemoteModule to another worker, and both use one module"
         )
 
     def _refuse(self, what: str) -> NoReturn:
         raise MisuseError(
             f"{what} is not possible on a RemoteModule, which has no parameters, buffers or modules of its own: do "
-            "that in module_cls, or in a function that is run on the worker with get_module_rref()"
+            "that in module_cls, or in a function that you call on the worker with get_module_rref()"
         )
 
     def _hook(self, method: str, hook: Callable[..., Any], **options: bool) -> RemoteHandle:
@@ -340,7 +341,7 @@ class RemoteModule(Spread):
         return self
 
     def _there(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function of `served` on the owner, with the module."""
+        """Call a function of `served` on the owner, with the module as its first argument."""
         rref = self.module_rref
         if self._is_party:
             return parties.ask(rref, function, args)
@@ -354,7 +355,7 @@ class RemoteModule(Spread):
 
 
 def _blank(cls: type[RemoteModule]) -> RemoteModule:
-    """One without a module yet."""
+    """A RemoteModule that has no module yet."""
     self = cls.__new__(cls)
     nn.Module.__init__(self)
     return self
@@ -363,8 +364,8 @@ def _blank(cls: type[RemoteModule]) -> RemoteModule:
 def _check_recipe(module_cls: Any, args: Any, kwargs: Any) -> None:
     if isinstance(module_cls, nn.Module):
         raise OptionError(
-            f"module_cls is a {type(module_cls).__name__}, not a class: give the class and its arguments, so that the "
-            "module is made on the worker; for a copy of this one, give a function that returns what it is given"
+            f"module_cls is a {type(module_cls).__name__}, not a class: give the class and its arguments, and the "
+            "worker makes the module. To send a copy of this one, give a function that returns its argument"
         )
     if not callable(module_cls):
         raise OptionError(

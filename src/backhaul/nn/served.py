@@ -1,4 +1,4 @@
-"""What the owner of a module runs for the `RemoteModule`s of others. All of it is called by name."""
+"""The functions that a module's owner runs for `RemoteModule`s of other workers. All of them are called by name."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from backhaul.nn.state import Loading, State, load, save
 from backhaul.rpc import RRef
 
 _NOT_PASSED_ON = ("requires_grad_", "zero_grad")
-"""Methods that go through the parameters and not through the children, so that they miss modules that are elsewhere."""
+"""Methods that visit parameters and not children, so they miss modules on other workers."""
 
 
 class Portrait(NamedTuple):
-    """What a `RemoteModule` knows of its module without asking."""
+    """What a `RemoteModule` knows about its module without asking the owner."""
 
     kind: str
     training: bool
     device: str
     key: int
-    """Tells the module from all others of its worker, as long as there is a reference to it."""
+    """Unique among the modules of its worker, as long as there is a reference to the module."""
 
 
 def create(
@@ -54,7 +54,7 @@ def duplicate(rref: RRef[nn.Module], device: str) -> tuple[RRef[nn.Module], Port
 def describe(rref: RRef[Any], device: str) -> Portrait:
     module = rref.local_value()
     if not isinstance(module, nn.Module):
-        raise OptionError(f"module_rref refers to {type(module).__name__}, which is no nn.Module")
+        raise OptionError(f"module_rref refers to a {type(module).__name__}, which is not an nn.Module")
     return portrait(module, device)
 
 
@@ -70,9 +70,9 @@ def run(
     kwargs: dict[str, Any],
     mapped: Collection[str] = (),
 ) -> Any:
-    """Call the module. ``device`` is for one that has no tensors of its own; ``modes`` are the caller's.
+    """Call the module under the caller's ``modes``. ``device`` counts if the module has no tensors of its own.
 
-    ``mapped`` are the devices of this worker that the caller takes tensors from.
+    ``mapped`` are the devices of this worker in the caller's device maps: results on them are sent from there.
     """
     module = rref.local_value()
     where = device_of(module, device)
@@ -129,13 +129,13 @@ def step(
 ) -> Any:
     """Run one micro-batch through a stage of a pipeline.
 
-    ``inputs`` are arguments, or a reference to what the stage before makes of this micro-batch. ``before`` refers to
-    what this stage makes of the micro-batch before: that comes first. If it fails, so do all that follow. ``mapped``
-    are the devices of this worker from which the next stage, or the pipeline's caller, takes tensors.
+    ``inputs`` are arguments, or a reference to the previous stage's output for this micro-batch. ``before`` refers to
+    this stage's output for the previous micro-batch, which must be made first. If that fails, this call fails too.
+    ``mapped`` are the devices of this worker from which the next stage, or the pipeline's caller, takes tensors.
     """
     with modes.entered():
-        # Fetched first, so that it is here when the stage is free. Only the pipeline's caller limits the time: how long
-        # the others take is not this stage's affair.
+        # The inputs are fetched first, so that they are here when the stage is free. There is no timeout: a stage
+        # cannot know how long the others take, and the pipeline's caller has a timeout.
         value = inputs.to_here(0) if isinstance(inputs, RRef) else inputs
     if before is not None:
         before.to_here(0)
@@ -143,6 +143,6 @@ def step(
 
 
 def finish(rref: RRef[Any]) -> None:
-    """Wait until a value of this worker's has been made, or has failed to be."""
+    """Wait until this worker has made the value, or has failed to."""
     with suppress(Exception):
         rref.to_here(0)

@@ -1,7 +1,7 @@
-"""State dicts of modules whose parent is on another worker: what it has asked for travels, with full names.
+"""State dicts of modules whose parent is on another worker. Their entries travel under their full names.
 
-``nn.Module.state_dict`` and ``load_state_dict`` go through all modules of a model, one method call for each. For a
-`RemoteModule` this call takes the rest of the way, through the real module and its descendants, to their owner.
+``nn.Module.state_dict`` and ``load_state_dict`` visit all modules of a model, with one method call for each. For a
+`RemoteModule` this call goes to the module's owner, where it visits the real module and its descendants.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backhaul.devices.host import on_cpu
 _ASSIGN = "assign_to_params_buffers"
 
 Metadata = dict[str, dict[str, Any]]
-"""Of each module by its name, without the last dot: its version, and options of loading."""
+"""The version and the loading options of each module, by the module's name without the last dot."""
 
 
 class State(NamedTuple):
@@ -30,7 +30,7 @@ class State(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """What a module is to load, and what is wrong with it so far."""
+    """The entries that a module loads, and the problems found so far."""
 
     prefix: str
     entries: dict[str, Any]
@@ -47,9 +47,9 @@ def save(module: nn.Module, prefix: str, keep_vars: bool) -> State:
 
 
 def load(module: nn.Module, loading: Loading) -> tuple[list[str], list[str], list[str]]:
-    """Load the module and its descendants, as ``nn.Module.load_state_dict`` does when it has come to this module.
+    """Load the module and its descendants, as ``nn.Module.load_state_dict`` does when it reaches this module.
 
-    Returns the missing keys, the unexpected ones, and errors.
+    Returns the missing keys, the unexpected keys, and the errors.
     """
     prefix, entries, metadata, strict, missing, unexpected, errors = loading
     assign = metadata.get(prefix[:-1], {}).get(_ASSIGN, False)
@@ -73,8 +73,9 @@ def load(module: nn.Module, loading: Loading) -> tuple[list[str], list[str], lis
 def metadata_within(prefix: str, own: Mapping[str, Any]) -> Metadata:
     """The metadata of the state dict that is being loaded, for the module of that prefix and its descendants.
 
-    torch gives a module its ``own`` part only. A remote module's descendants need theirs: the version of a BatchNorm
-    decides whether ``num_batches_tracked`` may be missing. All of it is a variable of ``load_state_dict``, the caller.
+    torch passes each module its ``own`` part only. The descendants of a remote module need theirs too: the version of a
+    BatchNorm decides whether ``num_batches_tracked`` may be missing. The whole metadata is a local variable of
+    ``load_state_dict``, so it is read from that caller's frame.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not (frame.f_code.co_filename in _LOADERS and "metadata" in frame.f_locals):

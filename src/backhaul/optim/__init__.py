@@ -1,4 +1,4 @@
-"""Optimizers over parameters that live on any workers.
+"""Optimizers of parameters on any workers.
 
 ::
 

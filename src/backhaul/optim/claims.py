@@ -1,8 +1,8 @@
-"""Claims: who may work on which parameters.
+"""Claims: locks on sets of parameters, granted in order.
 
-Everything that changes parameters, or needs them to stay as they are, claims them first. Claims on common
-parameters take turns in the order in which they were made; others do not wait for each other. There is one set of
-claims for the process: workers of one process, and optimizers of several trainers, may share parameters.
+Code that changes parameters, or needs them to stay unchanged, claims them first. Claims that share a parameter are
+granted in the order in which they were made; other claims do not wait for each other. There is one set of claims for
+the process, because workers of one process, and optimizers of several trainers, may share parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from backhaul.devices.streams import Baton
 
 
 class _Claim:
-    """A context manager: inside the block it is granted."""
+    """A context manager. It waits for its turn at the start of the block, and holds the claim until the end."""
 
     __slots__ = ("_claims", "objects", "thread")
 
@@ -32,12 +32,12 @@ class _Claim:
         self._claims._release(self)
 
     def must_wait_for(self, other: _Claim) -> bool:
-        # A hook of an optimizer may step another one: its thread does not wait for itself.
+        # A hook of one optimizer may step another one on the same thread, which must not wait for itself.
         return self.thread != other.thread and not self.objects.isdisjoint(other.objects)
 
 
 class Claims:
-    """Thread-safe. Its lock is not held while a claim is."""
+    """The claims that are held or wait. Thread-safe. Its lock is not held while a claim is held."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,9 +46,9 @@ class Claims:
         self._claims: list[_Claim] = []  # held or waiting, in the order in which they were made
 
     def on(self, objects: Iterable[object]) -> _Claim:
-        """Wait for all earlier claims on any of these objects, and keep later ones waiting inside the block.
+        """A block that waits for all earlier claims on any of these objects, and makes later claims wait for its end.
 
-        Objects are told apart by identity; the caller keeps them alive.
+        Objects are compared by identity. The caller must keep them alive.
         """
         return _Claim(self, frozenset(map(id, objects)))
 
@@ -80,7 +80,7 @@ class Claims:
         raise AssertionError("a claim that was not made")
 
     def __len__(self) -> int:
-        """How many are held or wait."""
+        """The number of claims that are held or wait."""
         return len(self._claims)
 
 

@@ -20,7 +20,7 @@ from backhaul.refs.rref import RRef
 from backhaul.spread import Work, spread
 
 Holder = list[RRef[torch.Tensor]] | RRef[LocalOptimizer]
-"""What names parameters to their worker: references to them, or to an optimizer that has them."""
+"""How a call names parameters to their worker: references to them, or one to the optimizer that has them."""
 
 
 @torch.no_grad()
@@ -31,17 +31,18 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale the gradients of an autograd context so that their norm is at most ``max_norm``. Returns what it was.
+    """Scale the gradients of an autograd context so that their norm is at most ``max_norm``. Returns the old norm.
 
-    - ``context_id=None`` means ``.grad``.
+    - ``context_id``: the context; None means ``.grad``.
     - ``params_rref``: references to parameters, or parameters of this worker. Their norms are combined in this order,
-      so the result is that of ``torch.nn.utils.clip_grad_norm_`` for the same parameters in one process. A
-      `DistributedOptimizer` stands for all of its parameters, and is cheaper: one reference for each worker is sent.
+      so the result equals that of ``torch.nn.utils.clip_grad_norm_`` for the same parameters in one process. A
+      `DistributedOptimizer` stands for all of its parameters. It is cheaper, since one reference for each worker is
+      sent.
     - ``norm_type``: the order of the norm; ``math.inf`` means the largest absolute value.
     - ``error_if_nonfinite``: raise `BackhaulError` for a norm that is infinite or NaN, and scale nothing.
 
-    Gradients of a context are replaced, ``.grad`` is changed in place. Sparse gradients count with their coalesced
-    values.
+    Gradients of a context are replaced by scaled copies; ``.grad`` is changed in place. The norm of a sparse gradient
+    is that of its coalesced values. Raises `PartialError` if some workers have failed.
     """
     gradients.require(context_id)
     max_norm, norm_type = float(max_norm), float(norm_type)
@@ -56,8 +57,8 @@ def clip_grad_norm_(
     total = _total([norm for norm in found if norm is not None], norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise BackhaulError(
-            f"the norm of the gradients, of order {norm_type}, is {total.item()}: they cannot be clipped. With "
-            "error_if_nonfinite=False they are scaled all the same"
+            f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. Use "
+            "error_if_nonfinite=False to scale them anyway"
         )
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if coefficient == 1:
@@ -68,7 +69,7 @@ def clip_grad_norm_(
 
 
 def _placed(params_rref: Any) -> tuple[dict[WorkerInfo, Holder], dict[WorkerInfo, list[int]]]:
-    """For each worker what names its parameters to it, and their places among all."""
+    """For each worker: the holder of its parameters, and their places among all parameters."""
     places: dict[WorkerInfo, list[int]] = {}
     if isinstance(params_rref, DistributedOptimizer):
         refuse(params_rref._parties, "clip_grad_norm_")
@@ -86,7 +87,7 @@ def _placed(params_rref: Any) -> tuple[dict[WorkerInfo, Holder], dict[WorkerInfo
 def _total(each: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     if not each:
         return torch.tensor(0.0)
-    # Those of one type together, as torch has them: the order decides on the last bit of the sum.
+    # Norms are grouped by type, as torch does: the order of the summands decides the last bit of the sum.
     by_type: Any = _group_tensors_by_device_and_dtype([each])  # type: ignore[list-item]
     ordered = [norm for (group,), _ in by_type.values() for norm in group]
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(ordered), norm_type)
@@ -103,11 +104,11 @@ def _params(holder: Holder) -> list[torch.Tensor]:
 def norms(
     holder: Holder, context_id: int | None, norm_type: float
 ) -> list[tuple[list[int], torch.Tensor | list[torch.Tensor]]]:
-    """The norms of the gradients of parameters here, with the places of these, for each type of number.
+    """For each dtype: the places of this worker's parameters that have a gradient, and the norms of these gradients.
 
-    Hundreds of norms are sent faster as one tensor. Those of `DTensor`s stay apart: some torches cannot take a stack of
-    norms that several processes have parts of to pieces. Norms come on the CPU, so that those of all devices can be
-    combined.
+    The norms are stacked, since one tensor is sent faster than hundreds. The norms of `DTensor`s stay a list: some
+    versions of torch cannot unbind a stack of norms whose parts are in several processes. Norms are moved to the CPU,
+    so that those of all devices can be combined.
     """
     params = _params(holder)
     by_type: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
@@ -131,11 +132,11 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def scale(holder: Holder, context_id: int | None, coefficient: torch.Tensor) -> None:
-    """Multiply the gradients of parameters here."""
+    """Multiply the gradients of this worker's parameters by ``coefficient``."""
     params = _params(holder)
     with claims.on(params):
         found = gradients.gradients_of(params, context_id)
-        if context_id is not None:  # others may look at the same memory
+        if context_id is not None:  # other code may hold the same tensors
             found = [None if gradient is None else gradient.clone() for gradient in found]
         for gradient in found:
             if gradient is not None:

@@ -31,22 +31,22 @@ _log = logging.getLogger(__name__)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """An optimizer of parameters on any workers, with a local optimizer of ``optimizer_class`` on each of them.
+    """An optimizer of parameters on any workers, with a local optimizer of ``optimizer_class`` on each worker.
 
-    - ``optimizer_class``: a class of ``torch.optim``, or anything that is called as these are and gives something that
-      has a ``step()``. It has to be importable on the workers.
+    - ``optimizer_class``: a class of ``torch.optim``, or a callable with the same arguments that returns an object with
+      ``step()``. It must be importable on the workers.
     - ``params_rref``: references to parameters, parameters of this worker, or parameter groups: dicts with these under
       ``params`` and options of the group. Their order is that of the indices in `state_dict`.
     - ``args`` and ``kwargs`` go to the constructor of the local optimizers.
 
-    It is a ``torch.optim.Optimizer``: the schedulers of torch work on its ``param_groups``, whose ``params`` are the
-    references. What is changed in them takes effect with the next step. ``state`` stays empty: the state is on the
-    workers, and `state_dict` gathers it. Steps of several optimizers that share parameters take turns.
+    It is a ``torch.optim.Optimizer``: torch's schedulers work on its ``param_groups``, whose ``params`` are the
+    references. A change of ``param_groups`` takes effect with the next step. ``state`` stays empty: the state is on the
+    workers, and `state_dict` gathers it. Steps of optimizers that share parameters take turns.
 
-    A party of a federation steps its own parameters with its own optimizer: ``optimizer_class`` and its options are for
-    the parameters of this worker, and so are ``param_groups`` and `state_dict`.
+    A party of a federation steps its own parameters with its own optimizer. There ``optimizer_class`` and its options,
+    ``param_groups`` and `state_dict` concern only the parameters of this worker.
 
-    Raises `PartialError` if a local optimizer cannot be made; then there is none anywhere.
+    Raises `PartialError` if a worker cannot make its local optimizer; then no worker keeps one.
     """
 
     def __init__(
@@ -62,10 +62,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._name = _name_of(optimizer_class)
         self._locals: dict[WorkerInfo, RRef[LocalOptimizer]] = {}
         self._places: list[tuple[WorkerInfo, int]] = []
-        self._homes: list[list[WorkerInfo]] = []  # the workers of each group; the first one's entries are shown
-        self._known: list[Entries] = []  # as the workers have them
+        self._homes: list[
+            list[WorkerInfo]
+        ] = []  # the workers of each group; param_groups shows the first one's entries
+        self._known: list[Entries] = []  # the entries of each group as the workers have them
         self._sizes: dict[WorkerInfo, int] = {}
-        self._joining = True  # torch's constructor adds groups that the workers have already
+        self._joining = True  # torch's constructor adds the groups, which the workers have already
 
         first = next((param.owner() for group in groups for param in group.params), rpc.get_worker_info())
         parts = [group.parts(number, first) for number, group in enumerate(groups)]
@@ -86,7 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._joining = False
 
     def _adopt(self, group: Group, homes: list[WorkerInfo], entries: Entries) -> dict[str, Any]:
-        """A group that the workers have, as it stands in ``param_groups``."""
+        """Note a group that the workers have. Returns its entry for ``param_groups``."""
         self._homes.append(homes)
         self._known.append(entries)
         for param in group.params:
@@ -112,22 +114,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
-        """References to the local optimizers. Their ``optimizer`` is that of ``optimizer_class``."""
+        """References to the local optimizers. Their ``optimizer`` is the one that ``optimizer_class`` made."""
         return list(self._locals.values())
 
     @hooked
     @eager
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
-        """Step on all workers at once, with the gradients of an autograd context, or else with ``.grad``.
+        """Step on all workers at once, with the gradients of an autograd context, or with ``.grad`` for None.
 
-        Parameters without a gradient in the context are passed over, as those whose ``.grad`` is None. Their ``.grad``
-        is as before afterwards; in between it holds the gradient of the context, so do not run passes that add to
+        Parameters without a gradient in the context are skipped, like those whose ``.grad`` is None. During the step
+        ``.grad`` holds the gradient of the context, and afterwards its old value; so do not run passes that add to
         ``.grad`` of the same parameters at the same time.
-        Raises `ContextError` if there is no such context, and `PartialError`, which says who has stepped, if not all
-        workers have.
+        Raises `ContextError` if there is no such context, and `PartialError` if not all workers have stepped. The
+        latter names the workers that have.
         """
         if callable(context_id):
-            raise OptionError("step() takes the id of an autograd context, and no closure")
+            raise OptionError("step() takes the id of an autograd context, not a closure")
         gradients.require(context_id)
         changes = self._changes()
         with_grad = torch.is_grad_enabled()
@@ -146,21 +148,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _warn_of_nothing(self) -> None:
         warnings.warn(
             f"step(context_id) has changed nothing: none of the {len(self._places)} parameters of this optimizer has a "
-            "gradient in the context. Call backward(context_id, [loss]) first, and make the optimizer of references to "
-            "the parameters that the forward pass uses (backhaul.nn.parameter_rrefs(model)): not of copies that a call "
-            "has returned, nor of parameters that were frozen, or replaced, as load_state_dict(assign=True) does",
+            "gradient in the context. Call backward(context_id, [loss]) first, and give the optimizer references to "
+            "the parameters that the forward pass uses (backhaul.nn.parameter_rrefs(model)): not copies that a call "
+            "has returned, nor parameters that were frozen, or replaced, as load_state_dict(assign=True) does",
             stacklevel=compat.level_of_the_user(),
         )
 
     def _changes(self) -> Changes:
-        """What has been changed in ``param_groups`` since the workers were told."""
+        """The changes of ``param_groups`` that the workers do not have yet."""
         if len(self.param_groups) != len(self._known):
-            raise MisuseError("groups were added to or taken from param_groups itself: use add_param_group()")
+            raise MisuseError("param_groups itself was changed: use add_param_group(), which tells the workers")
         found = {number: change(self._known[number], group) for number, group in enumerate(self.param_groups)}
         return {number: each for number, each in found.items() if each is not None}
 
     def _learn(self, worker: WorkerInfo, news: Changes) -> None:
-        """Show what a local optimizer has changed of its options."""
+        """Show the options that a local optimizer has changed in ``param_groups``."""
         for number, each in news.items():
             if self._homes[number][0] == worker:
                 apply(each, self._known[number])
@@ -175,9 +177,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         spread_with("zero_grad()", work, self._parties, "zero_grad")
 
     def accumulate(self, context_id: int) -> None:
-        """Add the gradients of a context to ``.grad`` on all workers: for a `step` without a context.
+        """Add the gradients of a context to ``.grad`` on all workers, for a later `step` without a context.
 
-        So gradients of several contexts can be summed up. Adds them once more when called once more.
+        This sums the gradients of several contexts. A second call for the same context adds them a second time.
         """
         gradients.require(context_id)
         work: dict[WorkerInfo, Work] = {
@@ -189,7 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return spread(what, {worker: (function, (rref, *args)) for worker, rref in self._locals.items()})
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """Add a group as the constructor takes them, on all workers or, if it raises, on none."""
+        """Add a group in the form that the constructor takes, on all workers or, if it raises, on none."""
         if self._joining:
             self.param_groups.append(dict(param_group))
             return
@@ -217,7 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups.append(self._adopt(group, list(parts), entries[0]))
 
     def _take_back(self, number: int, workers: Iterable[WorkerInfo]) -> None:
-        """Remove a group where it was added. A worker that cannot be told is lost, or will replace the group."""
+        """Remove a group where it was added. A worker that does not answer is lost, or will replace the group later."""
         work: dict[WorkerInfo, Work] = {
             worker: (local.remove, (self._locals[worker], number)) for worker in workers if worker in self._locals
         }
@@ -227,10 +229,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             _log.warning("%s", error)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all workers, as an optimizer of ``optimizer_class`` in one process would give it.
+        """The state of all workers, in the form that an optimizer of ``optimizer_class`` in one process has.
 
-        Such an optimizer over the same parameters in the same order can load it, and so can this one, wherever the
-        parameters live. The tensors are copies on the CPU.
+        Such an optimizer of the same parameters in the same order can load it, and so can a DistributedOptimizer,
+        wherever the parameters live. The tensors are copies on the CPU.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -243,7 +245,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found
 
     def _refresh(self, exported: Mapping[WorkerInfo, list[Entries]]) -> None:
-        """Show the entries as the workers have them; what was changed here and not sent yet stays."""
+        """Show the workers' entries in ``param_groups``. Changes that were made here and not sent yet stay."""
         pending = self._changes()
         iterators = {worker: iter(entries) for worker, entries in exported.items()}
         for number, homes in enumerate(self._homes):
@@ -253,19 +255,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 apply(pending[number], self.param_groups[number])
 
     def _joined(self, states: Mapping[WorkerInfo, dict[Any, Any]]) -> dict[Any, Any]:
-        """State by the index of the parameter among all, from state by indices on workers."""
+        """The state by the index of the parameter among all, from the states by index on each worker."""
         found = {
             index: states[worker].pop(place)
             for index, (worker, place) in enumerate(self._places)
             if place in states[worker]
         }
         for state in states.values():
-            for key, value in state.items():  # what belongs to no parameter
+            for key, value in state.items():  # the rest belongs to no parameter
                 found.setdefault(key, value)
         return found
 
     def _group_options(self) -> list[dict[str, Any]]:
-        """The groups as in a state dict, with indices for parameters."""
+        """The groups as a state dict has them, with indices for parameters."""
         indices = iter(range(len(self._places)))
         return [
             {
@@ -276,10 +278,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the state of another optimizer, also of one in one process, or on other workers.
+        """Load the state of another optimizer, which may be one in one process or on other workers. Copies the tensors.
 
-        It must have as many groups, and parameters in them; else `OptionError`, and nothing has changed. Copies the
-        tensors. Raises `PartialError` if not all workers have loaded it.
+        Raises `OptionError`, and changes nothing, unless the state has the same number of groups, and the same number
+        of parameters in each. Raises `PartialError` if not all workers have loaded it.
         """
         found = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -296,7 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _show_loaded(
         self, loaded: Mapping[WorkerInfo, Mapping[int, Entries]], groups: Iterable[Mapping[str, Any]]
     ) -> None:
-        """Put into ``param_groups`` what the workers have after they have loaded these groups."""
+        """Show in ``param_groups`` the entries that the workers have after they have loaded these groups."""
         self._known = [loaded[homes[0]][number] for number, homes in enumerate(self._homes)]
         self.param_groups = [
             {**entries_of(entries), **(_names(new) or _names(old)), "params": old["params"]}
@@ -306,13 +308,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
         missing = {"state", "param_groups"} - state_dict.keys()
         if missing:
-            raise OptionError(f"this is no state_dict of an optimizer: it has no {sorted(missing)[0]!r}")
+            raise OptionError(f"this is not the state_dict of an optimizer: it has no {sorted(missing)[0]!r}")
         groups: list[dict[str, Any]] = list(state_dict["param_groups"])
         sizes = [len(group.get("params", ())) for group in groups]
         mine = [len(group["params"]) for group in self.param_groups]
         if sizes != mine:
             raise OptionError(
-                f"the state_dict has {len(sizes)} parameter groups with {sizes} parameters, this optimizer "
+                f"the state_dict has {len(sizes)} parameter groups with {sizes} parameters, and this optimizer has "
                 f"{len(mine)} with {mine}: make the optimizer with the parameters and groups that were saved"
             )
         return groups
@@ -320,7 +322,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _split(
         self, groups: list[dict[str, Any]], state: Mapping[Any, Any]
     ) -> dict[WorkerInfo, tuple[list[Entries], dict[Any, Any]]]:
-        """What each worker has to load."""
+        """The entries and the state that each worker loads."""
         found: dict[WorkerInfo, tuple[list[Entries], dict[Any, Any]]] = {worker: ([], {}) for worker in self._locals}
         for homes, group in zip(self._homes, groups, strict=True):
             for worker in homes:
@@ -349,12 +351,12 @@ def _names(group: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _check_class(optimizer_class: Any) -> None:
-    """Refuse what cannot be an optimizer before anything is made."""
+    """Raise `OptionError` for a class that cannot be an optimizer, before a worker makes anything."""
     if not callable(optimizer_class):
         raise OptionError(f"optimizer_class must be a class such as torch.optim.SGD, not {optimizer_class!r:.100}")
     plain = optimizer_class.func if isinstance(optimizer_class, partial) else optimizer_class
     if not isinstance(plain, type):
-        return  # a function: what it makes is looked at on the worker
+        return  # a function: the worker checks what it returns
     if not callable(getattr(plain, "step", None)):
         raise OptionError(f"{plain.__qualname__} has no step(): give a class such as torch.optim.SGD")
     is_method = isinstance(inspect.getattr_static(plain, "step"), types.FunctionType)

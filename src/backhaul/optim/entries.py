@@ -1,4 +1,4 @@
-"""The entries of a parameter group, without its parameters: copied, compared, and what has changed in them."""
+"""The entries of a parameter group, without its parameters: copying, comparing, and changes between them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 Entries = dict[str, Any]
 
 Change = tuple[Entries, list[str]]
-"""New values of entries, and the names of those that are gone."""
+"""New values of entries, and the names of removed entries."""
 
 OF_PARAMETERS = frozenset({"params", "param_names"})
-"""What of a group is not one of its entries, but says whose they are."""
+"""The keys of a group that list its parameters, and are not entries."""
 
 
 def entries_of(group: Mapping[str, Any]) -> Entries:
-    """A copy of a group's entries that no change of the group reaches."""
+    """A copy of a group's entries. Later changes of the group do not reach it."""
     return {name: copied(value) for name, value in group.items() if name not in OF_PARAMETERS}
 
 
 def change(known: Entries, group: Mapping[str, Any]) -> Change | None:
-    """What has to happen to ``known`` for it to be as the group's entries; None if it is."""
+    """The change that turns ``known`` into the group's entries; None if they are the same."""
     new = {
         name: copied(value)
         for name, value in group.items()
@@ -33,7 +33,7 @@ def change(known: Entries, group: Mapping[str, Any]) -> Change | None:
 
 
 def apply(change: Change, to: dict[str, Any]) -> None:
-    """Change entries, or a whole group. What is put there is shared with nobody."""
+    """Change entries, or a whole group. The new values are copies."""
     new, gone = change
     to.update(copied(new))
     for name in gone:
@@ -41,7 +41,7 @@ def apply(change: Change, to: dict[str, Any]) -> None:
 
 
 def copied(value: Any) -> Any:
-    """The value with tensors and containers of its own."""
+    """A copy of the value, with copies of its tensors and containers."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if type(value) in (list, tuple):
@@ -52,7 +52,7 @@ def copied(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal and of the same types; tensors by their values."""
+    """Whether two values are equal and of the same types. Tensors are compared by value."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -65,5 +65,5 @@ def same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     try:
         return bool(one == other)
-    except Exception:  # a type that does not tell, such as an array: it is taken for another value
+    except Exception:  # a type without a single answer, such as an array, counts as changed
         return False

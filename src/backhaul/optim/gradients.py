@@ -13,9 +13,9 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 def require(context_id: int | None) -> None:
-    """Raise `ContextError` if there is no such context here; None stands for ``.grad``.
+    """Raise `ContextError` if there is no such context here.
 
-    Raises `MisuseError` for None if the gradients are in the open context.
+    None stands for ``.grad``. Raises `MisuseError` for None if the open context has gradients that nobody has read.
     """
     if context_id is None:
         current_worker.get().autograd.require_read()
@@ -24,7 +24,7 @@ def require(context_id: int | None) -> None:
 
 
 def gradients_of(params: Sequence[torch.Tensor], context_id: int | None) -> list[torch.Tensor | None]:
-    """One for each parameter, None where there is none. ``context_id=None`` means ``.grad``."""
+    """The gradient of each parameter, or None if it has none. ``context_id=None`` means ``.grad``."""
     if context_id is None:
         found = [param.grad for param in params]
         use([gradient for gradient in found if gradient is not None])
@@ -34,16 +34,16 @@ def gradients_of(params: Sequence[torch.Tensor], context_id: int | None) -> list
 
 
 def replace(params: Sequence[torch.Tensor], gradients: Gradients, context_id: int) -> None:
-    """Give parameters other gradients in a context; None leaves a parameter alone."""
+    """Replace gradients in a context. None keeps the gradient of that parameter."""
     new = {param: gradient.detach() for param, gradient in zip(params, gradients, strict=True) if gradient is not None}
     if new:
         current_worker.get().autograd.put_gradients(context_id, new)
 
 
 class as_grad:
-    """Inside the block ``.grad`` is the gradient of the context; afterwards it is again what it was.
+    """A block in which ``.grad`` is the gradient of the context. Afterwards ``.grad`` has its old value.
 
-    Gives whether there is a gradient in the context; True without a context.
+    ``as`` gives whether the context has a gradient for any of the parameters; True without a context.
     """
 
     __slots__ = ("_before", "_context_id", "_params")
@@ -74,13 +74,13 @@ class as_grad:
 
 @torch.no_grad()
 def add_to_grad(params: Sequence[torch.Tensor], context_id: int) -> None:
-    """Add the gradients of a context to ``.grad``, as a backward pass would have."""
+    """Add the gradients of a context to ``.grad``, as a backward pass does."""
     for param, gradient in zip(params, gradients_of(params, context_id), strict=True):
         if gradient is None:
             continue
         if param.grad is None:
-            param.grad = gradient.clone()  # the context may go on to add to its own
+            param.grad = gradient.clone()  # the context may add to its own gradient later
         elif param.grad.layout is not torch.strided:
-            param.grad = gradient + param.grad  # a dense one and a sparse one can be added in this order only
+            param.grad = gradient + param.grad  # torch adds dense and sparse only in this order
         else:
             param.grad += gradient

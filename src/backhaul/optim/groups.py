@@ -1,4 +1,4 @@
-"""Parameters as the user gives them, sorted into groups and onto the workers on which they live."""
+"""Sorts the parameters that the user gives into groups, and by the workers on which they live."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EXPECTED = "give an RRef to a parameter, a parameter of this worker, or a tuple
 
 
 class GroupPart(NamedTuple):
-    """What one worker has of a parameter group. Travels to it."""
+    """One worker's part of a parameter group, as it is sent to that worker."""
 
     number: int
-    """The place of the group among all."""
+    """The index of the group among all groups."""
     params: list[RRef[torch.Tensor]]
     names: list[str] | None
     entries: dict[str, Any]
@@ -26,14 +26,14 @@ class GroupPart(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A parameter group over any workers."""
+    """A parameter group whose parameters are on any workers."""
 
     params: list[RRef[torch.Tensor]]
     names: list[str] | None
     entries: dict[str, Any]
 
     def parts(self, number: int, otherwise: WorkerInfo) -> dict[WorkerInfo, GroupPart]:
-        """By worker, in the order of the parameters. A group without any is on the worker ``otherwise``."""
+        """The parts of the group by worker, in the order of the parameters. An empty group is on ``otherwise``."""
         found: dict[WorkerInfo, GroupPart] = {}
         for place, param in enumerate(self.params):
             part = found.setdefault(param.owner(), self._part(number))
@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
 
 def groups_from(params_rref: Any) -> tuple[list[Group], bool]:
-    """The groups, and whether they were given as such. Raises `OptionError` for what cannot be optimized."""
+    """The groups, and whether the user gave groups. Raises `OptionError` for values that are not parameters."""
     items = _listed(params_rref)
     if not items:
         raise OptionError(f"an optimizer needs parameters, and params_rref is empty: {_EXPECTED}")
@@ -71,14 +71,17 @@ def group_from(given: Any) -> Group:
     items = [params] if isinstance(params, RRef | torch.Tensor) else _listed(params)
     names = [item[0] for item in items if isinstance(item, tuple)]
     if names and len(names) != len(items):
-        raise OptionError("some parameters of a group have names and some have none: give all of them names, or none")
+        raise OptionError("some parameters of a group have names and others do not: name all of them, or none")
     entries = {name: value for name, value in given.items() if name not in ("params", "param_names")}
     require_constants(entries)
     return Group([_rref(item) for item in items], names or None, entries)
 
 
 def require_constants(entries: Mapping[str, Any]) -> None:
-    """Refuse options that require grad: in one process, a differentiable step has gradients for them."""
+    """Raise `OptionError` for options that require grad, which a remote step cannot honour.
+
+    In one process, a differentiable step gives gradients to such options.
+    """
     for name, value in entries.items():
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise OptionError(
@@ -88,11 +91,11 @@ def require_constants(entries: Mapping[str, Any]) -> None:
 
 def require_alike(named: Sequence[bool]) -> None:
     if any(named) and not all(named):
-        raise OptionError("the parameters of some groups have names and those of others have none: name all, or none")
+        raise OptionError("the parameters of some groups have names and those of others do not: name all, or none")
 
 
 def rrefs_from(params_rref: Any) -> list[RRef[torch.Tensor]]:
-    """References to parameters that are given as an iterable, or as a single one."""
+    """References to the parameters of an iterable, or to a single parameter."""
     if isinstance(params_rref, RRef | torch.Tensor):
         return [_rref(params_rref)]
     return [_rref(item) for item in _listed(params_rref)]

@@ -1,4 +1,4 @@
-"""LocalOptimizer: the optimizer of those parameters that live on one worker, and what the others ask of it."""
+"""LocalOptimizer: the optimizer of the parameters on one worker, and the functions that other workers call on it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from backhaul.optim.groups import GroupPart
 from backhaul.refs.rref import RRef
 
 Changes = dict[int, Change]
-"""By the number of the group."""
+"""Changes of groups, by the number of the group."""
 
 News = Changes | Literal[False] | None
-"""What a step has changed of the entries, if anything; False if there was no gradient for it in the context."""
+"""The changes that a step made to the entries, or None; False if the context had no gradient for the step."""
 
 
 _ID_BITS = 62
@@ -32,26 +32,27 @@ _here: weakref.WeakValueDictionary[int, LocalOptimizer] = weakref.WeakValueDicti
 
 
 def require_no_closure(step: Any, whose: str, is_method: bool = False) -> None:
-    """Raise `OptionError` if a step cannot be made without a closure. ``is_method``: it is not bound yet."""
+    """Raise `OptionError` if ``step`` needs arguments, such as a closure. ``is_method``: it is not bound yet."""
     try:
         parameters = list(inspect.signature(step).parameters.values())
-    except (TypeError, ValueError):  # a builtin that does not tell
+    except (TypeError, ValueError):  # a builtin without a signature
         return
-    if parameters and (is_method or parameters[0].name == "self"):  # what schedulers wrap looks as if it were not bound
+    if parameters and (is_method or parameters[0].name == "self"):  # a step that a scheduler wrapped looks unbound
         del parameters[0]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [each.name for each in parameters if each.default is each.empty and each.kind not in variable]
     if needed:
         raise OptionError(
             f"{whose} needs arguments for its step ({', '.join(needed)}), such as a closure that computes the loss "
-            "again. That cannot be had on several workers: use an optimizer whose step() needs none"
+            "again. A step on several workers has none: use an optimizer whose step() needs no arguments"
         )
 
 
 class LocalOptimizer:
-    """Lives on the owner of its parameters, and is called by name: see the functions below. Thread-safe.
+    """The optimizer of the parameters on one worker. Other workers call it through the functions below. Thread-safe.
 
-    ``optimizer`` is the user's. Its parameter groups are parts of larger ones, which have numbers.
+    ``optimizer`` is the user's. Its parameter groups are parts of the groups of the `DistributedOptimizer`, which are
+    numbered.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class LocalOptimizer:
         kwargs: Entries,
     ) -> None:
         self.id = secrets.randbits(_ID_BITS)
-        """Who holds a reference to it can call it by this: a reference in every step would cost as much as the step."""
+        """Holders of a reference call `step` by this id: a reference in every step would cost as much as the step."""
         _here[self.id] = self
         self.params: list[torch.Tensor] = []
         self._numbers: list[int] = []
@@ -76,7 +77,9 @@ class LocalOptimizer:
         with self._claimed():
             self.optimizer = make(given if as_groups else given[0]["params"], *args, **kwargs)
         if not callable(getattr(self.optimizer, "step", None)):
-            raise OptionError(f"{make!r} has made {type(self.optimizer).__name__!r}, which has no step(): no optimizer")
+            raise OptionError(
+                f"{make!r} returned a {type(self.optimizer).__name__!r}, which has no step(): give an optimizer class"
+            )
         require_no_closure(self.optimizer.step, type(self.optimizer).__name__)
         self._given = {part.number: entries_of(part.entries) for part in parts}
         self._known = self.entries()
@@ -90,7 +93,7 @@ class LocalOptimizer:
                 raise OptionError(f"an optimizer takes references to parameters, not to {type(param).__name__}")
             if id(param) in seen:
                 raise OptionError(
-                    f"a parameter of shape {list(param.shape)} comes twice, in one group or in two: give it once"
+                    f"a parameter of shape {list(param.shape)} is given twice, in one group or in two: give it once"
                 )
             seen.add(id(param))
             params.append(param)
@@ -106,7 +109,7 @@ class LocalOptimizer:
 
     @property
     def _groups(self) -> list[dict[str, Any]] | None:
-        """The optimizer's groups, if they are those that it was given."""
+        """The optimizer's groups; None if it has none, or others than it was given."""
         groups = getattr(self.optimizer, "param_groups", None)
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return None
@@ -119,7 +122,7 @@ class LocalOptimizer:
         groups = self._groups
         if groups is None:
             raise MisuseError(
-                f"{what} needs an optimizer whose param_groups are those that it was given; "
+                f"{what} needs an optimizer whose param_groups are those that it was given, but "
                 f"{type(self.optimizer).__name__} has none, or makes its own"
             )
         return groups
@@ -131,7 +134,7 @@ class LocalOptimizer:
         return method
 
     def entries(self) -> dict[int, Entries]:
-        """The entries of the groups by their numbers; those that were given, if the optimizer does not say."""
+        """The entries of the groups by number. If the optimizer does not show its groups, those that were given."""
         groups = self._groups
         if groups is None:
             return dict(self._given)
@@ -142,9 +145,9 @@ class LocalOptimizer:
         return copied(dict(found)) if isinstance(found, Mapping) else {}
 
     def step(self, context_id: int | None, changes: Changes | None, with_grad: bool) -> News:
-        """Apply changes of entries, and step, with autograd switched on or off as it is where the step is asked for.
+        """Apply changes of entries, and step, with grad mode as the caller of the step has it.
 
-        Returns the entries that the optimizer has changed itself.
+        Returns the entries that the optimizer itself has changed.
         """
         with self._claimed():
             if changes:
@@ -188,14 +191,14 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def unscale(self, context_id: int | None, factor: torch.Tensor) -> float | None:
-        """Multiply the gradients; 1.0 if one of them was not finite, 0.0 if all were, None if there are none."""
+        """Multiply the gradients by ``factor``. Returns None if there are none, 0.0 if all were finite, else 1.0."""
         with self._claimed():
             found = gradients.gradients_of(self.params, context_id)
             if any(gradient is not None and gradient.dtype == torch.float16 for gradient in found):
                 raise OptionError(
-                    "gradients in float16 cannot be unscaled: keep the parameters in float32, and compute with autocast"
+                    "float16 gradients cannot be unscaled: keep the parameters in float32, and compute with autocast"
                 )
-            if context_id is not None:  # others may look at the same memory
+            if context_id is not None:  # other code may hold the same tensors
                 found = [None if gradient is None else gradient.clone() for gradient in found]
             by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
             for gradient in found:
@@ -212,7 +215,7 @@ class LocalOptimizer:
             return worst
 
     def add(self, part: GroupPart) -> Entries:
-        """Add a group; one of the same number that is there goes first. Returns its entries."""
+        """Add a group, in place of an earlier group of the same number. Returns its entries."""
         self.remove(part.number)
         params = self._checked(part)
         with self._claimed(params):
@@ -220,7 +223,7 @@ class LocalOptimizer:
             try:
                 self._require_method("add_param_group")(_as_group(part, params))
             except BaseException:
-                del groups[len(self._sizes) :]  # it may have come as far as to have the group
+                del groups[len(self._sizes) :]  # the optimizer may have added the group before it raised
                 self._forget(params)
                 raise
             self._note(part.number, params)
@@ -229,7 +232,7 @@ class LocalOptimizer:
             return copied(self._known[part.number])  # type: ignore[no-any-return]
 
     def remove(self, number: int) -> None:
-        """Take back a group, if it is there."""
+        """Remove a group, if it is there."""
         if number not in self._numbers:
             return
         with self._claimed():
@@ -247,9 +250,9 @@ class LocalOptimizer:
             state.pop(param, None)
 
     def export(self) -> tuple[list[Entries], dict[Any, Any]]:
-        """Entries of the groups in their order here, and the state by index here, on the CPU. All are copies.
+        """Copies of the groups' entries and of the state by index, both in the order here, with tensors on the CPU.
 
-        State that belongs to no parameter keeps its key.
+        State that belongs to no parameter keeps its key. Raises `MisuseError` if the optimizer has no state to export.
         """
         with self._claimed():
             self._require_groups("state_dict()")
@@ -257,17 +260,17 @@ class LocalOptimizer:
             if not isinstance(found, Mapping) or found.keys() != {"state", "param_groups"}:
                 raise MisuseError(
                     f"the state_dict() of {type(self.optimizer).__name__} must have 'state' and 'param_groups' and "
-                    "nothing else: what is not of parameters and groups cannot be put together from several workers"
+                    "nothing else: only state of parameters and groups can be joined from several workers"
                 )
             state = {key: copied(value) for key, value in found["state"].items()}
             return [entries_of(group) for group in found["param_groups"]], on_cpu(state)
 
     def load(self, groups: Sequence[Entries], state: Mapping[Any, Any]) -> dict[int, Entries]:
-        """Take over what an `export` of as many groups and parameters gave. Returns the entries as they are then."""
+        """Load what an `export` with the same numbers of groups and parameters returned. Returns the new entries."""
         with self._claimed():
             self._require_groups("load_state_dict()")
             if len(groups) != len(self._sizes):
-                raise OptionError(f"{len(groups)} parameter groups for an optimizer that has {len(self._sizes)} here")
+                raise OptionError(f"{len(groups)} parameter groups for an optimizer that has {len(self._sizes)}")
             indices = iter(range(len(self.params)))
             packed = [
                 {**copied(dict(entries)), "params": [next(indices) for _ in range(size)]}
@@ -287,15 +290,15 @@ Made = tuple[RRef[LocalOptimizer], Entries, dict[int, Entries], int]
 
 
 def make(optimizer_class: Any, parts: list[GroupPart], as_groups: bool, args: list[Any], kwargs: Entries) -> Made:
-    """Make one here: a reference to it, its defaults, the entries of its groups by their numbers, and its id."""
+    """Make a local optimizer. Returns a reference to it, its defaults, its groups' entries by number, and its id."""
     local = LocalOptimizer(optimizer_class, parts, as_groups, args, kwargs)
     return RRef(local), local.defaults(), local.entries(), local.id
 
 
 def step(id: int, context_id: int | None, changes: Changes | None, with_grad: bool) -> News:
     local = _here.get(id)
-    if local is None:  # who asked for the step has given up waiting for it, and the optimizer with it
-        raise MisuseError("the optimizer of this step is gone from here")
+    if local is None:  # the caller of the step has stopped waiting, and has dropped its optimizer
+        raise MisuseError("the optimizer of this step was deleted: its DistributedOptimizer is gone")
     return local.step(context_id, changes, with_grad)
 
 

@@ -1,4 +1,4 @@
-"""Parties among what an optimizer is given: each steps its own parameters, when it is asked to."""
+"""Parties among the parameters of an optimizer. Each party steps its own parameters on request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Parties = list[RRef[Any]]
 
 
 def parted(given: Any) -> tuple[Any, Parties]:
-    """What an optimizer is given without the parties in it, and these."""
+    """Separate the parties from the other parameters of an optimizer. Returns the others, and the parties."""
     if not isinstance(given, list | tuple):
         given = list(given) if hasattr(given, "__next__") else given
     if not isinstance(given, list | tuple):
@@ -38,8 +38,8 @@ def parted(given: Any) -> tuple[Any, Parties]:
         options = sorted(item.keys() - {"params", "param_names"})
         if options:
             raise OptionError(
-                f"a parameter group with {', '.join(options)} has a party in it, whose optimizer is its own: its party "
-                "decides that. Give the party in a group without options, or outside of groups"
+                f"a parameter group with {', '.join(options)} contains a party, and a party chooses the options of its "
+                "own optimizer. Give the party in a group without options, or outside of groups"
             )
         if left:
             rest.append({**item, "params": left})
@@ -57,31 +57,31 @@ def _take(item: Any, parties: dict[tuple[int, Any], RRef[Any]]) -> bool:
 
 
 def require_own(groups: Sequence[Group]) -> None:
-    """In a federation, raise `MisuseError` for parameters of others: they step their own."""
+    """In a federation, raise `MisuseError` for parameters of other workers, which only their owners may step."""
     here = rpc.get_worker_info()
     owner = next((param.owner() for group in groups for param in group.params if param.owner() != here), None)
     if owner is not None and in_federation():
         raise MisuseError(
-            f"a parameter is on {owner.name!r}, and in a federation nobody steps what belongs to others: "
-            f"{owner.name!r} exposes a backhaul.federation.Party with an optimizer of its own, and "
-            "parameter_rrefs(RemoteModule(...)) stands for its parameters here"
+            f"a parameter is on {owner.name!r}, and in a federation only its owner may step it. Let {owner.name!r} "
+            "expose a backhaul.federation.Party with its own optimizer, and give "
+            "parameter_rrefs(RemoteModule(...)) to the optimizer here"
         )
 
 
 def refuse(parties: Parties, what: str) -> None:
-    """Raise `OptionError` if there are parties, whose gradients are not for others to see or to change."""
+    """Raise `OptionError` if there are parties: other workers may not read or change their gradients."""
     if parties:
         names = ", ".join(sorted({repr(party.owner_name()) for party in parties}))
         raise OptionError(
-            f"{what} needs the gradients of all parameters, and those of party {names} do not leave it: let the party "
-            "do it, in its own optimizer"
+            f"{what} needs the gradients of all parameters, and those of party {names} do not leave the party: let the "
+            "party do it, in its own optimizer"
         )
 
 
 def spread_with(
     what: str, work: Mapping[WorkerInfo, Work], parties: Parties, method: str, *args: Any
 ) -> dict[WorkerInfo, Any]:
-    """`spread`, and at the same time a method of each party. Raises `PartialError` for all that went wrong."""
+    """`spread`, and at the same time call a method of each party. Raises `PartialError` with all failures."""
     if not parties:
         return spread(what, work)
     done: list[str] = []

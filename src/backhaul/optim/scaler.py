@@ -1,4 +1,4 @@
-"""GradScaler: scaled losses over several workers, so that small gradients do not vanish in half precision."""
+"""GradScaler: scales losses over several workers, so that small gradients do not vanish in half precision."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from backhaul.optim.parties import refuse
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for `DistributedOptimizer`: an infinite gradient on any worker skips the step on all.
 
-    All methods and arguments are those of torch's, and `unscale_` and `step` also take the id of an autograd context.
-    It works with ordinary optimizers of this worker too, and its state dicts are interchangeable with torch's.
+    The methods and arguments are torch's; `unscale_` and `step` also take the id of an autograd context. Ordinary
+    optimizers of this worker work too, and state dicts are interchangeable with torch's.
     """
 
     def __init__(
@@ -31,30 +31,30 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         if not isinstance(device, str):
-            raise OptionError(f"device must be the type of device of the loss, such as 'cpu', not {device!r}")
+            raise OptionError(f"device must be the device type of the loss, such as 'cpu', not {device!r}")
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
 
     def unscale_(self, optimizer: torch.optim.Optimizer, context_id: int | None = None) -> None:
-        """Divide the gradients by the scale, on all workers: those of a context, or ``.grad``.
+        """Divide the gradients of a context, or ``.grad``, by the scale on all workers.
 
-        `step` does it otherwise. Call it first if you want to look at the gradients or to clip them. If it fails on
-        some workers only, it raises `PartialError`, and the gradients are not to be used: `step` will skip them.
+        Call it before `step` to read or clip the gradients; otherwise `step` calls it. If it fails on some workers
+        only, it raises `PartialError`. Do not use the gradients then: `step` will skip them.
         """
         if not self.is_enabled():
             return
         if isinstance(optimizer, DistributedOptimizer):
             gradients.require(context_id)
         elif context_id is not None:
-            raise OptionError(f"{type(optimizer).__name__} does not know of contexts: it steps with .grad")
+            raise OptionError(f"{type(optimizer).__name__} steps with .grad, not with a context: omit context_id")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             state["context_id"] = context_id
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """``step(optimizer, context_id=None)``: unscale if that has not been done, and step if all is finite.
+        """``step(optimizer, context_id=None)``: unscale the gradients unless that is done, and step if all are finite.
 
-        With an ordinary optimizer, arguments go to its ``step``.
+        With an ordinary optimizer, the arguments go to its ``step``.
         """
         if not isinstance(optimizer, DistributedOptimizer):
             return super().step(optimizer, *args, **kwargs)
@@ -67,8 +67,8 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer, context_id)
             elif state.get("context_id") != context_id:
                 raise MisuseError(
-                    f"the gradients that were unscaled are those of context {state.get('context_id')}, and the step is "
-                    f"to be with those of {context_id}: give unscale_() and step() the same"
+                    f"unscale_() was called with context {state.get('context_id')}, and step() with {context_id}: "
+                    "give both the same context_id"
                 )
         return super().step(optimizer, context_id)
 
@@ -84,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
                 "unscaling gradients", local.unscale, state.get("context_id"), on_cpu(inv_scale)
             )
         except PartialError:
-            # Some are unscaled and some are not: once more would be wrong, and so would a step.
+            # Some gradients are unscaled and some are not. Unscaling again would be wrong, and so would a step.
             state["stage"] = OptState.UNSCALED
             state["found_inf_per_device"] = {found_inf.device: found_inf.fill_(1.0)}
             raise

@@ -1,7 +1,7 @@
-"""Steps of optimizers without torch's wrapper around them, where that makes no difference.
+"""Optimizer steps without torch's wrapper, where the wrapper would do nothing.
 
-Torch wraps the ``step`` of every class of optimizers, to run hooks and to show the step in profiles. When there are no
-hooks and no profiler, that takes as long as a step over a few small parameters.
+Torch wraps the ``step`` of every optimizer class, to run hooks and to show the step in profiles. Without hooks and
+without a profiler, the wrapper takes as long as a step of a few small parameters.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _after_all: Any = _torch._global_optimizer_post_hooks
 
 
 def hooked(step: Step) -> Step:
-    """A ``step`` with torch's wrapper, for the class of an optimizer. The wrapper is used only when it is needed."""
+    """A ``step`` for an optimizer class that goes through torch's wrapper only when the wrapper is needed."""
     wrapped = torch.optim.Optimizer.profile_hook_step(step)
 
     @functools.wraps(step)
     def quick(self: Any, *args: Any, **kwargs: Any) -> Any:
         return (wrapped if _needs_wrapper(self) else step)(self, *args, **kwargs)
 
-    quick.hooked = True  # type: ignore[attr-defined]  # or torch would wrap it once more
+    quick.hooked = True  # type: ignore[attr-defined]  # otherwise torch would wrap it again
     return cast("Step", quick)
 
 
 def quickest(optimizer: Any) -> Callable[[], Any]:
-    """The optimizer's ``step``, or what torch has wrapped for it."""
+    """The optimizer's ``step``, or the function inside torch's wrapper if the wrapper is not needed."""
     step: Any = getattr(type(optimizer), "step", None)
     if (
-        getattr(step, "__code__", None) is not _WRAPPER  # another's, around torch's or instead of it
-        or "step" in vars(optimizer)  # a scheduler's, which counts
+        getattr(step, "__code__", None) is not _WRAPPER  # other code wraps or replaces torch's wrapper
+        or "step" in vars(optimizer)  # a scheduler's wrapper, which counts steps
         or _needs_wrapper(optimizer)
     ):
         return optimizer.step  # type: ignore[no-any-return]
@@ -51,6 +51,7 @@ def _needs_wrapper(optimizer: torch.optim.Optimizer) -> bool:
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _after_all
-        or len(_before_all) > (step_hook in _before_all)  # it looks for steps without gradients: these here have some
+        or len(_before_all)
+        > (step_hook in _before_all)  # step_hook finds steps without gradients; these steps have some
         or torch.autograd._profiler_enabled()
     )

@@ -1,1 +1,1 @@
-"""Who may talk to whom, decided before anything that a peer sends is decoded."""
+"""Decides which peers may connect and what they may do, before their messages are decoded."""

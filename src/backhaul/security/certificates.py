@@ -1,11 +1,11 @@
 """Certificates minted from a cluster's secret.
 
-From the secret follows the private key of a certificate authority, the same one in every process that knows the
-secret. Each process signs a short-lived certificate for itself with it, and accepts those of the others because
-they are signed with the same key. Nothing but the secret has to be carried from host to host, and the secret is
-never sent.
+The private key of a certificate authority is derived from the secret, so it is the same in every process that knows the
+secret. Each process signs a short-lived certificate for itself with that key, and accepts the certificates of others
+because they are signed with the same key. Only the secret must be copied from host to host, and it is never sent over a
+connection.
 
-A worker's name is in its certificate, as the URI ``backhaul:worker:<name>``.
+A worker's certificate contains its name, as the URI ``backhaul:worker:<name>``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 LIFE = datetime.timedelta(hours=24)
 SKEW = datetime.timedelta(minutes=5)
-"""Clocks of two hosts may differ by so much."""
+"""The clocks of two hosts may differ by this much."""
 
 _INFO = b"backhaul cluster CA v1"
 _SCHEME = "backhaul:worker:"
-# The number of points of P-256: private keys are 1 … this - 1.
+# The number of points of P-256: private keys are 1 … _ORDER - 1.
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _LONGEST_COMMON_NAME = 64
 _BEGINNING = datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc)
@@ -33,7 +33,7 @@ _END = datetime.datetime(2120, 1, 1, tzinfo=datetime.timezone.utc)
 
 
 class Issued(NamedTuple):
-    """A certificate and its private key, in PEM, and when to have a new one."""
+    """A certificate and its private key, in PEM, and the time at which to renew it."""
 
     certificate: bytes
     key: bytes
@@ -41,9 +41,9 @@ class Issued(NamedTuple):
 
 
 class Authority:
-    """The certificate authority that follows from a secret.
+    """The certificate authority that is derived from a secret.
 
-    Takes some 0.1 s to make the first one, since it imports ``cryptography``.
+    Making the first one takes about 0.1 s, since it imports ``cryptography``.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -54,18 +54,18 @@ class Authority:
 
     @property
     def name(self) -> str:
-        """Tells this cluster from others, and nothing about the secret."""
+        """A name that distinguishes this cluster from others. It reveals nothing about the secret."""
         return f"backhaul cluster {_fingerprint(self._key.public_key())}"
 
     @property
     def certificate(self) -> str:
-        """In PEM. Each process makes its own; they differ only in the signature."""
+        """The certificate of the authority, in PEM. Each process makes its own; they differ only in the signature."""
         from cryptography.hazmat.primitives.serialization import Encoding
 
         return self._certificate.public_bytes(Encoding.PEM).decode()
 
     def issue(self, worker: str, now: datetime.datetime | None = None) -> Issued:
-        """A certificate for the worker of this name, with a new key of its own, to be used from ``now`` on."""
+        """A certificate for the worker of this name, with a new private key, valid from ``now`` on."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -121,12 +121,12 @@ class Authority:
 
 
 def uri_of(worker: str) -> str:
-    """How a worker's name stands in its certificate."""
+    """The URI for a worker's name in its certificate."""
     return _SCHEME + quote(worker, safe="")
 
 
 def worker_of(uri: str) -> str | None:
-    """The worker's name in a URI of a certificate, if it has one."""
+    """The worker's name in a URI of a certificate; None if it is another kind of URI."""
     return unquote(uri[len(_SCHEME) :]) if uri.startswith(_SCHEME) else None
 
 
@@ -134,7 +134,7 @@ def _scalar(secret: bytes) -> int:
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    # 16 bytes more than the order has, so that no private key is more likely than another.
+    # 16 bytes more than the order has, so that all private keys are equally likely.
     drawn = HKDF(hashes.SHA256(), length=48, salt=None, info=_INFO).derive(secret)
     return int.from_bytes(drawn, "big") % (_ORDER - 1) + 1
 

@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a unix socket, as the kernel tells it."""
+"""Checks whose process is at the other end of a unix socket. The kernel tells it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def can_tell() -> bool:
 
 
 def peer_credentials(sock: socket.socket) -> PeerCredentials:
-    """The process that connected, or listens, at the other end."""
+    """The ids of the process that connected, or listens, at the other end."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     return PeerCredentials(*_UCRED.unpack(raw))
 
 
 def require_same_user(sock: socket.socket) -> None:
-    """Raise `AuthenticationError` unless the peer's process is of our own user."""
+    """Raise `AuthenticationError` unless the peer's process belongs to the user of this process."""
     peer = peer_credentials(sock)
     mine = os.geteuid()
     if peer.uid != mine:

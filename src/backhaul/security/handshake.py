@@ -1,12 +1,12 @@
 """The first bytes of a connection, without I/O.
 
-Once the kernel (see `credentials`) or TLS (see `tls`) vouches for the peer, both sides say who they are. Numbers are
-little-endian::
+After the kernel (see `credentials`) or TLS (see `tls`) has authenticated the peer, both sides send their names. Numbers
+are little-endian::
 
     client -> server   "BHL2"  length (2)  Hello, msgpack
     server -> client   "BHL2"  length (2)  Welcome, msgpack
 
-A server that refuses says why in its `Welcome`.
+A server that refuses a client gives the reason in its `Welcome`.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ HEAD_SIZE = _HEAD.size
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """Who connects, and to whom it believes to connect."""
+    """The worker that connects, and the rank of the worker that it expects to reach."""
 
     group: str
     id: int
     name: str
     to_id: int
     addresses: Addresses = Addresses()
-    """Where it can be called back: this is how others learn of a newcomer, or of a process that has taken its place."""
+    """Its own addresses. From these, others learn of a newcomer, or of a process that has replaced another."""
     incarnation: str = ""
-    """Tells this process from others that have had its name and rank: see `agent.fate`."""
+    """Distinguishes this process from others that have had its name and rank: see `agent.fate`."""
     frames: int = VERSION
-    """The version of the frames that it speaks."""
+    """The version of its frames."""
     fabric: str = "tls"
-    """What its TCP connections are after the greeting: ``tls``, or ``plain``, without encryption."""
+    """The kind of its TCP connections after the greeting: ``tls``, or ``plain``, without encryption."""
     checks: bool = False
-    """It wants checksums on this connection: see `wire.records`."""
+    """Whether it wants checksums on this connection: see `wire.records`."""
     connections: int = 1
-    """As many may there be for one large tensor: see `transport.strands`."""
+    """The most connections that may carry one large tensor: see `transport.strands`."""
     token: str = ""
-    """If this is one of several connections: what the peer has said in its welcome on the first."""
+    """For a further connection of a channel: the token from the welcome on the first connection."""
     strand: int = 0
-    """If so: its number, from 1."""
+    """For a further connection: its number, from 1."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
-    """Who answers; ``refused`` says why if the connection is not wanted."""
+    """The worker that answers. ``refused`` is the reason if it refuses the connection."""
 
     id: int
     name: str
     refused: str = ""
     incarnation: str = ""
     fabric: str = "tls"
-    """As in `Hello`. Both say it inside of TLS, so nobody between them can change it."""
+    """As in `Hello`. Both sides send it inside TLS, so nobody between them can change it."""
     checks: bool = False
-    """There are checksums on this connection from now on."""
+    """Whether this connection has checksums from now on."""
     connections: int = 1
-    """As many may there be for one large tensor, this one included."""
+    """The most connections that may carry one large tensor, including this one."""
     token: str = ""
-    """What the others are known by."""
+    """The token that further connections must send."""
 
 
 LEAVING = "it is shutting down"
-"""The ``refused`` of a worker that lets nobody in any more."""
+"""The ``refused`` of a worker that no longer accepts connections."""
 
 
 class LeavingError(AuthenticationError):
@@ -76,21 +76,21 @@ class LeavingError(AuthenticationError):
 
 
 def require_welcome(welcome: Welcome) -> None:
-    """Raise if a worker refuses the connection."""
+    """Raise `AuthenticationError` if a worker refuses the connection; `LeavingError` if it is shutting down."""
     if welcome.refused:
         kind = LeavingError if welcome.refused == LEAVING else AuthenticationError
         raise kind(f"the worker there refused the connection: {welcome.refused}")
 
 
 def disagreement(name: str, fabric: str, other_name: str, other_fabric: str) -> str:
-    """Why two workers do not talk to each other."""
+    """The message for two workers with different fabrics, which do not talk to each other."""
     return (
         f"worker {name!r} has fabric={fabric!r}, and worker {other_name!r} has fabric={other_fabric!r}: give all "
         "workers of the group the same RpcOptions(fabric=...)"
     )
 
 
-# What decoding raises: text that is not UTF-8 and nesting without end have errors of their own.
+# The exceptions of decoding. Text that is not UTF-8, and endless nesting, raise other types than msgspec's.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
@@ -98,7 +98,7 @@ _welcome_decoder = msgspec.msgpack.Decoder(Welcome)
 
 
 def encode(message: Hello | Welcome) -> bytes:
-    """The bytes that a side says."""
+    """The bytes that a side sends."""
     data = msgspec.msgpack.encode(message)
     return _HEAD.pack(MAGIC, len(data)) + data
 
@@ -110,7 +110,7 @@ def length_of_hello(head: bytes) -> int:
 
 def length_of_welcome(head: bytes) -> int:
     """How many bytes follow the first `HEAD_SIZE` bytes of a server. Raises `ProtocolError`."""
-    return _length(head, "what listens there is no Backhaul worker: it says", "an answer")
+    return _length(head, "the listener there is not a Backhaul worker: it says", "an answer")
 
 
 def _length(head: bytes, stranger: str, what: str) -> int:

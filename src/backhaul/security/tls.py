@@ -1,11 +1,11 @@
-"""TLS between workers: who presents which certificate, whose are accepted, and the bytes, without sockets.
+"""TLS between workers, without sockets: the certificates that a worker presents and accepts, and the bytes.
 
-Only TLS 1.3, with certificates on both sides, and without session tickets: so each connection is a new one, and a
-recorded one is of no use. The names of hosts are not looked at. What counts is the worker's name in the certificate,
-which the greeting compares with what the peer says.
+Only TLS 1.3 is used, with certificates on both sides, and without session tickets. So each connection is new, and a
+recording of one is useless. Host names are not checked. What counts is the worker's name in the certificate, which the
+greeting compares with the name that the peer sends.
 
-A client that the server refuses has finished its own handshake by then: that is how TLS 1.3 is. It learns of the
-refusal when it first reads; `Tunnel` has the same words for it.
+In TLS 1.3, a client has finished its handshake before the server can refuse it. It learns of the refusal at its first
+read; `Tunnel` reports it with the same messages.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from backhaul.security.certificates import Authority, Issued, worker_of
 from backhaul.security.keys import read_private
 
 RECORD = 16384
-"""So many bytes at most travel in one record of TLS, which OpenSSL takes and gives one at a time."""
+"""The most bytes in one TLS record. OpenSSL takes and returns one record at a time."""
 
 _LONGEST_PEM = 1 << 20
-_HEAD = 5  # of a record: its type, 3, 1 to 4, its length (2)
-_TAIL = 17  # of an encrypted record: the type of what it brings, the authentication tag
+_HEAD = 5  # the head of a record: its type, 3, 1 to 4, its length (2)
+_TAIL = 17  # the tail of an encrypted record: the type of its contents, the authentication tag
 _LONGEST_RECORD = RECORD + 256
 _HANDSHAKE, _ALERT = 22, 21
 
 
 @dataclasses.dataclass(frozen=True)
 class TLS:
-    """Certificates that you bring yourself: paths of PEM files. Raises `OptionError` for any that cannot be used.
+    """Your own certificates: paths of PEM files. Raises `OptionError` for files that cannot be used.
 
-    - ``ca``: the certificates of those who may issue certificates for workers of the group.
-    - ``cert``: this worker's certificate, followed by intermediate ones, if any. It is for client and server, and
-      this worker's name is among its names: a URI ``backhaul:worker:<name>`` or a DNS name, or, if it has neither, its
-      common name.
-    - ``key``: its private key, without a password, closed to other users.
+    - ``ca``: the certificates of the authorities that may issue certificates for workers of the group.
+    - ``cert``: this worker's certificate, followed by intermediate certificates, if any. It must be valid for client
+      and server, and contain this worker's name: as a URI ``backhaul:worker:<name>``, as a DNS name or, if it has
+      neither, as its common name.
+    - ``key``: its private key, without a password, in a file that other users cannot read.
 
-    The files are read again when they change, so that certificates can be renewed while the worker runs.
+    The files are read again when they change, so you can renew certificates while the worker runs.
     """
 
     ca: str
@@ -55,14 +55,14 @@ class TLS:
             value = getattr(self, field.name)
             if not isinstance(value, str | os.PathLike) or not os.fspath(value):
                 raise OptionError(f"TLS({field.name}=...) must be the path of a PEM file, not {value!r}")
-            # Absolute, so that it means the same file after a change of directory.
+            # An absolute path means the same file after a change of directory.
             object.__setattr__(self, field.name, os.path.abspath(os.fspath(value)))
         self.names()
 
     def names(self) -> frozenset[str]:
-        """The workers that the certificate is for. Raises `OptionError` if one of the files cannot be used."""
+        """The names of the workers in the certificate. Raises `OptionError` if one of the files cannot be used."""
         server, client = self.contexts()
-        # Whether it would do is best known by doing it: a handshake with ourselves, in memory.
+        # The surest check is to try it: a handshake with ourselves, in memory.
         left, right = Tunnel(server, server=True), Tunnel(client, server=False)
         try:
             for _ in range(4):
@@ -79,7 +79,7 @@ class TLS:
         return left.names
 
     def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        """For serving and for connecting. Raises `OptionError` if one of the files cannot be used."""
+        """The contexts for serving and for connecting. Raises `OptionError` if one of the files cannot be used."""
         for what, path in (("CA file", self.ca), ("certificate", self.cert)):
             if not os.path.isfile(path):
                 raise OptionError(f"there is no {what} {path}")
@@ -90,21 +90,21 @@ class TLS:
             try:
                 context.load_verify_locations(cafile=self.ca)
             except (ssl.SSLError, OSError) as error:
-                raise OptionError(f"the CA file {self.ca} holds no certificates in PEM: {_text(error)}") from None
+                raise OptionError(f"the CA file {self.ca} contains no certificates in PEM: {_text(error)}") from None
             _load(context, self.cert, self.key)
             made.append(context)
         return made[0], made[1]
 
 
 class Credentials(ABC):
-    """What a worker shows to its peers, and whom it believes. Thread-safe."""
+    """The certificate that a worker presents to its peers, and the authorities that it accepts. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None = None
 
     def tunnel(self, *, server: bool) -> Tunnel:
-        """One side of a new connection."""
+        """A tunnel for one side of a new connection."""
         with self._lock:
             if self._contexts is None or self._are_stale():
                 self._contexts = self._renew()
@@ -112,7 +112,7 @@ class Credentials(ABC):
         return Tunnel(context, server=server)
 
     def prepare(self) -> None:
-        """Make now what the first connection would wait for."""
+        """Make the certificate now, so that the first connection need not wait for it."""
         self.tunnel(server=True)
 
     @abstractmethod
@@ -123,7 +123,7 @@ class Credentials(ABC):
 
 
 class ClusterCredentials(Credentials):
-    """Of the worker of this name in the cluster with this secret."""
+    """The credentials of a worker in the cluster with this secret."""
 
     def __init__(self, secret: bytes, name: str) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class ClusterCredentials(Credentials):
 
 
 class OwnCredentials(Credentials):
-    """Of a worker with certificates of the user's. Raises `OptionError` unless they are for a worker of this name."""
+    """The credentials of a worker with the user's certificates. Raises `OptionError` if they are for another name."""
 
     def __init__(self, tls: TLS, name: str) -> None:
         super().__init__()
@@ -152,8 +152,8 @@ class OwnCredentials(Credentials):
         names = tls.names()
         if name not in names:
             raise OptionError(
-                f"this worker is {name!r}, and its certificate {tls.cert} is for {_listed(names)}: have one issued "
-                f"with the URI backhaul:worker:{name} or the DNS name {name} in it, or call the worker as it says"
+                f"this worker is {name!r}, and its certificate {tls.cert} is for {_listed(names)}: get a certificate "
+                f"with the URI backhaul:worker:{name} or the DNS name {name}, or give the worker a name from it"
             )
 
     def _are_stale(self) -> bool:
@@ -162,7 +162,7 @@ class OwnCredentials(Credentials):
     def _look(self) -> tuple[object, ...]:
         seen: list[object] = []
         for path in (self._tls.ca, self._tls.cert, self._tls.key):
-            with contextlib.suppress(OSError):  # it is being replaced: then the next connection finds it
+            with contextlib.suppress(OSError):  # the file is being replaced: the next connection finds the new one
                 status = os.stat(path)
                 seen.append((status.st_mtime_ns, status.st_ino, status.st_size))
         return tuple(seen)
@@ -174,16 +174,17 @@ class OwnCredentials(Credentials):
         except OptionError:
             if self._contexts is None:
                 raise
-            made = self._contexts  # half of the files are new: what was there before still works
+            made = self._contexts  # only some of the files are new: keep the old contexts, which still work
         else:
             self._seen = seen
         return made
 
 
 class Tunnel:
-    """One side of a TLS connection, without I/O: bytes of the network in and out, bytes of the peer in and out.
+    """One side of a TLS connection, without I/O. It turns data into encrypted bytes, and encrypted bytes into data.
 
-    Feed it what comes, send what it gives to `take`, call `shake` until it is True. Not thread-safe.
+    Call `feed` with received bytes, send the bytes from `take`, and call `shake` until it returns True. Not
+    thread-safe.
     """
 
     def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
@@ -195,9 +196,9 @@ class Tunnel:
         self.take = self.outgoing.read
 
     def shake(self) -> bool:
-        """Go on with the handshake; True when it is over. Send what `take` has also after it raised.
+        """Continue the handshake. Returns True when it is finished. Send the bytes from `take` even after it raises.
 
-        Raises `AuthenticationError` or `ProtocolError` that says why it failed.
+        Raises `AuthenticationError` or `ProtocolError` with the reason.
         """
         try:
             self.stream.do_handshake()
@@ -208,7 +209,7 @@ class Tunnel:
         return True
 
     def read(self, count: int) -> bytes:
-        """At most so many bytes of the peer's, or none if more has to be fed first."""
+        """At most ``count`` bytes of data from the peer; empty if it needs more bytes from `feed`."""
         try:
             return self.stream.read(count)
         except ssl.SSLWantReadError:
@@ -217,11 +218,11 @@ class Tunnel:
             raise_plainly(error, server=self.server)
 
     def check(self) -> None:
-        """Take notice of a refusal that came after the handshake."""
+        """Raise if the peer has sent a refusal after the handshake."""
         self.read(1)
 
     def write(self, data: bytes) -> bytes:
-        """What to send so that the peer gets ``data``."""
+        """The bytes to send so that the peer gets ``data``."""
         rest = memoryview(data)
         try:
             while rest:
@@ -232,7 +233,7 @@ class Tunnel:
 
     @property
     def names(self) -> frozenset[str]:
-        """The workers that the peer's certificate is for. After the handshake."""
+        """The names of the workers in the peer's certificate. Known after the handshake."""
         certificate: dict[str, Any] = dict(self.stream.getpeercert() or {})
         alternatives = certificate.get("subjectAltName", ())
         if alternatives:
@@ -244,17 +245,17 @@ class Tunnel:
 
 
 def first_record(data: bytes | bytearray, *, server: bool) -> bool:
-    """Whether ``data`` has the first record of a handshake whole. Raises `ProtocolError` as soon as it cannot be one.
+    """Whether ``data`` contains the whole first record of a handshake. Raises `ProtocolError` if it cannot be one.
 
-    A server looks at this before it makes a `Tunnel`: who sends anything else costs next to nothing.
+    A server checks this before it makes a `Tunnel`, so that a peer that sends other bytes costs almost nothing.
     """
     if data and (data[0] not in (_HANDSHAKE, _ALERT) or (len(data) > 1 and data[1] != 3)):
         start = bytes(data[:4])
-        # Not what anybody chooses to send: it would make each of thousands of refusals another one.
+        # Arbitrary bytes are not shown: they would make each of thousands of log lines different.
         shown = repr(start) if start.isascii() and start.decode().isprintable() else "other bytes"
         if server:
             raise ProtocolError(f"plain text where TLS is spoken: a connection that starts with {shown}")
-        raise ProtocolError(f"what listens there speaks no TLS, and is no Backhaul worker: it says {shown}")
+        raise ProtocolError(f"the listener there does not speak TLS, so it is not a Backhaul worker: it says {shown}")
     if len(data) < _HEAD:
         return False
     length = int.from_bytes(data[3:5], "big")
@@ -264,25 +265,25 @@ def first_record(data: bytes | bytearray, *, server: bool) -> bool:
 
 
 class Records:
-    """Finds the records in the bytes of a connection without its keys, and hands them out a few at a time. Pure.
+    """Finds the records in the bytes of a connection, without its keys, and returns a few at a time. Pure.
 
-    The length of a record is in the clear, so how much data it can bring is known before OpenSSL works on it. A record
-    that brings less is padded, or it is a request for new keys, which costs OpenSSL as much as kilobytes of data. A
-    worker sends neither. Not thread-safe.
+    The length of a record is not encrypted. So it is known how much data a record can bring before OpenSSL works on it.
+    A record that brings less is padded, or it is a request for new keys, which costs OpenSSL as much as kilobytes of
+    data. A worker sends neither. Not thread-safe.
     """
 
     MOST = 16
-    """A slice has at most this many records. A large read of full records is one slice."""
+    """The most records in a slice. A large read of full records is one slice."""
 
     def __init__(self) -> None:
         self.promised = 0
         """The most bytes of data that all complete records can bring."""
-        self._head = b""  # the start of a head, if its rest has not come
-        self._size = 0  # of the record under way, without its head
-        self._due = 0  # bytes of that record that have not come
+        self._head = b""  # the start of a head whose rest has not come yet
+        self._size = 0  # the size of the current record, without its head
+        self._due = 0  # the bytes of that record that have not come yet
 
     def take(self, data: memoryview, start: int) -> int:
-        """Where the slice of ``data`` ends that begins at ``start``: after a record, or where ``data`` ends."""
+        """The end of the slice of ``data`` that begins at ``start``: after a record, or at the end of ``data``."""
         end = len(data)
         if self._head:
             missing = _HEAD - len(self._head)
@@ -312,9 +313,9 @@ class Records:
 
 
 def contexts_of(issued: Issued, authority: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """For serving and for connecting, with a certificate that was issued here."""
+    """The contexts for serving and for connecting, with a certificate that this process has issued."""
     made = []
-    # The module ssl reads private keys from files only. This one is in memory, and has no name that others could open.
+    # The module ssl reads private keys only from files. This file is in memory, and has no name that others could open.
     descriptor = os.memfd_create("backhaul", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, issued.key + issued.certificate)
@@ -341,13 +342,15 @@ def _context(*, server: bool) -> ssl.SSLContext:
 
 def _load(context: ssl.SSLContext, certificate: str, key: str) -> None:
     def no_password() -> NoReturn:
-        raise OptionError(f"the private key {key} has a password: give one without, in a file that is closed to others")
+        raise OptionError(
+            f"the private key {key} has a password: give a key without one, in a file that other users cannot read"
+        )
 
     try:
         context.load_cert_chain(certificate, key, no_password)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise OptionError(f"the private key {key} is not that of the certificate {certificate}") from None
+            raise OptionError(f"the private key {key} does not belong to the certificate {certificate}") from None
         raise OptionError(
             f"the certificate {certificate} and the private key {key} cannot be read: {_text(error)}; both must be PEM"
         ) from None
@@ -356,14 +359,14 @@ def _load(context: ssl.SSLContext, certificate: str, key: str) -> None:
 
 
 def raise_plainly(error: ssl.SSLError, *, server: bool) -> NoReturn:
-    """Raise what an error of TLS means, in words that help; ``server`` is whether it happened at the listening side."""
+    """Raise an error that explains a TLS error. ``server``: it happened on the listening side."""
     if isinstance(error, ssl.SSLCertVerificationError):
         raise AuthenticationError(f"the peer's certificate is refused: {_judgement(error)}") from error
     reason = error.reason or ""
     for words, refusals in _REFUSALS:
         if any(each in reason for each in refusals):
             raise AuthenticationError(words) from None
-    who = "the peer" if server else "what listens there"
+    who = "the peer" if server else "the listener there"
     raise ProtocolError(f"{who} does not speak TLS as Backhaul does: {_text(error)}") from None
 
 
@@ -371,9 +374,9 @@ _SAME_KEY = (
     "it comes from another cluster: give all workers the same secret or key file (`--key-file`), or start them from "
     "one launcher; with certificates of your own, the same CA"
 )
-_CLOCKS = "see whether the clocks of both hosts are right"
+_CLOCKS = "check the clocks of both hosts"
 
-# Not signed, or not by somebody who is known here: what verification calls it.
+# OpenSSL's codes for a certificate that is not signed, or not by a known authority.
 _FOREIGN = (2, 7, 18, 19, 20, 21)
 _JUDGEMENTS = {
     9: f"it is not valid yet; {_CLOCKS}",
@@ -382,7 +385,7 @@ _JUDGEMENTS = {
     **dict.fromkeys(_FOREIGN, _SAME_KEY),
 }
 
-# Words, and the names that OpenSSL has for the reasons. Those with ALERT are what the peer says of us.
+# Messages, and OpenSSL's names of the reasons. Those with ALERT come from the peer, about this worker.
 _REFUSALS: list[tuple[str, tuple[str, ...]]] = [
     (
         f"the peer does not accept this worker's certificate: {_SAME_KEY}",
@@ -397,7 +400,7 @@ _REFUSALS: list[tuple[str, tuple[str, ...]]] = [
         "the peer says that this worker's certificate is not for this use: it must be for client and server",
         ("ALERT_UNSUPPORTED_CERTIFICATE",),
     ),
-    ("the peer shows no certificate, and so nobody knows who it is", ("PEER_DID_NOT_RETURN_A_CERTIFICATE",)),
+    ("the peer shows no certificate, so it cannot be identified", ("PEER_DID_NOT_RETURN_A_CERTIFICATE",)),
     ("the peer wants a certificate, and this worker showed none", ("ALERT_CERTIFICATE_REQUIRED",)),
     (
         "the two sides have no version of TLS in common: Backhaul speaks TLS 1.3 only",
@@ -411,7 +414,7 @@ def _judgement(error: ssl.SSLCertVerificationError) -> str:
 
 
 def _text(error: OSError) -> str:
-    """What OpenSSL, or the system, says of it."""
+    """The message of OpenSSL, or of the system."""
     return str(getattr(error, "reason", None) or error.strerror or error)
 
 

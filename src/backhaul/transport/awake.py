@@ -1,18 +1,18 @@
-"""Awake: a thread that waits for bytes stays awake for a moment if they are likely to come at once.
+"""Awake: a thread that waits for bytes stays awake for a moment if the bytes are likely to come soon.
 
-A thread that sleeps in the kernel takes tens of microseconds to be woken, and then works with cold caches: in an
-exchange of short messages that is most of the time. So a waiting thread looks again and again for a while before it
-goes to sleep. How long is learnt: a `Rhythm` knows how long the last waits in its place took, and twice that long is
-worth it. A thread that is idle, or waits for something long, sleeps.
+Waking a thread that sleeps in the kernel takes tens of microseconds, and then the thread works with cold caches. In an
+exchange of short messages that is most of the time. So a waiting thread polls for a while before it goes to sleep. A
+`Rhythm` learns for how long: it knows how long the last waits in its place took, and polling is worth twice that time.
+A thread that is idle, or waits for something long, sleeps.
 
 Staying awake takes processor time from others, so there are bounds.
 
-- It never lasts longer than ``busy_poll``. The default grows with the number of processors: where there are two, the
-  peer and its neighbours need them.
-- One thread of a process stays awake at a time, and none where there is one processor only.
-- The thread offers its processor to others each time it has looked. If an offer is taken and bytes come meanwhile, then
-  more threads want to work than there are processors, and a thread that sleeps would have been woken sooner. Then all
-  threads of this process sleep for a while that gets longer each time.
+- It never lasts longer than ``busy_poll``. The default grows with the number of processors: on a machine with two, the
+  peer and other processes need them.
+- One thread of a process stays awake at a time, and none on a machine with one processor.
+- The thread yields its processor after each poll. If another thread takes the processor, and bytes come meanwhile, then
+  more threads want to run than there are processors, and a sleeping thread would have been woken sooner. Then all
+  threads of this process sleep for a pause that gets longer each time.
 
 The state is global to the process, since processors are: see `_turn`.
 """
@@ -27,7 +27,8 @@ from collections.abc import Callable
 from typing import Any
 
 _TAKEN_SECONDS = 0.0006
-"""An offer that comes back later than this has been taken: a hiccup of the machine is shorter, a time slice longer."""
+"""If ``sched_yield`` takes longer than this, another thread ran: a hiccup of the machine is shorter, a time slice
+longer."""
 
 _MIN_PAUSE = 0.05
 _MAX_PAUSE = 2.0
@@ -67,7 +68,7 @@ def may_stay_awake() -> bool:
 
 
 def most_awake(option: float | None) -> float:
-    """The seconds that a thread stays awake at the most, by the option ``busy_poll``."""
+    """The most seconds that a thread stays awake, for the value of the option ``busy_poll``."""
     processors = len(os.sched_getaffinity(0))
     if processors < 2:
         return 0.0
@@ -75,7 +76,7 @@ def most_awake(option: float | None) -> float:
 
 
 class Rhythm:
-    """How long the waits in one place have been lately, and so how long the next one is worth staying awake. Pure."""
+    """How long the last waits in one place took, and so for how long staying awake is worth it. Pure."""
 
     __slots__ = ("_before", "_last")
 
@@ -84,7 +85,7 @@ class Rhythm:
         self._before = math.inf
 
     def waited(self, seconds: float) -> None:
-        """A wait is over."""
+        """Note a finished wait."""
         self._before, self._last = self._last, seconds
 
     def worth(self, most: float) -> float:
@@ -111,7 +112,7 @@ def poll_awake(poll: Callable[[Any], Ready], rhythm: Rhythm, timeout: float | No
                 return found
             if timeout is not None:
                 timeout = max(0.0, timeout - (time.perf_counter() - start))
-    # Rounded up: a wait that ends a little too early would be repeated at once.
+    # Rounded up, because a wait that ends a little too early would be repeated at once.
     found = poll(None if timeout is None else math.ceil(timeout * 1000))
     rhythm.waited(time.perf_counter() - start)
     return found

@@ -1,4 +1,4 @@
-"""What a transport offers to the agent: listeners, channels, addresses."""
+"""The interface of a transport to the agent: listeners, channels, addresses."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ class ChannelClosed(Exception):
 
 
 class Way(NamedTuple):
-    """How what was written gets on, as far as the system knows."""
+    """The progress of written bytes towards the peer, as far as the system knows it."""
 
     arrived: int = 0
-    """Bytes that the peer's side has taken; only whether the number grows matters."""
+    """Bytes that the peer's side has received; only whether the number grows matters."""
     outstanding: int = 0
-    """About how many bytes it has not."""
+    """About how many bytes the peer's side has not received yet."""
 
 
 class Channel(ABC):
     """An ordered, two-way stream of frames to one peer.
 
-    One thread at a time may write, and one at a time may read; the agent sees to that.
+    One thread at a time may write, and one at a time may read; the agent ensures that.
 
-    A large frame leaves in slices (`wire.lanes`). Between two slices a small one can be written.
+    A large frame is written in slices (`wire.lanes`). Between two slices a small frame can be written.
     """
 
     device_lending: DeviceLending | None = None
     """Puts tensors on GPUs into segments that the peer opens, where that is possible."""
     path = "memory"
-    """How the bytes go, for people: ``memory``, ``unix``, ``tls`` or ``tcp``."""
+    """How the bytes travel, for display: ``memory``, ``unix``, ``tls`` or ``tcp``."""
     sent = 0
-    """Bytes that were written, without those in segments."""
+    """Bytes written, without those in segments."""
     shared = 0
-    """Bytes that went in segments of shared memory."""
+    """Bytes sent in segments of shared memory."""
     on_devices = 0
-    """Bytes that went in segments of device memory."""
+    """Bytes sent in segments of device memory."""
     received = 0
-    """Bytes that were read, without those in segments."""
+    """Bytes read, without those in segments."""
 
     between = False
-    """An unfinished frame is between two slices: `interject` is possible."""
+    """Whether an unfinished frame is between two slices, so that `interject` is possible."""
     awaits = False
-    """What is left of it has to wait: the peer has not got all that went over further connections."""
+    """Whether the rest of the frame must wait, until the peer has everything that went over further connections."""
 
     @abstractmethod
     def fileno(self) -> int:
@@ -62,80 +62,79 @@ class Channel(ABC):
 
     @abstractmethod
     def write(self, frame: Frame) -> bool:
-        """Write what can be written without waiting; True once the whole frame is out.
+        """Write as much as is possible without waiting. Returns True if the whole frame is written.
 
-        After False, call `flush` until it returns True before writing another frame.
-        Raises `ChannelClosed`.
+        After False, call `flush` until it returns True before writing another frame. Raises `ChannelClosed`.
         """
 
     @abstractmethod
     def flush(self) -> bool:
-        """Go on with an unfinished `write`. False if it is still unfinished: it has to wait, or is `between`."""
+        """Continue an unfinished `write`. Returns False if it is still unfinished: it must wait, or is `between`."""
 
     def interject(self, frame: Frame) -> bool:
-        """Write a small frame between two slices; True once it is out. After False, `flush` until `between` is True."""
-        raise ChannelClosed("nothing is under way")  # where every write is finished at once
+        """Write a small frame between two slices. After False, call `flush` until `between` is True."""
+        raise ChannelClosed("no frame is being written")  # for channels that finish every write at once
 
     def copy_unsent(self) -> None:  # noqa: B027 nothing to copy where every write is finished at once
-        """Copy what an unfinished `write` has left, so that the memory of its tensors may change."""
+        """Copy the rest of an unfinished `write`, so that the memory of its tensors may change."""
 
     def way(self) -> Way:
-        """How what was written gets on. Any thread may call it, as long as the channel is not closed."""
+        """The progress of written bytes. Any thread may call it, as long as the channel is not closed."""
         return Way()
 
     @abstractmethod
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
-        """Return True when the channel is ready for one of those, or closed, and False at the timeout."""
+        """Wait until the channel is ready for reading or writing, as asked, or closed. Returns False at the timeout."""
 
     @abstractmethod
     def read(self, timeout: float | None) -> bool:
-        """Wait for bytes, at most ``timeout`` seconds, and take them. False if none came, or too few to mean anything.
+        """Wait for bytes, at most ``timeout`` seconds, and take them. False if none came, or too few to decode.
 
-        Raises `ChannelClosed` at the end of the stream, `ProtocolError` for bad bytes.
+        Raises `ChannelClosed` at the end of the stream, and `ProtocolError` for bad bytes.
         """
 
     @abstractmethod
     def next(self) -> Envelope | None:
-        """The next message among the bytes taken so far. Raises `ProtocolError`."""
+        """The next message among the bytes taken so far; None if it is not complete. Raises `ProtocolError`."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End both directions now; whoever waits on this channel returns. Any thread may call it."""
+        """End both directions now, and wake the threads that wait on this channel. Any thread may call it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the channel. The caller makes sure that no other thread uses it."""
+        """Free the channel. The caller must ensure that no other thread uses it."""
 
 
 class Visitor(ABC):
-    """A connection that has come in and has not been let in yet. For one thread."""
+    """An incoming connection that was not admitted yet. Not thread-safe."""
 
     trusted = False
-    """Whether somebody vouches for the peer already: TLS, or the kernel."""
+    """Whether TLS, or the kernel, has already authenticated the peer."""
     whence = ""
-    """The address that it comes from, if it has one. For people."""
+    """The peer's address, if it has one. For display."""
 
     @abstractmethod
     def fileno(self) -> int:
-        """A descriptor that is readable, or writable, when the next step can be made."""
+        """A descriptor that is readable, or writable, when the next step is possible."""
 
     @abstractmethod
     def step(self, judge: Callable[[Hello], Welcome]) -> Want | tuple[Channel, Hello] | None:
-        """Go on with the greeting without waiting: what to wait for before the next step, or the channel.
+        """Continue the greeting without waiting. Returns what to wait for before the next step, or the channel.
 
-        None if the connection is a further one of a channel that was let in before.
+        Returns None if the connection is a further one of a channel that was admitted before.
 
-        ``judge`` decides; a welcome that refuses is sent and raises. Raises `AuthenticationError`, `ProtocolError` or
-        `ChannelClosed`; the connection is then closed.
+        ``judge`` decides whether to admit the peer. If it refuses, the welcome is sent, and this raises. Raises
+        `AuthenticationError`, `ProtocolError` or `ChannelClosed`; the connection is then closed.
         """
 
     @abstractmethod
     def turn_away(self) -> None:
-        """Close it without a word."""
+        """Close the connection without an answer."""
 
 
 class Listener(ABC):
-    """Where peers connect to."""
+    """Accepts connections of peers."""
 
     @abstractmethod
     def fileno(self) -> int:
@@ -143,7 +142,7 @@ class Listener(ABC):
 
     @abstractmethod
     def accept(self) -> Visitor | None:
-        """A visitor, or None if there is none. Does not wait."""
+        """The next visitor, or None if there is none. Does not wait."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -154,10 +153,10 @@ class Transport(ABC):
 
     @abstractmethod
     def listen(self) -> Sequence[Listener]:
-        """Start to listen; `addresses` is known after it. Before anybody is let in, `introduce` this worker."""
+        """Start to listen. After that `addresses` is known. Call `introduce` before a peer is admitted."""
 
-    def introduce(self, name: str) -> None:  # noqa: B027 some have nothing to show to a peer
-        """From now on this is the worker of that name. Raises `OptionError` if its credentials are not for it."""
+    def introduce(self, name: str) -> None:  # noqa: B027 some transports have no credentials
+        """Set the name of this worker. Raises `OptionError` if its credentials are not for that name."""
 
     @property
     @abstractmethod
@@ -165,33 +164,33 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
-        """Reach the worker at ``addresses``, and greet it.
+        """Connect to the worker at ``addresses``, and greet it.
 
         Raises `AuthenticationError`, `ProtocolError`, or `ChannelClosed` with the reason.
         """
 
     @abstractmethod
     def is_listening(self, addresses: Addresses, deadline: float) -> bool:
-        """Somebody listens at ``addresses``, as far as can be seen from here."""
+        """Whether a process listens at ``addresses``, as far as this worker can see."""
 
     def is_over(self, addresses: Addresses) -> bool:
-        """The machine itself says that the worker at ``addresses`` has ended. False if it cannot be known here."""
+        """Whether this machine's kernel says that the worker at ``addresses`` has ended. False if it does not know."""
         return False
 
     def trim(self) -> float:
-        """Free memory that has not been used for a while; in how many seconds to call this again, or infinity."""
+        """Free memory that was not used for a while. Returns the seconds until the next call is due, or infinity."""
         return math.inf
 
     def when_used(self, callback: Callable[[], None]) -> None:  # noqa: B027 most have nothing to trim
-        """Have ``callback`` called when there is something to `trim` after there was nothing."""
+        """Set a function to call when memory is in use again, so that `trim` must be called later."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes of shared memory that this worker has made for large tensors, and how many segments they are in."""
+        """The bytes of shared memory that this worker has made for large tensors, and the number of segments."""
         return {"bytes": 0, "segments": 0}
 
     @abstractmethod
     def close(self) -> None:
-        """Stop listening and remove what was made for it."""
+        """Stop listening, and remove the files that were made for it."""
 
     @abstractmethod
     def abandon(self) -> None:

@@ -1,8 +1,8 @@
 """The greeting on a new connection, in steps that do not wait.
 
-Each function here is a generator: it yields what it waits for, ``"read"`` or ``"write"``, and returns its result. So
-the listening side goes on with hundreds of greetings on one thread (`agent.door`), and the connecting side waits
-for its own (`drive`).
+Each greeting is a generator: it yields what it waits for, ``"read"`` or ``"write"``, and returns its result. So the
+listening side can run hundreds of greetings on one thread (`agent.door`), and the connecting side can wait for a single
+one (`drive`).
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ _EVENTS: dict[Want, int] = {"read": select.POLLIN, "write": select.POLLOUT}
 
 
 class Line(ABC):
-    """A new connection, on which two workers are about to greet each other."""
+    """A new connection, on which two workers greet each other."""
 
     checks = False
-    """Whether this side wants checksums; after the greeting, whether there are some, since one of two wants them."""
+    """Whether this side wants checksums. After the greeting, whether they are used: one of the two wants them."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
 
     @abstractmethod
     def open(self) -> Steps[frozenset[str] | None]:
-        """Find out who is there: the names that somebody vouches for, or None if the peer may have any.
+        """Authenticate the peer. Returns the names that it may use, or None if it may use any.
 
-        Raises `AuthenticationError` if it is nobody who may talk to us.
+        Raises `AuthenticationError` if the peer may not connect.
         """
 
     @abstractmethod
     def say(self, data: bytes) -> Steps[None]:
-        """Send all of it."""
+        """Send all of ``data``."""
 
     @abstractmethod
     def hear(self, count: int) -> Steps[bytes]:
-        """So many bytes of the peer's."""
+        """Receive exactly ``count`` bytes."""
 
     @abstractmethod
     def channel(self, options: RpcOptions, budget: Budget, fabric: str, strands: Strands | None = None) -> Channel:
-        """What the line becomes after the greeting, in which both have agreed on ``fabric``."""
+        """The channel for this connection after the greeting, in which both sides have agreed on ``fabric``."""
 
     def pipe(self, options: RpcOptions, fabric: str) -> Pipe:
-        """What the line becomes if it is a strand of another one."""
-        raise ChannelClosed("a connection that cannot be one of several")
+        """The pipe for this connection, if it is a strand of another channel."""
+        raise ChannelClosed("a connection of this kind cannot be one of several")
 
     def send(self, data: bytes) -> Steps[None]:
         rest = memoryview(data)
@@ -97,10 +97,11 @@ def receive_visitor(
     on_trusted: Callable[[], None] = lambda: None,
     widen: Callable[[Hello, Welcome], Welcome] = lambda hello, welcome: welcome,
 ) -> Steps[Hello]:
-    """The listening side. ``judge`` decides; a welcome that refuses is sent and raises.
+    """The greeting of the listening side. Returns the peer's hello.
 
-    A worker of another ``fabric`` is refused, a guest is not: it always has TLS. ``widen`` says how many connections
-    there may be, and refuses one that belongs to no other.
+    ``judge`` decides whether to admit the peer. If it refuses, the welcome is sent, and this raises
+    `AuthenticationError`. A worker of another ``fabric`` is refused; a guest is not, since it always has TLS. ``widen``
+    sets how many connections there may be, and refuses a further connection without a channel.
     """
     names = yield from line.open()
     on_trusted()
@@ -127,7 +128,7 @@ def receive_visitor(
 
 
 def visit(line: Line, hello: Hello) -> Steps[Welcome]:
-    """The connecting side."""
+    """The greeting of the connecting side. Returns the peer's welcome, which may be a refusal."""
     names = yield from line.open()
     if line.checks:
         hello = msgspec.structs.replace(hello, checks=True)
@@ -136,16 +137,16 @@ def visit(line: Line, hello: Hello) -> Steps[Welcome]:
     welcome = handshake.decode_welcome((yield from line.hear(rest)))
     if names is not None and welcome.name not in names:
         raise AuthenticationError(
-            f"what listens there says that it is {welcome.name!r}, and its certificate is for {_listed(names)}"
+            f"the worker there says that it is {welcome.name!r}, and its certificate is for {_listed(names)}"
         )
-    if welcome.fabric != hello.fabric:  # an older version does not look at what the hello says
+    if welcome.fabric != hello.fabric:  # an older version does not check the hello's fabric
         raise AuthenticationError(disagreement(hello.name, hello.fabric, welcome.name, welcome.fabric))
     line.checks = welcome.checks
     return welcome
 
 
 def drive(steps: Steps[T], sock: socket.socket, deadline: float) -> T:
-    """Go through all steps, waiting as they say. Raises `TimeoutError` at the deadline."""
+    """Run all steps, and wait as they ask. Raises `TimeoutError` at the deadline."""
     while True:
         left = remaining(deadline)
         try:

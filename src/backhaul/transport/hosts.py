@@ -1,4 +1,4 @@
-"""What a worker listens on for TCP, and which address it tells the others. Sends nothing."""
+"""Where a worker listens for TCP, and which address it announces to the others. Sends nothing."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from backhaul.options import HOST_VARIABLE, RpcOptions
 
 LOOPBACK = "127.0.0.1"
 
-# Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the way to anywhere.
+# Addresses for documentation, which no machine has (RFC 5737, RFC 3849): the route to them is the default route.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 _UNUSED_PORT = 9
 
 
 class Site(NamedTuple):
-    """Where to listen: a socket address of ``family``; ``announced`` is what peers are told."""
+    """Where to listen: a socket address of ``family``. ``announced`` is the address that peers get."""
 
     family: int
     address: Any
     announced: str
     why: str
-    """Why it is announced, for people."""
+    """Why that address is announced, for display."""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody outside of this machine can connect."""
+        """Whether only processes on this machine can connect."""
         return _parsed(str(self.address[0])).is_loopback
 
 
@@ -45,7 +45,7 @@ def choose_site(options: RpcOptions) -> Site:
     try:
         found = socket.getaddrinfo(host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise OptionError(f"host {host!r} ({given}) is no name or address of this machine: {error}") from None
+        raise OptionError(f"host {host!r} ({given}) is not a name or address of this machine: {error}") from None
     family, _, _, _, address = found[0]
     if not _parsed(str(address[0])).is_unspecified:
         why = f"{given} says {host!r}"
@@ -55,11 +55,11 @@ def choose_site(options: RpcOptions) -> Site:
         announced = None if there is None else address_towards(there, family)
         if announced is not None:
             return Site(
-                family, address, announced, f"{given} says {host!r}, all of them; this one is on the way {what}"
+                family, address, announced, f"{given} says {host!r}, all addresses; this one is on the way {what}"
             )
     raise OptionError(
-        f"host {host!r} ({given}) means all addresses of this machine, and there is no route that tells which of them "
-        "others can reach: give that one instead"
+        f"host {host!r} ({given}) means all addresses of this machine, and no route tells which of them others can "
+        "reach: give that address instead"
     )
 
 
@@ -74,7 +74,7 @@ def meeting_host(options: RpcOptions) -> str | None:
 
 
 def address_towards(host: str, family: int = socket.AF_UNSPEC) -> str | None:
-    """This machine's address on the way to ``host``. A socket that takes IPv6 takes IPv4 too."""
+    """This machine's address on the route to ``host``; None if there is no route. An IPv6 socket accepts IPv4 too."""
     try:
         found = socket.getaddrinfo(
             host, _UNUSED_PORT, family if family == socket.AF_INET else socket.AF_UNSPEC, socket.SOCK_DGRAM
@@ -84,7 +84,7 @@ def address_towards(host: str, family: int = socket.AF_UNSPEC) -> str | None:
     for kind, _, _, _, address in found:
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
             try:
-                probe.connect(address)  # of a datagram socket: only looks the route up
+                probe.connect(address)  # for a datagram socket, this only looks up the route
             except OSError:
                 continue
             return str(probe.getsockname()[0])

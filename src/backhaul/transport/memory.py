@@ -1,8 +1,7 @@
 """Channels between workers of one process. Messages are still encoded to bytes and decoded.
 
-A `Network` is a set of workers that can reach each other this way. This one delivers
-at once and in order; a subclass may hold messages back and decide the order
-(`testing.scheduler`).
+A `Network` is a set of workers that can reach each other this way. It delivers at once and in order; a subclass may
+hold messages back and decide the order (`testing.scheduler`).
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import Frame
 
 END = b""
-"""What is posted to the peer when a channel ends."""
+"""Posted to the peer when a channel ends."""
 
 
 class _Bell:
     """A descriptor that is readable after `ring` until `hush`, and shows a hang-up after `hang_up`.
 
-    A pair of sockets, so that the watch thread sees of it what it sees of a real connection.
+    It is a pair of sockets, so that it looks like a real connection to the watch thread.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class _Bell:
         return self._ear.fileno()
 
     def ring(self) -> None:
-        with self._lock, contextlib.suppress(OSError):  # full of rings, hung up, or closed
+        with self._lock, contextlib.suppress(OSError):  # the buffer is full, or the bell is hung up or closed
             self._rope.send(b"!")
 
     def hush(self) -> None:
@@ -75,7 +74,7 @@ def _decoder(options: RpcOptions) -> Decoder:
 
 
 class MemoryChannel(Channel):
-    """One end of a pair."""
+    """One end of a pair of channels in this process."""
 
     def __init__(self, network: Network, name: str, options: RpcOptions | None = None) -> None:
         self.name = name
@@ -111,7 +110,7 @@ class MemoryChannel(Channel):
                 raise ChannelClosed("the channel ended")
             if not self._inbox:
                 self._bell.hush()
-                # What came before the hush has no bell any more; what comes after it rings.
+                # A message from before the hush rings no more, so look again; one that comes after it rings.
                 if not self._inbox and not self._ended:
                     left = None if deadline is None else deadline - time.monotonic()
                     if left is not None and left <= 0:
@@ -120,7 +119,7 @@ class MemoryChannel(Channel):
                 continue
             data = self._inbox.popleft()
             if self._inbox:
-                self._bell.ring()  # hushed perhaps, and there is more for the next read
+                self._bell.ring()  # the bell may be hushed, and there is more for the next read
             if data == END:
                 self._ended = True
                 raise ChannelClosed("the connection ended")
@@ -135,11 +134,11 @@ class MemoryChannel(Channel):
 
     @property
     def unread(self) -> bool:
-        """Something has arrived that no thread has read."""
+        """Whether data has arrived that no thread has read."""
         return bool(self._inbox)
 
     def deliver(self, data: bytes) -> None:
-        """Called by the network: this has arrived."""
+        """Add arrived data. The network calls this."""
         self._inbox.append(data)
         self._bell.ring()
         if data == END:
@@ -150,7 +149,7 @@ class MemoryChannel(Channel):
             self._network.post(self.peer, END)
         self._ended = True
         self._bell.ring()
-        self._bell.hang_up()  # as a socket that is shut down here shows it, too
+        self._bell.hang_up()  # a socket that is shut down on this side shows a hang-up here too
 
     def close(self) -> None:
         self.shutdown()
@@ -183,17 +182,17 @@ class Network:
         return address in self._listeners
 
     def post(self, to: MemoryChannel, data: bytes) -> None:
-        """A message to ``to`` has been sent."""
+        """Deliver a message that was sent to ``to``."""
         to.deliver(data)
 
     def reading(self, channel: MemoryChannel) -> None:
-        """A thread is about to read from the channel, and done with what it read before."""
+        """Called before a thread reads from the channel. The thread has handled what it read before."""
 
     def taken(self, channel: MemoryChannel, count: int) -> None:
-        """A thread has taken what came from the channel: so many messages."""
+        """Called after a thread has read ``count`` messages from the channel."""
 
     def closed(self, channel: MemoryChannel) -> None:
-        """The channel will not be read any more."""
+        """Called when the channel is closed: no thread will read from it again."""
 
 
 class MemoryVisitor(Visitor):
@@ -281,14 +280,14 @@ class MemoryTransport(Transport):
         listener = self._network.listener(addresses.memory)
         visitor = MemoryVisitor(self._network, hello, self._options, listener.options)
         try:
-            listener.visit(visitor)  # its far end is the listener's from here on
+            listener.visit(visitor)  # from here on the listener owns the far end
             if not visitor.answered.wait(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError("nobody answered")
             if visitor.welcome is None:
                 raise ChannelClosed("the listener closed")
             require_welcome(visitor.welcome)
         except BaseException:
-            visitor.near.close()  # the other side sees that, and closes its end
+            visitor.near.close()  # the other side notices, and closes its end
             raise
         return visitor.near, visitor.welcome
 

@@ -1,7 +1,6 @@
-"""Channels over a socket as it is: unix sockets, and TCP on a fabric that the user declares trusted.
+"""Channels over an unencrypted socket: unix sockets, and TCP on a fabric that the user declares trusted.
 
-Sockets stay in blocking mode; what must not wait says so with ``MSG_DONTWAIT``. A thread that waits for bytes does so
-in `readable`.
+Sockets stay in blocking mode. Calls that must not wait use ``MSG_DONTWAIT``. A thread waits for bytes in `readable`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _MAX_PIECES = 512  # below IOV_MAX, which is 1024
 
 
 class StreamChannel(SlicedChannel):
-    """Frames over a connected socket. Over a unix socket, large tensors in segments."""
+    """Frames over a connected socket. Over a unix socket, large tensors go in segments."""
 
     path = "unix"
 
@@ -66,17 +65,17 @@ class StreamChannel(SlicedChannel):
             apart=strands,
         )
         super().__init__(sock, options, decoder, strands)
-        self._sink: Decoder | Records = decoder  # takes what comes
+        self._sink: Decoder | Records = decoder  # takes received bytes
         self._unsent: list[memoryview] = []
         self._most_unread = options.max_unsent_bytes
-        self._unread: deque[tuple[int, int]] = deque()  # of frames in segments: where each ends, and how large it is
+        self._unread: deque[tuple[int, int]] = deque()  # for each frame in segments: where it ends, and its size there
         self._unread_size = 0
-        self._passing: list[int] = []  # descriptors that go with the first byte that is unsent
-        self._passed: list[int] = []  # those of segments of device memory among them, which are this object's
+        self._passing: list[int] = []  # descriptors to send with the first unsent byte
+        self._passed: list[int] = []  # those of device memory among them, which this object must close
 
     @property
     def device_lending(self) -> DeviceLending | None:  # type: ignore[override]
-        """Made when it is first asked for, by a thread that has a tensor on a GPU to send."""
+        """The lending of device memory. It is made when a thread first sends a tensor on a GPU."""
         if self._device_lending is None and self._device_pool:
             self._device_lending = self._budget.lend_device_memory(self._device_pool)
         return self._device_lending
@@ -119,14 +118,14 @@ class StreamChannel(SlicedChannel):
         return self.flush()
 
     def _seal(self, pieces: list[memoryview]) -> list[memoryview]:
-        """What is written for these bytes."""
+        """The bytes to write for these pieces. `CheckedChannel` adds checksums."""
         return pieces
 
     def _is_read(self) -> bool:
-        """Whether the peer reads what was put into segments. If it does not, the next tensors fill the socket instead.
+        """Whether the peer reads the tensors in segments. If it does not, the next tensors go through the socket.
 
-        Otherwise a peer that reads nothing could make this worker fill all of its segments: a message about one is
-        so small that the socket takes hundreds.
+        Otherwise a peer that reads nothing could make this worker fill all of its segments: a message about a segment
+        is so small that the socket takes hundreds of them.
         """
         if self._unread_size <= self._most_unread:
             return True
@@ -205,7 +204,7 @@ class StreamChannel(SlicedChannel):
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
                 borrowing.add(descriptors)
         if flags & _TRUNCATED:
-            raise ProtocolError(f"more descriptors than a message may have, or else {no_descriptors()}")
+            raise ProtocolError(f"more descriptors than a message may have, or {no_descriptors()}")
 
     def close(self) -> None:
         self._unsent = []
@@ -220,7 +219,7 @@ class StreamChannel(SlicedChannel):
 
 
 class TcpChannel(StreamChannel):
-    """Frames over TCP without encryption, after a greeting that was encrypted. ``rest`` came together with its end."""
+    """Frames over TCP without encryption, after an encrypted greeting. ``rest``: bytes that came with its last ones."""
 
     path = "tcp"
 
@@ -237,9 +236,9 @@ class TcpChannel(StreamChannel):
 
 
 class CheckedChannel(StreamChannel):
-    """The same, with checksums: nothing is decoded that is not what the peer has sent. See `wire.records`.
+    """A `StreamChannel` with checksums: damaged bytes are never decoded. See `wire.records`.
 
-    What lies in segments has not travelled, and has none.
+    Data in segments does not travel, and has no checksum.
     """
 
     def __init__(self, sock: socket.socket, options: RpcOptions, budget: Budget) -> None:
@@ -259,7 +258,7 @@ class CheckedChannel(StreamChannel):
 
 
 class UnixLine(Line):
-    """The kernel says whose process is at the other end."""
+    """A unix socket. The kernel says which user's process is at the other end."""
 
     def __init__(self, sock: socket.socket, *, checks: bool = False) -> None:
         super().__init__(sock)

@@ -1,8 +1,8 @@
-"""Processes: how a worker names its process, and whether the kernel of this machine says that such a process is over.
+"""Processes: how a worker names its process, and whether this machine's kernel says that such a process is over.
 
-A name has four parts: the boot of the machine, the namespace of process ids, the id, and the time at which the process
-started. The last part tells a process from a later one with the same id. A name from another machine, or from
-another namespace, says nothing here.
+A name has four parts: the boot of the machine, the namespace of process ids, the id, and the start time of the process.
+The last part distinguishes a process from a later one with the same id. A name from another machine, or from another
+namespace, has no meaning here.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import contextlib
 import os
 from pathlib import Path
 
-_START_TIME = 19  # after the name of the program, which is in parentheses and may contain anything
+_START_TIME = 19  # counted after the program's name, which is in parentheses and may contain anything
 _STATE = 0
 _ENDED = ("Z", "X")
 
 
 def boot_id() -> str:
-    """Names the machine, from its start to the next; empty where the system does not say."""
+    """The id of this boot of the machine; empty if the system does not provide it."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def own_name() -> str:
-    """The name of this process; empty where the system does not tell enough."""
+    """The name of this process; empty if the system does not provide all parts."""
     return name_of(os.getpid())
 
 
 def name_of(id: int) -> str:
-    """The name of a process of this machine and namespace; empty where the system does not tell enough."""
+    """The name of a process of this machine and namespace; empty if the system does not provide all parts."""
     boot = boot_id()
     fields = _fields(id)
     if not boot or not fields:
@@ -38,7 +38,7 @@ def name_of(id: int) -> str:
 
 
 def is_over(name: str) -> bool:
-    """The kernel says that the process of that name has ended. False also if it cannot be seen from here."""
+    """Whether the kernel says that the process has ended. False also if this process cannot see it."""
     parts = name.split("/")
     if len(parts) != 4 or not parts[2].isdecimal() or len(parts[2]) > 10:
         return False
@@ -51,7 +51,7 @@ def is_over(name: str) -> bool:
 
 
 def _fields(id: int) -> list[str] | None:
-    """What the kernel tells about a process; None if there is none, empty if it does not say."""
+    """The kernel's fields about a process; None if there is no such process, empty if the kernel does not tell."""
     try:
         text = Path(f"/proc/{id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -9,11 +9,11 @@ from backhaul.transport.awake import Rhythm, most_awake, poll_awake
 
 
 class Readable:
-    """For one thread at a time."""
+    """Waits for bytes on one socket. Not thread-safe."""
 
     def __init__(self, sock: socket.socket, busy_poll: float | None) -> None:
-        # Not recv: the kernel wakes a thread that waits in it on a unix socket also when the peer has read what this
-        # side sent.
+        # poll, not recv: on a unix socket, the kernel also wakes a thread in recv when the peer has read what this side
+        # sent.
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         self._poll = poll.poll

@@ -1,8 +1,8 @@
-"""Room: how much memory this process can still have, before the system ends processes to get some.
+"""Room: how much memory this process can still use before the system kills processes to free some.
 
-The system promises more memory than there is: a large tensor is allocated at once, and the process is killed while the
-tensor is filled. So what a message asks for is compared with what is available: to the machine, and to the control
-groups that the process is in.
+The system promises more memory than there is: the allocation of a large tensor succeeds, and the process is killed
+while it fills the tensor. So the memory that a message needs is compared with the memory that is available to the
+machine, and to the control groups of the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def check_room(size: int) -> None:
-    """Raise MemoryError if this process cannot have ``size`` bytes more."""
+    """Raise MemoryError if ``size`` more bytes are not available to this process."""
     found = (available(), *(_left_in(group, size) for group in _groups()))
     left = min((each for each in found if each is not None), default=size)
     if size > left:
@@ -26,7 +26,7 @@ def check_room(size: int) -> None:
 
 
 def available() -> int | None:
-    """The bytes that the machine has to give, if it says so."""
+    """The bytes that the machine has available; None if it does not say."""
     try:
         figures = dict(line.split(":", 1) for line in _MEMORY.read_text().splitlines())
         return sum(int(figures[name].split()[0]) for name in ("MemAvailable", "SwapFree")) * 1024
@@ -52,12 +52,12 @@ def _find_groups(membership: str) -> Iterator[Path]:
         else:
             continue
         group = base / name.lstrip("/")
-        # In a container the name may be that of the host, and the group of the container is at the top.
+        # In a container the name may be the one on the host, while the container's group is at the top.
         yield from (each for each in (group, *group.parents) if each.is_relative_to(base) and each.is_dir())
 
 
 def _left_in(group: Path, size: int) -> int | None:
-    """The bytes that a control group has left: if fewer than ``size`` are free, with what its files take."""
+    """The bytes that a control group has left. If fewer than ``size`` are free, its file cache counts as free."""
     for limit, used, reclaimable in (
         ("memory.max", "memory.current", ("active_file", "inactive_file")),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
@@ -68,7 +68,7 @@ def _left_in(group: Path, size: int) -> int | None:
             if size <= most - now:
                 return most - now
             figures = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # without a limit, or another version of control groups
+        except (OSError, ValueError):  # there is no limit, or it is another version of control groups
             continue
         return max(0, most - now + sum(int(figures.get(name, 0)) for name in reclaimable))
     return None

@@ -1,27 +1,27 @@
 """Segments: memory that two processes of one host share, for large tensors between them.
 
-The sender copies a tensor into a segment, and the receiver's tensor lies right there: one copy in, none out. What
-makes that fast is that the memory is *warm*, since touching a page for the first time costs more than copying
-it. So segments are kept and used again.
+The sender copies a tensor into a segment, and the receiver's tensor uses that memory directly: one copy in, none out.
+This is fast because the memory is *warm*: touching a page for the first time costs more than copying it. So segments
+are kept and used again.
 
 A segment is a sealed ``memfd`` that its maker passes to one peer, as a descriptor over their unix socket, along with
-the first frame that lies in it. Both number the segments of a direction in the order in which they are passed. After
-its data comes a page of control bytes that says, without a message, whose it is::
+the first frame that uses it. Both sides number the segments of a direction in the order in which they are passed. After
+the data comes a page of control bytes. They say, without a message, which side owns the segment::
 
     byte  value
-    0     1 while the receiver has a tensor there; it writes 0 when that is gone
-    1     1 once the sender has given the segment up: the receiver's mapping goes with its last tensor
+    0     1 while the receiver has a tensor there; it writes 0 when the tensor is gone
+    1     1 after the sender has given the segment up: the receiver unmaps it with its last tensor
 
-`Lending` is the sender's end of one channel, `Borrowing` the receiver's, and `Budget` what all channels of a worker
-share. Segments are much larger than what lies in them, since only touched pages take memory: those are what the budget
-counts. Idle ones are given back to the system by punching a hole, which needs no word to the receiver either. A tensor
-that the receiver keeps for long is its own in the end: the sender forgets that segment and makes another.
+`Lending` is the sender's end of one channel, `Borrowing` the receiver's end, and all channels of a worker share one
+`Budget`. Segments are much larger than their data, since only touched pages take memory; the budget counts these pages.
+The memory of idle segments is given back to the system by punching a hole, which needs no message to the receiver
+either. If the receiver keeps a tensor for long, the sender gives that segment up and makes another.
 
-Neither end keeps a descriptor: mappings do not need one, and a process has few. The sender closes its own once the
-frame that it goes with is out.
+Neither end keeps a descriptor: mappings do not need one, and the number of a process's descriptors is limited. The
+sender closes its descriptor when the frame that carries it is sent.
 
-When a process forks, its received tensors become private memory in the child, as all others are, and the
-segments are not used again.
+When a process forks, its received tensors become private memory in the child, like all other memory, and the segments
+are not used again.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from backhaul.wire.frames import Frame, place
 _log = logging.getLogger(__name__)
 
 THRESHOLD = 256 * 1024
-"""Buffers from this size on go through segments."""
+"""Buffers of at least this size go through segments."""
 
 MAX_PASSED = 16
-"""Descriptors that may come with one frame."""
+"""The most descriptors that may come with one frame."""
 
-_MAX_LIVING = 256  # segments that one end of a channel has
-_MAX_SEGMENTS = 8192  # that it has ever passed: the receiver may keep what lies there, and have them all mapped
+_MAX_LIVING = 256  # the most segments that one end of a channel has at a time
+_MAX_SEGMENTS = 8192  # the most that it passes in all: the receiver may keep their tensors, and so all mappings
 _CONTROL = mmap.PAGESIZE
 _SMALLEST = 16 << 20
 _IDLE_SECONDS = 4.0
@@ -77,18 +77,18 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def are_possible() -> bool:
-    """Whether this system has what segments need."""
+    """Whether this system supports segments."""
     return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
 class _Mapping:
-    """A segment as one process sees it."""
+    """The mapping of a segment in one process."""
 
     __slots__ = ("_size", "_unmap", "address", "capacity", "control")
 
     def __init__(self, descriptor: int, size: int) -> None:
         self._size = 0
-        # Not with the module mmap: its objects keep a descriptor each.
+        # The module mmap is not used here, because each of its objects keeps a descriptor.
         place = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
         if place == _MAP_FAILED:
             number = ctypes.get_errno()
@@ -105,7 +105,7 @@ class _Mapping:
 
 
 class _Segment:
-    """A segment at its maker."""
+    """A segment, at its maker."""
 
     __slots__ = ("descriptor", "id", "mapping", "used_at", "warm")
 
@@ -120,8 +120,8 @@ class _Segment:
         except BaseException:
             os.close(descriptor)
             raise
-        self.descriptor: int | None = descriptor  # until it is passed
-        self.warm = 0  # bytes that have been touched
+        self.descriptor: int | None = descriptor  # None after it was passed
+        self.warm = 0  # the number of touched bytes
         self.used_at = 0.0
 
     @property
@@ -129,23 +129,23 @@ class _Segment:
         return not self.mapping.control[0]
 
     def cool(self) -> None:
-        """Give its memory back to the system. It must be free."""
+        """Give its memory back to the system. The segment must be free."""
         _libc.madvise(self.mapping.address, self.mapping.capacity, _MADV_REMOVE)
         self.warm = 0
 
     def forget(self) -> None:
         self.mapping.control[1] = 1
-        if self.is_free:  # since a moment ago, perhaps: the receiver has not seen that the segment is given up
+        if self.is_free:  # the receiver may have freed it just before, without seeing that it is given up
             self.cool()
 
 
 class Budget:
-    """How much memory the segments of all channels of a worker may take. Thread-safe."""
+    """The memory that the segments of all channels of a worker may take. Thread-safe."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.on_use: Callable[[], None] = lambda: None
-        """Called when there is something to `trim` again. The lock is held."""
+        """Called when memory is in use again, so that `trim` must be called later. The lock is held."""
         self.lock = threading.Lock()
         # Guarded by lock:
         self.warm = 0
@@ -153,16 +153,16 @@ class Budget:
         self._device_lendings: weakref.WeakSet[DeviceLending] = weakref.WeakSet()
 
     def segments(self) -> list[_Segment]:
-        """All of them. Under the lock."""
+        """The segments of all channels. The caller holds the lock."""
         return [segment for lending in list(self.lendings) for segment in lending.segments]
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the segments that have been touched, and how many segments there are."""
+        """The number of touched bytes of all segments, and the number of segments."""
         with self.lock:
             return {"bytes": self.warm, "segments": len(self.segments())}
 
     def trim(self) -> float:
-        """Free what has not been used for a while; after how many seconds there will be more, or infinity."""
+        """Free segments that were not used for a while. Returns the seconds until the next call is due, or infinity."""
         now = time.monotonic()
         with self.lock:
             soonest = min((lending.trim(now) for lending in list(self.lendings)), default=float("inf"))
@@ -170,7 +170,7 @@ class Budget:
         return min([soonest, *(lending.trim(now) for lending in devices)])
 
     def lend_device_memory(self, limit: int) -> DeviceLending:
-        """Segments of device memory for one end of a channel, of up to that many bytes. They are trimmed, too."""
+        """Segments of device memory for one end of a channel, of up to ``limit`` bytes. `trim` trims them too."""
         lending = DeviceLending(limit, _log.warning, self.on_use)
         with self.lock:
             self._device_lendings.add(lending)
@@ -178,22 +178,22 @@ class Budget:
 
 
 class Lending:
-    """The segments that one end of a channel makes. One thread at a time may `place`."""
+    """The segments that one end of a channel lends to the other. One thread at a time may call `place`."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._count = 0
         self.segments: list[_Segment] = []  # guarded by the budget's lock
-        self._expected = 0  # the largest buffer that was sent without a segment
-        self._passed: list[int] = []  # descriptors that go, or went, with the last frame
+        self._expected = 0  # the size of the largest buffer that was sent without a segment
+        self._passed: list[int] = []  # the descriptors of the last frame
         self._process = os.getpid()
         with budget.lock:
             budget.lendings.add(self)
 
     def place(self, frame: Frame) -> tuple[Frame, list[int]]:
-        """The frame with its large buffers in segments, as far as there are any, and descriptors to be passed with it.
+        """The frame, with its large buffers in segments as far as segments are available, and the descriptors to pass.
 
-        The descriptors are this object's own, and open until the next call: the frame has to be out by then.
+        This object closes the descriptors at the next call, so the frame must be sent by then.
         """
         self._close_passed()
         ids = []
@@ -214,14 +214,15 @@ class Lending:
         return (place(frame, ids), passed) if any(ids) else (frame, passed)
 
     def _take(self, size: int) -> _Segment | None:
-        """A segment with room for that much, which is now in use."""
+        """A segment with room for ``size`` bytes, marked as used; None if none is available."""
         with self._budget.lock:
             free = [each for each in self.segments if each.is_free and each.mapping.capacity >= size]
-            # The one that is warm enough and no warmer; else the one that is warmest.
+            # The least warm segment that is warm enough; otherwise the warmest.
             warm = [each for each in free if each.warm >= size]
             segment = min(warm, key=_warmth) if warm else max(free, key=_warmth, default=None)
             if segment is None and size > self._expected:
-                # Fresh memory is slower than the stream: the first one of its size does not come back, perhaps.
+                # New memory is slower than the stream, so the first buffer of a size takes the stream: it may be the
+                # only one.
                 self._expected = size
                 return None
             if size > (0 if segment is None else segment.warm) and not self._reserve(size, segment):
@@ -239,7 +240,7 @@ class Lending:
             return segment
 
     def _reserve(self, size: int, segment: _Segment | None) -> bool:
-        """See that the budget has room for a segment to grow warm, or for a new one."""
+        """Make room in the budget for a segment, or a new one, of ``size`` warm bytes. False if there is no room."""
         more = size - (0 if segment is None else segment.warm)
         for other in sorted(self._budget.segments(), key=_last_use):
             if self._budget.warm + more <= self._budget.size:
@@ -257,14 +258,14 @@ class Lending:
             capacity *= 4
         try:
             segment = _Segment(self._count + 1, capacity)
-        except OSError:  # out of descriptors or memory: the stream will do
+        except OSError:  # out of descriptors or memory: use the stream
             return None
         self._count += 1
         self.segments.append(segment)
         return segment
 
     def trim(self, now: float) -> float:
-        """See `Budget.trim`, whose lock is held."""
+        """See `Budget.trim`. The caller holds the budget's lock."""
         soonest = float("inf")
         for segment in list(self.segments):
             if not segment.warm:
@@ -287,10 +288,11 @@ class Lending:
         self._passed = []
 
     def close(self) -> None:
-        """Forget all segments: the peer is gone, or keeps what it has."""
+        """Give all segments up: the peer is gone, or keeps what it has."""
         self._close_passed()
         if os.getpid() != self._process:
-            # A forked child lets go of what is its parent's. The lock may be held by a thread that it does not have.
+            # A forked child drops the parent's segments. It must not take the lock: a thread that exists only in the
+            # parent may hold it.
             self.segments = []
             return
         with self._budget.lock:
@@ -310,7 +312,7 @@ def _last_use(segment: _Segment) -> float:
 
 
 class _Lease:
-    """A buffer in a segment, for as long as somebody has it."""
+    """A buffer in a segment. Deleting the lease frees the segment."""
 
     __slots__ = ("__weakref__", "_borrowing", "_id", "_mapping", "retired", "size")
 
@@ -320,7 +322,7 @@ class _Lease:
         self._id = id
         self.size = size
         self.retired = False
-        """A forked process has it too: it is not given back."""
+        """Whether a forked process has the buffer too, so that the segment must not be used again."""
         _leases[builtins.id(self)] = weakref.ref(self)
 
     @property
@@ -332,13 +334,13 @@ class _Lease:
         control = self._mapping.control
         if not self.retired:
             control[0] = 0
-        # If the sender has used it again before it gave it up, another lease is to come.
+        # If the sender has used the segment again before it gave it up, another lease will follow.
         if self.retired or (control[1] and not control[0]):
             self._borrowing.forget(self._id)
 
 
 _leases: dict[int, weakref.ref[_Lease]] = {}
-"""All of this process. Its operations are atomic: a finalizer may come in between."""
+"""The leases of this process. Only atomic operations are used on it, because a finalizer may run at any time."""
 
 
 def _living() -> list[_Lease]:
@@ -347,7 +349,7 @@ def _living() -> list[_Lease]:
 
 
 class Borrowing:
-    """The segments that the peer of a channel has passed. For one thread at a time."""
+    """The segments that the peer of a channel has passed. Not thread-safe."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -355,7 +357,7 @@ class Borrowing:
         self._devices = DeviceBorrowing()
 
     def add(self, descriptors: Iterable[int]) -> None:
-        """Segments that have come, and are now this object's. Raises `ProtocolError`."""
+        """Take over the descriptors of received segments, map them, and close them. Raises `ProtocolError`."""
         mine = list(descriptors)
         try:
             while mine:
@@ -377,7 +379,7 @@ class Borrowing:
                 os.close(descriptor)
 
     def lend(self, id: int, size: int) -> Any:
-        """An object over the first bytes of a segment, which has them as its buffer. Raises `ProtocolError`."""
+        """An object whose buffer is the first ``size`` bytes of a segment. Raises `ProtocolError`."""
         mapping = self._mappings.get(id)
         if mapping is None or size > mapping.capacity:
             raise ProtocolError(f"{size} bytes in segment {id}, which has not been passed or is smaller")
@@ -397,16 +399,16 @@ def _map(descriptor: int) -> _Mapping:
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         size = os.fstat(descriptor).st_size
-        # One that could shrink would kill whoever reads it.
+        # A segment that could shrink would kill this process when it reads there (SIGBUS).
         if seals & _SEALS != _SEALS or size <= _CONTROL:
-            raise ProtocolError("a descriptor that is no sealed segment")
+            raise ProtocolError("a descriptor that is not a sealed segment")
         return _Mapping(descriptor, size)
     except (OSError, ValueError) as error:
-        raise ProtocolError(f"a descriptor that is no segment: {error}") from error
+        raise ProtocolError(f"a descriptor that is not a segment: {error}") from error
 
 
 class _Fork(threading.local):
-    """The fork that a thread is about to make: what its leases have at that time."""
+    """The fork that a thread is making: the contents of all leases at that time."""
 
     copies: Mapping[_Lease, bytes] = {}
 
@@ -415,9 +417,9 @@ _fork = _Fork()  # of a thread: a fork copies the process
 
 
 def _before_fork() -> None:
-    """What both processes will have is not to be used again.
+    """Retire all leases, which both processes will have, and copy their contents for the child.
 
-    It is copied here, since the parent may write to its own before the child has had a look.
+    They are copied before the fork, because the parent may write to its memory before the child reads it.
     """
     copies = {}
     for lease in _living():
@@ -432,10 +434,10 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Put memory of its own in the place of what it shares."""
+    """Replace shared memory by private memory with the same contents, at the same addresses."""
     copies, _fork.copies = _fork.copies, {}
     for lease in _living():
-        lease.retired = True  # also one that came since
+        lease.retired = True  # also a lease that was made since _before_fork
         with contextlib.suppress(MemoryError):
             data = copies.get(lease) or ctypes.string_at(lease.address, lease.size)
             size = -(-lease.size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,7 +1,7 @@
-"""What all channels over a socket share: the slices of a large frame, and the end.
+"""SlicedChannel: the base of all channels over a socket. It cuts large frames into slices, and ends channels.
 
-A subclass writes bytes in its own way. It asks `_take_slice` for the next slice whenever it is `between` two of them,
-and says `_slice_left` when one has left.
+A subclass writes bytes in its own way. It calls `_take_slice` for the next slice whenever it is `between` two slices,
+and `_slice_left` when a slice is written.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class SlicedChannel(Channel):
         self._socket = sock
         self._decoder = decoder
         self.next = decoder.next  # type: ignore[method-assign]
-        self._slices: Slices | None = None  # what else there is of a large frame
+        self._slices: Slices | None = None  # the rest of a large frame
         self._pace = Pace()
-        self._began = 0.0  # when its slice began
-        self._taken = 0  # how large that is
+        self._began = 0.0  # when the current slice began
+        self._taken = 0  # the size of the current slice
         self._keep: object = None
         self._readable = Readable(sock, options.busy_poll)
         tune(sock, options.keepalive)
@@ -52,7 +52,7 @@ class SlicedChannel(Channel):
         if self._buffer is not None:
             keep_unsent(sock, self._pace.size)
         self._strands = strands
-        self._wide = False  # the frame under way may use the strands
+        self._wide = False  # whether the current frame may use the strands
         if strands is not None:
             strands.on_broken = self.shutdown
             strands.on_announced = self._count
@@ -62,11 +62,11 @@ class SlicedChannel(Channel):
 
     @property
     def _flags(self) -> int:
-        """How to send a part of a large frame."""
+        """The flags for sending a part of a large frame."""
         return SEND_SLICE_FLAGS if self._buffer is not None and self._pace.size < _LARGE_SLICE else SEND_FLAGS
 
     def _begin(self, frame: Frame) -> bool:
-        """Whether a frame leaves in slices; the first is taken next. Its memory is kept until all of it has left."""
+        """Begin a frame, and keep its memory until it is written. Returns whether it must be written in slices."""
         self._keep = frame.keep
         if frame.size <= self._pace.size:
             return False
@@ -90,7 +90,7 @@ class SlicedChannel(Channel):
         )
 
     def _take_slice(self, slices: Slices) -> list[memoryview]:
-        """What leaves next."""
+        """The bytes to write next."""
         self.between = False
         self._began = time.monotonic()
         size = self._pace.size if self._buffer is None else min(self._pace.size, self._buffer.slice)
@@ -108,7 +108,7 @@ class SlicedChannel(Channel):
         return slices.take(size)
 
     def _slice_left(self) -> bool:
-        """All that was begun has left. True if that is the whole frame."""
+        """Note that the current slice is written. Returns True if the whole frame is."""
         if self._slices is not None:
             if self._taken:
                 now = time.monotonic()
@@ -153,7 +153,7 @@ class SlicedChannel(Channel):
         self.received += size
 
     def _ended(self) -> ChannelClosed | ProtocolError:
-        """Why nothing more can be read."""
+        """The exception for the end of the stream."""
         problem = None if self._strands is None else self._strands.problem
         if problem is None:
             return ChannelClosed("the connection ended")

@@ -1,4 +1,4 @@
-"""Connected sockets: how they are made and set up. They stay in blocking mode; what must not wait says so."""
+"""Connected sockets: how they are made and set up. They stay in blocking mode; calls that must not wait use flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backhaul.transport.base import ChannelClosed, Way
 # Plain integers: combining the enumeration's members costs a microsecond each time.
 NO_WAIT = int(socket.MSG_DONTWAIT)
 SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-# TCP adds what is written to its last packet of up to 64 KiB, whatever the limits say, unless that one is closed so.
+# Without MSG_EOR, TCP adds written bytes to its last packet, up to 64 KiB, and ignores the limit of unsent bytes.
 SEND_SLICE_FLAGS = SEND_FLAGS | int(socket.MSG_EOR)
 
 UNIX: Any = getattr(socket, "AF_UNIX", None)
@@ -27,8 +27,8 @@ UNIX: Any = getattr(socket, "AF_UNIX", None)
 _SOCKET_BUFFER = 4 << 20
 _QUEUE_PAUSE = 0.005
 
-# A silent loss of the network is noticed after as many seconds of silence as the option ``keepalive`` says. One packet
-# in five may get lost: eight in a row do not.
+# A silent loss of the network is noticed after ``keepalive`` seconds of silence. Even if one packet in five is lost, it
+# is very unlikely that eight in a row are.
 _KEEPALIVE_IDLE = 2
 _KEEPALIVE_INTERVAL = 1
 _MARGIN = 1.0  # what was sent is given up that much earlier, since it is looked at now and then only
@@ -42,23 +42,22 @@ _RETRIES = ((_TCP_THIN_LINEAR_TIMEOUTS, 1), (_TCP_RTO_MAX_MS, 1000), (_TCP_RTO_M
 
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 _SIOCOUTQ = 0x5411
-# Of struct tcp_info: the size of a packet, the packets that are not acknowledged, the bytes that are, and those that
-# have not left.
+# From struct tcp_info: the size of a packet, the unacknowledged packets, the acknowledged bytes, and the unsent bytes.
 _TCP_INFO = struct.Struct("16xI4xI92xQ16xI")
-# The bytes that are acknowledged, and the shortest round trip in microseconds.
+# The acknowledged bytes, and the shortest round trip in microseconds.
 _TCP_RATE = struct.Struct("120xQ20xI")
 
-# What is on its way over a slow link, and everything behind it, takes this many seconds beyond a round trip.
+# On a slow link, the queued bytes take this many seconds beyond a round trip.
 _QUEUE_SECONDS = 0.15
 _WINDOW = 0.1  # seconds over which the rate of a link is measured
 _LEAST_BUFFER = 8 << 10
 _LEAST_SLICE = 4 << 10
 _SLICES = 4
-_SLACK = 1.25  # a buffer that is wrong by less stays
+_SLACK = 1.25  # a buffer whose size is wrong by less than this factor stays
 
 
 def tune(sock: socket.socket, keepalive: float) -> None:
-    """Set a connected socket up. ``keepalive``: after so many seconds of silence a TCP connection breaks."""
+    """Set up a connected socket. A TCP connection breaks after ``keepalive`` seconds of silence."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER)
     if sock.family == UNIX:
@@ -75,23 +74,23 @@ def tune(sock: socket.socket, keepalive: float) -> None:
 
 
 def keep_unsent(sock: socket.socket, size: int) -> None:
-    """Let a TCP socket be full when that many bytes have not left: what is written next need not wait for more."""
+    """Make a TCP socket count as full at ``size`` unsent bytes, so that the next write waits for no more than these."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, size)
 
 
 def fitting(rate: float, round_trip: float) -> int:
-    """The bytes that keep a link of ``rate`` bytes a second busy, without a long queue before it."""
+    """The buffer size that keeps a link of ``rate`` bytes per second busy without a long queue before it."""
     return min(_SOCKET_BUFFER, max(_LEAST_BUFFER, int(rate * (round_trip + _QUEUE_SECONDS))))
 
 
 class SendBuffer:
-    """The send buffer of a TCP socket, which fits the link: what is written next leaves soon.
+    """The send buffer of a TCP socket, with a size that fits the link, so that the next message leaves soon.
 
-    With a large one, TCP fills the queues before a slow link until they overflow, and a small message waits until what
-    was lost has been sent again.
+    With a large buffer, TCP fills the queues before a slow link until they overflow. Then a small message waits until
+    the lost packets are sent again.
 
-    The rate is measured here. The one that the system tells is the largest of late while this buffer is the limit.
+    The rate is measured here. While this buffer is the limit, the system only reports the largest recent rate.
     """
 
     __slots__ = ("_arrived", "_since", "_size", "_socket", "slice")
@@ -99,17 +98,17 @@ class SendBuffer:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._size = _SOCKET_BUFFER
-        self._since = 0.0  # when `_arrived` was true; 0 if nothing is measured
+        self._since = 0.0  # the time at which `_arrived` was read; 0 if nothing is measured
         self._arrived = 0
         self.slice = _SOCKET_BUFFER // _SLICES
-        """The bytes to write at once at the most: the system checks its limits before it takes them, not while."""
+        """The most bytes to write at once: the system checks its limits only before it takes the bytes of a write."""
 
     def begin(self) -> None:
-        """A large frame begins: there was a pause before it."""
+        """Start to measure again, because there was a pause before the large frame that begins."""
         self._since = 0.0
 
     def fit(self, now: float, waited: bool) -> None:
-        """Fit the link as it is now. ``waited``: the last slice did not leave at once."""
+        """Adapt the size to the link. ``waited``: the last slice could not be written at once."""
         if not waited and self._size == _SOCKET_BUFFER:
             return  # a fast link
         if self._since and now - self._since < _WINDOW:
@@ -118,7 +117,7 @@ class SendBuffer:
             data = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_RATE.size)
             arrived, microseconds = _TCP_RATE.unpack(data)
         except (OSError, struct.error):
-            return  # a system that does not tell
+            return  # a system without this information
         since, before = self._since, self._arrived
         self._since, self._arrived = now, arrived
         if since:
@@ -127,7 +126,7 @@ class SendBuffer:
     def _set(self, size: int) -> None:
         if size == self._size or 1 / _SLACK < size / self._size < _SLACK:
             return
-        # The system takes twice as much, for what it adds to each packet; it adds little to large ones.
+        # The system doubles the value, for its overhead of each packet; large packets have little overhead.
         value = size if size == _SOCKET_BUFFER else size // 2
         with contextlib.suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, value)
@@ -136,7 +135,7 @@ class SendBuffer:
 
 
 def way_of(sock: socket.socket) -> Way:
-    """What the peer's system says about the bytes that were written to a TCP socket."""
+    """The progress of the bytes written to a TCP socket, as the peer's system has acknowledged them."""
     try:
         data = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         size, packets, arrived, unsent = _TCP_INFO.unpack(data)
@@ -146,7 +145,7 @@ def way_of(sock: socket.socket) -> Way:
 
 
 def unread_of(sock: socket.socket) -> int:
-    """About how many of the bytes that were written to a unix socket the peer has not read."""
+    """About how many of the bytes written to a unix socket the peer has not read."""
     try:
         return int.from_bytes(fcntl.ioctl(sock.fileno(), _SIOCOUTQ, bytes(4)), "little")
     except (OSError, ValueError):
@@ -158,19 +157,19 @@ def connect_unix(path: str, deadline: float) -> socket.socket:
 
 
 def connect_tcp(host: str, port: int, deadline: float) -> socket.socket:
-    """To a numeric address: what peers say where they are is not worth a question to a name server."""
+    """Connect to a numeric address. Peers announce numeric addresses, so no name server is asked."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         family, _, _, _, address = found[0]
     except (OSError, UnicodeError, OverflowError) as error:
         if lacks_descriptors(error):
             raise
-        raise ChannelClosed(f"{host!r}, port {port}, is no address: {error}") from None
+        raise ChannelClosed(f"{host!r}, port {port}, is not an address: {error}") from None
     return _connect(family, address, deadline)
 
 
 def await_ready(sock: socket.socket, *, read: bool, write: bool, timeout: float | None) -> bool:
-    """Wait until the socket is ready for one of those, or has ended; False after ``timeout`` seconds."""
+    """Wait until the socket is ready for reading or writing, as asked, or has ended. Returns False at the timeout."""
     poll = select.poll()
     try:
         poll.register(sock, (select.POLLIN if read else 0) | (select.POLLOUT if write else 0))
@@ -192,12 +191,12 @@ def closed(error: OSError) -> ChannelClosed:
 
 
 def lacks_descriptors(error: BaseException) -> bool:
-    """Whether the error says that this process, or the machine, has no descriptor left."""
+    """Whether the error says that this process, or the machine, has no descriptors left."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def no_descriptors() -> str:
-    """What to tell people about that."""
+    """The message for that case, with advice."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"this process has used up its {soft} descriptors: close files and sockets, or raise the limit (ulimit -n)"
 
@@ -212,12 +211,12 @@ def _connect(family: int, address: Any, deadline: float) -> socket.socket:
                 sock.settimeout(None)
                 return sock
             except BlockingIOError:
-                # A unix socket whose queue of connections is full; a TCP one would make us wait.
+                # A unix socket raises this if the peer's queue of connections is full; TCP would wait.
                 time.sleep(_QUEUE_PAUSE)
     except TimeoutError:
         sock.close()
         raise
-    except (OSError, ValueError, OverflowError) as error:  # a path or a port that cannot be one, too
+    except (OSError, ValueError, OverflowError) as error:  # ValueError, OverflowError: an impossible path or port
         sock.close()
         raise ChannelClosed(f"nobody answers at {address}: {error}") from error
     except BaseException:

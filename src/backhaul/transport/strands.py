@@ -2,24 +2,24 @@
 
 Theory of operation
 -------------------
-A channel has one connection, on which every frame begins and ends. A channel that may be *wide* has strands besides it.
-Each has a thread, so that several processors encrypt, copy and decrypt one tensor. A slice that goes over a strand is
-announced on the channel's own connection (`wire.frames`), in its place among the other slices; so the receiver knows
-which memory it belongs to before it reads the bytes, and they land there.
+A channel has one connection, on which every frame begins and ends. A *wide* channel also has strands. Each strand has a
+thread, so that several processors encrypt, copy and decrypt one tensor. A slice on a strand is announced on the
+channel's own connection (`wire.frames`), in its place among the other slices. So the receiver knows the memory for a
+slice before it reads the bytes, and reads them directly into that memory.
 
 On a strand, all numbers little-endian::
 
     "d"  size (8)  bytes       a slice
-    "a"  0 (8)                 the peer has a slice: one for each, in their order
+    "a"  0 (8)                 acknowledges a slice: one for each slice, in their order
 
-The sender keeps the end of a frame back until all of its slices have been acknowledged. So a frame whose last byte has
-come is whole, small messages pass between its slices as ever, and at most one frame has slices on strands.
+The sender keeps the end of a frame back until all of its slices are acknowledged. So a frame is complete when its last
+byte has come, small messages can pass between its slices, and at most one frame has slices on strands.
 
-The side that has opened the channel opens the strands, when the first large frame leaves or comes; the peer knows them
-by the token that it gave in its welcome (`greeting`). A strand that cannot be opened, or that ends while nothing
-is on its way over it, is not used. One that breaks otherwise ends the channel: bytes are missing.
+The side that opened the channel opens the strands, when it sends or receives the first large frame. The peer recognises
+them by the token from its welcome (`greeting`). A strand that cannot be opened, or that ends while it is idle, is not
+used. If a strand breaks otherwise, bytes are missing, and the channel ends.
 
-A strand's thread never waits for one direction only, so two workers that send to each other do not wait for each other.
+A strand's thread never waits for one direction only, so two workers that send to each other cannot deadlock.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ WIDE = 4 << 20
 
 _HEAD = struct.Struct("<cQ")
 _SLICE, _ACKNOWLEDGED = b"d", b"a"
-_QUEUED = 3  # slices that a strand has at most: one arrives, one leaves, one is next
+_QUEUED = 3  # the most slices that a strand has: one is arriving, one is being sent, one is next
 _CHUNK = 256 * 1024
 _ENCRYPTED = 4 * RECORD
-_FORKED = 1.0  # seconds: in a forked child, a thread that does not exist may hold a lock
+_FORKED = 1.0  # seconds to wait for a lock: in a forked child, a thread that does not exist there may hold it
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class Pipe(ABC):
-    """A connection that was greeted, as a stream of bytes. Nothing here waits. For one thread at a time."""
+    """A connection after its greeting, as a stream of bytes. No method waits. Not thread-safe."""
 
     def __init__(self, sock: socket.socket, keepalive: float) -> None:
         self.socket = sock
@@ -65,19 +65,19 @@ class Pipe(ABC):
 
     @abstractmethod
     def write(self, data: memoryview) -> int:
-        """Take some of the bytes; how many. 0 if there is no room."""
+        """Take some of the bytes. Returns how many; 0 if there is no room."""
 
     @abstractmethod
     def read(self, place: memoryview) -> int:
-        """Fill in some bytes; how many. 0 if none have come. Raises `ChannelClosed` at the end."""
+        """Read some bytes into ``place``. Returns how many; 0 if none have come. Raises `ChannelClosed` at the end."""
 
     def flush(self) -> bool:
-        """Go on with what was taken. True once all of it has left."""
+        """Continue to send the bytes that `write` took. Returns True if all are sent."""
         return True
 
 
 class PlainPipe(Pipe):
-    """Without encryption; ``rest`` came together with the end of the greeting."""
+    """A pipe without encryption. ``rest`` are bytes that came together with the end of the greeting."""
 
     def __init__(self, sock: socket.socket, keepalive: float, rest: bytes) -> None:
         super().__init__(sock, keepalive)
@@ -163,7 +163,7 @@ def receive(sock: socket.socket, place: memoryview) -> int:
 
 
 class Bell:
-    """Wakes a thread that polls it. Thread-safe, also while it is closed. Before `open` nobody polls it."""
+    """Wakes a thread that polls it. Thread-safe, also during `close`. Call `open` before a thread polls it."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -199,7 +199,7 @@ State = Literal["new", "open", "gone"]
 
 
 class Strand:
-    """One of the further connections, and its thread."""
+    """One further connection, and its thread."""
 
     def __init__(self, number: int, arrived: Callable[[], None], broke: Callable[[Exception], None]) -> None:
         self._number = number
@@ -211,24 +211,24 @@ class Strand:
         self._pipe: Pipe | None = None
         self._ends = False
         # Guarded by _lock:
-        self._abandoned = False  # its thread, which still opens the connection, frees everything
+        self._abandoned = False  # whether its thread, which is still opening the connection, must free everything
         self.state: State = "new"
         self._outgoing: deque[memoryview] = deque()
-        self._kept: deque[object] = deque()  # keeps the memory of slices that are not acknowledged
+        self._kept: deque[object] = deque()  # keeps the memory of unacknowledged slices alive
         self._expected: deque[tuple[memoryview | None, int]] = deque()
         self._filled = 0
         self._announced = 0
-        # Of its thread:
+        # Used only by its thread:
         self._head = memoryview(bytearray(_HEAD.size))
         self._head_size = 0
-        self._left = 0  # bytes of a slice that are still to come
+        self._left = 0  # bytes of a slice that have not come yet
         self._place: memoryview | None = None
-        self._starved = False  # a slice comes that has not been announced yet
+        self._starved = False  # whether a slice comes that was not announced yet
 
-    # For the threads that write and read the channel.
+    # The next methods are for the threads that write and read the channel.
 
     def start(self, open_pipe: Callable[[int], Pipe]) -> bool:
-        """Open the connection on a thread of its own, and serve it. False if the machine gives none."""
+        """Open the connection on a new thread, and serve it. Returns False if there is no thread or descriptor left."""
         name = f"backhaul-strand-{self._number}"
         thread = threading.Thread(target=self._run, args=(open_pipe,), name=name, daemon=True)
         try:
@@ -251,20 +251,20 @@ class Strand:
 
     @property
     def idle(self) -> bool:
-        """All that it was given has arrived."""
+        """Whether all slices that it was given have arrived."""
         return not self._kept
 
     def give(self, data: memoryview, keep: object) -> None:
-        """Send a slice, whose memory must not change before it is acknowledged."""
+        """Send a slice. Its memory must not change before it is acknowledged."""
         with self._lock:
             self._kept.append(keep)
             self._outgoing += (memoryview(_HEAD.pack(_SLICE, len(data))), data)
         if self.state == "gone":
-            self._broke(ChannelClosed("it has ended"))
+            self._broke(ChannelClosed("the connection has ended"))
         self._bell.ring()
 
     def copy(self) -> None:
-        """Copy what has not left."""
+        """Copy the slices that are not sent yet, so that the memory of their tensors may change."""
         with self._lock:
             self._outgoing = deque(memoryview(bytes(each)) for each in self._outgoing)
 
@@ -273,12 +273,12 @@ class Strand:
             self._announced += 1
             self._expected.append((place, size))
         if self.state == "gone":
-            self._broke(ChannelClosed("a part of a tensor was to come over a connection that has ended"))
+            self._broke(ChannelClosed("the peer announced a part of a tensor on a connection that has ended"))
         self._bell.ring()
 
     @property
     def settled(self) -> bool:
-        """All that was expected has come."""
+        """Whether all expected slices have come."""
         return self._filled == self._announced
 
     def way(self) -> Way:
@@ -294,7 +294,7 @@ class Strand:
         self._bell.ring()
 
     def join(self) -> None:
-        """End its thread. In a forked child there is none, and the connection is left to the parent."""
+        """End its thread. A forked child has no such thread, and leaves the connection to the parent."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             with self._lock:
@@ -304,7 +304,7 @@ class Strand:
                 thread.join()
 
     def close(self) -> None:
-        """Free it, after `join`."""
+        """Free the connection. Call `join` first."""
         if not self._abandoned:
             self._free()
 
@@ -313,7 +313,7 @@ class Strand:
             self._pipe.socket.close()
         self._bell.close()
 
-    # Its thread.
+    # The next methods run on its thread.
 
     def _run(self, open_pipe: Callable[[int], Pipe]) -> None:
         pipe: Pipe | None = None
@@ -332,7 +332,7 @@ class Strand:
         if pipe is None:
             if not self._ends:
                 _log.warning("a further connection, for large tensors, was not opened: %s", problem)
-            self._end(ChannelClosed(f"it was not opened: {problem}"))
+            self._end(ChannelClosed(f"the connection was not opened: {problem}"))
             return
         try:
             while not self._ends:
@@ -343,7 +343,7 @@ class Strand:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        """It is not used any more. If something was on its way, the channel is broken."""
+        """Stop using this strand. If slices were on their way, the channel is broken."""
         with self._lock:
             self.state = "gone"
             broken = bool(self._kept or self._expected or self._left)
@@ -351,7 +351,7 @@ class Strand:
             self._broke(error)
 
     def _send(self, pipe: Pipe) -> bool:
-        """Write what can be written. False if that is nothing."""
+        """Write as much as possible. Returns False if nothing could be written."""
         if not pipe.flush():
             return False
         with self._lock:
@@ -366,7 +366,7 @@ class Strand:
         return taken > 0
 
     def _receive(self, pipe: Pipe) -> bool:
-        """Read what has come. False if that is nothing, or cannot be read yet."""
+        """Read what has come. Returns False if nothing came, or if it cannot be read yet."""
         if self._left:
             return self._receive_slice(pipe)
         count = pipe.read(self._head[self._head_size :]) if self._head_size < _HEAD.size else 0
@@ -377,26 +377,26 @@ class Strand:
         if kind == _ACKNOWLEDGED:
             with self._lock:
                 if not self._kept:
-                    raise ProtocolError("the peer has got more slices than were sent")
+                    raise ProtocolError("the peer acknowledged more slices than were sent")
                 self._kept.popleft()
             self._head_size = 0
             self._arrived()
             return True
         if kind != _SLICE:
-            raise ProtocolError(f"a connection for large tensors on which {kind!r} comes")
+            raise ProtocolError(f"unknown kind {kind!r} on a connection for large tensors")
         with self._lock:
             self._starved = not self._expected
             if self._starved:
                 return False
             self._place, expected = self._expected[0]
         if size != expected or not size:
-            raise ProtocolError(f"a slice of {size} bytes, where one of {expected} was announced")
+            raise ProtocolError(f"a slice of {size} bytes, where the peer announced one of {expected}")
         self._left, self._head_size = size, 0
         return True
 
     def _receive_slice(self, pipe: Pipe) -> bool:
         place = self._place
-        if place is None:  # nobody gets it
+        if place is None:  # the decoder does not want the bytes: discard them
             place = memoryview(bytearray(min(self._left, _CHUNK)))
             count = pipe.read(place)
         else:
@@ -423,10 +423,10 @@ class Strand:
 
 
 class Strands:
-    """All strands of one channel, numbered from 1. Fills in what comes over them, for a decoder."""
+    """All strands of one channel, numbered from 1. They fill memory of the decoder with the slices that come."""
 
     def __init__(self, count: int, open_pipe: Callable[[int], Pipe] | None = None) -> None:
-        """``open_pipe`` opens the connection of a number. Without it the peer opens them: see `attach`."""
+        """``open_pipe`` opens the connection with a given number. Without it the peer opens them: see `attach`."""
         self.problem: Exception | None = None
         """Why the channel is broken."""
         self.on_announced: Callable[[int], None] = lambda size: None
@@ -434,12 +434,12 @@ class Strands:
         self.on_closed: Callable[[], None] = lambda: None
         self._open_pipe = open_pipe
         self._progress = Bell()
-        self._lock = threading.Lock()  # around starting and closing
+        self._lock = threading.Lock()  # held while strands are started or closed
         self._closed = False
         self._all = [Strand(number, self._progress.ring, self._broke) for number in range(1, count + 1)]
 
     def attach(self, number: int, pipe: Pipe) -> bool:
-        """The peer has opened one. False if there is none of that number, or another one is attached."""
+        """Use a connection that the peer has opened. False if the number is invalid, or has a connection already."""
         with self._lock:
             if self._closed or not 0 < number <= len(self._all) or self._all[number - 1].started:
                 return False
@@ -447,13 +447,13 @@ class Strands:
             return self._all[number - 1].start(lambda _: pipe)
 
     def want(self) -> None:
-        """A large frame leaves, or has come: the next one can use strands."""
+        """Open the strands, because a large frame leaves or has come. The next large frame can use them."""
         opens, self._open_pipe = self._open_pipe, None
         if opens is None:
             return
         with self._lock:
             if not self._closed:
-                with contextlib.suppress(OSError):  # no descriptor: the strands say so
+                with contextlib.suppress(OSError):  # no descriptors left: the strands log that
                     self._progress.open()
                 for strand in self._all:
                     strand.start(opens)
@@ -461,7 +461,7 @@ class Strands:
     # Sending.
 
     def free(self) -> tuple[int, Strand] | None:
-        """A strand that takes another slice, and its number."""
+        """A strand that can take another slice, with its number; None if there is none."""
         for number, strand in enumerate(self._all, 1):
             if strand.free:
                 return number, strand
@@ -469,11 +469,11 @@ class Strands:
 
     @property
     def idle(self) -> bool:
-        """All slices have arrived."""
+        """Whether all slices have arrived."""
         return all(strand.idle for strand in self._all)
 
     def await_progress(self, sock: socket.socket, *, read: bool, timeout: float | None) -> bool:
-        """Wait until a slice has arrived, or ``sock`` is readable if that is asked for; False at the timeout."""
+        """Wait until a slice has arrived or, if ``read``, ``sock`` is readable. Returns False at the timeout."""
         poll = select.poll()
         poll.register(self._progress, select.POLLIN)
         try:
@@ -488,7 +488,7 @@ class Strands:
         return bool(found)
 
     def check(self) -> None:
-        """Raise `ChannelClosed` if one has broken."""
+        """Raise `ChannelClosed` if a strand has broken."""
         if self.problem is not None:
             raise ChannelClosed(f"one of the connections for large tensors has broken: {self.problem}")
 
@@ -510,7 +510,7 @@ class Strands:
 
     def settle(self, size: int) -> None:
         if not all(strand.settled for strand in self._all):
-            raise ProtocolError("a message that ends before what it has on other connections")
+            raise ProtocolError("a message that ends before its slices on other connections")
         if size >= WIDE:
             self.want()
 
@@ -527,7 +527,7 @@ class Strands:
         self._progress.ring()
 
     def close(self) -> None:
-        """For any thread but those of the strands."""
+        """End and free all strands. The threads of the strands must not call it."""
         held = self._lock.acquire(timeout=_FORKED)
         self._closed = True
         if held:
@@ -535,6 +535,6 @@ class Strands:
         self.on_closed()
         for strand in self._all:
             strand.join()
-        for strand in self._all:  # now that no thread of another one wakes it
+        for strand in self._all:  # only now, when no other strand's thread can wake it
             strand.close()
         self._progress.close()

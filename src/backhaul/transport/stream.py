@@ -1,6 +1,6 @@
-"""The transport of processes: unix sockets within a host (`plain`), and TCP between hosts, greeted with TLS (`tls`).
+"""The transport between processes: unix sockets on one host (`plain`), and TCP between hosts, greeted with TLS (`tls`).
 
-After the greeting, TCP stays encrypted, or, where both workers have ``fabric="plain"``, does not.
+After the greeting TCP stays encrypted, unless both workers have ``fabric="plain"``.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ _KEY_ADVICE = (
 
 
 def host_id() -> str:
-    """Names this machine as far as unix sockets reach."""
+    """The id of this machine. Workers with the same id can reach each other over unix sockets."""
     boot = processes.boot_id()
     return f"{boot}/{socket.gethostname()}" if boot else socket.gethostname()
 
 
 def is_listening(addresses: Addresses, deadline: float) -> bool:
-    """Whether a process listens there, as far as can be seen from here.
+    """Whether a process listens there, as far as this process can see.
 
-    A process that is stopped listens, since the kernel takes connections for it. A host that does not answer does not.
+    A stopped process counts as listening, since the kernel accepts connections for it. A host that does not answer does
+    not count.
     """
     return bool(look_for(addresses, deadline))
 
 
 def look_for(addresses: Addresses, deadline: float) -> bool | None:
-    """The same, with None for a host that does not answer: the process may be there."""
+    """Like `is_listening`, but None for a host that does not answer: the process may be there."""
     here = addresses.unix is not None and addresses.host == host_id()
     try:
         if addresses.unix is not None and here:
@@ -73,22 +74,22 @@ def look_for(addresses: Addresses, deadline: float) -> bool | None:
         refused = here or isinstance(error.__cause__, ConnectionRefusedError)
         return False if refused else None
     except TimeoutError:
-        return True if here else None  # its queue of connections is full
+        return True if here else None  # on this host, the queue of connections is full
     return True
 
 
 class Looms:
-    """The channels that peers have opened and may widen, by their tokens. Thread-safe."""
+    """The channels that peers have opened and may widen with strands, by token. Thread-safe."""
 
     def __init__(self) -> None:
         self._all: dict[str, tuple[Hello, Strands]] = {}
 
     def answer(self, hello: Hello, welcome: Welcome, most: int) -> Welcome:
-        """Say how many connections there may be; refuse one that belongs to no channel of the same worker."""
+        """The welcome, with the number of allowed connections. Refuses a strand if its worker has no such channel."""
         if hello.token:
             known = self._all.get(hello.token)
             if known is None or not _same_worker(known[0], hello):
-                return msgspec.structs.replace(welcome, refused="it belongs to a connection that is not there")
+                return msgspec.structs.replace(welcome, refused="the connection that it belongs to does not exist")
             return welcome
         count = min(hello.connections, most)
         if count < 2:
@@ -96,7 +97,7 @@ class Looms:
         return msgspec.structs.replace(welcome, connections=count, token=secrets.token_hex(16))
 
     def strands(self, hello: Hello, welcome: Welcome | None) -> Strands | None:
-        """Those of a channel that has just been greeted."""
+        """The strands of a channel that was just greeted; None if it may not have any."""
         if welcome is None or not welcome.token:
             return None
         strands = Strands(welcome.connections - 1)
@@ -168,7 +169,7 @@ class StreamVisitor(Visitor):
 
 
 class StreamListener(Listener):
-    """``make_line`` says how greetings go on the sockets that it accepts."""
+    """Accepts connections on one socket. ``make_line`` makes the line for the greeting on each."""
 
     def __init__(
         self,
@@ -193,8 +194,8 @@ class StreamListener(Listener):
             sock, address = self._socket.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                raise  # somebody waits there, and will not be seen until there is room
-            return None  # nobody there, or gone again
+                raise  # a visitor waits, and cannot be accepted until descriptors or memory are free
+            return None  # no visitor, or it is gone again
         whence = f"{address[0]}, port {address[1]}" if isinstance(address, tuple) else ""
         return StreamVisitor(self._make_line(sock), whence, self._options, self._budget, self._looms)
 
@@ -203,7 +204,7 @@ class StreamListener(Listener):
 
 
 class StreamTransport(Transport):
-    """Unix sockets between the processes of one host; TCP with TLS, if there is a secret or are certificates."""
+    """Unix sockets between processes of one host; and TCP with TLS, if there is a secret or there are certificates."""
 
     def __init__(self, options: RpcOptions) -> None:
         self._options = options
@@ -231,11 +232,9 @@ class StreamTransport(Transport):
     def listen(self) -> Sequence[Listener]:
         wanted = self._options.transport
         if wanted == "unix" and (self._options.host or self._options.port):
-            raise OptionError("transport 'unix' has no host and no port: leave them out, or take 'auto' or 'tcp'")
+            raise OptionError("transport 'unix' has no host and no port: omit them, or use 'auto' or 'tcp'")
         if wanted == "unix" and not self._has_unix:
-            raise OptionError(
-                "this system has no unix sockets that tell whose process is at the other end: take 'auto'"
-            )
+            raise OptionError("this system has no unix sockets that tell whose process is at the other end: use 'auto'")
         if not self._has_unix and not self._has_tcp:
             raise OptionError(
                 "transport 'tcp' needs a secret that all workers share: start them with `backhaul run`, or "
@@ -246,11 +245,11 @@ class StreamTransport(Transport):
             if not self._has_tcp and not self._site.is_loopback:
                 raise OptionError(
                     f"listening on {self._site.announced}, beyond this machine, needs a key or certificates, so that "
-                    f"nobody else can call: {_KEY_ADVICE}"
+                    f"only workers of the group can call: {_KEY_ADVICE}"
                 )
         unix = self._listen_unix() if self._has_unix else None
         tcp = self._listen_tcp(self._site) if self._has_tcp and self._site is not None else None
-        # In a federation the peers learn nothing about this machine that they do not need.
+        # In a federation, peers learn only what they need about this machine.
         process = processes.own_name() if self._options.policy.shows else ""
         self._addresses = Addresses(host=self._host, unix=unix, tcp=tcp, process=process)
         return self._listeners
@@ -263,7 +262,7 @@ class StreamTransport(Transport):
             self._credentials = OwnCredentials(self._options.tls, name)
         elif self._secret is not None:
             self._credentials = ClusterCredentials(self._secret, name)
-            # Otherwise most workers have nobody to show a certificate to, and need not wait for one.
+            # Otherwise most workers need no certificate, since they use unix sockets, and should not wait for one.
             if self._has_tcp and (not self._has_unix or (self._site is not None and not self._site.is_loopback)):
                 self._credentials.prepare()
 
@@ -287,7 +286,7 @@ class StreamTransport(Transport):
             raise
 
     def _open_strand(self, addresses: Addresses, hello: Hello, token: str, number: int) -> Pipe:
-        """Open a further connection of a channel. Raises as `connect` does."""
+        """Open a further connection of a channel. Raises what `connect` raises."""
         deadline = time.monotonic() + self._options.connect_timeout
         line = self._reach(addresses, deadline)
         try:
@@ -301,7 +300,8 @@ class StreamTransport(Transport):
         return is_listening(addresses, deadline)
 
     def is_over(self, addresses: Addresses) -> bool:
-        """Its process has ended, or it has closed its unix socket. What TCP says may come from the network."""
+        """Whether its process has ended, or has closed its unix socket. A TCP error does not count: the network may
+        have caused it."""
         if processes.is_over(addresses.process):
             return True
         if not self._has_unix or addresses.unix is None or addresses.host != self._host:
@@ -364,7 +364,7 @@ class StreamTransport(Transport):
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if site.family == socket.AF_INET6:
-                # All of IPv6 is all of IPv4, too, whatever the system's default is.
+                # Accept IPv4 too, whatever the system's default is.
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             sock.bind(site.address)
             sock.listen(_BACKLOG)
@@ -372,7 +372,7 @@ class StreamTransport(Transport):
             sock.close()
             raise OptionError(
                 f"cannot listen on {site.address[0]}, port {site.address[1] or 'any'}: {error.strerror}; the host must "
-                "be an address of this machine, and the port one that nobody else uses"
+                "be an address of this machine, and no other process may use the port"
             ) from error
         except BaseException:
             sock.close()
@@ -385,11 +385,11 @@ class StreamTransport(Transport):
 
     def _shown(self) -> Credentials:
         if self._credentials is None:
-            raise ChannelClosed("this worker has not been introduced yet")
+            raise ChannelClosed("this worker does not know its name yet: introduce() was not called")
         return self._credentials
 
     def _reach(self, addresses: Addresses, deadline: float) -> Line:
-        """A connected socket, and how to greet on it."""
+        """A line over a connected socket. Raises `ChannelClosed` if the worker cannot be reached."""
         if self._has_unix and addresses.unix is not None and addresses.host == self._host:
             return self._unix_line(connect_unix(addresses.unix, deadline))
         if self._has_tcp and addresses.tcp is not None:

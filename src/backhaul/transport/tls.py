@@ -1,18 +1,18 @@
 """Channels over TCP with TLS, and the greeting of all TCP connections.
 
-OpenSSL works on memory here, not on the socket: `Tunnel` turns bytes into records and back, and the socket moves
-them, many at a time. So no call of OpenSSL's waits, and one lock around each is enough to let one thread write while
+OpenSSL works on memory here, not on the socket: `Tunnel` turns bytes into records and back, and the socket moves many
+records at a time. So no call of OpenSSL waits. One lock around each call is enough to let one thread write while
 another reads, which OpenSSL itself does not allow.
 
-A read takes all that the socket has, up to a chunk, and decrypts all of it that is complete. So nothing that has
-arrived is left where nobody sees it: the descriptor is readable when there is something to read, and not otherwise.
+A read takes all bytes that the socket has, up to a chunk, and decrypts all complete records. So no arrived data stays
+hidden in OpenSSL: the descriptor is readable exactly when there is something to read.
 
 A member of a federation may be hostile. A request for new keys has 27 bytes and takes OpenSSL microseconds, and one
-call of OpenSSL works through as many as there are. So OpenSSL gets a few records at a time (`Records`), and a
-connection whose records bring less data than their lengths say ends.
+call of OpenSSL handles all requests that have come. So OpenSSL gets a few records at a time (`Records`), and a
+connection ends if its records bring less data than their lengths promise.
 
-Nobody says that it closes, other than with a `Goodbye` of our own: an end that TLS does not announce is what every
-crash looks like, and counts as one.
+Workers do not announce the end of a connection in TLS, only with a `Goodbye` of their own. So an end without a
+`Goodbye` looks like a crash, and counts as one.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from backhaul.wire.decoder import Decoder
 from backhaul.wire.frames import Frame
 
 _CHUNK = 16 * RECORD
-# So much is encrypted at a time. The records are written twice before the kernel has them, so they stay in the cache.
+# The bytes that are encrypted at a time. Records are copied twice before the kernel has them, so they should stay in
+# the cache.
 _SEND_CHUNK = 4 * RECORD
 _FIRST_CHUNK = RECORD
 _SMALL = 4096
 _GREETING_CHUNK = 4096
 _OVERHEAD = 22  # bytes of a record besides its data: header, type, authentication tag
-# Bytes that a peer has sent in records that bring no data: a request for new keys has 5. No worker sends any.
+# The most bytes in records that bring no data: a request for new keys has 5. No worker sends such records.
 _MAX_SILENT = 160
-# Bytes of a handshake. OpenSSL takes 100 KiB of certificates.
+# The most bytes of a handshake. OpenSSL accepts 100 KiB of certificates.
 _LONGEST_HANDSHAKE = 256 * 1024
 
 
 class TlsLine(Line):
-    """A certificate says who is at the other end."""
+    """A TCP connection with TLS. The peer's certificate names the workers that it may be."""
 
     def __init__(self, sock: socket.socket, credentials: Credentials, *, server: bool) -> None:
         super().__init__(sock)
@@ -62,7 +63,7 @@ class TlsLine(Line):
     def open(self) -> Steps[frozenset[str] | None]:
         first = bytearray()
         if self._server:
-            # Nothing is made for who has not said a whole first record.
+            # A peer costs no memory for TLS before it has sent a whole first record.
             while not first_record(first, server=True):
                 first += yield from self._receive("a handshake that does not end")
         self._tunnel = tunnel = self._credentials.tunnel(server=self._server)
@@ -83,7 +84,7 @@ class TlsLine(Line):
             tunnel.feed(data)
 
     def _explain(self, tunnel: Tunnel) -> Steps[None]:
-        """Let the peer know why it is refused. If it does not listen, that is its own loss."""
+        """Tell the peer why it is refused. It does not matter whether the peer reads it."""
         with contextlib.suppress(ChannelClosed):
             yield from self.send(tunnel.take())
 
@@ -103,7 +104,7 @@ class TlsLine(Line):
         return bytes(data)
 
     def _receive(self, breach: str) -> Steps[bytes]:
-        """Some bytes. Raises `ProtocolError` with ``breach`` if that were more than this part of the greeting needs."""
+        """Some bytes. Raises `ProtocolError` with ``breach`` if this part of the greeting has become too long."""
         if self._left <= 0:
             raise ProtocolError(breach)
         data = yield from self.receive(_GREETING_CHUNK)
@@ -116,15 +117,15 @@ class TlsLine(Line):
         return TlsChannel(self.socket, self._opened(), options, strands)
 
     def pipe(self, options: RpcOptions, fabric: str) -> Pipe:
-        """What the line becomes if it is a strand of another one."""
+        """The pipe for this connection, if it is a strand of another channel."""
         if fabric == "plain":
             return PlainPipe(self.socket, options.keepalive, self._leave())
         return TlsPipe(self.socket, options.keepalive, self._opened())
 
     def _leave(self) -> bytes:
-        """End the encryption, at the same byte as the peer does: what came after its last record.
+        """End the encryption at the same byte as the peer does. Returns the bytes after the peer's last record.
 
-        A client says nothing before it has been welcomed, so nothing may have come to a server.
+        A client sends nothing before it has the welcome, so a server must not have such bytes.
         """
         tunnel = self._opened()
         rest = tunnel.incoming.read()
@@ -157,17 +158,17 @@ class TlsChannel(SlicedChannel):
             apart=strands,
         )
         super().__init__(sock, options, decoder, strands)
-        self._lock = threading.Lock()  # around what uses these three:
+        self._lock = threading.Lock()  # held around all use of these three:
         self._stream = tunnel.stream
         self._incoming = tunnel.incoming
         self._outgoing = tunnel.outgoing
         self._chunk = memoryview(bytearray(_FIRST_CHUNK))
         self._plain: list[memoryview] = []  # not encrypted yet, last piece first
         self._unsent = memoryview(b"")  # encrypted
-        self._problem: ChannelClosed | ProtocolError | None = None  # with what has come
+        self._problem: ChannelClosed | ProtocolError | None = None  # an error in received bytes, for the next read
         self._records = Records() if bounded else None
-        self._brought = 0  # bytes of data
-        came = tunnel.incoming.read()  # together with the end of the greeting, after the record that OpenSSL is at
+        self._brought = 0  # the bytes of data in all records
+        came = tunnel.incoming.read()  # came together with the end of the greeting, after OpenSSL's current record
         self._decrypt()
         self._feed(memoryview(came))
 
@@ -227,7 +228,7 @@ class TlsChannel(SlicedChannel):
         super().copy_unsent()
 
     def _encrypt(self) -> bytes:
-        """The next chunk of what is to be sent."""
+        """The next chunk to send, encrypted."""
         room = _SEND_CHUNK
         plain = self._plain
         try:
@@ -262,12 +263,12 @@ class TlsChannel(SlicedChannel):
         self.received += count
         if count == len(chunk) < _CHUNK:
             self._chunk = memoryview(bytearray(_CHUNK))
-        # A record whose length was damaged on its way takes in all that follows. So part of a record is no sign of
-        # life, and such a connection ends when pings go unanswered.
+        # A record whose length was damaged on its way swallows everything that follows. So a part of a record is not a
+        # sign of life, and such a connection ends when pings go unanswered.
         return self._feed(chunk[:count]) > 0
 
     def _feed(self, data: memoryview) -> int:
-        """Decrypt what has come; how many bytes that brings."""
+        """Decrypt received bytes. Returns the number of bytes of data in them."""
         records = self._records
         if records is None:
             with self._lock:
@@ -281,15 +282,15 @@ class TlsChannel(SlicedChannel):
                 self._incoming.write(data[start:stop])
             self._brought += self._decrypt()
             if records.promised - self._brought > _MAX_SILENT and self._problem is None:
-                self._problem = ProtocolError("records of TLS that bring no data, such as requests for new keys")
+                self._problem = ProtocolError("TLS records that bring no data, such as requests for new keys")
                 self.shutdown()
             start = stop
         return self._brought - before
 
     def _decrypt(self) -> int:
-        """Take all records that are complete; how many bytes these bring.
+        """Decrypt all complete records. Returns the number of bytes of data in them.
 
-        What came before a bad one is good: the next read raises.
+        The data before a bad record is good, so this does not raise for a bad record: the next read does.
         """
         decoder = self._decoder
         stream = self._stream
@@ -300,7 +301,7 @@ class TlsChannel(SlicedChannel):
                 while incoming.pending or stream.pending():
                     place = decoder.writable()
                     count: int = stream.read(RECORD, place)  # type: ignore[assignment]
-                    if not count:  # the peer has said that it closes
+                    if not count:  # the peer has closed TLS
                         break
                     decoder.wrote(count)
                     brought += count
@@ -309,27 +310,27 @@ class TlsChannel(SlicedChannel):
                 else:
                     return brought
         except ssl.SSLWantReadError:
-            return brought  # the rest of a record is still to come
+            return brought  # the rest of a record has not come yet
         except ssl.SSLError as error:
             if "ALERT" in (error.reason or ""):
                 self._problem = ChannelClosed(f"the peer ended the connection: {_text(error)}")
             else:
                 self._problem = ProtocolError(f"bytes that are not what the peer encrypted: {_text(error)}")
-        self.shutdown()  # which whoever reads next notices
+        self.shutdown()  # the next read notices this
         return brought
 
     def _decrypt_more(self, place: memoryview) -> int:
-        """Take the next records into the memory of a tensor, which follow one another; how many bytes these bring.
+        """Decrypt the next records into the memory of a tensor, one after the other. Returns the number of bytes.
 
-        Holds ``_lock``. OpenSSL gives one record at a time, so what is done for each counts.
+        The caller holds ``_lock``. OpenSSL returns one record at a time, so the cost for each record matters.
         """
         read, incoming, size = self._stream.read, self._incoming, len(place)
         filled = 0
-        # This many bytes hold a whole record. The caller handles whatever remains.
+        # This many bytes contain a whole record. The caller handles the rest.
         try:
             while filled < size and incoming.pending >= RECORD + _OVERHEAD:
                 count: int = read(RECORD, place[filled:])  # type: ignore[assignment]
-                if not count:  # the peer has said that it closes; the caller sees it, too
+                if not count:  # the peer has closed TLS; the caller sees that too
                     break
                 filled += count
         except ssl.SSLWantReadError:
@@ -346,7 +347,7 @@ class TlsChannel(SlicedChannel):
 
 
 def _joined(pieces: list[bytes | memoryview]) -> list[memoryview]:
-    """The pieces, last one first, small neighbours as one: each makes a record of its own."""
+    """The pieces, last one first, with small neighbours joined, since each piece becomes a separate record."""
     found: list[memoryview] = []
     small: list[bytes | memoryview] = []
     size = 0

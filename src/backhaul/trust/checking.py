@@ -1,9 +1,9 @@
-"""Gradients from a peer that may lie: compared with what was sent, and charged to it as long as they wait.
+"""Checks of gradients from a peer that may lie. They must match the sent tensors, and count against a quota.
 
 A gradient of another shape, dtype, device or layout is refused before torch sees it. An expanded gradient of a few
-bytes could keep all processors busy without an end, and an oversized one would stay in memory while a run waits for the
-right one. Strides are not trusted either: a gradient whose elements share memory is copied, which takes as much memory
-as the tensor that was sent.
+bytes could keep all processors busy endlessly, and an oversized one would stay in memory while a run waits for the
+right one. Strides are not trusted either: a gradient whose elements share memory is copied. The copy takes as much
+memory as the tensor that was sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class Like(NamedTuple):
-    """What a gradient has to be like: the tensor that was sent."""
+    """The properties of a sent tensor that its gradient must have too."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -40,7 +40,7 @@ def like(tensor: torch.Tensor) -> Like:
 
 
 def checked(gradient: torch.Tensor, sent: Like) -> torch.Tensor:
-    """A gradient that torch can be given. Raises ProtocolError for one that cannot be of what was sent."""
+    """The gradient in a form that is safe for torch. Raises `ProtocolError` if it does not match the sent tensor."""
     if (
         gradient.shape != sent.shape
         or gradient.dtype is not sent.dtype
@@ -50,7 +50,7 @@ def checked(gradient: torch.Tensor, sent: Like) -> torch.Tensor:
         or type(gradient) is not torch.Tensor
     ):
         found = Like(gradient.shape, gradient.dtype, gradient.layout, gradient.device)
-        raise ProtocolError(f"a gradient that is {_text(found)}, of a tensor that is {_text(sent)}")
+        raise ProtocolError(f"a gradient that is {_text(found)}, for a tensor that is {_text(sent)}")
     if gradient.layout is torch.strided and not spans.is_dense(gradient.shape, gradient.stride()):
         return gradient.contiguous()
     return gradient
@@ -61,7 +61,7 @@ def _text(what: Like) -> str:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """How much memory a tensor takes."""
+    """The bytes of memory that a tensor takes."""
     if tensor.layout is torch.strided:
         return tensor.nbytes
     parts: tuple[torch.Tensor, ...]
@@ -75,7 +75,7 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 class Charges:
-    """How many bytes of gradients wait here, by the peer that sent them. Thread-safe."""
+    """The bytes of gradients that wait on this worker, by the peer that sent them. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -83,10 +83,10 @@ class Charges:
         self._held: Counter[int] = Counter()
 
     def add(self, peer: int, size: int) -> None:
-        """Raises `QuotaError`."""
+        """Charge a peer. Raises `QuotaError` if that would exceed its limit."""
         with self._lock:
             if self._held[peer] + size > self._limit:
-                raise QuotaError(f"more than {self._limit} bytes of gradients of this peer wait to be used")
+                raise QuotaError(f"more than {self._limit} bytes of gradients from this peer wait to be used")
             self._held[peer] += size
 
     def take(self, peer: int, size: int) -> None:
@@ -98,9 +98,9 @@ class Charges:
 
 
 class Box(dict[int, Gradients]):
-    """Gradients that wait in one pass, by source, charged to their peers until they are taken out.
+    """The gradients that wait in one pass, by source. They are charged to their peers until they are removed.
 
-    Not thread-safe. Whoever puts something in calls `charge` first.
+    Not thread-safe. Call `charge` before you put gradients in.
     """
 
     def __init__(self, charges: Charges) -> None:
@@ -109,11 +109,11 @@ class Box(dict[int, Gradients]):
         self._charged: dict[int, tuple[int, int]] = {}
 
     def charge(self, gradients: Mapping[int, Gradients], peer: int) -> None:
-        """Raises `QuotaError`."""
+        """Charge the peer for these gradients. Raises `QuotaError` if that would exceed its limit."""
         for source, found in gradients.items():
             size = sum(nbytes(gradient) for gradient in found if gradient is not None)
             self._charges.add(peer, size)
-            self._discharge(source)  # what it replaces
+            self._discharge(source)  # the gradient that this one replaces
             self._charged[source] = peer, size
 
     def _discharge(self, source: int) -> None:
@@ -140,14 +140,14 @@ class Box(dict[int, Gradients]):
 
 
 def is_sorted(places: Sequence[int], end: int) -> bool:
-    """Whether these are different places below ``end``, in order."""
+    """Whether the places are distinct, ascending, and below ``end``."""
     return all(before < place for before, place in pairwise((-1, *places, end)))
 
 
 def checked_all(
     gradients: Mapping[int, tuple[torch.Tensor | None]], sent: Callable[[int], Like | None]
 ) -> dict[int, tuple[torch.Tensor | None]]:
-    """The gradients of a message, by source, if they can be those of what was sent. Raises ProtocolError."""
+    """The gradients of a message by source, each `checked` against the sent tensor. Raises `ProtocolError`."""
     found: dict[int, tuple[torch.Tensor | None]] = {}
     for source, (gradient,) in gradients.items():
         like = sent(source)
@@ -156,7 +156,7 @@ def checked_all(
 
 
 def abridged(message: Failed) -> Failed:
-    """What a peer that may lie has said, to be passed on."""
+    """The report of a peer that may lie, shortened and without a traceback, for passing on."""
     return msgspec.structs.replace(
         message,
         worker=message.worker[:_MAX_TEXT],
