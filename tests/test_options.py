@@ -127,7 +127,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("edges", {"": OPEN}, "as in {'bank': Edge(...), '*': Edge(...)}"),
     ("fabric", "none", "'none' must be 'tls', or 'plain' for a network whose every machine and cable you trust"),
     ("fabric", None, "None must be 'tls', or 'plain'"),
-    ("connections", 0, "0 must be between 1 and 16, or None, which means that it depends on the processors"),
+    ("connections", 0, "0 must be between 1 and 16, or None, which chooses by the number of processors"),
     ("connections", 17, "must be between 1 and 16"),
     ("connections", True, "must be between 1 and 16"),
 ]

@@ -305,7 +305,7 @@ def test_half_of_the_certificates(doctor: Doctor, capsys: pytest.CaptureFixture[
 def test_a_federation_without_certificates(doctor: Doctor, key: Path) -> None:
     found = doctor("--key-file", key, "--trust", "federation")
     assert found.code == 1
-    assert "needs certificates that tell the peers apart" in found.wrong[0]
+    assert "needs a certificate for each peer" in found.wrong[0]
 
 
 # Places.
