@@ -50,7 +50,7 @@ def test_hosts(text: str, hosts: list[Host]) -> None:
         ("a b:2", "names no host"),
         ("-oProxyCommand=x", "names no host"),
         ("fe80::1", "put an IPv6 address into brackets, as in [fe80::1]:2; got 'fe80::1'"),
-        ("a:1,b,a:2", "host 'a' is named twice; give it all of its workers at once, as in a:2"),
+        ("a:1,b,a:2", "host 'a' is named twice; name it once with all its workers, as in a:2"),
     ],
 )
 def test_hosts_that_are_wrong(text: str, complaint: str) -> None:
@@ -236,16 +236,16 @@ def test_what_is_started_ends_without_its_first_line() -> None:
 @pytest.mark.parametrize(
     ("code", "said", "sentence"),
     [
-        (255, "Host key verification failed.", "its key is not known here, or has changed"),
-        (255, "root@b: Permission denied (publickey).", "it accepts no key of yours"),
+        (255, "Host key verification failed.", "its key is unknown here or has changed"),
+        (255, "root@b: Permission denied (publickey).", "it accepts none of your keys"),
         (255, "ssh: Could not resolve hostname b: Name or service not known", "its name is not known here"),
         (255, "ssh: connect to host b port 22: Connection refused", "no ssh server listens there"),
         (255, "ssh: connect to host b port 22: Connection timed out", "it does not answer"),
         (255, "something else", "ssh failed"),
-        (127, "sh: 1: exec: /x/python: not found", "it has no Python at /x/python: name the one that is there with"),
+        (127, "sh: 1: exec: /x/python: not found", "it has no Python at /x/python: give the path of"),
         (126, "", "it has no Python at /x/python"),
         (1, "ModuleNotFoundError: No module named 'backhaul'", "its Python /x/python has no Backhaul"),
-        (3, "", "what was started there exited with code 3 before it said anything"),
+        (3, "", "the command exited with code 3 before it wrote anything"),
     ],
 )
 def test_failures_are_explained(code: int, said: str, sentence: str) -> None:
@@ -261,7 +261,7 @@ def test_failures_are_explained(code: int, said: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--hosts", "a:2", "-n", "2", "x.py"], "--hosts a:2,b:2 instead of -n"),
+        (["--hosts", "a:2", "-n", "2", "x.py"], "instead of -n: --hosts a:2,b:2"),
         (["--hosts", "a", "--hostfile", "f", "x.py"], "give --hosts or --hostfile, not both"),
         (["--hostfile", "nowhere", "x.py"], "cannot read the hostfile nowhere: No such file or directory"),
         (["--hosts", "a:x", "x.py"], "the number of workers on a host must be 1 to 4096, not 'x'"),

@@ -407,7 +407,7 @@ def test_with_rejoin_a_lost_host_comes_back() -> None:
     play = Play(restarts=2, rejoin=True).run()
     play.drop(1, "the connection with host b has ended")
     assert play.sent(protocol.News) == []  # its workers may still run
-    assert "count as lost when they must have ended there" in play.said
+    assert "count as lost once their lease is over" in play.said
     play.wait(11.9)
     play.answer(0)
     assert play.course.next_time() == 1012.0

@@ -207,7 +207,7 @@ def test_ctrl_z_does_not_suspend_the_launcher(run: RunScript) -> None:
     launch = run(PAUSE, hosts="a:1")
     assert launch.line()
     launch.popen.send_signal(signal.SIGTSTP)
-    assert launch.complaint().startswith("backhaul: the launcher is not suspended")
+    assert launch.complaint().startswith("backhaul: the launcher ignores Ctrl-Z")
     launch.popen.send_signal(signal.SIGTERM)
     assert launch.finish(LONG)[0] == 143
 
@@ -421,17 +421,17 @@ def test_wrong_hosts_are_named_together(run: RunScript, network: Network) -> Non
 
 def test_a_host_key_that_is_not_known(run: RunScript, network: Network) -> None:
     err = refused(run(PAUSE, "--ssh", f"{network.ssh} -o UserKnownHostsFile=/dev/null", hosts="a:1"))
-    assert "host a: its key is not known here, or has changed, and nobody is asked" in err
+    assert "host a: its key is unknown here or has changed, and ssh may not ask" in err
     assert "Host key verification failed" in err
 
 
 def test_a_host_that_accepts_no_key(run: RunScript, network: Network) -> None:
     err = refused(run(PAUSE, "--ssh", f"{network.ssh} -o PubkeyAuthentication=no", hosts="b:1"))
-    assert "host b: it accepts no key of yours, and nobody is asked for a password" in err
+    assert "host b: it accepts none of your keys, and ssh may not ask for a password" in err
 
 
 def test_no_python_no_backhaul_no_directory_no_script(run: RunScript, tmp_path: Path) -> None:
-    assert "host a: it has no Python at /no/python: name the one that is there with --python" in refused(
+    assert "host a: it has no Python at /no/python: give the path of the host's Python with --python" in refused(
         run(PAUSE, "--python", "/no/python", hosts="a:1")
     )
     assert "has no Backhaul: install this version there" in refused(
