@@ -46,7 +46,7 @@ def test_workers_and_a_caller_that_are_killed_during_saves(tmp_path: Path) -> No
             ("worker2", "while it writes", "worker0"),
         ):
             crew[0].run(arm, victim, when)
-            with pytest.raises(PartialError, match=r"saving the checkpoint .* \(the one before stays\)") as caught:
+            with pytest.raises(PartialError, match=r"saving the checkpoint .* \(the previous one stays\)") as caught:
                 crew[0].run(save_held, tmp_path, 2)
             assert list(caught.value.errors) == [victim]
             assert isinstance(caught.value.errors[victim], WorkerLostError)

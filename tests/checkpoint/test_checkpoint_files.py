@@ -169,7 +169,8 @@ def test_one_that_saves_while_another_does(tmp_path: Path) -> None:
     checkpoint.save({"epoch": 1, "first": Moment(first)}, tmp_path)
     assert checkpoint.read(tmp_path) == {"epoch": 1, "first": {"found": None}}
     says = (
-        f"somebody else is saving to {str(tmp_path)!r} at this moment; let one worker save at a time, or save elsewhere"
+        f"another process is saving to {str(tmp_path)!r} at this moment; let one worker save at a time, "
+        "or save elsewhere"
     )
     assert errors == [says, says]
     second()  # the lock is free again
@@ -184,7 +185,7 @@ def test_one_that_saves_in_another_process(tmp_path: Path) -> None:
     with Crew(1, group=False) as crew:
 
         def first() -> None:
-            with pytest.raises(MisuseError, match="somebody else is saving to"):
+            with pytest.raises(MisuseError, match="another process is saving to"):
                 crew[0].run(save_epoch, tmp_path, 99)
 
         checkpoint.save({"epoch": 1, "first": Moment(first)}, tmp_path)
@@ -336,7 +337,7 @@ def test_a_file_that_cannot_be_written(full: int, tmp_path: Path) -> None:
         crew[0].run(make_model)
         crew[0].run(save_model, tmp_path, 1)
         crew[full].run(limit_files)
-        with pytest.raises(PartialError, match=r"saving the checkpoint .* \(the one before stays\)") as caught:
+        with pytest.raises(PartialError, match=r"saving the checkpoint .* \(the previous one stays\)") as caught:
             crew[0].run(save_model, tmp_path, 2)
         (error,) = caught.value.errors.items()
         assert error[0] == f"worker{full}"
@@ -371,7 +372,7 @@ def test_a_left_over_that_cannot_be_removed(tmp_path: Path, caplog: pytest.LogCa
     with mounted(tmp_path / LEFT_DATA, "1m"):
         checkpoint.save({"epoch": 2}, tmp_path)
         assert checkpoint.read(tmp_path) == {"epoch": 2}
-        assert "a left-over in the checkpoint" in caplog.text
+        assert "cannot remove an unused file in the checkpoint" in caplog.text
         assert "Device or resource busy" in caplog.text
     checkpoint.save({"epoch": 3}, tmp_path)
     assert names(tmp_path) == WHOLE

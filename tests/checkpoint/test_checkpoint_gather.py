@@ -101,8 +101,10 @@ def test_files_that_neither_sees(apart: Crew, tmp_path: Path) -> None:
     (data,) = (tmp_path / "0" / "checkpoint").glob("data-*")
     (data / "worker2.pt").unlink()
     says, _ = apart[0].run(load_after_trouble, SPREAD)
-    assert "worker 'worker2' needs the file 'worker2.pt' of the checkpoint, and does not see it: FileNotFound" in says
-    assert "Nor does this worker, 'worker0': [Errno 2] No such file or directory: '/proc/self/cwd/checkpoint/" in says
+    assert "worker 'worker2' needs the file 'worker2.pt' of the checkpoint but does not see it: FileNotFound" in says
+    assert (
+        "This worker, 'worker0', does not see it either: [Errno 2] No such file or directory: '/proc/self/cwd/" in says
+    )
 
 
 def test_a_file_that_is_damaged_where_it_is_seen(apart: Crew, tmp_path: Path) -> None:

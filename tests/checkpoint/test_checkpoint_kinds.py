@@ -388,7 +388,7 @@ def with_extra(state: Any) -> nn.Module:
 )
 def test_what_could_not_be_read_again_is_not_saved(objects: dict[str, Any], where: str, tmp_path: Path) -> None:
     checkpoint.save({"epoch": 1}, tmp_path)
-    with pytest.raises(MisuseError, match=rf"readable by torch.load\(weights_only=True\)(.|\n)*Not so:\n  {where}"):
+    with pytest.raises(MisuseError, match=rf"readable by torch.load\(weights_only=True\)(.|\n)*not:\n  {where}"):
         checkpoint.save({"epoch": 2, **objects}, tmp_path)
     assert checkpoint.read(tmp_path) == {"epoch": 1}
     assert len(list(tmp_path.glob("data-*"))) == 1
@@ -402,7 +402,7 @@ def test_a_reference_is_no_value(trio: InProcessCluster, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["", 3, "two\nlines", None])
 def test_names_that_are_none(name: Any, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="is no name for an object in a checkpoint"):
+    with pytest.raises(OptionError, match="is not a valid name for an object in a checkpoint"):
         checkpoint.save({name: 1}, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

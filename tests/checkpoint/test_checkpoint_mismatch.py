@@ -134,7 +134,7 @@ def test_another_kind_of_object(saved: Path, run: Run) -> None:
 
 def test_no_checkpoint(saved: Path, run: Run) -> None:
     for path in (saved / "nowhere", data(saved), saved / "lock"):
-        says = f"there is no checkpoint here: no index.json in this directory: {str(path)!r}"
+        says = f"there is no checkpoint in this directory: index.json is missing: {str(path)!r}"
         assert_nothing_changes(run, path, run.objects(), FileNotFoundError, says)
         with pytest.raises(FileNotFoundError, match="there is no checkpoint here"):
             checkpoint.read(path)
@@ -145,7 +145,7 @@ def test_a_missing_file(name: str, saved: Path, run: Run) -> None:
     """Nobody sees it: not those who need it, nor the caller."""
     (data(saved) / name).unlink()
     assert_nothing_changes(run, saved, run.objects(), BackhaulError, name, "No such file or directory")
-    with pytest.raises(BackhaulError, match=rf"is not whole(.|\n)*{name}"):
+    with pytest.raises(BackhaulError, match=rf"is incomplete(.|\n)*{name}"):
         checkpoint.read(saved)
 
 
@@ -155,7 +155,7 @@ def test_a_truncated_file(name: str, length: int, saved: Path, run: Run) -> None
     file = data(saved) / name
     size = file.stat().st_size
     os.truncate(file, length % size)
-    says = f"the file should have {size} bytes and has {length % size}"
+    says = f"the file should have {size} bytes but has {length % size}"
     assert_nothing_changes(run, saved, run.objects(), BackhaulError, name, says)
     with pytest.raises(BackhaulError, match=says):
         checkpoint.read(saved)
@@ -163,14 +163,14 @@ def test_a_truncated_file(name: str, length: int, saved: Path, run: Run) -> None
 
 def test_those_who_need_a_missing_file_are_named(saved: Path, run: Run) -> None:
     (data(saved) / "worker2.pt").unlink()  # block 1, which is local in the other run
-    needs = "worker 'worker0' needs the file 'worker2.pt' of the checkpoint, and does not see it: FileNotFoundError"
+    needs = "worker 'worker0' needs the file 'worker2.pt' of the checkpoint but does not see it: FileNotFoundError"
     assert_nothing_changes(run, saved, {"model": run.model}, BackhaulError, needs)
 
 
 def test_a_file_that_a_remote_worker_needs_and_nobody_sees(saved: Path, three: InProcessCluster) -> None:
     (data(saved) / "worker2.pt").unlink()
     run = Run(SPREAD, seed=50)
-    says = ("worker 'worker2' needs the file 'worker2.pt'", "Nor does this worker, 'worker0': [Errno 2]")
+    says = ("worker 'worker2' needs the file 'worker2.pt'", "This worker, 'worker0', does not see it either: [Errno 2]")
     assert_nothing_changes(run, saved, {"model": run.model}, BackhaulError, *says)
 
 
@@ -238,9 +238,9 @@ def test_a_file_that_is_not_what_the_index_says(change: Any, says: str, saved: P
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (without("values"), "its values are not all there"),
-        (without("states", "scheduler"), "its states are not all there"),
-        (lambda content: {**content, "metadata": 3}, "its metadata are not all there"),
+        (without("values"), "some of its values are missing"),
+        (without("states", "scheduler"), "some of its states are missing"),
+        (lambda content: {**content, "metadata": 3}, "some of its metadata are missing"),
         (without("optimizers", "optimizer", "groups"), "KeyError('groups')"),
         (lambda content: content["optimizers"].update(optimizer=3), "TypeError"),
         (without("optimizers", "optimizer", "groups", 1), "'optimizer' has other groups"),
@@ -276,22 +276,22 @@ def test_a_file_that_would_run_something(saved: Path, run: Run, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("version", 2, "it is of version 2, and this Backhaul reads version 1"),
+        ("version", 2, "it has version 2, but this Backhaul reads version 1"),
         ("format", "something", "it is not the index of a checkpoint"),
-        ("data", "../elsewhere", "'../elsewhere' is no name of a data directory"),
-        ("files", {"common.pt": 1, "/etc/passwd": 1}, "'/etc/passwd' is no name of a file in the data directory"),
+        ("data", "../elsewhere", "'../elsewhere' is not the name of a data directory"),
+        ("files", {"common.pt": 1, "/etc/passwd": 1}, "'/etc/passwd' is not the name of a file in the data directory"),
         ("objects", 3, "it is damaged"),
     ],
 )
 def test_an_index_that_cannot_be_used(key: str, value: Any, says: str, saved: Path, run: Run) -> None:
     index = json.loads((saved / "index.json").read_text())
     (saved / "index.json").write_text(json.dumps({**index, key: value}))
-    assert_nothing_changes(run, saved, run.objects(), BackhaulError, str(saved / "index.json"), "cannot be used", says)
+    assert_nothing_changes(run, saved, run.objects(), BackhaulError, str(saved / "index.json"), "is unusable", says)
     with pytest.raises(BackhaulError, match=re.escape(says)):
         checkpoint.read(saved)
     # Nor is it overwritten: it may be somebody else's.
     content = (saved / "index.json").read_bytes()
-    with pytest.raises(MisuseError, match=r"index.json' cannot be used: .* To save here, remove it first"):
+    with pytest.raises(MisuseError, match=r"index.json' is unusable: .* To save here, remove it first"):
         checkpoint.save(run.objects(), saved)
     assert (saved / "index.json").read_bytes() == content
     assert data(saved).exists()

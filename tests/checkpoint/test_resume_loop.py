@@ -162,7 +162,7 @@ def test_the_replacement_is_waited_for(undisturbed: list[float], tmp_path: Path)
 def test_a_worker_that_does_not_come_back(tmp_path: Path) -> None:
     with InProcessCluster(3) as three, three[0].as_current():
         resume = checkpoint.Resume(tmp_path, build, patience=0.3)
-        with pytest.raises(WorkerLostError, match=r"worker 'worker2' has not come back within 0\.3 s") as refusal:
+        with pytest.raises(WorkerLostError, match=r"worker 'worker2' did not come back within 0\.3 s") as refusal:
             resume.run(Killing(three, (1, 2, "before")), STEPS)
         assert refusal.value.__cause__ is resume.losses[0]
 
