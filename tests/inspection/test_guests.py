@@ -219,7 +219,7 @@ def test_a_cluster_is_found_by_its_directory(place: Path) -> None:
         guest = Guest(found[2].addresses, transport_for())
         assert guest.ask("snapshot")["worker"]["name"] == "worker2"
         guest.close()
-    with pytest.raises(MisuseError, match=f"no running cluster of yours was found on this machine in {place}"):
+    with pytest.raises(MisuseError, match=f"you have no running cluster on this machine in {place}"):
         find_cluster(str(place))
 
 
@@ -228,7 +228,7 @@ def test_several_clusters_are_named(place: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv("BACKHAUL_RUNTIME_DIR")
         with InProcessCluster(1, sockets=True), pytest.raises(MisuseError) as caught:
             find_cluster(None)
-    assert "several clusters of yours run on this machine" in str(caught.value)
+    assert "you have several running clusters on this machine" in str(caught.value)
     assert f"  {place}: worker0, worker1" in str(caught.value).splitlines()
 
 

@@ -106,7 +106,7 @@ def test_actors_of_the_user(nodes: Any) -> None:
         # The same group once more, with the same ranks; and then it is full.
         again = ray.get([trainer.join.remote() for trainer in trainers])
         assert again == found
-        with pytest.raises(OptionError, match="the group has 3 places, and as many processes have taken one"):
+        with pytest.raises(OptionError, match="all 3 places of the group are taken"):
             backhaul.ray.init_rpc(group=group)
         ray.get([trainer.leave.remote() for trainer in trainers])
     for trainer in trainers:

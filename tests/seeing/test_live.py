@@ -206,7 +206,7 @@ def test_the_dashboard_in_a_browser(crew: Crew, where: str, browser: Any) -> Non
 
         crew[0].run(hang)
         open_tab("stuck")
-        until("a cycle, none of them can go on", lambda: text("stuck-text"))
+        until("a cycle, none of them can continue", lambda: text("stuck-text"))
         until_true("document.querySelectorAll('#stuck-graph path.edge.bad').length >= 3")
 
         open_tab("workers")
@@ -226,7 +226,7 @@ def test_the_dashboard_in_a_browser(crew: Crew, where: str, browser: Any) -> Non
 
         open_tab("stuck")
         until("worker2: its process has ended", lambda: " ".join(text("stuck-text").split()))
-        assert "a cycle, none of them can go on" in text("stuck-text")
+        assert "a cycle, none of them can continue" in text("stuck-text")
         assert browser.get_log("browser") == []
 
 
@@ -237,7 +237,7 @@ def test_stuck_on_the_command_line(crew: Crew, where: str, capsys: pytest.Captur
         crew[2].kill()
     assert main(["stuck", where]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "a cycle, none of them can go on" in said
+    assert "a cycle, none of them can continue" in said
     assert "worker2: its process has ended" in said
 
 

@@ -276,7 +276,7 @@ def test_only_a_worker_that_traces_marks_its_frames(pair: InProcessCluster, expo
 
 
 def test_a_worker_is_traced_once(traced: InProcessCluster) -> None:
-    with pytest.raises(MisuseError, match="worker 'worker0' is traced already"):
+    with pytest.raises(MisuseError, match="worker 'worker0' is already traced"):
         spans.enable()
 
 
