@@ -138,7 +138,7 @@ def test_misuse() -> None:
         backhaul.cluster(2, names=["a"])
     with pytest.raises(OptionError, match="differ from each other and from 'driver'"):
         backhaul.cluster(2, names=["a", "driver"])
-    with pytest.raises(OptionError, match="leave init_method out"):
+    with pytest.raises(OptionError, match="leave out the option init_method"):
         backhaul.cluster(1, options=rpc.RpcOptions(init_method="file:///tmp/x"))
     with pytest.raises(OptionError, match="for parties that each start their own"):
         backhaul.cluster(1, options=rpc.RpcOptions(trust="federation"))

@@ -319,7 +319,7 @@ def test_a_pass_that_goes_on(three: InProcessCluster) -> None:
         try:
             assert there.wait(PATIENCE)
             found = context_id.draw()
-            assert found.picture.lines == ["a backward pass goes on"]
+            assert found.picture.lines == ["a backward pass is running"]
             assert [item.title for item in found.picture.items if item.state == "waiting"] == ["to worker2"]
             assert "gate: waits now" in lines(found)
         finally:

@@ -185,7 +185,7 @@ def test_a_later_pass_counts() -> None:
     ("passes", "going", "line", "failed"),
     [
         ([], [], "no backward pass yet", False),
-        ([], [1], "a backward pass goes on", False),
+        ([], [1], "a backward pass is running", False),
         ([(1, 0, None)], [], "backward: 1 ms", False),
         ([(1, 0, "ValueError: no\nmore"), (2, 9, None)], [], "last of 2 backward passes: 1 ms", False),
         ([(1, 0, "ValueError: no\nmore")], [], "backward failed after 1 ms: ValueError: no⏎more", True),

@@ -211,7 +211,7 @@ def test_another_version_is_refused() -> None:
     play = Play((Host("a"),))
     play.hear(0, protocol.Hello(protocol.VERSION, "0.0.1", ""))
     assert play.course.outcome.code == 255
-    assert "host a: it has Backhaul 0.0.1, and the launcher" in play.course.outcome.why
+    assert "host a: it has Backhaul 0.0.1, but the launcher" in play.course.outcome.why
 
 
 def test_a_port_that_is_taken() -> None:
@@ -418,7 +418,7 @@ def test_with_rejoin_a_lost_host_comes_back() -> None:
     assert f"worker3 {how}; it is restarted, and 0 restarts are left" in play.said
     assert play.wait(1.0) == [Connect(1)]
     play.drop(1, "host b: no route")
-    assert play.said == "host b: no route\nhost b is tried again"
+    assert play.said == "host b: no route\ntrying host b again"
     assert play.wait(1.9) == []
     assert play.wait(0.1) == [Connect(1)]
     assert play.drop(1, "host b: no route") == []  # said once

@@ -105,7 +105,7 @@ def test_a_worker_that_dies_is_named_and_the_others_are_there(workers: Cluster) 
                 rpc.rpc_sync("worker2", sleep, args=(60,))
         return prof
 
-    with pytest.warns(RuntimeWarning, match="without workers that were lost during it: worker 'worker2'"):
+    with pytest.warns(RuntimeWarning, match="lacks workers that were lost during it: worker 'worker2'"):
         prof = block()
     assert [each.worker for each in prof.summary().workers] == ["driver", "worker1"]
     assert prof.chrome_trace()["backhaul"]["lost"] == ["worker2"]
@@ -130,7 +130,7 @@ def test_two_profiles_at_once(workers: Cluster) -> None:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert "worker 'worker1' is being profiled already, by worker 'driver'" in errors[0]
+    assert "worker 'worker1' is already being profiled by worker 'driver'" in errors[0]
 
 
 def try_to_profile() -> None:

@@ -402,18 +402,18 @@ def test_misuse(crowd: InProcessCluster, tmp_path: Path) -> None:
         prof = profile(clock_rounds=1)
         with pytest.raises(MisuseError, match="the block has not ended"):
             prof.summary()
-        with pytest.raises(MisuseError, match="runs only inside of its with block"):
+        with pytest.raises(MisuseError, match="runs only inside its with block"):
             prof.step()
         with prof:
             with pytest.raises(MisuseError, match="the block has not ended"):
                 prof.export_chrome_trace(tmp_path / "trace.json")
             with pytest.raises(MisuseError, match="a profile is for one block"):
                 prof.__enter__()
-            with pytest.raises(MisuseError, match="worker 'worker0' is being profiled already, by worker 'worker0'"):
+            with pytest.raises(MisuseError, match="worker 'worker0' is already being profiled by worker 'worker0'"):
                 profile(clock_rounds=1).__enter__()
             with (
                 crowd[1].as_current(),
-                pytest.raises(MisuseError, match=r"worker 'worker\d' is being profiled already, by worker 'worker0'"),
+                pytest.raises(MisuseError, match=r"worker 'worker\d' is already being profiled by worker 'worker0'"),
             ):
                 profile(clock_rounds=1).__enter__()
         prof.export_chrome_trace(tmp_path / "trace.json")
@@ -424,7 +424,7 @@ def test_misuse(crowd: InProcessCluster, tmp_path: Path) -> None:
             pass
         with pytest.raises(MisuseError, match="its schedule never recorded a step"):
             never.events()
-        with torch.profiler.profile(), pytest.raises(MisuseError, match="a profiler of torch runs on this thread"):
+        with torch.profiler.profile(), pytest.raises(MisuseError, match="a torch profiler already runs on this thread"):
             profile().__enter__()
 
 
@@ -507,7 +507,7 @@ def test_when_the_profiling_worker_is_lost_the_others_end_their_part() -> None:
         while any(worker.agent.observers for worker in workers[1:]) and time.monotonic() < deadline:
             time.sleep(0.001)  # nothing tells when
         assert not any(worker.agent.observers for worker in workers[1:])
-        with workers[1].as_current(), pytest.raises(MisuseError, match="torch has one profiler for a process"):
+        with workers[1].as_current(), pytest.raises(MisuseError, match="torch has only one profiler for each process"):
             profile(workers=["worker2"]).__enter__()
         with pytest.warns(RuntimeWarning, match="worker 'worker0' has been shut down"):
             prof.__exit__(None, None, None)
@@ -518,6 +518,6 @@ def test_when_the_profiling_worker_is_lost_the_others_end_their_part() -> None:
 
 def test_in_a_federation_there_is_no_profile() -> None:
     with InProcessCluster(2, options=rpc.RpcOptions(trust="federation")) as workers, workers[0].as_current():
-        with pytest.raises(MisuseError, match="the members of a federation do not let each other look inside"):
+        with pytest.raises(MisuseError, match="the members of a federation do not share internal data"):
             profile().__enter__()
         assert not workers[0].agent.observers

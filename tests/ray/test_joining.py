@@ -152,7 +152,7 @@ def test_mistakes(nodes: Any) -> None:
         assert repr(group).startswith("<Group of 2, which meets at ")
         with pytest.raises(OptionError, match=r"rank 2 is not in 0\.\.1"):
             backhaul.ray.init_rpc(group=group, rank=2)
-        with pytest.raises(OptionError, match="leave init_method out"):
+        with pytest.raises(OptionError, match="leave out the option init_method"):
             backhaul.ray.init_rpc(group=group, rank=0, rpc_backend_options=rpc.RpcOptions(init_method="tcp://a:1"))
 
 

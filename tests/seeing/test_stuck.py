@@ -236,7 +236,7 @@ def test_two_gates_that_wait_for_each_other() -> None:
     end, sentence = only(stuck)
     assert end == "cycle"
     assert sentence.endswith(
-        "for gradients from worker0, where worker0's thread pool waits for it in turn: a cycle, none of them can continue."
+        "from worker0, where worker0's thread pool waits for it in turn: a cycle, none of them can continue."
     )
 
 

@@ -198,7 +198,7 @@ def _nodes(code: CodeType) -> list[ast.AST]:
 
 
 def _is_of_no_interest(filename: str) -> bool:
-    """Whether to skip a file. Python's library, torch and this package are large, and their locks are not the user's."""
+    """Whether to skip a file: Python's library, torch and this package are large, and have no locks of the user."""
     if filename.startswith(_PACKAGE) or "/site-packages/torch/" in filename:
         return True
     return filename.startswith(_LIBRARY) and "-packages/" not in filename
