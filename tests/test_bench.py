@@ -118,7 +118,7 @@ def test_a_table_json_a_plot_and_two_baselines(tmp_path: Path) -> None:
     check_rows(text, data["rows"], [work for works in SOME.values() for work in works])
     assert isinstance(data["stalls"], list)
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"bench.png", "bench.svg"}
-    assert "once more, for having lost more than 25%: chain of 1\n" in text
+    assert "measuring again what lost more than 25%: chain of 1\n" in text
     assert text.count("rounds: 1") == 2
     assert [line[:18] for line in text.splitlines() if line.startswith("lost: ")] == ["lost: chain of 1: "]
     assert "1 of 2 ratios are no more than 25% below" in text  # the chain of 4 was not measured

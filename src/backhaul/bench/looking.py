@@ -1,13 +1,14 @@
-"""``backhaul bench --looking``: what it costs to be looked at, as a share of what the same work takes unobserved.
+"""``backhaul bench --looking``: the cost of being observed, as a share of the unobserved work's time.
 
-A driver and two workers, all of them processes, do the same work again and again: with nothing switched on, with the
-meter of every worker counting (as for metrics), with a dashboard that looks at all of them from another process,
-under a profile of the cluster, and under torch's own profiler at the caller. All take turns in every round.
+A driver and two workers, each a process, repeat the same work: with nothing switched on, with the
+meter of every worker counting (as for metrics), with a dashboard that polls all of them from another process,
+under a profile of the cluster, and under torch's own profiler at the caller. All variants take turns in every round.
 
-``--off`` measures what it costs to be ready for all that, with nothing switched on: Backhaul as it is beside Backhaul
-without the places that ask whether somebody looks, or take notes (`bare`). Each has a driver and two workers. They take
-turns in short rounds and change who is first, so that both see the same machine. The ratio is the median of the rounds'
-ratios. The bytecodes of these places are counted, too: their number does not depend on what else the machine does.
+``--off`` measures the cost of being ready for all that, with nothing switched on: Backhaul as it is beside Backhaul
+without its observation points (`bare`). Each has a driver and two workers. They take
+turns in short rounds and alternate in being first, so that both see the same machine. The ratio is the median of the
+rounds' ratios. The bytecodes of the observation points are also counted: their number does not depend on the machine's
+load.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="backhaul bench --looking", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each work in each round")
-    parser.add_argument("--off", action="store_true", help="only: with nothing switched on, beside no code for it")
+    parser.add_argument(
+        "--off",
+        action="store_true",
+        help="only measure with nothing switched on, beside Backhaul without the code for it",
+    )
     parser.add_argument("--off-rounds", type=int, default=100, help="rounds of 0.2 s for each work and variant")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -73,7 +78,7 @@ def _measure_lookers(given: argparse.Namespace) -> None:
 
 
 def _measure_off(rounds: int) -> None:
-    """Backhaul as it is, and without the places that look."""
+    """Measure Backhaul as it is, and without its observation points."""
     found: dict[tuple[str, str], list[float]] = {(work, how): [] for work in WORKS for how in _VARIANTS}
     counted = bare.count()
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
@@ -105,7 +110,7 @@ class _Entrant:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("a process of the comparison has ended; it says above why")
+            raise RuntimeError("a process of the comparison has ended; see its output above")
         return line
 
     def ask(self, work: str, seconds: float) -> float:
@@ -124,20 +129,20 @@ def _entrant(how: str, place: str) -> Iterator[_Entrant]:
     try:
         yield _Entrant(process)
     finally:
-        process.stdin.close()  # its loop ends, and it shuts its group down
+        process.stdin.close()  # the process then leaves its loop and shuts its group down
         process.stdout.close()
         process.wait()
 
 
 def _environment() -> dict[str, str]:
-    """With the Backhaul that runs here, wherever it is, and without a launcher's word on who this is."""
+    """The environment: leads to the Backhaul that runs here, and has no launcher's variables."""
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(bare.__file__))))
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def _show(found: dict[tuple[str, str], list[float]]) -> None:
-    table = Table("work", *_LOOKERS, title="what it costs to be looked at: microseconds, and beside nothing")
+    table = Table("work", *_LOOKERS, title="the cost of being observed: microseconds, and relative to none")
     for work in WORKS:
         plain = found[work, _NOTHING]
         cells = []
@@ -150,7 +155,7 @@ def _show(found: dict[tuple[str, str], list[float]]) -> None:
     Console().print(table)
 
 
-# Those who look.
+# The observers.
 
 
 @contextlib.contextmanager
@@ -181,7 +186,7 @@ def _metered(names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(names: Sequence[str]) -> Iterator[None]:
-    """As a dashboard does it: the figures and the meter of every worker, once a second, from another process."""
+    """Poll like a dashboard: the figures and the meter of every worker, once a second, from another process."""
     worker = current()
     socket = worker.agent.membership.find(worker.info).addresses.unix
     assert socket is not None
@@ -191,7 +196,7 @@ def _watched(names: Sequence[str]) -> Iterator[None]:
     assert looker.stdout is not None
     try:
         if looker.stdout.readline() != b"looking\n":
-            raise RuntimeError("the process that was to look at the workers found none")
+            raise RuntimeError("the process that should poll the workers found none")
         yield
     finally:
         looker.stdin.close()
