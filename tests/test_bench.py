@@ -30,7 +30,8 @@ RATIOS = ["torch/backhaul", "backhaul/ping-pong", "backhaul/memcpy"]
 TLS_HEADINGS = ["work", "backhaul-tls", "backhaul", "torch", "ssl", "tcp"]
 TLS_RATIOS = ["torch/backhaul-tls", "ssl/backhaul-tls", "backhaul-tls/tcp", "backhaul-tls/backhaul"]
 
-# One of each kind: single calls, two clients at once, gradients, Backhaul alone. Not TLS: that is six processes more.
+# One of each kind: single calls, two clients at once, gradients, Backhaul alone. Not TLS, which needs six more
+# processes.
 SOME = {
     "no-op": ["no-op p50", "no-op p99"],
     "echo 1 KiB": ["echo 1 KiB"],
@@ -55,7 +56,7 @@ if __name__ == "__main__":
 def bench(
     *options: str | Path, code: int = 0, program: tuple[str, ...] = ("-m", "backhaul"), **environment: str
 ) -> str:
-    """What ``backhaul bench`` prints."""
+    """The output of ``backhaul bench``."""
     command = [sys.executable, *program, "bench", *map(str, options)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=500, check=False, env={**os.environ, **environment}
@@ -76,7 +77,7 @@ def systems_of(work: str) -> set[str]:
 
 
 def check_rows(text: str, rows: list[dict[str, Any]], works: list[str]) -> None:
-    """The tables and the JSON have these rows, and each has what it should."""
+    """Check that the tables and the JSON have these rows, with the right contents."""
     assert [row["work"] for row in rows] == works
     over_tls = [row for row in rows if row["work"].startswith("TLS")]
     rows = [row for row in rows if row not in over_tls]
@@ -142,7 +143,7 @@ def test_without_matplotlib_and_without_torch_rpc(tmp_path: Path) -> None:
 
 
 def test_several_servers_and_one_processor(tmp_path: Path) -> None:
-    """All work that is spread over several, without torch: its own processes would take as long again."""
+    """All work on several servers, without torch: its processes would take as long again."""
     works = [name for name, workload in WORKLOADS.items() if workload.is_wide]
     only = [part for name in works for part in ("--only", name)]
     text = bench(
@@ -173,7 +174,7 @@ def test_the_exit_code_says_whether_something_went_wrong_for_backhaul(
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
-    """What is said about a command line that is wrong, before anything is measured."""
+    """Errors in the command line are reported before anything is measured."""
     with pytest.raises(SystemExit) as ending:
         main(["bench", *map(str, options)])
     assert ending.value.code == 2
@@ -240,7 +241,7 @@ def test_the_table_and_the_json_have_every_row(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
-    """The table of a quick run, and its rows by their names."""
+    """The table of a quick run, and its rows by name."""
     path = tmp_path_factory.mktemp("bench") / "bench.json"
     text = bench("--quick", "--json", path)
     return text, {row["work"]: row for row in json.loads(path.read_text())["rows"]}
@@ -250,7 +251,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, A
 @pytest.mark.timeout(560)
 @pytest.mark.parametrize("work", FLOORS)
 def test_is_so_many_times_faster_than_torch(quick: tuple[str, Mapping[str, Any]], work: str) -> None:
-    """And over TLS as near to bare ssl as it has to be."""
+    """Tensors over TLS reach their floor relative to bare ssl."""
     text, rows = quick
     ratio = f"{FLOORS[work].against}/{rows[work]['ours']}"
 

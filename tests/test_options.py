@@ -1,4 +1,4 @@
-"""Options: each is checked when it is set, and what is wrong says what would be right."""
+"""Options: each is checked when it is set, and the error says what would be right."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ class RpcOptions:
       uses unix sockets between workers of one host, and also TCP if there is a secret or a certificate.
     - ``secret``: bytes that all workers of the group know, and nobody else. The workers derive their TLS certificates
       from the secret. The launcher makes one.
-    - ``connect_timeout``: seconds to reach a peer and finish the handshake.
+    - ``connect_timeout``: seconds to reach a peer and finish the greeting.
     - ``unresponsive_after``: seconds after which a peer that owes an answer and sends nothing at
       all counts as lost; None means never.
     - ``lost_after``: seconds after which this worker gives up a peer that is unreachable but not known to be dead. It
@@ -317,7 +317,7 @@ class RpcOptions:
     - ``tracing``: make OpenTelemetry spans for calls and passes; see `backhaul.seeing.spans`.
     - ``edges``: how tensors and gradients change before they leave for a peer. The keys are names of peers, in which
       ``*`` matches anything: see `backhaul.federation.Edge`.
-    - ``fabric``: ``"tls"``, which encrypts all TCP; or ``"plain"``, which encrypts only the handshake and runs at the
+    - ``fabric``: ``"tls"``, which encrypts all TCP; or ``"plain"``, which encrypts only the greeting and runs at the
       speed of TCP, for a network that you trust. All workers need the same value. A federation must use ``"tls"``.
     - ``connections``: how many connections, 1 to 16, one large tensor may use between two hosts, each with a thread;
       a pair of workers uses the smaller of their two numbers. None means 1 with TLS, and one for every four

@@ -46,7 +46,7 @@ def index(**changes: Any) -> Index:
 
 
 def changed(*path: Any, to: Any) -> bytes:
-    """The bytes of an index in which one thing is another."""
+    """The bytes of an index with one field changed."""
     content = json.loads(encode(index()))
     place = content
     for key in path[:-1]:
@@ -174,7 +174,7 @@ def test_the_file_of_a_worker(worker: str, name: str) -> None:
 def test_a_model_that_fits() -> None:
     saved = Model({"weight": WEIGHT, "extra": EXTRA})
     assert not model_problems(saved, {"extra": Entry(), "weight": Entry(None, (2, 3), "float32")})
-    # torch converts types, and gives a lazy parameter the shape that comes.
+    # torch converts types, and gives a lazy parameter the shape of the saved one.
     assert not model_problems(saved, {"extra": Entry(), "weight": Entry(None, (2, 3), "float16")})
     assert not model_problems(saved, {"extra": Entry(), "weight": Entry()})
 

@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit, or are damaged: a clear error, and nothing is changed."""
+"""Checkpoints that do not fit, or are damaged: a clear error, and nothing changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(three: InProcessCluster, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(saved: Path) -> Run:
-    """Another run, in the midst of training."""
+    """Another run, in the middle of training."""
     return Run(("worker2", None, "worker1", "worker0"), seed=50).step(1)
 
 
@@ -142,7 +142,7 @@ def test_no_checkpoint(saved: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["worker0.pt", "worker1.pt", "worker2.pt", "common.pt"])
 def test_a_missing_file(name: str, saved: Path, run: Run) -> None:
-    """Nobody sees it: not those who need it, nor the caller."""
+    """No worker sees the file: neither those that need it, nor the caller."""
     (data(saved) / name).unlink()
     assert_nothing_changes(run, saved, run.objects(), BackhaulError, name, "No such file or directory")
     with pytest.raises(BackhaulError, match=rf"is incomplete(.|\n)*{name}"):
@@ -184,7 +184,7 @@ def test_a_file_with_other_bytes(name: str, saved: Path, run: Run) -> None:
 
 
 def resized(path: Path, name: str) -> None:
-    """Have the index know the size that a file has."""
+    """Update the index to a file's actual size."""
     index = json.loads((path / "index.json").read_text())
     index["files"][name] = (data(path) / name).stat().st_size
     (path / "index.json").write_text(json.dumps(index))
@@ -200,7 +200,7 @@ def without(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def replaced(path: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the content of a file, and have the index know its size."""
+    """Change the content of a file, and update its size in the index."""
     content = torch.load(data(path) / name, weights_only=True)
     torch.save(change(content) or content, data(path) / name)
     resized(path, name)
@@ -254,7 +254,7 @@ def test_a_common_file_that_is_not_what_the_index_says(change: Any, says: str, s
 
 
 class Trap:
-    """A pickle that does something when it is read."""
+    """A pickle that runs code when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -289,7 +289,7 @@ def test_an_index_that_cannot_be_used(key: str, value: Any, says: str, saved: Pa
     assert_nothing_changes(run, saved, run.objects(), BackhaulError, str(saved / "index.json"), "is unusable", says)
     with pytest.raises(BackhaulError, match=re.escape(says)):
         checkpoint.read(saved)
-    # Nor is it overwritten: it may be somebody else's.
+    # Nor is it overwritten: it may belong to someone else.
     content = (saved / "index.json").read_bytes()
     with pytest.raises(MisuseError, match=r"index.json' is unusable: .* To save here, remove it first"):
         checkpoint.save(run.objects(), saved)
@@ -324,7 +324,7 @@ def hooked(inputs: int, outputs: int) -> nn.Module:
 
 
 def test_a_module_that_fails_to_load(three: InProcessCluster, tmp_path: Path) -> None:
-    """That cannot be known before; the error says who has loaded and who has not."""
+    """This cannot be known before. The error says which workers have loaded and which have not."""
     saved = nn.ModuleList([RemoteModule("worker1", nn.Linear, (2, 2)), RemoteModule("worker2", nn.Linear, (2, 2))])
     checkpoint.save({"model": saved}, tmp_path)
     into = nn.ModuleList([RemoteModule("worker1", nn.Linear, (2, 2)), RemoteModule("worker2", hooked, (2, 2))])

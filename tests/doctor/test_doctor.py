@@ -1,4 +1,4 @@
-"""`backhaul doctor`, on real files, sockets and limits that are good, and on bad ones."""
+"""`backhaul doctor`, on good and bad files, sockets and limits, all real."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAUNCHERS = ("BACKHAUL_", "SLURM", "OMPI", "PMI", "PET_", "VC_", "JOB")
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """None of a launcher's variables, and a place for temporary directories: nothing may be left in it."""
+    """No launcher's variables, and a place for temporary directories: nothing may be left in it."""
     for name in [*VARIABLES, *(name for name in os.environ if name.startswith(LAUNCHERS))]:
         monkeypatch.delenv(name, raising=False)
     place = tmp_path_factory.mktemp("t")
@@ -41,7 +41,7 @@ class Findings(NamedTuple):
 
     @property
     def wrong(self) -> list[str]:
-        """What is wrong, one text each."""
+        """The faults, one text each."""
         lines = self.text.partition("\nwrong\n")[2].splitlines()
         return [line.strip().partition(". ")[2] for line in lines]
 
@@ -187,7 +187,7 @@ def test_a_key_that_others_can_read(doctor: Doctor, key: Path) -> None:
     key.chmod(0o644)
     found = doctor("--key-file", key, "--host", "0.0.0.0")
     assert found.code == 1
-    (wrong,) = found.wrong  # and not that there is no key, which follows from it
+    (wrong,) = found.wrong  # and not also that there is no key, which follows from it
     assert f"`chmod 600 {key}`" in wrong
     assert found.fact("tried", "nothing") == "skipped: see the faults below"
 
@@ -350,7 +350,7 @@ def test_a_port_that_is_taken(doctor: Doctor, key: Path) -> None:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory whose name leaves room for that of a socket."""
+    """A directory with a name short enough for a socket in it."""
     with tempfile.TemporaryDirectory() as directory:
         yield Path(directory)
 
@@ -408,7 +408,7 @@ def test_where_the_group_meets(doctor: Doctor, tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def limit() -> Iterator[Callable[[int, int], None]]:
-    """Sets a limit of this process until the test is over."""
+    """Sets a limit of this process for the duration of the test."""
     before: dict[int, tuple[int, int]] = {}
 
     def set_limit(which: int, soft: int) -> None:
@@ -437,7 +437,7 @@ def test_no_shared_memory(doctor: Doctor, limit: Callable[[int, int], None]) -> 
 
 
 def test_torch_comes_last(tmp_path: Path) -> None:
-    """Whatever is wrong with it, the rest is known before; and all of that without waiting for it."""
+    """Whatever is wrong with torch, the rest is reported before, without waiting for torch."""
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: wrong ELF class')")
     done = subprocess.run(
         [sys.executable, "-m", "backhaul", "doctor"],

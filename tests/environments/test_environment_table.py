@@ -1,4 +1,4 @@
-"""Which variable wins: environments as launchers make them, and what follows from each."""
+"""Which variable wins: environments as launchers make them, and the resulting rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backhaul.errors import OptionError
 
 FULL_NAME = "elsewhere.example.org"
 
-# Taken from real processes, without what is not read: torchrun of torch 2.13, Slurm 22.05, Open MPI 4.1, MPICH 4.0.
+# Taken from real processes, reduced to what is read: torchrun of torch 2.13, Slurm 22.05, Open MPI 4.1, MPICH 4.0.
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -366,7 +366,7 @@ NESTED: list[tuple[dict[str, str], tuple[str, ...], int, str, tuple[str, ...]]] 
         "OMPI_COMM_WORLD_RANK",
         ("PMIX_RANK=1", "SLURM_PROCID=0"),
     ),
-    # what is set by hand for us
+    # set by hand for us
     (
         {**SLURM, "RANK": "1", "BACKHAUL_RANK": "2"},
         ("the environment", "Slurm"),
@@ -412,7 +412,7 @@ PROBLEMS: list[tuple[dict[str, str], str, str]] = [
         "different addresses to meet at, and it is unclear which launcher started it: unset one of them",
     ),
     ({**PYTORCH_JOB, "MASTER_PORT": "1"}, "port", "MASTER_PORT=1 (the environment) and PET_MASTER_PORT=23456"),
-    # halves
+    # only a part of a launcher's variables
     ({"JOB_COMPLETION_INDEX": "0", "MASTER_ADDR": "a"}, "world_size", "set WORLD_SIZE to the completions of the Job"),
     ({"PMIX_RANK": "0"}, "world_size", "PMIx has no variable for the world size: set WORLD_SIZE"),
     ({**JOB, "JOBSET_JOB_INDEX": "1"}, "rank", "the rank follows only with JOBSET_REPLICAS as well"),
@@ -424,7 +424,7 @@ PROBLEMS: list[tuple[dict[str, str], str, str]] = [
     ({**TRAINER, "PET_NPROC_PER_NODE": "auto"}, "world_size", "start it with `torchrun train.py`"),
     ({**TRAINER, "PET_NNODES": "1:4"}, "world_size", "PET_NNODES=1:4 allows for a number of workers that torchrun"),
     ({**PYTORCH_JOB, "PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "8"}, "world_size", "torchrun did not start"),
-    # what cannot be read
+    # values that cannot be read
     ({**SLURM, "SLURM_PROCID": "x"}, "rank", "the environment variable SLURM_PROCID='x' must be a whole number"),
     ({**TORCHRUN, "MASTER_PORT": "99999"}, "port", "MASTER_PORT=99999 is not a port"),
     (

@@ -35,7 +35,7 @@ def pass_on(x: torch.Tensor) -> torch.Tensor:
 
 
 def count(seconds: float) -> int:
-    """Computes in Python."""
+    """Compute in Python."""
     end, number = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         number += 1
@@ -86,9 +86,9 @@ def test_a_profile_over_processes(workers: Cluster, tmp_path: Path) -> None:
     summary = prof.summary()
     for each in summary.workers:
         assert sum(each.seconds.values()) == pytest.approx(each.wall, rel=0.05)
-    # worker1 sleeps in a function, which is its own affair; worker2 has four threads that want one interpreter.
+    # worker1 sleeps in a function, which counts as compute; worker2 has four threads that want one interpreter.
     assert summary["worker1"].seconds["compute"] > 0.9 * SECONDS
-    print(summary)  # for whoever reads why it failed
+    print(summary)  # shown if the test fails
     assert summary["worker1"].seconds["interpreter"] < 0.1 * SECONDS
     assert summary["worker2"].seconds["interpreter"] > 0.5 * SECONDS
     assert summary["driver"].seconds["replies"] > 0.8 * SECONDS
@@ -110,7 +110,7 @@ def test_a_worker_that_dies_is_named_and_the_others_are_there(workers: Cluster) 
     assert [each.worker for each in prof.summary().workers] == ["driver", "worker1"]
     assert prof.chrome_trace()["backhaul"]["lost"] == ["worker2"]
     assert {row.worker for row in prof.key_averages()} == {"driver", "worker1"}
-    # Nobody can be profiled any more who is dead.
+    # A dead worker cannot be profiled any more.
     with pytest.raises(WorkerLostError, match="worker2"):
         profile(clock_rounds=1).__enter__()
     with profile(workers=["worker1"], clock_rounds=1):

@@ -25,7 +25,7 @@ SECRET = bytes(range(32))
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> None:
-    """The cluster stays from one test to the next, and its threads with it."""
+    """The cluster stays from one test to the next, and so do its threads."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_the_handles(workers: backhaul.ray.RayCluster) -> None:
 
 
 def test_ranks_by_node(workers: backhaul.ray.RayCluster) -> None:
-    """Those of one node follow each other, and the driver's node comes first."""
+    """Ranks on one node are consecutive, and the driver's node comes first."""
     where = [worker.node for worker in workers]
     assert len(set(where)) == 2
     assert where == sorted(where, key=where.index)

@@ -1,4 +1,4 @@
-"""A driver that stays outside of the group: Ray starts functions, in which the workers call each other."""
+"""A driver outside the group: Ray runs functions, in which the workers call each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Ray puts workers, and what a user is told if there is no room."""
+"""Where Ray puts workers, and what the error says if there is no room."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_a_strategy_misses(strategy: str, n: int, line: str) -> None:
 
 
 def test_without_what_is_free() -> None:
-    """Another version of Ray may not tell."""
+    """Other versions of Ray may not report free resources."""
     assert "  node a: CPU 2" in missing({"CPU": 4.0}, 1, "PACK", [Node("a", {"CPU": 2.0})], 1.0).splitlines()
 
 

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: who may see it, and what it answers."""
+"""The dashboard over HTTP: who may see it, and its answers."""
 
 from __future__ import annotations
 

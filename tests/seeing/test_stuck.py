@@ -1,4 +1,4 @@
-"""Why threads stand still, from what workers say. Pure."""
+"""Why threads hang, from the workers' answers. Pure."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def test_a_future_that_nothing_completes() -> None:
 
 
 def test_several_workers_in_one_process() -> None:
-    """A thread has notes of more than one of them: the last thing that it began is what it does."""
+    """A thread may have several notes: the last activity that it began is what it does."""
     about = {"host": "here", "pid": 1}
     one = {
         "threads": [thread(1, waits=[reply("b", 7, "f", 9.0)]), thread(2, "pool")],
