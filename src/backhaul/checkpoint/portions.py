@@ -236,10 +236,9 @@ def prepare(
     metadata: list[Metadata],
     common: list[Common],
 ) -> tuple[Any, dict[str, str]]:
-    """Read the values that the portion will get. Returns a `Reading`, and the files that this worker does not see, and
-    why.
+    """Read the values that the portion will get. Returns a `Reading`, and the files not seen here, with the reasons.
 
-    The reading is returned as a reference if the caller is another worker.
+    In a worker, the reading is returned as a reference.
     """
     reading = Reading(portion, wanted, metadata, common)
     unseen: dict[str, str] = {}

@@ -33,7 +33,7 @@ USUAL_PORT = 29500
 _LOWEST, _HIGHEST = 15000, 32000
 """The range for ports derived from a job's number. The kernel gives ports from 32768 up to any outgoing connection."""
 _STEP = 997
-"""Ports reserved for each job, since steps of one job may run at the same time."""
+"""The distance between the ports of two steps of a job, since steps may run at the same time."""
 
 Environ = Mapping[str, str]
 HostName = Callable[[], str]
@@ -48,7 +48,7 @@ class Said(NamedTuple):
     """The value as written in the environment."""
     problem: str = ""
     derived: bool = False
-    """Derived from something else, not written by anyone: a contradiction overrules it silently."""
+    """Derived from something else, not set by anyone. A value that was set overrules it silently."""
 
     def __str__(self) -> str:
         return f"{self.source}={self.text or self.value}" if not self.derived else f"{self.value} ({self.source})"

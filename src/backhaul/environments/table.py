@@ -70,7 +70,7 @@ class Table(NamedTuple):
     key: Row
     """The source of the cluster's key; never the key itself."""
     hints: tuple[str, ...]
-    """What would make a launcher in the environment say more."""
+    """Why launchers in the environment do not say more, and what to do about it."""
     agent_store: bool
     """Whether the launcher hosts the store, and restarts all workers at once."""
 

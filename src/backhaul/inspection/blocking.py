@@ -47,7 +47,7 @@ def find_blocked(frames: Mapping[int, FrameType]) -> dict[int, Blocked]:
         if lock is not None:
             holder = _holder(lock, thread, frames)
             if holder == thread and not isinstance(lock, _LOCK):
-                continue  # an RLock that the thread may take again
+                continue  # a reentrant lock, which the thread may take again
             blocked["holder"] = holder
         found[thread] = blocked
     return found

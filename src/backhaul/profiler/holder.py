@@ -184,8 +184,7 @@ class Holder:
     def _on_others(
         self, function: Any, args: Callable[[WorkerInfo], tuple[Any, ...]] = lambda info: (), *, strict: bool = False
     ) -> dict[str, Any]:
-        """Call the function on all other workers at once. A worker that is lost or has ended its part is left out from
-        now on.
+        """Call the function on all other workers at once. Workers that are lost or have left are skipped from then on.
 
         ``strict``: raise such errors too.
         """

@@ -1,5 +1,4 @@
-"""Where Ray puts the workers: a placement group with one bundle for each, ranks by node, and what resources are
-missing.
+"""Where Ray puts the workers: a placement group with one bundle for each, ranks by node, and missing resources.
 
 `ranks`, `bundle_of` and `missing` are pure.
 """

@@ -29,8 +29,7 @@ def start(port: int, host: str = LOOPBACK, registry: CollectorRegistry | None = 
 
 
 def register(registry: CollectorRegistry | None = None) -> Callable[[], None]:
-    """Add the metrics of the current worker to a registry that you serve yourself; returns a function that removes
-    them.
+    """Add the current worker's metrics to a registry that you serve yourself; returns a function to remove them.
 
     The worker's shutdown removes them too.
     """
