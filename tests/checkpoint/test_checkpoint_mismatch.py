@@ -124,17 +124,17 @@ def test_an_object_that_the_checkpoint_does_not_have(saved: Path, run: Run) -> N
 def test_another_kind_of_object(saved: Path, run: Run) -> None:
     objects = {"model": run.optimizer, "optimizer": run.scheduler, "scheduler": 3, "epoch": run.model}
     says = (
-        "'model' is a model in the checkpoint, and an optimizer here",
-        "'optimizer' is an optimizer in the checkpoint, and another object with a state here",
-        "'scheduler' is another object with a state in the checkpoint, and a plain value here",
-        "'epoch' is a plain value in the checkpoint, and a model here",
+        "'model' is a model in the checkpoint but an optimizer here",
+        "'optimizer' is an optimizer in the checkpoint but another object with a state here",
+        "'scheduler' is another object with a state in the checkpoint but a plain value here",
+        "'epoch' is a plain value in the checkpoint but a model here",
     )
     assert_nothing_changes(run, saved, objects, MisuseError, *says)
 
 
 def test_no_checkpoint(saved: Path, run: Run) -> None:
     for path in (saved / "nowhere", data(saved), saved / "lock"):
-        says = f"there is no checkpoint in this directory: index.json is missing: {str(path)!r}"
+        says = f"there is no checkpoint here: no index.json in this directory: {str(path)!r}"
         assert_nothing_changes(run, path, run.objects(), FileNotFoundError, says)
         with pytest.raises(FileNotFoundError, match="there is no checkpoint here"):
             checkpoint.read(path)
@@ -212,11 +212,11 @@ def replaced(path: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> 
         (without("model", "blocks.0.0.bias"), "it has no 'blocks.0.0.bias' of 'model'"),
         (
             lambda content: content["model"].update({"blocks.0.0.bias": torch.zeros(2)}),
-            "'blocks.0.0.bias' of 'model' is float32 of shape [2] there, and float32 of shape [6] in the index",
+            "'blocks.0.0.bias' of 'model' is float32 of shape [2] there but float32 of shape [6] in the index",
         ),
         (
             lambda content: content["model"].update({"blocks.0.0.bias": 7}),
-            "'blocks.0.0.bias' of 'model' is no tensor there, and float32 of shape [6] in the index",
+            "'blocks.0.0.bias' of 'model' is no tensor there but float32 of shape [6] in the index",
         ),
         (
             lambda content: content["model"].update({"blocks.0.0.bias": torch.zeros(6, dtype=torch.int64)}),
@@ -243,7 +243,7 @@ def test_a_file_that_is_not_what_the_index_says(change: Any, says: str, saved: P
         (lambda content: {**content, "metadata": 3}, "some of its metadata are missing"),
         (without("optimizers", "optimizer", "groups"), "KeyError('groups')"),
         (lambda content: content["optimizers"].update(optimizer=3), "TypeError"),
-        (without("optimizers", "optimizer", "groups", 1), "'optimizer' has other groups"),
+        (without("optimizers", "optimizer", "groups", 1), "the groups of 'optimizer' differ from the index"),
     ],
 )
 def test_a_common_file_that_is_not_what_the_index_says(change: Any, says: str, saved: Path, run: Run) -> None:

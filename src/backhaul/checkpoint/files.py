@@ -69,7 +69,7 @@ def read_index(path: str) -> Index:
     index = read_index_if_any(path)
     if index is None:
         raise FileNotFoundError(
-            errno.ENOENT, f"there is no checkpoint in this directory: {INDEX} is missing", os.fspath(path)
+            errno.ENOENT, f"there is no checkpoint here: no {INDEX} in this directory", os.fspath(path)
         )
     return index
 
