@@ -252,7 +252,7 @@ def test_what_is_no_way_to_resume(tmp_path: Path) -> None:
     for wrong in ({"every": 0}, {"every": 1.5}, {"restore": "some"}):
         with pytest.raises(OptionError, match="Resume: "):
             checkpoint.Resume(tmp_path, build, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="the name 'resume' is taken"):
+    with pytest.raises(OptionError, match="the name 'resume' is reserved"):
         checkpoint.Resume(tmp_path, lambda: {"resume": 1}).run(lambda objects, number: 0, 1)
     checkpoint.save({"epoch": 1}, tmp_path)
     with pytest.raises(MisuseError, match="was not saved by Resume"):

@@ -299,7 +299,7 @@ def test_half_of_the_certificates(doctor: Doctor, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as end:
         doctor("--tls-ca", "ca.pem")
     assert end.value.code == 2
-    assert "belong together" in capsys.readouterr().err
+    assert "must be given together" in capsys.readouterr().err
 
 
 def test_a_federation_without_certificates(doctor: Doctor, key: Path) -> None:
@@ -397,7 +397,7 @@ def test_where_the_group_meets(doctor: Doctor, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.77")
     assert "192.0.2.77 is not an address of this machine: start rank 0 there" in doctor().wrong[0]
     monkeypatch.setenv("BACKHAUL_INIT_METHOD", f"file://{tmp_path}/none/store")
-    assert "must be a file in a directory that exists" in doctor().wrong[0]
+    assert "must be a file in an existing directory" in doctor().wrong[0]
     monkeypatch.setenv("BACKHAUL_INIT_METHOD", f"file://{tmp_path}/store")
     assert doctor().code == 0
     assert "must be like tcp://" in doctor("--init-method", "tcp://nowhere").wrong[0]

@@ -250,7 +250,7 @@ def too_late_for_classes_made_of_it() -> None:
 def of_many_holders_some_are_named() -> None:
     for number in range(9):
         library("from torch.distributed import rpc", f"library{number}")
-    with refused("library0.rpc, library1.rpc, library2.rpc, library3.rpc, library4.rpc and 4 more came"):
+    with refused("library0.rpc, library1.rpc, library2.rpc, library3.rpc, library4.rpc and 4 more already came"):
         install()
 
 
