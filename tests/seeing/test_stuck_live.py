@@ -164,7 +164,7 @@ def test_a_coroutine_that_waits_for_another_worker(workers: InProcessCluster) ->
     waiter = threading.Thread(target=future.wait, name="waiter")
     waiter.start()
     assert ARRIVED.wait(PATIENCE)
-    said = look_until(workers, "it seems, waits for block on worker2, which waits for an event")
+    said = look_until(workers, "probably waits for block on worker2, which waits for an event")
     assert (
         "worker0's thread waiter waits for ask_worker2 on worker1, which runs without a thread and probably waits "
         in said
