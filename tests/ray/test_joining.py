@@ -144,7 +144,7 @@ def test_the_driver_takes_part(nodes: Any) -> None:
 
 
 def test_mistakes(nodes: Any) -> None:
-    with pytest.raises(OptionError, match=r"must be what backhaul\.ray\.group"):
+    with pytest.raises(OptionError, match=r"must be made by backhaul\.ray\.group"):
         backhaul.ray.init_rpc(group="trainers")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="a number of workers, at least 1; got 0"):
         backhaul.ray.group(0)
