@@ -8,11 +8,12 @@ import argparse
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what a worker on this machine would do, and what is wrong",
-        description="Say what a worker with these options and this environment would listen on, how it would tell "
-        "peers from strangers, and which address it would announce. Try all that, and list faults with what to "
-        "do. The exit code is 0 if there are none. The only contact with other machines is a connection to the store. "
-        "With --ready: say only whether workers that run here answer; the exit code is 0 if they do.",
+        help="report what a worker on this machine would do, and what is wrong",
+        description="Report what a worker with these options and this environment would listen on, how it would tell "
+        "peers from strangers, and which address it would announce. Then try all of it, and list what is wrong, each "
+        "with a remedy. The exit code is 0 if nothing is wrong. The doctor contacts no other machine, except that it "
+        "tries to connect to the store. With --ready, report only whether the workers that run here answer; the exit "
+        "code is 0 if they do.",
     )
     parser.add_argument("--key-file", metavar="FILE", help="the cluster's key, as `backhaul keygen` makes it")
     parser.add_argument("--host", metavar="HOST", help="the address to listen on for other hosts (default: loopback)")
@@ -25,7 +26,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--name", metavar="NAME", help="the worker's name (default: as init_rpc would choose it)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
-        "--ready", action="store_true", help="only say whether a worker of this user is up on this machine; for probes"
+        "--ready",
+        action="store_true",
+        help="only report whether a worker of this user is up on this machine; for probes",
     )
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="with --ready: how many workers must be up (default: 1)"

@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ve
         help="start a script in several worker processes, on this machine or over ssh on several hosts",
         description="Start SCRIPT in N worker processes. Each finds its rank and the group in its environment, "
         "so that backhaul.rpc.init_rpc() needs no arguments. The first worker that fails, and is not restarted, "
-        "stops the others, and its exit code is the launcher's.",
+        "stops the others, and its exit code becomes the launcher's.",
         epilog="Everything after SCRIPT is passed to it as arguments.",
     )
     parser.add_argument("-n", "--nproc", type=int, metavar="N", help="number of workers on this machine (default: 1)")
