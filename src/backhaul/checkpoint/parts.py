@@ -112,7 +112,7 @@ def survey(remotes: Sequence[_Remote]) -> list[list[Part | _Remote]]:
 
 def _walk(name: str, prefix: str, holder: Any, module: nn.Module, path: str) -> Iterator[Part | _Remote]:
     remote_inside = any(isinstance(each, RemoteModule) for each in module.modules())
-    whole = not remote_inside or _minds_those_below(module)
+    whole = not remote_inside or _changes_nested_state(module)
     if isinstance(module, RemoteModule) and module._is_party:
         raise MisuseError(
             f"{module} belongs to a party, which saves and loads it itself: leave it out of the checkpoint"
@@ -129,7 +129,7 @@ def _walk(name: str, prefix: str, holder: Any, module: nn.Module, path: str) -> 
             yield from _walk(name, f"{prefix}{child}.", holder, below, f"{path}.{child}" if path else child)
 
 
-def _minds_those_below(module: nn.Module) -> bool:
+def _changes_nested_state(module: nn.Module) -> bool:
     """Whether a module changes the state dict of the modules below it, or behind it."""
     usual = RemoteModule if isinstance(module, RemoteModule) else nn.Module
     if any(getattr(module, hooks, None) for hooks in _HOOKS):

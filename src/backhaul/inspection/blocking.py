@@ -187,7 +187,7 @@ def _line(node: ast.AST) -> int:
 
 def _nodes(code: CodeType) -> list[ast.AST]:
     """The syntax tree nodes of the function that a code object was compiled from."""
-    if _is_of_no_interest(code.co_filename):
+    if _is_skipped(code.co_filename):
         return []
     for node in ast.walk(_module(code.co_filename)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -197,7 +197,7 @@ def _nodes(code: CodeType) -> list[ast.AST]:
     return list(ast.walk(_module(code.co_filename))) if code.co_name == "<module>" else []
 
 
-def _is_of_no_interest(filename: str) -> bool:
+def _is_skipped(filename: str) -> bool:
     """Whether to skip a file: Python's library, torch and this package are large, and have no locks of the user."""
     if filename.startswith(_PACKAGE) or "/site-packages/torch/" in filename:
         return True

@@ -67,8 +67,8 @@ class Steward:
                 self._look_after_lease()
                 for process in self._supervisor.poll(max(0.0, self._next_time() - clock())):
                     self._on_end(process)
-                self._tell_what_was_found()
-                self._tell_who_is_over()
+                self._report_reached()
+                self._report_over()
         finally:
             self._supervisor.close()
             self._guardian.close()
@@ -165,7 +165,7 @@ class Steward:
         self._reached.put(protocol.Reached(address_towards(address) or "", error))
         self._supervisor.wake()
 
-    def _tell_what_was_found(self) -> None:
+    def _report_reached(self) -> None:
         while True:
             try:
                 self._send(self._reached.get_nowait())
@@ -202,7 +202,7 @@ class Steward:
         self._leaving.append(process)
         self._send(protocol.Ended(process.index, process.returncode or 0, process.ending))
 
-    def _tell_who_is_over(self) -> None:
+    def _report_over(self) -> None:
         for process in [process for process in self._leaving if process.over.is_set()]:
             self._leaving.remove(process)
             self._send(protocol.Over(process.index))

@@ -242,7 +242,7 @@ class RayCluster(Workers[RayWorker]):
         try:
             if graceful:
                 self._await_revivals()
-            leaving = self._send_away(graceful, timeout)
+            leaving = self._ask_to_leave(graceful, timeout)
             self._leave(graceful, timeout)
             self._await_leaving(leaving, graceful and self._driver is None)
         finally:
@@ -431,7 +431,7 @@ class RayCluster(Workers[RayWorker]):
 
     # The end.
 
-    def _send_away(self, graceful: bool, timeout: float) -> list[tuple[Actor, Any]]:
+    def _ask_to_leave(self, graceful: bool, timeout: float) -> list[tuple[Actor, Any]]:
         """Ask the workers to shut down."""
         if not ray.is_initialized():
             return []
