@@ -1,4 +1,4 @@
-"""Waiting for something about a worker that comes to be because of what the worker does."""
+"""Waiting for a condition about a worker that the worker's own activity brings about."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from backhaul.agent.observing import Event
 from backhaul.worker import Worker
 
-_LOOK_AGAIN = 0.5  # some events are emitted a moment before what they tell is true
+_LOOK_AGAIN = 0.5  # some events are emitted a moment before they are true
 
 
 def await_events(worker: Worker, holds: Callable[[], bool], seconds: float) -> bool:
-    """Wait until ``holds()``, which is asked again after each event of this worker's. False if time is up."""
+    """Wait until ``holds()``, which is checked after each event of this worker. False at the timeout."""
     happened = threading.Event()
 
     def observe(event: Event) -> None:

@@ -16,13 +16,13 @@ from longest import LONG, LONGEST
 
 _GONE_WITHIN = 5.0
 
-# A shell ignores these for what it runs in the background, and all processes started here inherit that.
+# A shell ignores these signals for background jobs, and all processes started here inherit that.
 for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _handler)
 
 
-# What a module that starts processes imports.
+# Imports of modules that start processes.
 _STARTERS = {"subprocess", "multiprocessing", "Crew", "cluster", "dropin_runs", "intruder", "training_runs"}
 
 
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
-    """After each test the threads that workers made in it are gone."""
+    """Check after each test that the threads of its workers are gone."""
     before = set(threading.enumerate())
     yield
     deadline = time.monotonic() + _GONE_WITHIN
@@ -54,7 +54,7 @@ def _no_thread_stays() -> Iterator[None]:
 
 @pytest.fixture
 def no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process without hooks: tensors of other tests may still have some, and a pass looks for them then."""
+    """Act as in a process without hooks: tensors of other tests may still have some, and a pass looks for those."""
     monkeypatch.setattr(joint_hooks, "_hooks", {})
     monkeypatch.setattr(node_hooks, "_seen", [])
 

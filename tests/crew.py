@@ -1,10 +1,10 @@
 """A crew: real worker processes that a test drives one by one, and may kill.
 
-The processes are forked from one that has imported torch and done nothing else: a start takes milliseconds instead of
-the seconds that the imports take. Their environment is that of the test, as with processes that are started afresh.
+The processes are forked from one that has imported torch and done nothing else, so a start takes milliseconds instead
+of the seconds that the imports take. Their environment is that of the test, as with freshly started processes.
 
-A limit that passes says where each process of the crew stands: they write the stacks of their threads down when they
-are asked to by a signal, which works also where the interpreter is held for ever.
+When a limit passes, the error says where each process of the crew is: on a signal, each writes the stacks of its
+threads, which works even if a thread holds the GIL forever.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _serve(
 
 
 class _Outcome(Future[Any]):
-    """Of what a process runs. Whoever waits for it in vain learns where the processes stand."""
+    """The time limit of a function in a process. At the limit, the error says where the processes are."""
 
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Outcome(Future[Any]):
 
 
 class Hand:
-    """One process. It runs what the test gives it on its main thread, one thing at a time.
+    """One process. It runs the test's functions on its main thread, one at a time.
 
     ``stacks`` is a file for the stacks of its threads.
     """
@@ -90,14 +90,14 @@ class Hand:
         context.set_forkserver_preload(_PRELOADED)
         self._pipe, theirs = context.Pipe()
         self._stacks = stacks
-        self.where = self.stand  # and where others do, in a crew
+        self.where = self.stand  # and the others' stacks, in a crew
         args = (theirs, dict(os.environ), None if stacks is None else str(stacks), setup, place)
         self.process: BaseProcess = context.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
 
     def stand(self) -> str:
-        """Where all threads of the process are, if it can tell."""
+        """The stacks of all threads of the process, if available."""
         if self._stacks is None or not self.process.is_alive():
             return "it does not say"
         before = self._written()
@@ -107,7 +107,7 @@ class Hand:
         while time.monotonic() < deadline:
             time.sleep(0.1)
             text, last = self._written(), text
-            if text == last != before:  # it has written, and writes no more
+            if text == last != before:  # the process has finished writing
                 break
         return text[len(before) :] or "it does not say"
 
@@ -124,7 +124,7 @@ class Hand:
             raise AssertionError(f"the process died at its start, with {self.process.exitcode}") from None
 
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run it there; a future of the outcome."""
+        """Run the function in the process; returns a future of the outcome."""
         future = _Outcome(lambda: self.where())
         self._pipe.send((function, args))
 
@@ -149,7 +149,7 @@ class Hand:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
         while number == signal.SIGSTOP and not self._stands_still():
-            time.sleep(0.001)  # its threads stop one after the other, and nothing tells when
+            time.sleep(0.001)  # its threads stop one after the other, without an event
 
     def _stands_still(self) -> bool:
         states = [
@@ -203,12 +203,12 @@ class Crew(list[Hand]):
             raise
 
     def place(self, rank: int, world_size: int | None) -> dict[str, Any]:
-        """What a worker of this crew gives to `init_rpc`."""
+        """The arguments of a worker of this crew for `init_rpc`."""
         options = rpc.RpcOptions(init_method=self.init_method, **self._options)
         return {"name": f"worker{rank}", "rank": rank, "world_size": world_size, "rpc_backend_options": options}
 
     def where(self) -> str:
-        """Where all threads of all processes are."""
+        """The stacks of all threads of all processes."""
         return "\n".join(f"-- worker{rank}, {hand.process}:\n{hand.stand()}" for rank, hand in enumerate(self))
 
     def __enter__(self) -> Crew:

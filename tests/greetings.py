@@ -13,14 +13,14 @@ _EVENTS = {"read": select.POLLIN, "write": select.POLLOUT}
 
 
 def admit(visitor: Visitor, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello]:
-    """Greet a visitor to the end, as the door does, and get its channel. Raises `TimeoutError` at the deadline."""
+    """Finish the greeting with a visitor, as the door does, and return its channel. Raises `TimeoutError`."""
     found = greet(visitor, judge, deadline)
     assert found is not None, "it belongs to another connection"
     return found
 
 
 def greet(visitor: Visitor, judge: Callable[[Hello], Welcome], deadline: float) -> tuple[Channel, Hello] | None:
-    """The same. None if it is a further connection of a channel that was let in before."""
+    """The same. None for a further connection of a channel that was accepted before."""
     while isinstance(outcome := visitor.step(judge), str):
         poll = select.poll()
         poll.register(visitor.fileno(), _EVENTS[outcome])

@@ -1,4 +1,4 @@
-"""Processes that act as hosts of their own: each has its network namespace and its host name."""
+"""Processes that act as separate hosts: each has its own network namespace and host name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 def become_host() -> None:
-    """Leave this machine's network, and its name, for ones of this process's own."""
+    """Move this process to its own network namespace and host name."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET | CLONE_NEWUTS) != 0:
         raise OSError(ctypes.get_errno(), "unshare")

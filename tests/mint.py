@@ -1,4 +1,4 @@
-"""Certificates as a user would bring them, good ones and bad ones, in files."""
+"""Certificates as a user would provide them, good and bad, in files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOTH = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
 
 
 class Mint:
-    """A certificate authority of the user's, with its files in ``directory``."""
+    """A user's certificate authority, with its files in ``directory``."""
 
     def __init__(self, directory: Path, name: str = "example CA") -> None:
         self.directory = directory
@@ -46,7 +46,7 @@ class Mint:
         since: datetime.timedelta = -DAY,
         file: str | None = None,
     ) -> tuple[str, str]:
-        """The paths of a certificate with this common name, and of its key. ``life`` is from now on."""
+        """The paths of a certificate with this common name, and of its key. ``life`` counts from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         builder = self._builder(subject, key.public_key(), life, since)
@@ -63,7 +63,7 @@ class Mint:
         return os.fspath(cert), os.fspath(private)
 
     def tls(self, name: str, **how: Any) -> TLS:
-        """The certificates of a worker of this name."""
+        """The certificates of the worker with this name."""
         cert, key = self.issue(name, **how)
         return TLS(os.fspath(self.ca), cert, key)
 

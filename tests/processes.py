@@ -10,7 +10,7 @@ PATIENCE = 20.0
 
 
 def assert_gone(pids: list[int]) -> None:
-    """Wait until none of the processes runs any more."""
+    """Wait until all the processes have ended."""
     deadline = time.monotonic() + PATIENCE
     for pid in pids:
         try:

@@ -1,4 +1,4 @@
-"""Slow links: a forwarder on loopback that passes bytes on at a given rate, and workers that are behind one."""
+"""Slow links: a forwarder on loopback that passes bytes on at a given rate, and workers behind one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUFFER = 16 * 1024
 
 
 class Forwarder:
-    """Passes on what comes, at most ``rate`` bytes a second each way; None means at once. `hold` stops all of it."""
+    """Forwards at most ``rate`` bytes a second each way; None means without a limit. `hold` stops everything."""
 
     def __init__(self, target: tuple[str, int], rate: float | None) -> None:
         self.rate = rate
@@ -100,7 +100,7 @@ class _Behind(StreamTransport):
 
 
 class SlowCluster(InProcessCluster):
-    """Workers of this process with TLS between them, each behind a forwarder."""
+    """Workers in this process with TLS between them, each behind a forwarder."""
 
     def __init__(self, size: int, rate: float | None, options: RpcOptions) -> None:
         self.forwarders: list[Forwarder] = []

@@ -1,9 +1,9 @@
-"""`make test`: the suite in two parts side by side, then every test that failed once more, alone.
+"""`make test`: the suite in two parts side by side; then every failed test again, alone.
 
-Most tests wait for processes, and they share two processors with each other: now and then one of several thousand
-misses a deadline that has nothing to do with what it tests. A test that passes the second time, when nothing else runs,
-counts as passed, and the last lines name it as unstable. A test that fails twice fails the run, and so do more than
-`TOLERATED` unstable ones.
+Most tests wait for processes, and share two processors with each other: now and then one of several thousand
+misses a deadline for reasons that have nothing to do with what it tests. A test that passes the second time, when
+nothing else runs, counts as passed, and the last lines name it as unstable. A test that fails twice fails the run, and
+so do more than `TOLERATED` unstable ones.
 
     python tests/suite.py [paths or options of pytest, for the part without coverage]
 """
@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TOLERATED = 3
 
 # Layers without sockets, threads or a clock: they are cheap to test to the last branch. To find a single module of
-# autograd, coverage would import the package, and torch with it, twice: so the whole package is named here, and
-# pyproject.toml leaves out the files that are not pure.
+# autograd, coverage would import the package, and torch with it, twice. So this names the whole package, and
+# pyproject.toml excludes the files that are not pure.
 PURE = (
     *("wire", "errors", "ids", "options", "security", "trust", "autograd"),
     *("agent.pending", "agent.role", "agent.link_state", "refs.counting", "refs.mailbox"),
@@ -62,7 +62,7 @@ def missing(modules: Iterable[str], tests: Iterable[str]) -> list[str]:
 
 
 class Part:
-    """One run of pytest. It notes what failed in a folder of its own."""
+    """One run of pytest. It notes failures in its own folder."""
 
     def __init__(self, name: str, arguments: list[str]) -> None:
         self.name = name
@@ -86,7 +86,7 @@ class Part:
         return [sys.executable, "-m", "pytest", "-q", "-o", f"cache_dir={self._cache}"]
 
     def wait(self) -> int:
-        """Print what the run printed, once it is over; its exit status."""
+        """Print the run's output, once it has ended; returns its exit status."""
         status = self._process.wait()
         print(f"== {self.name}: {time.monotonic() - self._began:.0f} s", flush=True)
         sys.stdout.buffer.write(self._output.read_bytes())
@@ -98,7 +98,7 @@ class Part:
         return sorted(json.loads(self._failed.read_text())) if self._failed.exists() else []
 
     def repeat(self) -> int:
-        """Run what failed once more, one test at a time."""
+        """Run the failed tests again, one at a time."""
         return subprocess.run([*self._pytest(), "--last-failed"], cwd=ROOT, stdin=subprocess.DEVNULL).returncode
 
     def stop(self) -> None:
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
         print(f"{len(unstable)} tests failed")
         return 1
     for part, status in zip(parts, statuses, strict=True):
-        if status and not part.failed:  # not a test's doing
+        if status and not part.failed:  # not caused by a test
             return status
         if status:
             print(f"== {part.name}: what failed, once more", flush=True)

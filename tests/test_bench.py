@@ -29,7 +29,8 @@ RATIOS = ["torch/backhaul", "backhaul/ping-pong", "backhaul/memcpy"]
 TLS_HEADINGS = ["work", "backhaul-tls", "backhaul", "torch", "ssl", "tcp"]
 TLS_RATIOS = ["torch/backhaul-tls", "ssl/backhaul-tls", "backhaul-tls/tcp", "backhaul-tls/backhaul"]
 
-# One of each kind: single calls, two clients at once, gradients, Backhaul alone. Not TLS: that is six processes more.
+# One of each kind: single calls, two clients at once, gradients, Backhaul alone. Not TLS, which needs six more
+# processes.
 SOME = {
     "no-op": ["no-op p50", "no-op p99"],
     "echo 1 KiB": ["echo 1 KiB"],
@@ -54,7 +55,7 @@ if __name__ == "__main__":
 def bench(
     *options: str | Path, code: int = 0, program: tuple[str, ...] = ("-m", "backhaul"), **environment: str
 ) -> str:
-    """What ``backhaul bench`` prints."""
+    """The output of ``backhaul bench``."""
     command = [sys.executable, *program, "bench", *map(str, options)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=500, check=False, env={**os.environ, **environment}
@@ -75,7 +76,7 @@ def systems_of(work: str) -> set[str]:
 
 
 def check_rows(text: str, rows: list[dict[str, Any]], works: list[str]) -> None:
-    """The tables and the JSON have these rows, and each has what it should."""
+    """Check that the tables and the JSON have these rows, with the right contents."""
     assert [row["work"] for row in rows] == works
     over_tls = [row for row in rows if row["work"].startswith("TLS")]
     rows = [row for row in rows if row not in over_tls]
@@ -117,7 +118,7 @@ def test_a_table_json_a_plot_and_two_baselines(tmp_path: Path) -> None:
     check_rows(text, data["rows"], [work for works in SOME.values() for work in works])
     assert isinstance(data["stalls"], list)
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"bench.png", "bench.svg"}
-    assert "once more, for having lost more than 25%: chain of 1\n" in text
+    assert "measuring again what lost more than 25%: chain of 1\n" in text
     assert text.count("rounds: 1") == 2
     assert [line[:18] for line in text.splitlines() if line.startswith("lost: ")] == ["lost: chain of 1: "]
     assert "1 of 2 ratios are no more than 25% below" in text  # the chain of 4 was not measured
@@ -141,7 +142,7 @@ def test_without_matplotlib_and_without_torch_rpc(tmp_path: Path) -> None:
 
 
 def test_several_servers_and_one_processor(tmp_path: Path) -> None:
-    """All work that is spread over several, without torch: its own processes would take as long again."""
+    """All work on several servers, without torch: its processes would take as long again."""
     works = [name for name, workload in WORKLOADS.items() if workload.is_wide]
     only = [part for name in works for part in ("--only", name)]
     text = bench(
@@ -172,7 +173,7 @@ def test_the_exit_code_says_whether_something_went_wrong_for_backhaul(
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
-    """What is said about a command line that is wrong, before anything is measured."""
+    """Errors in the command line are reported before anything is measured."""
     with pytest.raises(SystemExit) as ending:
         main(["bench", *map(str, options)])
     assert ending.value.code == 2

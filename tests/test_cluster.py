@@ -1,7 +1,7 @@
 """`backhaul.cluster` on real processes.
 
-Functions of this file are importable by the workers; what concerns ``__main__`` runs as a
-script of its own.
+The workers import this file, so its functions are callable there. Tests about ``__main__`` run a
+script of their own.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_misuse() -> None:
         backhaul.cluster(2, names=["a"])
     with pytest.raises(OptionError, match="differ from each other and from 'driver'"):
         backhaul.cluster(2, names=["a", "driver"])
-    with pytest.raises(OptionError, match="leave init_method out"):
+    with pytest.raises(OptionError, match="leave out the option init_method"):
         backhaul.cluster(1, options=rpc.RpcOptions(init_method="file:///tmp/x"))
     with pytest.raises(OptionError, match="for parties that each start their own"):
         backhaul.cluster(1, options=rpc.RpcOptions(trust="federation"))
@@ -149,7 +149,7 @@ Script = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Script]:
-    """Starts a driver script; its errors come with its output."""
+    """Starts a driver script; its standard error is part of its output."""
     started: list[subprocess.Popen[str]] = []
 
     def start(
@@ -309,7 +309,7 @@ def test_workers_that_do_not_start(script: Script) -> None:
 
 
 def test_a_notebook(script: Script) -> None:
-    """Cells are run by IPython; the cluster is closed when the interpreter ends."""
+    """IPython runs the cells. The cluster is closed when the interpreter ends."""
     pytest.importorskip("IPython")
     popen = script(
         """
@@ -346,7 +346,7 @@ def test_a_notebook(script: Script) -> None:
 
 
 def test_a_plain_interpreter(script: Script) -> None:
-    """It keeps no source before Python 3.13, and none here: the input is no terminal."""
+    """The interpreter keeps no source before Python 3.13, nor here, where the input is not a terminal."""
     popen = script("", python=("-i", "-q"), stdin=subprocess.PIPE)
     typed = """
         import backhaul

@@ -1,4 +1,4 @@
-"""What one Python or torch does differently from another: each function does its part with the ones that run this."""
+"""Differences between versions of Python and torch: each function works with the versions that run this."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_frame_is_at_the_line_that_it_is_at() -> None:
     place = (line, line, 4, 4 + len("yield sys._getframe()"))
     assert compat.is_at(frame, place)
     assert not compat.is_at(frame, (line + 1, line + 1, *place[2:]))
-    # Python 3.10 cannot tell apart what is in one line.
+    # Python 3.10 knows only lines.
     assert compat.is_at(frame, (line, line, 10, 12)) is (sys.version_info < (3, 11))
     del found
 
@@ -68,7 +68,7 @@ def test_whether_the_compiler_asks() -> None:
 def test_the_dtype_of_a_gradient() -> None:
     leaf = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
     assert compat.dtype_of_gradient(leaf) is torch.bfloat16
-    if VERSION >= (2, 10):  # before that it cannot be chosen
+    if VERSION >= (2, 10):  # before that, users cannot choose it
         leaf.grad_dtype = torch.float32
         assert compat.dtype_of_gradient(leaf) is torch.float32
         leaf.grad_dtype = None
@@ -89,7 +89,7 @@ def test_the_groups_of_a_sharded_module(state: dict[str, Any], wanted: list[str]
 
 
 def test_this_torch_has_groups_of_sharded_modules() -> None:
-    """Under one of the names that are looked for. tests/autograd/test_parallel.py trains with them."""
+    """The groups exist under one of the known names. tests/autograd/test_parallel.py trains with them."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     assert compat.shard_groups(FSDPState()) == []
@@ -123,9 +123,9 @@ def sparse(layout: torch.layout) -> torch.Tensor:
 
 
 def test_tensors_that_torch_warns_of_once_are_received_without_a_warning() -> None:
-    """In a process that has seen none. There a warning that is an error would close the connection.
+    """In a fresh process, because a warning that is an error would close the connection.
 
-    One process for all kinds: to import torch takes seconds.
+    One process for all kinds: importing torch takes seconds.
     """
     compat.use_up_warning(torch.complex32)
     sent = [torch.empty(2, 2, dtype=torch.complex32), *map(sparse, LAYOUTS[1:])]
@@ -144,7 +144,7 @@ for tensor in landing.tensors():
 
 
 def test_the_node_of_a_send_is_of_use_as_long_as_its_output_is_kept() -> None:
-    """Before torch 2.12 no longer than that: so a context keeps the output and not the node."""
+    """Before torch 2.12 the node lives no longer than its output. So a context keeps the output and not the node."""
     output = send(1, [torch.ones(2, requires_grad=True) * 2])
     node: Any = output.grad_fn
     assert [type(following).__name__ for following, _ in node.next_functions] == ["MulBackward0"]
@@ -166,5 +166,5 @@ def test_a_store_on_a_socket() -> None:
 
 
 def test_a_warning_shows_the_line_of_the_user() -> None:
-    """Here no frame of the package is between; `test_silent_mistakes` has a warning of an optimizer."""
+    """Here no frame of the package lies between; `test_silent_mistakes` has a warning of an optimizer."""
     assert compat.level_of_the_user() == 1

@@ -1,4 +1,4 @@
-"""torch.compile around calls to other workers: graphs break there, and nothing is compiled anew at each step."""
+"""torch.compile around calls to other workers: graphs break there, and later steps recompile nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backhaul.nn import RemoteModule
 from backhaul.optim import DistributedOptimizer
 from backhaul.testing import InProcessCluster
 
-# Torch's compiler looks at .grad of every tensor with which a graph begins after a break, also in one process.
+# Torch's compiler reads .grad of every tensor with which a graph begins after a break, even in one process.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
@@ -75,7 +75,7 @@ def here(x: torch.Tensor) -> torch.Tensor:
 
 
 def gradients_of_steps(program: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The input and its gradient, step by step; after the first two, nothing may be compiled any more."""
+    """The input and its gradient, step by step. After the first two steps nothing may be compiled."""
     for step in range(STEPS):
         x = torch.randn(4, requires_grad=True)
         with (
@@ -175,7 +175,7 @@ def test_compiled_autograd_leaves_a_distributed_pass_to_the_engine(workers: InPr
         torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
     ):
         for x, gradient in gradients_of_steps(call):
-            # The reference is compiled here, which shows that it is still on.
+            # Compiling the reference here shows that compiled autograd is still on.
             torch.testing.assert_close(gradient, gradient_here(here, x))
         assert torch._dynamo.compiled_autograd.compiled_autograd_enabled
 
@@ -188,7 +188,7 @@ def compiler_is_on() -> bool:
 
 
 def test_compiled_autograd_is_off_until_the_last_run_ends() -> None:
-    """Torch has one compiler for all threads, and runs overlap in any order."""
+    """Torch has one compiler for all threads, and runs may overlap in any order."""
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         first, second = without_compiled_autograd(), without_compiled_autograd()
         first.__enter__()

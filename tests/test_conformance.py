@@ -57,9 +57,9 @@ SAMPLE = (
 )
 
 
-@pytest.mark.timeout(420)  # one of them may reach its limit and be run once more
+@pytest.mark.timeout(420)  # a test may reach its limit and run again
 def test_a_sample_of_torch_s_own_suites() -> None:
-    """Those that are listed as not passing must not pass, and all others must."""
+    """Listed tests must not pass, and all others must."""
     done = subprocess.run(
         [sys.executable, str(RUN), "--verbose", "--limit", "100", *SAMPLE], capture_output=True, text=True, timeout=400
     )
@@ -71,7 +71,7 @@ def test_a_sample_of_torch_s_own_suites() -> None:
 
 
 def test_a_wrong_list_is_noticed() -> None:
-    """One that is listed and passes, one that is not listed and fails: the run fails."""
+    """A listed test that passes, or an unlisted one that fails, fails the run."""
     script = (
         f"import sys; sys.path.insert(0, {str(RUN.parent)!r}); sys.argv = ['run.py', 'RpcTest.test_add', "
         "'RpcTest.test_non_cont_tensors']; import run; run.expected = lambda: {'RpcTest.test_add': 'a mistake'}; "

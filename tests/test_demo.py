@@ -1,4 +1,4 @@
-"""The demo runs, plainly and on a terminal."""
+"""The demo runs, with and without a terminal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_line_on_a_terminal() -> None:
         while chunk := os.read(ours, 1 << 16):
             shown += chunk
     except OSError:
-        pass  # how a terminal tells that its other side is closed
+        pass  # how a terminal reports that its other side is closed
     finally:
         os.close(ours)
     _, errors = demo.communicate(timeout=60)

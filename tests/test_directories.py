@@ -1,4 +1,4 @@
-"""Private directories in the temporary directory: those of the dead are removed, and no others."""
+"""Private directories in the temporary directory: those of dead processes are removed, and no others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temporary directory of which nobody else knows, with a short name."""
+    """A temporary directory that no other process knows, with a short name."""
     with tempfile.TemporaryDirectory() as directory:
         monkeypatch.setattr("tempfile.tempdir", directory)
         monkeypatch.setenv("TMPDIR", directory)

@@ -1,15 +1,15 @@
-"""What the documentation shows runs, and what it links to is there.
+"""The code in the documentation runs, and its links lead somewhere.
 
-The Python of a page is run in the order in which it stands, as one program: the page with
+The Python of a page runs in the order of the page, as one program: the page with
 everything else blanked out, so that line numbers in a traceback are those of the page. The first
-line of a block says how it is run:
+line of a block says how it runs:
 
 - ``python``           with the rest of its page
-- ``python script``    alone, as a program of its own
-- ``python file=x.py`` not here: it must be what that file holds
+- ``python script``    alone, as a separate program
+- ``python file=x.py`` not here: it must equal the content of that file
 - ``python notest``    not at all
 
-A page that starts processes is run by an interpreter of its own; the others in this one.
+A page that starts processes runs in its own interpreter; the others run in this one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NOT_FOR_ANCHORS = re.compile(r"[^\w\- ]")
 
 class Block(NamedTuple):
     kind: str  # what follows "python" on the fence
-    line: int  # of its first line in the page, from 0
+    line: int  # number of its first line in the page, from 0
     source: str
 
 
@@ -71,7 +71,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def program(page: Path) -> str:
-    """The page's Python at its place, and empty lines elsewhere."""
+    """The page's Python in its place, with empty lines elsewhere."""
     lines = [""] * (page.read_text().count("\n") + 1)
     for block in blocks(page):
         if not block.kind:
@@ -92,7 +92,7 @@ def starts_processes(page: Path) -> bool:
     return "backhaul.cluster(" in program(page)
 
 
-RUN_ELSEWHERE = [ROOT / "docs/clusters-ray.md"]  # by tests/ray, which has Ray
+RUN_ELSEWHERE = [ROOT / "docs/clusters-ray.md"]  # run by tests/ray, which has Ray
 RUN_BY_US = [page for page in PAGES if page not in RUN_ELSEWHERE]
 RUN_HERE = [page for page in RUN_BY_US if program(page).strip() and not starts_processes(page)]
 RUN_APART = [page for page in RUN_BY_US if starts_processes(page)]
@@ -111,7 +111,7 @@ def run(*argv: str) -> str:
 
 @by_name(RUN_HERE)
 def test_a_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A module, since functions are found by module and name when they are called remotely.
+    # A module, because remote calls find functions by module and name.
     module = types.ModuleType(f"page_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(program(page), page, "exec", dont_inherit=True), module.__dict__)
@@ -138,7 +138,7 @@ def test_the_example_of_two_workers() -> None:
 
 @by_name(PAGES)
 def test_blocks_are_python(page: Path) -> None:
-    """Also those that are not run; and a file that is shown is shown as it is."""
+    """This includes blocks that do not run; and a shown file equals the file."""
     for block in blocks(page):
         key, _, value = block.kind.partition("=")
         assert key in ("", "script", "file", "notest"), f"{page.name}, line {block.line}: {block.kind}"
@@ -213,7 +213,7 @@ AUTOGRAD = (ROOT / "docs" / "autograd.md").read_text()
 
 
 def raised_by_autograd() -> Iterator[tuple[str, str]]:
-    """The errors that autograd/ makes for its users, with their texts; what is filled in is left out of them."""
+    """The user-facing errors of autograd/, with their texts without the filled-in parts."""
     for path in (ROOT / "src" / "backhaul" / "autograd").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not node.args:
@@ -221,7 +221,8 @@ def raised_by_autograd() -> Iterator[tuple[str, str]]:
             kind, message = node.func.id, node.args[0]
             if kind.endswith("Error") and kind not in ("ProtocolError", "TimeoutError", "WorkerLostError"):
                 texts = [part.value for part in ast.walk(message) if isinstance(part, ast.Constant)]
-                if text := "".join(text for text in texts if isinstance(text, str)):  # or it is given elsewhere
+                # Else the text is defined elsewhere.
+                if text := "".join(text for text in texts if isinstance(text, str)):
                     yield kind, text
 
 
@@ -270,7 +271,7 @@ SECURITY = (ROOT / "docs" / "security.md").read_text()
 
 
 def commands(*programs: str) -> str:
-    """The commands of the page on security that begin with one of these, as a script."""
+    """The commands of the security page that begin with one of these, as a script."""
     text = re.sub(r"\\\n\s*", "", SECURITY)
     return "\n".join(
         line.strip() for line in text.splitlines() if line.startswith(tuple(f"    {p} " for p in programs))
@@ -278,7 +279,7 @@ def commands(*programs: str) -> str:
 
 
 def test_the_commands_of_the_page_on_security(tmp_path: Path) -> None:
-    """They make certificates that a worker takes; and a key."""
+    """The commands make certificates that a worker accepts, and a key."""
     script = commands("openssl", "printf", "backhaul keygen", "backhaul doctor --trust")
     assert script.count("openssl") == 3
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -1,4 +1,4 @@
-"""The tree of exceptions: as drawn, and each of them travels."""
+"""The tree of exceptions: as drawn; and each exception can be sent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TREE = {name: cls for name, cls in CLASSES.items() if issubclass(cls, BackhaulEr
 
 
 def drawn() -> dict[str, tuple[str | None, str | None]]:
-    """The tree in the module's docstring: name -> the class above it, and the builtin in brackets."""
+    """The tree in the module's docstring: name -> its base class, and the builtin in brackets."""
     found: dict[str, tuple[str | None, str | None]] = {}
     above: list[str] = []
     for line in (errors.__doc__ or "").splitlines():
@@ -127,11 +127,11 @@ def test_a_remote_traceback_is_shown_as_the_cause() -> None:
     assert "Traceback on worker 'worker3':\nTraceback (most recent call last): over there" in text
 
 
-# Exceptions that are kept.
+# Stored exceptions.
 
 
 class Odd(Exception):
-    """Its __init__ wants other arguments than it passes on: copying it fails."""
+    """Copying it fails: its __init__ takes other arguments than those in `args`."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
@@ -139,7 +139,7 @@ class Odd(Exception):
 
 
 class Changing(Exception):
-    """Copies into something else."""
+    """Its copy has another type."""
 
     def __reduce__(self) -> Any:
         return ValueError, ("changed",)
@@ -206,7 +206,7 @@ def test_the_frames_of_the_package_are_left_out() -> None:
     options = RpcOptions()
     with pytest.raises(OptionError) as refusal:
         options.rpc_timeout = -1
-    assert user_frames(refusal.tb) is refusal.tb  # starts with the caller's own
+    assert user_frames(refusal.tb) is refusal.tb  # it starts with the caller's own frame
     assert refusal.tb.tb_next is not None
     assert user_frames(refusal.tb.tb_next) is None
     assert user_frames(None) is None

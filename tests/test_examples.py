@@ -1,6 +1,6 @@
-"""Every example runs and keeps what it promises, and the check at its end can fail.
+"""Every example runs and keeps its promises, and the check at its end can fail.
 
-Notebooks are run without Jupyter: their code cells one after the other, as one script. demo.py has test_demo.py.
+Notebooks run without Jupyter: their code cells one after the other, as one script. test_demo.py covers demo.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ LOSS = re.compile(r"^(?:\[\w+\] )?(?:step|round|epoch) +\d+ +loss(?:es)? ([\d.]+
 
 
 class Spoiled(NamedTuple):
-    """What is changed in a copy, so that a check of it has to fail; and how it ends then."""
+    """A change in a copy of the example that must make its check fail; and how the copy then ends."""
 
     changes: dict[str, str]
-    end: str  # what it prints last; or says in the error that it ends by
-    constants: str = ""  # other values for some, so that it does not take long
+    end: str  # its last output, or the text of its final error
+    constants: str = ""  # other values for some constants, to save time
 
 
 class Example(NamedTuple):
@@ -35,7 +35,7 @@ class Example(NamedTuple):
 
 
 LONG = {"elastic.py": pytest.mark.slow}
-"""Kills workers and waits for others in their place: half a minute."""
+"""Kills workers and waits for replacements: half a minute."""
 
 KNOWN = {
     "two_workers.py": Example(
@@ -67,7 +67,7 @@ KNOWN = {
         Spoiled(
             {"append(log_probabilities[action])": "append(log_probabilities[action] * (1 + 1e-9))"},
             r"✗ .* the distance at most 1e-12",
-            "ROUNDS, ENOUGH = 5, -1.0",  # so few that only the gradients can be judged
+            "ROUNDS, ENOUGH = 5, -1.0",  # so few rounds that only the gradients can be judged
         ),
     ),
     "vertical_federated.py": Example(
@@ -150,7 +150,7 @@ KNOWN = {
     ),
 }
 ELSEWHERE = ("ray_cluster.py",)
-"""Needs Ray: tests/ray runs it, and spoils it."""
+"""Needs Ray: tests/ray runs it, with and without the spoiling change."""
 OTHER_CHECKS = {
     "parameter_server.py": Spoiled(
         {"lr=RATE": "lr=0.0"}, r"✗ the loss of trainer\d has not fallen to a third", "STEPS = 20"
@@ -163,7 +163,7 @@ OTHER_CHECKS = {
         {"def make_rows": "@rpc.expose\ndef make_rows"}, r"✗ something left a party that should not have", "STEPS = 2"
     ),
 }
-THREADS = "torch.set_num_threads(1)"  # stands below the constants in all examples that have some
+THREADS = "torch.set_num_threads(1)"  # follows the constants in all examples that have some
 
 
 def source_of(name: str) -> str:
@@ -226,7 +226,7 @@ def test_it_keeps_its_promise(name: str, tmp_path: Path) -> None:
     assert not losses or losses[-1] < losses[0], done.stdout
 
 
-# All of them are in `make slow`; each takes some seconds.
+# `make slow` runs all of them; each takes some seconds.
 SAMPLED = ("pipeline.py",)
 
 
@@ -256,7 +256,7 @@ def check_failure(spoiled: Spoiled, done: subprocess.CompletedProcess[str]) -> N
 
 
 def test_reinforcement_learning_says_that_it_needs_gymnasium() -> None:
-    """Whether it is there or not: a module that is None cannot be found."""
+    """Whether or not the module is installed: a module that is None in sys.modules cannot be imported."""
     script = str(EXAMPLES / "reinforcement_learning.py")
     program = (
         f"import runpy, sys; sys.modules['gymnasium'] = None; sys.argv = [{script!r}, '--gym']; "

@@ -1,4 +1,4 @@
-"""Parts of the package that need another one say so when it is not installed."""
+"""Parts of the package that need an optional package say so if it is not installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import backhaul
 assert "ray" not in backhaul.__all__
 {use}
 """
-ABSENT = "None"  # what `import` takes for a package that is not there
+ABSENT = "None"  # `import` treats this as a missing package
 UNRELATED = "types.ModuleType('ray')"  # such as a folder of that name on the search path
 
 

@@ -29,7 +29,7 @@ def relay(to: str) -> int:
 
 
 def live(rank: int, directory: str, line: Connection) -> None:
-    """A worker that calls every other one, says so, and is idle until it is told to end."""
+    """A worker that calls every other worker, reports it, and is idle until told to end."""
     torch.set_num_threads(1)
     options = rpc.RpcOptions(init_method=f"file://{directory}/meeting-point")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=WORKERS, rpc_backend_options=options)
@@ -44,7 +44,7 @@ def live(rank: int, directory: str, line: Connection) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What the process has used so far, in user and kernel mode."""
+    """The CPU time that the process has used so far, in user and kernel mode."""
     # The name, in brackets, may contain anything; utime and stime are fields 14 and 15.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -68,7 +68,7 @@ def test_three_idle_workers_use_no_cpu(tmp_path: Path) -> None:
 
         pids = [process.pid for process in processes if process.pid is not None]
         before = [cpu_seconds(pid) for pid in pids]
-        threading.Event().wait(SECONDS)  # the time itself is what is tested
+        threading.Event().wait(SECONDS)  # the test is about this stretch of time
         used = [after - start for after, start in zip(map(cpu_seconds, pids), before, strict=True)]
         for line in lines:
             line.send("end")

@@ -40,7 +40,7 @@ def test_spawn_with_ranks_given_over_tcp_and_env() -> None:
 
 
 def run_both(rank: int, *ports: int) -> None:
-    """Meet over ``tcp://``, part, and meet again over ``env://``, in one process."""
+    """Meet over ``tcp://``, leave, and meet again over ``env://``, in one process."""
     meet(rank, rpc.RpcOptions(init_method=f"tcp://127.0.0.1:{ports[0]}"))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[1]))
     meet(rank, None)

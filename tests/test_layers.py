@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, and what is public."""
+"""The shape of the package: which module may import which, and what is public."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backhaul import rpc
 
 ROOT = Path(backhaul.__file__).parent
 
-# From the bottom up: each imports only from itself and from those before it.
+# From the bottom up: each layer imports only from itself and from the layers before it.
 LAYERS = [
     "compat",
     "errors",
@@ -49,7 +49,7 @@ LAYERS = [
     "rpc",
     "seeing",
     "profiler",
-    # Written with what users have.
+    # Written with the public functions.
     "spread",
     "nn",
     "optim",
@@ -61,7 +61,7 @@ LAYERS = [
     "dropin",
     "doctor",
     "bench",
-    # The package itself and its command offer what the others make.
+    # The package itself and its command export what the others define.
     "__init__",
     "__main__",
 ]
@@ -80,7 +80,7 @@ def layer(module: str) -> str:
 
 
 def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker sees. Functions' insides count: cycles hide there."""
+    """All nodes except those that only a type checker sees. The bodies of functions count: cycles hide there."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from (each for part in node.orelse for each in (part, *runtime_nodes(part)))
@@ -90,7 +90,7 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imported(node: ast.AST) -> list[str]:
-    """The absolute names that an import statement names, members of packages included."""
+    """The absolute names in an import statement, members of packages included."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -100,7 +100,7 @@ def imported(node: ast.AST) -> list[str]:
 
 
 def own(name: str) -> str | None:
-    """The module of this package that a dotted name stands for, or is in."""
+    """The module of this package that a dotted name names or is in."""
     if name == "backhaul":
         return "__init__"
     if not name.startswith("backhaul."):
@@ -130,7 +130,7 @@ IMPORTS = _Imports()
 
 
 def test_no_two_files_of_the_tests_have_one_name() -> None:
-    """One run may import all of them, and their folders are not packages."""
+    """One run may import all of them, and their folders are not packages, so names must be unique."""
     tests = Path(__file__).parent
     apart = (tests / "ray", tests / "clusters")
     names = Counter(path.name for path in tests.rglob("*.py") if not any(each in path.parents for each in apart))
@@ -158,7 +158,7 @@ def test_a_module_imports_only_from_the_layers_above_it_in_the_list(module: str)
     assert not wrong
 
 
-# What a module knows of layers above it, by type only: whoever asks it gets a typed answer.
+# What a module knows of the layers above it, by type only, so that its callers get a typed answer.
 SEAMS = {
     "current_worker": {"worker"},
     "remote_profile.caller": {"refs.rref"},
@@ -177,7 +177,7 @@ def test_what_a_module_knows_of_the_layers_above_it_is_listed(module: str) -> No
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str] | None:
-    """Some path that leads back to where it started."""
+    """A path that leads back to its start, if any."""
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str] | None:
@@ -216,7 +216,7 @@ def test_the_bottom_layers_know_nothing_of_sockets_or_threads() -> None:
 
 @pytest.mark.parametrize("module", FILES)
 def test_nothing_uses_torch_s_own_rpc(module: str) -> None:
-    """Not to import it, nor to reach it through `torch.distributed`. But it is what the benchmark compares with."""
+    """Neither by import, nor through `torch.distributed`. Only the benchmark compares with it."""
     if module == "bench.ports":
         return
     tree = ast.parse(FILES[module].read_text())
@@ -322,7 +322,7 @@ def test_what_the_testing_tools_are() -> None:
 
 
 EXTRAS = ("ray",)
-"""Packages that parts of this one need, and that need not be installed."""
+"""Optional packages that parts of this one need."""
 
 
 def public_modules() -> Iterator[types.ModuleType]:
@@ -392,7 +392,7 @@ SMALL_PACKAGES = ("agent", "autograd", "devices", "refs", "transport", "trust", 
 
 
 def test_the_architecture_is_drawn_as_it_is() -> None:
-    """A reader of docs/architecture.md finds every module, and no module that is gone."""
+    """docs/architecture.md contains every module, and none that is gone."""
     drawn = set(re.findall(r"[a-z_]+", DRAWING))
     modules = {name for name in FILES if not name.split(".")[-1].startswith("__") and name not in DIRECTORIES}
     missing = {

@@ -1,4 +1,4 @@
-"""The runner of `make matrix`: what it makes of reports and failures. Pure but for one run of a small suite."""
+"""The runner of `make matrix`: how it reads reports and failures. Pure except for one run of a small suite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def load(name: str) -> Any:
-    """A script of the runner, under a name of its own: other suites have a `run`, too."""
+    """A script of the runner, under a unique name, because other suites have a `run` too."""
     spec = importlib.util.spec_from_file_location(f"matrix_{name}", ROOT / "matrix" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -115,7 +115,7 @@ def _minor(pair: Any) -> int:
 
 @pytest.mark.parametrize("page", ["README.md", "pyproject.toml"])
 def test_what_is_claimed_is_what_is_run(page: str) -> None:
-    """The table of README.md has the pairs of the runner; the ranges of pyproject.toml begin with them."""
+    """README.md's table has the runner's pairs; the ranges in pyproject.toml begin with them."""
     pairs = [Pair.parse(pair) for pair in run.PAIRS]
     text = (ROOT / page).read_text()
     if page == "README.md":

@@ -1,4 +1,4 @@
-"""Options: each is checked when it is set, and what is wrong says what would be right."""
+"""Options: each is checked when it is set, and the error says what would be right."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("edges", {"": OPEN}, "as in {'bank': Edge(...), '*': Edge(...)}"),
     ("fabric", "none", "'none' must be 'tls', or 'plain' for a network whose every machine and cable you trust"),
     ("fabric", None, "None must be 'tls', or 'plain'"),
-    ("connections", 0, "0 must be between 1 and 16, or None, which means that it depends on the processors"),
+    ("connections", 0, "0 must be between 1 and 16, or None, which chooses by the number of processors"),
     ("connections", 17, "must be between 1 and 16"),
     ("connections", True, "must be between 1 and 16"),
 ]

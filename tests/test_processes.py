@@ -1,4 +1,4 @@
-"""Workers that are real processes: what happens to them happens to processes only."""
+"""Workers in real processes: tests of what can happen only to processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def block_via(to: str) -> None:
 
 
 def seconds_until_lost(to: str, function: Any, *args: Any) -> tuple[float, str, str]:
-    """Call a worker that the test kills; when, how and of whom this worker heard."""
+    """Call a worker that the test kills; returns when, how and for which worker this one noticed."""
     try:
         rpc.rpc_sync(to, function, args=args)
     except rpc.WorkerLostError as error:
@@ -98,11 +98,11 @@ def test_everyone_who_waits_for_a_killed_worker_hears_within_a_second() -> None:
         at, lost = many.result(10)
         assert at - killed < 1
         assert lost == 50
-        # The living go on, and a call to the dead one fails at once.
+        # The living continue, and a call to the dead one fails at once.
         assert crew[0].run(call, "worker2", who) == "worker2"
         with pytest.raises(rpc.WorkerLostError, match="worker1"):
             crew[0].run(call, "worker1", who)
-        # A graceful shutdown of the rest ends and says who is missing.
+        # A graceful shutdown of the rest ends, and names the missing worker.
         endings = [crew[rank].start(shut_down, True, 20) for rank in (0, 2, 3)]
         for ending in endings:
             assert "WorkerLostError" in ending.result(25)
@@ -135,7 +135,7 @@ def call_when_back(to: str, function: Any) -> Any:
 
 
 def futures_until_lost_unattended(to: str) -> tuple[float, bool]:
-    """As above for a future with a callback only. The peer is stopped, so greeting it fails too."""
+    """As above, for a future that only has a callback. The peer is stopped, so greeting it fails too."""
     heard = threading.Event()
     try:
         rpc.rpc_async(to, block, timeout=8).add_done_callback(lambda _: heard.set())
@@ -177,7 +177,7 @@ def test_silent_loss_of_the_network_is_noticed_within_10_seconds(monkeypatch: py
 
 
 class NamespacedCrew(Crew):
-    """Workers that talk TCP in one network namespace, which is theirs alone."""
+    """Workers that use TCP in a network namespace of their own."""
 
     def __init__(self, size: int) -> None:
         namespace = Hand(enter_namespace, None)
@@ -218,7 +218,7 @@ def set_loopback(up: bool) -> None:
 
 
 def fork_and_try() -> tuple[str, str]:
-    """What a forked child gets from a call, and whether the parent is unharmed."""
+    """The result of a call in a forked child, and whether the parent is unharmed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -296,7 +296,7 @@ def test_a_dynamic_group_is_joined_and_left_at_any_time_rank_0_included(idle_cre
     for rank in range(3):
         assert crew[rank].run(join, crew.place(rank, None)) == f"worker{rank}"
         assert crew[rank].run(names) == [f"worker{i}" for i in range(rank + 1)]
-    # Those who were there first find those who came later.
+    # The first workers find those that came later.
     assert crew[0].run(add_on, "worker2", torch.ones(1)).item() == 2
     assert crew[2].run(add_on, "worker0", torch.ones(1)).item() == 2
     assert crew[0].run(shut_down) == "done"
@@ -304,11 +304,11 @@ def test_a_dynamic_group_is_joined_and_left_at_any_time_rank_0_included(idle_cre
     with pytest.raises(rpc.BackhaulError, match="worker0"):
         crew[2].run(call, "worker0", who)
     assert crew[1].run(names) == ["worker1", "worker2"]
-    # A taken name is refused and harms nobody; the place that was left can be taken again.
+    # A taken name is refused and harms no worker; a place that was left can be taken again.
     assert "OptionError" in crew[0].run(join, {**crew.place(5, None), "name": "worker2"})
     assert crew[0].run(join, crew.place(0, None)) == "worker0"
     assert crew[2].run(call, "worker0", who) == "worker0"
-    # Without a rank the next free one is given.
+    # Without a rank, a worker gets the next free one.
     assert crew[1].run(shut_down) == "done"
     newcomer = {**crew.place(0, None), "name": "late", "rank": -1}
     assert crew[1].run(join, newcomer) == "late"
@@ -345,7 +345,7 @@ def test_a_killed_member_of_a_dynamic_group_can_be_replaced(idle_crew: Crew) -> 
     with pytest.raises(rpc.WorkerLostError, match="worker1"):
         crew[0].run(call, "worker1", who)
     assert "OptionError" in crew[2].run(join, crew.place(0, None))
-    # Its name and rank are free, and whoever knew the old one finds the new one.
+    # Its name and rank are free, and workers that knew the old one find the new one.
     assert crew[2].run(join, crew.place(1, None)) == "worker1"
     assert crew[0].run(call, "worker1", pid) == crew[2].process.pid
 

@@ -30,7 +30,7 @@ LEGACY: Any = profiler_legacy.profile
 PROFILES = [pytest.param(KINETO, id="kineto"), pytest.param(LEGACY, id="legacy")]
 ALL_PROFILES = [*PROFILES, pytest.param(profiler.profile, id="autograd")]
 
-# Some torches say so with each profile, even if it has one cycle.
+# Some versions of torch warn at each profile, even with one cycle.
 pytestmark = pytest.mark.filterwarnings("ignore:.*clears events at the end of each cycle")
 
 released = threading.Event()
@@ -98,13 +98,13 @@ def workers() -> Iterator[InProcessCluster]:
 
 
 def events(profile: Any) -> list[Any]:
-    """Those of a profile of any kind that has ended."""
+    """The events of a finished profile of any kind."""
     found = profile.events() if hasattr(profile, "events") else profile.function_events
     return list(found)
 
 
 def named(profile: Any, name: str) -> Any:
-    """The one event of this name."""
+    """The only event of this name."""
     found = [event for event in events(profile) if event.name == name]
     assert len(found) == 1, (name, [event.name for event in events(profile)])
     return found[0]
@@ -284,11 +284,11 @@ def test_a_schedule_gives_each_cycle_its_calls(workers: InProcessCluster) -> Non
     assert cycles == [[key, f"{key}{REMOTE}aten::neg"] for key in keys]
 
 
-# What a profile changes: nothing.
+# A profile changes no results.
 
 
 def outcome(call: Callable[[], Any]) -> tuple[type, str, Any]:
-    """What a call returns or raises, in a form that can be compared."""
+    """The result or exception of a call, in a form that can be compared."""
     try:
         value = call()
     except Exception as error:
@@ -330,7 +330,7 @@ def test_values_and_errors_stay_as_they_are(
 
 def test_a_timeout_says_the_same(workers: InProcessCluster) -> None:
     released.clear()
-    rpc.rpc_sync("worker1", work, args=(torch.ones(1),))  # the greeting is not part of the time below
+    rpc.rpc_sync("worker1", work, args=(torch.ones(1),))  # so that the time below does not include the greeting
     with LEGACY() as done, pytest.raises(rpc.RpcTimeoutError, match="wait_for_release"):
         rpc.rpc_sync("worker1", wait_for_release, args=(torch.ones(1),), timeout=0.05)
     released.set()
@@ -489,12 +489,12 @@ def test_in_a_federation_only_the_caller_s_own_event_is_recorded() -> None:
 
 def test_a_profile_that_was_started_before_there_was_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     with LEGACY(record_shapes=True) as done:
-        # What `install` had not seen.
+        # Profiles from before `install`.
         monkeypatch.setattr(profilers, "_here", profilers._Thread())
         monkeypatch.setattr(profilers, "_latest", None)
         with InProcessCluster(2) as workers, workers[0].as_current():
             rpc.rpc_sync("worker1", torch.neg, args=(torch.ones(3),))
-    # `reading` is of the other thread state as well, so the profile is read by it.
+    # `reading` also belongs to the other thread state, so that state reads the profile.
     assert named(done, f"rpc_sync#aten::neg(worker0 -> worker1){REMOTE}aten::neg").input_shapes == [[3]]
     gc.collect()
 

@@ -1,4 +1,4 @@
-"""Where workers meet: a place from what is given and what launchers say, and a store from a URL."""
+"""Where workers meet: a place from arguments and launchers, and a store from a URL."""
 
 from __future__ import annotations
 
@@ -66,21 +66,21 @@ PLACES: list[tuple[dict[str, str], tuple[Any, ...], Place]] = [
     (LAUNCHED, ("a", -1, 3), Place("a", 1, 3)),
     (LAUNCHED, ("a", 2, 3), Place("a", 2, 3)),
     (LAUNCHED, (None, 0, 1), Place("worker0", 0, 1)),
-    # a rank alone is a dynamic group, whatever the launcher says
+    # a rank alone means a dynamic group, whatever the launcher says
     (LAUNCHED, ("a", 7, None), Place("a", 7, None)),
     # ours gives a name too
     (NAMED, (None, -1, None), Place("trainer", 1, 3)),
     (NAMED, ("a", -1, None), Place("a", 1, 3)),
     ({NAME_VARIABLE: ""}, (None, 0, 1), Place("worker0", 0, 1)),
-    # half of what a launcher says
+    # half of a launcher's variables
     ({"RANK": "1"}, ("a", -1, None), Place("a", None, None)),
     ({"WORLD_SIZE": "3"}, ("a", -1, None), Place("a", None, None)),
     ({"RANK": "1"}, ("a", -1, 2), Place("a", 1, 2)),
-    # a task of Slurm, and its batch script, which is none
+    # a task of Slurm; and its batch script, which is not a task
     (TASK, (None, -1, None), Place("worker2", 2, 4)),
     (TASK, ("a", 0, 1), Place("a", 0, 1)),
     ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ("a", -1, None), Place("a", None, None)),
-    # a contradiction is of no interest to who says it all
+    # a contradiction does not matter to a caller that gives everything
     ({**TASK, "RANK": "1"}, ("a", 3, 4), Place("a", 3, 4)),
 ]
 
@@ -179,14 +179,14 @@ def test_a_store_on_localhost() -> None:
 
 
 def test_an_address_of_another_machine_cannot_be_hosted() -> None:
-    with pytest.raises(MisuseError, match=r"cannot host the store at 192.0.2.9:29500: .* address of its own machine"):
+    with pytest.raises(MisuseError, match=r"cannot host the store at 192.0.2.9:29500: .* an address of rank 0"):
         meet("tcp://192.0.2.9:29500", FIRST, 5)
     with pytest.raises(MisuseError, match=r"cannot host the store at no\.such.host.invalid:29500"):
         meet("tcp://no.such.host.invalid:29500", FIRST, 5)
 
 
 def test_one_of_several_addresses() -> None:
-    """Rank 0 hosts the store at the one that is its machine's, and others look at all of them."""
+    """Rank 0 hosts the store at the address of its own machine, and the others try all addresses."""
     port = free_port()
     method = f"tcp://192.0.2.9:{free_port()},127.0.0.1:{port}"
     first = meet(method, FIRST, 5)
@@ -195,7 +195,7 @@ def test_one_of_several_addresses() -> None:
 
 
 def test_several_addresses_of_other_machines_cannot_be_hosted() -> None:
-    with pytest.raises(MisuseError, match=r"192.0.2.9:29500 or 192.0.2.8:29500: .* an address of its own machine"):
+    with pytest.raises(MisuseError, match=r"192.0.2.9:29500 or 192.0.2.8:29500: none is an address of this machine"):
         meet("tcp://192.0.2.9:29500,192.0.2.8:29500", FIRST, 5)
 
 
@@ -253,7 +253,7 @@ def test_torchrun_hosts_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     check_meeting(meet("env://", FIRST, 5), meet("env://", SECOND, 5))
-    # And then a dynamic group needs no ranks.
+    # Then a dynamic group needs no ranks.
     check_meeting(meet("env://", Place("a", None, None), 5), meet("env://", Place("b", None, None), 5))
     assert agent is not None
 
@@ -266,7 +266,7 @@ def test_what_slurm_says_is_enough_to_meet(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_job_with_the_port_of_another_says_that_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And takes no part in the other's group."""
+    """A worker of one group takes no part in the other group."""
     port = free_port()
     for variable, text in {**TASK, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(variable, text)
@@ -287,18 +287,20 @@ def test_a_name_that_means_loopback_at_rank_0_only(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(variable, text)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     if source == "MASTER_ADDR":
-        monkeypatch.setenv("MASTER_ADDR", "localhost")  # who writes it means it
+        monkeypatch.setenv("MASTER_ADDR", "localhost")  # set by hand, so it is taken as meant
         assert meet("env://", Place("a", 0, 4), 5) is not None
         return
-    with pytest.raises(MisuseError, match=r"at localhost \(first of SLURM_STEP_NODELIST\), and here that name means"):
+    with pytest.raises(
+        MisuseError, match=r"at localhost \(first of SLURM_STEP_NODELIST\), but on this machine that name means"
+    ):
         meet("env://", Place("a", 0, 4), 5)
 
 
-NOWHERE = Addresses(tcp=("127.0.0.1", 1))  # nobody listens there
+NOWHERE = Addresses(tcp=("127.0.0.1", 1))  # nothing listens there
 
 
 def join_both(method: str, addresses: Addresses = NOWHERE) -> list[Membership]:
-    """A group of two that meets there."""
+    """A group of two that meets at this place."""
     places = [FIRST, SECOND]
     members = [Membership(meet(method, place, 5), 2) for place in places]
 
@@ -351,7 +353,7 @@ def test_one_that_comes_again_while_another_lives_joins_the_group_again(tmp_path
 
 
 def test_a_group_that_torchrun_has_started_again_on_the_same_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What listens where the workers before did are those after them."""
+    """At the addresses of the old workers, the new ones listen."""
     port = free_port()
     agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -388,7 +390,7 @@ def test_a_rank_whose_others_died_while_they_waited_for_it(tmp_path: Path) -> No
 
 
 def started(size: int) -> dist.Store:
-    """The store of a fixed group of three in which the first ranks wait for the others."""
+    """The store of a fixed group of three, in which the first ranks wait for the others."""
     store = dist.HashStore()
     for rank in range(size):
         member = Member(
@@ -413,8 +415,8 @@ def test_hosts_that_are_cut_off_for_a_moment_do_not_split_a_group(rank: int) -> 
 @pytest.mark.parametrize(
     ("look", "moved", "rank", "joins"),
     [
-        (False, False, 1, False),  # all have died, and so had this one
-        (False, False, 2, False),  # they have died while they waited for this one, and meet anew
+        (False, False, 1, False),  # all have died, this one included
+        (False, False, 2, False),  # they died while they waited for this one, and meet again
         (None, True, 2, False),
         (True, True, 2, True),
     ],
@@ -489,14 +491,14 @@ def test_nobody_hosts_the_store(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     with pytest.raises(RpcTimeoutError, match=f"no store at 127.0.0.1:{port}; is rank 0 up?"):
         meet(f"tcp://127.0.0.1:{port}", SECOND, 0.5)
-    capfd.readouterr()  # torch says so at length
+    capfd.readouterr()  # torch reports it at length
 
 
 # A store that dies with its host.
 
 
 def enter(method: str, rank: int, world_size: int | None = None) -> Membership:
-    """A member of a group, which the test keeps alive; with it goes the store, if it hosts that."""
+    """A member of a group, which the test keeps alive. If it hosts the store, the store dies with it."""
     member = Membership(meet(method, Place(f"w{rank}", rank, world_size), 5), world_size, lambda addresses: False)
     member.join(f"w{rank}", rank, NOWHERE, time.monotonic() + 5)
     return member
@@ -537,7 +539,7 @@ def test_the_first_of_a_fixed_group_comes_again_to_a_store_that_was_taken_over()
 
 
 def test_a_store_with_several_addresses_is_taken_over() -> None:
-    """The worker that hosts it is gone; another one hosts it at an address of its machine, and all find it there."""
+    """The store's host is gone; another worker hosts a new store at its machine's address, and all find it there."""
     method = f"tcp://127.0.0.1:{free_port()},127.0.0.2:{free_port()}"
     host, second = enter(method, 0), enter(method, 1)
     group = host.group
@@ -572,7 +574,7 @@ def test_taking_the_store_over_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_a_store_whose_port_somebody_else_has_taken() -> None:
-    """Those who have met go on without it. The program that has the port says nothing, for as long as it is asked."""
+    """Workers that have met continue without the store. The program that has the port never answers."""
     port = free_port()
     host, second = enter(f"tcp://127.0.0.1:{port}", 0), enter(f"tcp://127.0.0.1:{port}", 1)
     del host

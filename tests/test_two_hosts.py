@@ -1,4 +1,4 @@
-"""Workers on two hosts that know nothing of each other but a key: network namespaces with a cable between them."""
+"""Workers on two hosts that share only a key: network namespaces with a cable between them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PORT = 29555
 LONE = f"tcp://{ADDRESSES[0]}:29556"  # for who fails to join: a store counts how often each has come
 
 
-# What runs on the hosts.
+# Functions that run on the hosts.
 
 
 def plug_in(address: str) -> None:
@@ -84,7 +84,7 @@ written = threading.Condition()
 
 
 def record() -> None:
-    """Note what is logged from now on."""
+    """Record log messages from now on."""
 
     class Notes(logging.Handler):
         def emit(self, entry: logging.LogRecord) -> None:
@@ -96,7 +96,7 @@ def record() -> None:
 
 
 def recorded(text: str = "") -> str:
-    """The log, once it has this text: the two ends of a connection notice things at different times."""
+    """The log, once it contains this text: the two ends of a connection notice events at different times."""
     with written:
         assert written.wait_for(lambda: any(text in record for record in records) or not text, 20), records
     return "\n".join(records)
@@ -144,7 +144,7 @@ def test_two_hosts_with_one_key(hosts: Crew, key: str) -> None:
     assert torch.equal(hosts[0].run(call, "worker1", add, large, 5), large + 5)
     assert torch.equal(hosts[1].run(call, "worker0", call_back, "worker1", large), large + 1)
     assert hosts[0].run(channel_kinds) == hosts[1].run(channel_kinds) == {"TlsChannel"}
-    # The store, and the worker, are where they were told to be and nowhere else.
+    # The store and the worker listen where they were told to, and nowhere else.
     assert hosts[1].run(can_connect, ADDRESSES[0], PORT)
     assert not hosts[0].run(can_connect, "127.0.0.1", PORT)
     assert not hosts[0].run(can_connect, "127.0.0.1", announced[0][1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# At once, unlike the rest: a submodule that is imported later would take the function's name.
+# Imported eagerly, unlike the rest: a later import of the submodule would replace the function of the same name.
 from backhaul.cluster import cluster
 
 if TYPE_CHECKING:
@@ -50,13 +50,13 @@ __all__ = [
 ]
 
 _EXTRAS = ("ray",)
-"""Modules that need a package of their own. Not in ``__all__``: the rest can be imported without."""
+"""Modules that need an optional package. They are not in ``__all__``, so that ``import *`` works without it."""
 
 _CLASSES = {"RpcOptions": "backhaul.options", "TLS": "backhaul.security.tls", "Worker": "backhaul.worker"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the rest when it is first used: most of it needs torch, the launcher does not."""
+    """Import the rest at first use: most of it needs torch, and the launcher does not."""
     if name in _CLASSES:
         return getattr(importlib.import_module(_CLASSES[name]), name)
     if name in __all__ or name in _EXTRAS:

@@ -1,8 +1,8 @@
-"""Compat: what one Python or torch does differently from another that Backhaul runs with.
+"""Compat: the differences between the versions of Python and torch that Backhaul supports.
 
-Each difference is one function, or one name, here, and has a test in ``tests/test_compat.py``. ``make matrix`` runs the
-tests with the Pythons and torches that README.md lists. What a torch can do is looked at rather than its version: a
-build between two releases may have it or not.
+Each difference is one function or name here, and has a test in ``tests/test_compat.py``. ``make matrix`` runs the
+tests with the versions that README.md lists. The code checks for a feature of torch, not for its version: a
+build between two releases may or may not have the feature.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     StreamHandler = logging.StreamHandler[Any]
 else:
     StreamHandler = logging.StreamHandler
-    """A class to derive from. Python 3.10 cannot subscript it."""
+    """A base class. Python 3.10 cannot subscript it."""
 
 
 def is_at(frame: FrameType, place: tuple[int, int | None, int, int | None]) -> bool:
-    """Whether a frame is at the instruction of this part of the source: first and last line, first and last column.
+    """Whether a frame is at this place in its source: first and last line, first and last column.
 
-    Python 3.10 knows the line only.
+    Python 3.10 knows only the line.
     """
     if sys.version_info < (3, 11):
         return place[0] == frame.f_lineno
@@ -46,9 +46,9 @@ def is_at(frame: FrameType, place: tuple[int, int | None, int, int | None]) -> b
 
 
 def never_compile(function: F) -> F:
-    """A function that ``torch.compile`` leaves to the interpreter, with all that it calls.
+    """The function, marked so that ``torch.compile`` leaves it and everything that it calls to the interpreter.
 
-    It is the same function, except before torch 2.7, which has no mark for what a function calls.
+    Before torch 2.7 the result is a wrapper, because those versions have no mark that covers nested calls.
     """
     strategy = getattr(_frames, "_FrameExecStrategy", None)
     if strategy is None:
@@ -59,7 +59,7 @@ def never_compile(function: F) -> F:
 
 
 def _without_compiler(function: F) -> F:
-    """Switch the compiler off for this thread during each call."""
+    """A wrapper that switches the compiler off for the calling thread during each call."""
     switch: Any = _frames.set_eval_frame
 
     @wraps(function)
@@ -75,9 +75,9 @@ def _without_compiler(function: F) -> F:
 
 
 def level_of_the_user() -> int:
-    """The ``stacklevel`` of a warning that the caller gives, so that it shows the user's line.
+    """The ``stacklevel`` with which the caller must warn, so that the warning shows the user's line.
 
-    Python can leave out the frames of a package since 3.12. Their number depends on torch: see `never_compile`.
+    Since 3.12 Python itself can skip the frames of a package. Their number depends on torch: see `never_compile`.
     """
     frame: FrameType | None = sys._getframe(1)
     level = 1
@@ -88,10 +88,10 @@ def level_of_the_user() -> int:
 
 
 def asked_by_compiler() -> bool:
-    """Whether ``torch.compile`` itself calls, while it makes a graph of something.
+    """Whether the caller is ``torch.compile`` itself, while it traces a graph.
 
-    Before torch 2.8 it asks each module of a model for its parameters, and has no use for references to remote ones.
-    What the user's code asks for is not meant: the interpreter runs that, outside of graphs.
+    Before torch 2.8 the compiler asks each module of a model for its parameters, and cannot use references to remote
+    parameters. Calls by user code do not count: the interpreter runs those, outside of graphs.
     """
     guards: Any = sys.modules.get("torch._guards")
     return guards is not None and guards.TracingContext.try_get() is not None
@@ -99,11 +99,11 @@ def asked_by_compiler() -> bool:
 
 dtype_of_gradient: Callable[[torch.Tensor], torch.dtype | None]
 dtype_of_gradient = attrgetter("grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype")
-"""The dtype that the gradient of a leaf has; None for any. A user can choose it since torch 2.10."""
+"""The dtype of a leaf's gradient; None for any. Users can choose it since torch 2.10."""
 
 
 def shard_groups(state: Any) -> Sequence[Any]:
-    """The groups of parameters of one module under `fully_shard`. Before torch 2.10 there was one at most."""
+    """The parameter groups of one module under `fully_shard`. Before torch 2.10 there was at most one."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group]
@@ -111,21 +111,24 @@ def shard_groups(state: Any) -> Sequence[Any]:
 
 
 def tolerate_streams() -> None:
-    """Have torch not warn that a leaf is used on the streams of several threads. Torch does since 2.10."""
+    """Silence torch's warning about a leaf that is used on the streams of several threads. Torch 2.10 added it."""
     tolerate = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if tolerate is not None:
         tolerate(False)
 
 
 def records_cuda(profile: Any) -> bool:
-    """Whether one of torch's profiles records GPUs. The older kind has ``use_cuda``, the other one until torch 2.13."""
+    """Whether one of torch's profiles records GPUs.
+
+    The older kind of profile has ``use_cuda``. The newer kind had it until torch 2.13.
+    """
     return bool(getattr(profile, "use_cuda", False)) or getattr(profile, "use_device", None) == "cuda"
 
 
 def store_on(listening: socket.socket, *args: Any, **options: Any) -> torch.distributed.TCPStore:
-    """A store that serves on this socket, which belongs to the store from now on.
+    """A store that serves on this socket. The store owns the socket from now on.
 
-    Before torch 2.7 the newer one of torch's two kinds of stores cannot be given a socket.
+    Before torch 2.7 the newer of torch's two implementations of the store cannot take a socket.
     """
     store: Any = torch.distributed.TCPStore
     options["master_listen_fd"] = listening.detach()
@@ -138,10 +141,10 @@ def store_on(listening: socket.socket, *args: Any, **options: Any) -> torch.dist
 
 @lru_cache(maxsize=16)
 def use_up_warning(kind: torch.dtype | torch.layout) -> None:
-    """Take the warning that torch gives once, at the first tensor of this kind: it is not about the user's code.
+    """Trigger and hide the warning that torch gives once, at the first tensor of this kind.
 
-    All torches warn of complex32 and of the compressed layouts. Some before 2.13 warn at the first COO tensor that its
-    invariants are not checked, even where they are.
+    The warning is not about the user's code. All versions of torch warn about complex32 and the compressed layouts.
+    Some before 2.13 warn at the first COO tensor that its invariants are not checked, even if they are.
     """
     cpu = torch.device("cpu")
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """The current worker: a context variable that falls back to the process's own worker.
 
-The threads of a worker set the variable to it, so that one process can host many workers. This module is at the bottom,
-so that every layer can ask. It knows the type of a worker, which is at the top, by name only.
+The threads of a worker set the variable to their worker, so that one process can host many workers. This module is at
+the bottom of the layers, so that every layer can import it. `Worker` is at the top, and is imported for types only.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ def get() -> Worker:
 
 
 def set_process_worker(worker: Worker | None) -> None:
-    """Make it the worker that this process falls back to."""
+    """Make ``worker`` the one that this process falls back to."""
     global process_worker
     process_worker = worker

@@ -1,10 +1,10 @@
-"""Private directories for sockets, ``backhaul-…`` in the temporary directory, and the removal of those of the dead.
+"""Private directories for sockets, ``backhaul-…`` in the temporary directory; and the removal of abandoned ones.
 
-Each has a file that its maker holds a lock on (``flock``) for as long as it lives. The kernel releases the lock when
-the process ends, however it ends, also across containers, where process ids mean nothing. So whoever gets the lock of a
-directory may remove it, and the next process of that user does.
+The process that makes a directory locks a file in it (``flock``) for as long as the process lives. The kernel releases
+the lock when the process ends, however it ends. This also works across containers, where process ids mean nothing. So a
+process that gets the lock of a directory may remove the directory, and the next process of the same user does so.
 
-Launchers and workers both import this, so it needs no more than the standard library.
+Launchers and workers both import this module, so it needs only the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_PARENT = 60
 
 
 class PrivateDirectory:
-    """A directory of mode 0700; `remove` it at the end. Making one removes those whose makers are dead."""
+    """A new directory of mode 0700. Call `remove` at the end. Making one also removes directories of dead processes."""
 
     def __init__(self) -> None:
         parent = tempfile.gettempdir()
@@ -32,26 +32,26 @@ class PrivateDirectory:
             parent = "/tmp"
         remove_dead(parent)
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)  # mode 0700
-        # Locked before it has its name: nobody finds a lock that is free, and takes the maker for dead.
+        # Lock the file before it gets its name: no process may find it unlocked and take its maker for dead.
         making = os.path.join(self.path, f"{_LOCK}-making")
         self._lock = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.rename(making, os.path.join(self.path, _LOCK))
 
     def remove(self) -> None:
-        """Remove it with all that is in it; nothing if that was done already."""
+        """Remove the directory and everything in it. May be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.abandon()
 
     def abandon(self) -> None:
-        """Give the descriptor up, and remove nothing. In a forked child the maker keeps the lock."""
+        """Close the lock's descriptor and remove nothing. A forked child calls this: its parent keeps the lock."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
 
 
 def remove_dead(parent: str) -> None:
-    """Remove the directories of this user there whose makers are dead. What cannot be removed stays."""
+    """Remove this user's directories in ``parent`` whose makers are dead. Those that cannot be removed stay."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):
@@ -63,7 +63,7 @@ def _remove_if_dead(path: str) -> None:
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         return
-    # One without this file is about to get it, or is none of ours.
+    # A directory without this file is about to get it, or is not ours.
     lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,10 @@
-"""Eager: what ``torch.compile`` leaves to the interpreter.
+"""Eager: marks for functions that ``torch.compile`` must leave to the interpreter.
 
-A call to another worker cannot be part of a compiled graph. `eager` marks the functions at which the compiler ends one
-graph, lets the interpreter run the function and everything that it calls, and begins the next graph after it.
+A call to another worker cannot be part of a compiled graph. At a function marked with `eager`, the compiler ends its
+graph, lets the interpreter run the function and everything that the function calls, and begins the next graph after it.
 
-Torch's own ``torch.compiler.disable`` does the same. It is not used here because it imports the compiler, which takes
-seconds, and puts a wrapper around every call. The marks below are those that its wrapper has, and cost nothing.
+``torch.compiler.disable`` does the same. It is not used here because it imports the compiler, which takes
+seconds, and wraps every call. `eager` sets the same attributes that this wrapper has, at no cost.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from backhaul.compat import never_compile
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NOTHING = nullcontext()
-_REASON = "it calls other workers, which a graph cannot"
+_REASON = "it calls other workers, which a compiled graph cannot do"
 
 
 def eager(function: F) -> F:
-    """Have ``torch.compile`` break its graph at calls of this function, and compile nothing inside of it."""
+    """Make ``torch.compile`` break its graph at calls of this function, and compile nothing inside."""
     marked: Any = never_compile(function)
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON
@@ -36,20 +36,20 @@ def eager(function: F) -> F:
 
 
 def without_compiled_autograd() -> AbstractContextManager[Any]:
-    """Inside, torch's engine runs a backward pass itself although compiled autograd is on.
+    """A context in which torch's engine runs backward passes itself, even if compiled autograd is on.
 
-    A distributed pass stops at gates and goes on when gradients come: there is no graph to compile beforehand.
+    A distributed pass stops at gates and continues when gradients arrive, so there is no graph to compile beforehand.
     """
     compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    # Another thread may be importing it.
+    # getattr, because another thread may be importing the module.
     is_on = compiled is not None and getattr(compiled, "compiled_autograd_enabled", False)
     return _off.while_inside(compiled) if is_on else _NOTHING
 
 
 class _Off:
-    """Compiled autograd is off while a thread is inside. Torch has one compiler for all threads.
+    """Switches compiled autograd off while any thread is inside. Torch has one compiler for all threads.
 
-    Torch's own function for that would have the first thread that leaves switch it on under the others.
+    With torch's own function, the first thread that leaves would switch it on while others are still inside.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,8 @@ class _Off:
         finally:
             with self._lock:
                 self._inside -= 1
-                if not self._inside and compiled.compiled_autograd_enabled:  # or the user has switched it off meanwhile
+                # The user may have switched compiled autograd off in the meantime.
+                if not self._inside and compiled.compiled_autograd_enabled:
                     _compiled.set_autograd_compiler(*self._before)
 
 

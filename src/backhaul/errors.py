@@ -8,22 +8,22 @@
     │   ├── NotInitializedError         no worker here: call init_rpc first
     │   ├── ForkedError                 a worker does not survive a fork
     │   ├── UnknownWorkerError          no worker of that name or rank
-    │   ├── ContextError                a distributed autograd context that is over, or not the right one
-    │   └── UnsendableError(TypeError)  a value or function that cannot travel
+    │   ├── ContextError                a distributed autograd context that has ended, or is not the expected one
+    │   └── UnsendableError(TypeError)  a value or function that cannot be sent
     ├── ProtocolError               theirs: bytes that no correct peer sends
     ├── AuthenticationError         a peer that may not talk to us, or we to it
-    ├── RefusedError                a peer that we may talk to, but that does not do this for us
-    │   └── QuotaError                  it does, but not so much of it
-    ├── WorkerLostError(ConnectionError)   the peer died, left or cannot be reached
-    │   ├── WorkerUnresponsiveError        the peer is there but does not answer
-    │   └── WorkerSuspectedError           the peer cannot be reached now; whether it is dead is not known
+    ├── RefusedError                the peer may talk to us, but refuses this request
+    │   └── QuotaError                  the request exceeds a quota of the peer
+    ├── WorkerLostError(ConnectionError)   the peer died, left or is unreachable
+    │   ├── WorkerUnresponsiveError        the peer may be running but does not answer
+    │   └── WorkerSuspectedError           the peer is unreachable now and may be dead
     ├── RpcTimeoutError(TimeoutError)      the deadline passed
     ├── LeakError                   references were left at a graceful shutdown (option forbid_leaks)
-    ├── PartialError                work on several workers at once: some have done it and some have not
-    └── RemoteError                 user code raised there, and its type cannot be had here
+    ├── PartialError                an operation on several workers succeeded on some and failed on others
+    └── RemoteError                 user code raised there, and the exception's type is not available here
 
-An exception that user code raises on another worker is raised here as the same
-type where that type can be had; `RemoteTraceback` is then its ``__cause__``.
+An exception that user code raises on another worker is raised here with the same
+type if that type is available; its ``__cause__`` is then a `RemoteTraceback`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NotInitializedError(MisuseError):
 
 
 class ForkedError(MisuseError):
-    """The worker was made before a fork; the child has to make its own."""
+    """The worker was made before a fork; the child process must make its own."""
 
 
 class UnknownWorkerError(MisuseError):
@@ -62,15 +62,15 @@ class UnknownWorkerError(MisuseError):
 
 
 class ContextError(MisuseError):
-    """A distributed autograd context that does not exist, is over, or is not the one that it should be."""
+    """The distributed autograd context does not exist, has ended, or is not the expected one."""
 
 
 class UnsendableError(MisuseError, TypeError):
-    """A value or a function that cannot travel to another worker."""
+    """The value or function cannot be sent to another worker."""
 
 
 class ProtocolError(BackhaulError):
-    """Bytes that no correct peer sends. The connection they came on is closed."""
+    """The peer sent bytes that no correct peer sends. Their connection is closed."""
 
 
 class AuthenticationError(BackhaulError):
@@ -78,24 +78,24 @@ class AuthenticationError(BackhaulError):
 
 
 class RefusedError(BackhaulError):
-    """In federation: the other worker does not let this one do that.
+    """In a federation: the other worker does not allow this request.
 
-    Its text is the same whether there is such a thing or not. What was refused, and why, is in the other's log.
+    The message is the same whether or not the requested thing exists. The other worker logs what it refused and why.
     """
 
 
 class QuotaError(RefusedError):
-    """More than the other worker allows this one to have of something at a time: see `options.Quotas`."""
+    """The request exceeds a quota that the other worker has for this one: see `options.Quotas`."""
 
 
 class WorkerLostError(BackhaulError, ConnectionError):
-    """The peer died, left the group or cannot be reached.
+    """The peer died, left the group or is unreachable.
 
-    ``worker`` is its name.
+    ``worker`` is the peer's name.
     """
 
     explained = False
-    """The message says why; there is nothing to be learnt about it from a launcher."""
+    """True if the message already says why; a launcher then has nothing to add."""
 
     def __init__(self, message: str, worker: str = "") -> None:
         super().__init__(message)
@@ -106,29 +106,29 @@ class WorkerLostError(BackhaulError, ConnectionError):
 
 
 class WorkerUnresponsiveError(WorkerLostError):
-    """The peer's process may be there, but it has not answered for too long."""
+    """The peer's process may be running, but has not answered for too long."""
 
 
 class WorkerSuspectedError(WorkerLostError):
-    """The peer cannot be reached now, and whether it is dead is not known.
+    """The peer is unreachable now, and may be dead.
 
-    Nothing was sent. References to the peer's values are kept, and work again once it answers.
+    Nothing was sent. References to the peer's values are kept, and work again once the peer answers.
     """
 
 
 class RpcTimeoutError(BackhaulError, TimeoutError):
-    """A call, or another wait, was not over at its deadline."""
+    """A call, or another wait, did not finish before its deadline."""
 
 
 class LeakError(BackhaulError):
-    """Values that other workers still hold at the end of a graceful shutdown."""
+    """Other workers still hold values of this worker at the end of a graceful shutdown."""
 
 
 class PartialError(BackhaulError):
-    """Work on several workers at once that not all of them have done.
+    """An operation on several workers failed on at least one of them.
 
-    ``done`` names those that have, ``errors`` has what the others raised, by their names. A worker whose error is a
-    `WorkerLostError` or an `RpcTimeoutError` may have done its part before.
+    ``done`` names the workers on which the operation succeeded. ``errors`` maps the names of the others to what they
+    raised. A worker whose error is a `WorkerLostError` or an `RpcTimeoutError` may still have done its part.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ class PartialError(BackhaulError):
 
 
 class RemoteError(BackhaulError):
-    """User code raised on another worker, and the exception's type cannot be had here.
+    """User code raised on another worker, and the exception's type is not available here.
 
-    ``worker`` names the worker, ``type_name`` the type, ``remote_traceback`` is its text.
+    ``worker`` names the worker, ``type_name`` names the type, and ``remote_traceback`` is the text of the traceback.
     """
 
     def __init__(self, message: str, worker: str = "", type_name: str = "", remote_traceback: str = "") -> None:
@@ -165,7 +165,7 @@ class RemoteError(BackhaulError):
 
 
 class RemoteTraceback(Exception):
-    """The text of a traceback on another worker: the ``__cause__`` of what is raised here."""
+    """The text of a traceback on another worker. It is the ``__cause__`` of the exception raised here."""
 
     def __init__(self, worker: str, text: str) -> None:
         super().__init__(worker, text)
@@ -177,10 +177,10 @@ class RemoteTraceback(Exception):
 
 
 def kept(error: BaseException, worker: str) -> BaseException:
-    """A copy of an exception that can be kept for long: the text of its traceback is its cause.
+    """A copy of an exception without its traceback, safe to store. The traceback's text becomes the cause.
 
-    A traceback refers to frames, these to the frames that called them, and all of them to what they
-    work on: kept in a future, or for a value that could not be made, it would come to keep its own keeper.
+    A traceback refers to frames, and frames refer to their callers and to all local variables. An exception stored
+    in a future, or in place of a value, would therefore keep its own holder alive.
     """
     found = fresh(error)
     frames = user_frames(error.__traceback__)
@@ -191,10 +191,10 @@ def kept(error: BaseException, worker: str) -> BaseException:
 
 
 def fresh(error: BaseException) -> BaseException:
-    """A copy of a kept exception, to be raised in its place: it will collect the frames that it passes."""
+    """A copy of a stored exception. Raise the copy: a raised exception collects frames, and the stored one must not."""
     try:
         found = copy.copy(error)
-    except Exception:  # its __init__ wants other arguments than it passed on
+    except Exception:  # its __init__ takes other arguments than those in `args`
         found = type(error).__new__(type(error), *error.args)
         found.__dict__.update(error.__dict__)
     if type(found) is not type(error):
@@ -205,7 +205,7 @@ def fresh(error: BaseException) -> BaseException:
 
 
 def user_frames(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback without the leading frames of this package, which tell a user nothing."""
+    """The traceback without its leading frames from this package, which tell a user nothing."""
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         frames = frames.tb_next
     return frames

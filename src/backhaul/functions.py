@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def async_execution(fn: F) -> F:
-    """Mark a function that returns a future of its result, and holds no thread until it is there.
+    """Mark a function that returns a future of its result. No thread is held until the future completes.
 
     The caller gets the future's value, not the future. Chain with `Future.then`, or return
     what `rpc_async` returned::
@@ -20,7 +20,7 @@ def async_execution(fn: F) -> F:
         def add_then_double(to, x, y):
             return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda f: f.value() * 2)
 
-    Below ``@staticmethod`` or ``@classmethod``, never above. (An ``async def`` function needs no mark.)
+    Put the mark below ``@staticmethod`` or ``@classmethod``, never above. An ``async def`` function needs no mark.
     """
     setattr(fn, ASYNC_MARK, True)
     return fn

@@ -1,4 +1,4 @@
-"""Names for things that cross the wire. All are frozen."""
+"""Ids of things that cross the wire. All are frozen."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import msgspec
 _LIFE_DIGITS = 8
 
 GUEST = -1
-"""The rank of a visitor that is not a member of the group and may only look (`seeing.guest`)."""
+"""The rank of a guest: a process that is not a member of the group and may only look (`seeing.guest`)."""
 
 
 class RefId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A value that lives on one worker: its owner, who made the reference, and that one's count."""
+    """Names a value that lives on one worker: its owner, the reference's creator, and the creator's count."""
 
     owner: int
     creator: int
     number: int
     life: int = 0
-    """Tells the owner's process from others that have its rank (`life_of`); 0 if the creator does not know it."""
+    """Tells the owner's process from earlier and later ones of the same rank (`life_of`); 0 if unknown."""
 
     def __str__(self) -> str:
         return f"{self.owner}/{self.creator}.{self.number}"
@@ -32,7 +32,7 @@ def life_of(incarnation: str) -> int:
 
 
 class ShareId(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """One sending of a reference: the sender and its count."""
+    """Names one transfer of a reference: the sender and its count."""
 
     sharer: int
     number: int
@@ -42,10 +42,10 @@ _PID_DIGITS = 10
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """Where a worker can be reached, as it tells the others."""
+    """The addresses of a worker, as it announces them to the others."""
 
     host: str = ""
-    """Names the machine, so that peers know whether a unix path means anything to them."""
+    """Names the machine, so that peers know whether they can use a unix path."""
     unix: str | None = None
     tcp: tuple[str, int] | None = None
     memory: str | None = None
@@ -54,13 +54,13 @@ class Addresses(msgspec.Struct, frozen=True):
 
     @property
     def pid(self) -> int:
-        """The id of that process, on its machine; 0 if the worker does not tell."""
+        """The process id on the worker's machine; 0 if unknown."""
         parts = self.process.split("/")
         return int(parts[2]) if len(parts) == 4 and parts[2].isdecimal() and len(parts[2]) <= _PID_DIGITS else 0
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, order=True):
-    """A worker: ``id`` is its rank, ``name`` what users call it by."""
+    """A worker: ``id`` is its rank, ``name`` the name that users give it."""
 
     id: int
     name: str

@@ -1,4 +1,4 @@
-"""Options of a worker, checked when they are set."""
+"""The options of a worker. Each option is checked when it is set."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ DEFAULT_RPC_TIMEOUT = 60.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 30
 SECRET_BYTES = KEY_BYTES
 SECRET_VARIABLE = "BACKHAUL_SECRET"
-"""Where a launcher leaves the group's secret, in hexadecimal, for the workers it starts."""
+"""The variable through which a launcher hands the group's secret, in hexadecimal, to the workers it starts."""
 
 HOST_VARIABLE = "BACKHAUL_HOST"
-"""What workers listen on that are not given it as an option."""
+"""The address that a worker listens on if its option ``host`` is not set."""
 
 METRICS_PORT_VARIABLE = "BACKHAUL_METRICS_PORT"
-"""What ``metrics_port`` is for workers that are not given it as an option."""
+"""The port for metrics if a worker's option ``metrics_port`` is not set."""
 
 LOG_LEVEL_VARIABLE = "BACKHAUL_LOG_LEVEL"
-"""How much a worker logs, one of `LOG_LEVELS`; ``backhaul run --log-level`` sets it."""
+"""The log level of a worker, one of `LOG_LEVELS`; ``backhaul run --log-level`` sets it."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 MAX_BUSY_POLL = 0.1
-"""Longer than that, nobody should keep a processor for what may not come."""
+"""The upper bound of ``busy_poll``: a thread must not hold a processor longer for a message that may not come."""
 
 Transport = Literal["auto", "unix", "tcp"]
 TrustName = Literal["cluster", "federation"]
@@ -41,7 +41,7 @@ Fabric = Literal["tls", "plain"]
 
 
 class BackendType(enum.Enum):
-    """The backends `init_rpc` knows. There is one; torch's name for its own is accepted too."""
+    """The backends that `init_rpc` accepts. Both names mean Backhaul; ``TENSORPIPE`` is torch's name, for old code."""
 
     BACKHAUL = "backhaul"
     TENSORPIPE = "tensorpipe"
@@ -49,15 +49,15 @@ class BackendType(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Quotas:
-    """How much one peer may have of a worker at a time. What goes beyond it is refused.
+    """Limits on what one peer may use of this worker at a time. A request beyond a limit is refused.
 
-    - ``message_bytes``: the size of a message, and of the tensors in it. A larger one ends the connection.
-    - ``value_bytes``: what a message has besides the elements of its tensors. A larger one ends the connection.
-    - ``calls``: calls of that peer that this worker is at.
-    - ``request_bytes``: what came with these calls, tensors included.
-    - ``contexts``: distributed autograd contexts that this worker knows from that peer.
-    - ``references``: values here that this peer has references to, and values there that it has given references to;
-      and recorded tensors of a context that wait for their gradients from it.
+    - ``message_bytes``: the size of a message, tensors included. A larger message ends the connection.
+    - ``value_bytes``: the size of a message without the elements of its tensors. A larger message ends the connection.
+    - ``calls``: the peer's calls that this worker is serving.
+    - ``request_bytes``: the size of the requests of these calls, tensors included.
+    - ``contexts``: distributed autograd contexts that this worker knows from the peer.
+    - ``references``: references that the peer holds to values here, plus references to its own values that the peer
+      has given to this worker. Recorded tensors of a context that wait for gradients from the peer have the same limit.
     """
 
     message_bytes: int = 256 << 20
@@ -101,7 +101,7 @@ def _positive(value: Any) -> float:
 def _keepalive(value: Any) -> float:
     seconds = _positive(value)
     if not 3 <= seconds <= 120:
-        raise OptionError("must be between 3 and 120 s: the network may lose some packets and send them again")
+        raise OptionError("must be between 3 and 120 s: the network needs time to send lost packets again")
     return seconds
 
 
@@ -128,7 +128,7 @@ def _count(value: Any) -> int:
 
 def _connections(value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 16):
-        raise OptionError("must be between 1 and 16, or None, which means that it depends on the processors")
+        raise OptionError("must be between 1 and 16, or None, which chooses by the number of processors")
     return value
 
 
@@ -265,63 +265,64 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 
 @dataclasses.dataclass
 class RpcOptions:
-    """Options of `init_rpc`. Each is checked when it is set; a bad one raises `OptionError`.
+    """Options of `init_rpc`. Each is checked when it is set; a bad value raises `OptionError`.
 
-    - ``rpc_timeout``: seconds a call may take unless it says otherwise; 0 means no limit.
-    - ``init_method``: where workers find each other: ``env://``, ``tcp://host:port`` (or several of
-      them, ``tcp://a:1,b:2``) or ``file:///path``.
-    - ``num_worker_threads``: requests that may run at once before new ones wait a little for a
-      thread. It is no hard limit: requests that block each other get more threads.
-    - ``transport``: ``"unix"``, ``"tcp"`` (which is TLS, and needs a secret or certificates), or ``"auto"``, which
-      takes unix sockets between workers of one host, and offers TCP too when there is a secret or are certificates.
-    - ``secret``: what all workers of the group know, and nobody else; their certificates for TLS follow from it. The
-      launcher makes one.
-    - ``connect_timeout``: seconds to reach a peer and to greet it.
+    - ``rpc_timeout``: seconds that a call may take by default; 0 means no limit.
+    - ``init_method``: where workers find each other: ``env://``, ``tcp://host:port`` (or several
+      addresses, ``tcp://a:1,b:2``) or ``file:///path``.
+    - ``num_worker_threads``: how many requests may run at once before new ones wait a little for a
+      thread. It is not a hard limit: requests that block each other get more threads.
+    - ``transport``: ``"unix"``, ``"tcp"`` (which is TLS and needs a secret or certificates), or ``"auto"``, which
+      uses unix sockets between workers of one host, and also TCP if there is a secret or a certificate.
+    - ``secret``: bytes that all workers of the group know, and nobody else. The workers derive their TLS certificates
+      from the secret. The launcher makes one.
+    - ``connect_timeout``: seconds to reach a peer and finish the greeting.
     - ``unresponsive_after``: seconds after which a peer that owes an answer and sends nothing at
       all counts as lost; None means never.
-    - ``lost_after``: seconds after which a peer that cannot be reached, and is not known to be dead, is given up: what
-      it holds is freed, and what it owns counts as gone. Until then calls to it fail, and references stay. None
-      means never.
-    - ``probe_timeout``: seconds that a peer whose connection has broken has to answer before it is suspected.
-    - ``keepalive``: seconds, 3 to 120, after which a TCP connection breaks if the network brings nothing from the
-      peer's machine, or the peer takes nothing of what was sent.
-    - ``max_message_bytes``: larger messages are refused on receipt.
-    - ``max_unsent_bytes``: how much may wait to be sent to one peer, besides the message under way. Beyond that,
-      threads that send to the peer wait, and its next requests wait to begin; in a federation replies are refused.
-    - ``busy_poll``: seconds that a thread in the middle of an exchange of short messages stays awake for the next one
-      at the most; how long it really does follows from the last waits. 0 means never, None that it depends
-      on the number of processors: 1 ms for each but one, up to 3 ms.
+    - ``lost_after``: seconds after which this worker gives up a peer that is unreachable but not known to be dead. It
+      then frees the values that the peer refers to, and treats the peer's own values as gone. Until then, calls to
+      the peer fail and references stay valid. None means never.
+    - ``probe_timeout``: seconds within which a peer must answer after its connection broke; then it is suspected.
+    - ``keepalive``: seconds, 3 to 120, after which a TCP connection breaks if nothing arrives from the peer's machine,
+      or the peer acknowledges none of the bytes sent to it.
+    - ``max_message_bytes``: the receiver refuses larger messages.
+    - ``max_unsent_bytes``: how many bytes may wait to be sent to one peer, besides the message being sent. Beyond
+      that, threads that send to the peer wait, and its next requests wait to start. In a federation, replies are
+      refused instead.
+    - ``busy_poll``: the longest time, in seconds, that a thread polls for the next message in an exchange of short
+      messages. The actual time adapts to recent waits. 0 means never. None chooses by the number of processors: 1 ms
+      for each processor except one, up to 3 ms.
     - ``segment_pool_bytes``: how much shared memory this worker may keep for sending large tensors to workers of the
-      same host; 0 means that they go through the socket.
-    - ``checksum``: what goes through unix sockets has checksums, and a connection with a wrong bit ends. One of two
-      workers that wants it is enough. TLS checks what goes over TCP in any case.
+      same host; 0 sends them through the socket.
+    - ``checksum``: add checksums to data on unix sockets; a mismatch ends the connection. The option takes effect if
+      either worker of a pair sets it. TLS always checks data on TCP.
     - ``forbid_leaks``: a graceful shutdown raises `LeakError` if references to values of this worker are left.
-    - ``key_file``: a file that has the secret, made by ``backhaul keygen`` and copied to every host.
-    - ``tls``: certificates of your own, as `TLS`, instead of a secret.
-    - ``host``: what to listen on for TCP, a name or an address of this machine that the others can reach;
-      ``"0.0.0.0"`` or ``"::"`` for all. None means what ``BACKHAUL_HOST`` says, or else loopback.
-    - ``port``: the port to listen on; 0 means any that is free.
-    - ``trust``: ``"cluster"``, in which peers may call any function; or ``"federation"``, in which they may call only
-      what is marked with `backhaul.rpc.expose`, and no value is pickled.
-    - ``quotas``: how much one peer may have of this worker at a time. None means no limits, and in a federation those
-      of ``Quotas()``.
-    - ``device_maps``: for each worker that is called, by name, which of its devices a tensor on a device of this one
-      goes to, as in ``{"worker1": {0: 1}}``; ``"same"`` maps equal indices to every worker. A tensor on a
-      GPU that is not in the map cannot be sent; CPU tensors always can. The reply goes the same way back, and
-      gradients to where their tensor came from.
-    - ``device_pool_bytes``: how much memory of its GPUs this worker may keep, for each connection with a worker of
-      the same host, for sending tensors there; 0 means that they go through the memory of the host.
-    - ``devices``: the GPUs of this worker that take part, besides those in the maps; upstream's option of that name.
+    - ``key_file``: a file with the secret, made by ``backhaul keygen`` and copied to every host.
+    - ``tls``: your own certificates, as `TLS`, instead of a secret.
+    - ``host``: the address to listen on for TCP: a name or an address of this machine that the others can reach, or
+      ``"0.0.0.0"`` or ``"::"`` for all addresses. None means ``BACKHAUL_HOST`` if that is set, else loopback.
+    - ``port``: the port to listen on; 0 means any free port.
+    - ``trust``: ``"cluster"``, in which peers may call any function; or ``"federation"``, in which peers may call only
+      functions marked with `backhaul.rpc.expose`, and no value is pickled.
+    - ``quotas``: limits on what one peer may use of this worker at a time. None means no limits, except in a
+      federation, where it means ``Quotas()``.
+    - ``device_maps``: for each worker to call, by name, which of its devices receives the tensors of a device of this
+      worker, as in ``{"worker1": {0: 1}}``; ``"same"`` maps equal indices to every worker. A tensor on a
+      GPU that is not in the map cannot be sent; CPU tensors always can. Replies use the map in reverse, and
+      gradients return to the device that their tensor came from.
+    - ``device_pool_bytes``: how much GPU memory this worker may keep, for each connection with a worker of
+      the same host, for sending tensors there; 0 sends them through host memory.
+    - ``devices``: more GPUs of this worker that take part, besides those in the maps, as in torch's option.
     - ``metrics_port``: serve metrics for Prometheus on loopback, on this port plus the worker's rank on its host; 0
-      means any port, which is logged. None means what ``BACKHAUL_METRICS_PORT`` says, or else not at all.
+      means any free port, which is logged. None means ``BACKHAUL_METRICS_PORT`` if that is set, else no metrics.
     - ``tracing``: make OpenTelemetry spans for calls and passes; see `backhaul.seeing.spans`.
-    - ``edges``: what happens to tensors and gradients before they leave for a peer, by the name of the peer, in which
-      ``*`` stands for anything: see `backhaul.federation.Edge`.
-    - ``fabric``: ``"tls"``, which encrypts all TCP; or ``"plain"``, which encrypts the greeting and nothing after it,
-      for a network that you trust, at the speed of TCP. All workers have the same; a federation cannot have it.
+    - ``edges``: how tensors and gradients change before they leave for a peer. The keys are names of peers, in which
+      ``*`` matches anything: see `backhaul.federation.Edge`.
+    - ``fabric``: ``"tls"``, which encrypts all TCP; or ``"plain"``, which encrypts only the greeting and runs at the
+      speed of TCP, for a network that you trust. All workers need the same value. A federation must use ``"tls"``.
     - ``connections``: how many connections, 1 to 16, one large tensor may use between two hosts, each with a thread;
-      the smaller number of both workers counts. None means 1 with TLS, and one for every four processors, up to 4,
-      with ``fabric="plain"``. A federation has 1.
+      a pair of workers uses the smaller of their two numbers. None means 1 with TLS, and one for every four
+      processors, up to 4, with ``fabric="plain"``. A federation uses 1.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT
@@ -394,7 +395,7 @@ class RpcOptions:
 
     @property
     def message_limit(self) -> int:
-        """Larger messages are neither sent nor taken."""
+        """The largest message, in bytes, that this worker sends or accepts."""
         limits = self.limits
         return self.max_message_bytes if limits is None else min(self.max_message_bytes, limits.message_bytes)
 
@@ -405,17 +406,17 @@ class RpcOptions:
             return 1
         if self.connections is not None:
             return self.connections
-        # OpenSSL gives Python one record of 16 KiB at a time, so threads that decrypt wait for the interpreter.
+        # OpenSSL hands Python one record of 16 KiB at a time, so threads that decrypt compete for the GIL.
         return 1 if self.fabric == "tls" else max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
     @property
     def head_limit(self) -> int:
-        """The same for what a message has besides the elements of its tensors: a byte of that may take 64 of memory."""
+        """The limit for a message without the elements of its tensors. One such byte may take 64 bytes of memory."""
         limits = self.limits
         return self.message_limit if limits is None else min(self.message_limit, limits.value_bytes)
 
     def secret_or_inherited(self) -> bytes | None:
-        """The secret, or the one in the key file, or the one that the environment tells, or None."""
+        """The secret from the option, the key file or the environment, in this order; None if there is none."""
         if self.secret is not None:
             return self.secret
         path = self.key_file or os.environ.get(KEY_FILE_VARIABLE)
@@ -433,11 +434,11 @@ class RpcOptions:
             ) from None
 
     def host_or_inherited(self) -> str | None:
-        """What to listen on, from here or from the environment, or None."""
+        """The address to listen on, from the option or the environment, or None."""
         return self.host or os.environ.get(HOST_VARIABLE) or None
 
     def metrics_port_or_inherited(self) -> int | None:
-        """The first of the ports for metrics, from here or from the environment, or None."""
+        """The first port for metrics, from the option or the environment, or None."""
         text = os.environ.get(METRICS_PORT_VARIABLE)
         if self.metrics_port is not None or not text:
             return self.metrics_port

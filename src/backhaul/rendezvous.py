@@ -1,14 +1,14 @@
 """Where workers meet: an init method -> a store and this worker's place in the group.
 
-Launchers, schedulers and engines say the place in environment variables (`environments`); `place_from` takes it from
-there.
+Launchers, schedulers and engines announce the place in environment variables (`environments`); `place_from` reads them.
 
-A store that rank 0 hosts dies with it. What a group keeps in the store its members know, so one of them that is on the
-same machine hosts it anew at the same address (`GroupStore.renew`), and all write their part of it again
+A store that rank 0 hosts dies with rank 0. The members know everything that the group keeps in the store. So a member
+on the same machine hosts a new store at the same address (`GroupStore.renew`), and each member writes its entries again
 (`agent.membership`). Then newcomers find the group as before.
 
-``tcp://a:1,b:2`` lists addresses of several machines. The store is at one of them, and a worker that looks for it tries
-all. If the machine of the store has no member left, or is gone, a member on the next machine of the list hosts it.
+``tcp://a:1,b:2`` lists addresses of several machines. The store is at one of them, and a worker that looks for the
+store tries all of them. If the machine of the store is gone, or has no member left, a member on the next machine of the
+list hosts a new store.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from backhaul.ids import Addresses
 from backhaul.transport.stream import look_for
 
 INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
-"""What ``env://`` stands for when our launcher has set it."""
+"""The init method that ``env://`` stands for. Our launcher sets it."""
 
 _LOOK_SECONDS = 1.0
 _CUT_OFF_SECONDS = 15.0
-"""For so long the hosts of a fixed group that do not answer are looked for before it counts as over."""
+"""How long a worker looks for hosts of a fixed group that do not answer, before it takes the group for ended."""
 _RENEW_SECONDS = 5.0
 _GRACE_SECONDS = 3.0
-"""For so long a member on the machine of a lost store has time to host it anew, before one elsewhere does."""
+"""How long a member on the machine of a lost store has to host a new one, before a member elsewhere does."""
 _LOOK_PAUSE = 0.02
 
 
@@ -58,13 +58,13 @@ class Place(NamedTuple):
 
 
 def place_from(name: str | None, rank: int, world_size: int | None) -> Place:
-    """Complete what the user gave from what the launcher says.
+    """This worker's place: the user's arguments, completed from the launcher's variables.
 
-    A rank without a world size means a dynamic group, as in torch. Neither means what the
-    launcher says, or a dynamic group if there is none. Raises `OptionError` if launchers contradict each other.
+    A rank without a world size means a dynamic group, as in torch. Without either, the launcher's variables decide;
+    without a launcher the group is dynamic. Raises `OptionError` if launchers contradict each other.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < -1:
-        raise OptionError(f"rank {rank!r} must be a whole number; -1 or nothing takes it from the launcher")
+        raise OptionError(f"rank {rank!r} must be a whole number; leave it out to take it from the launcher")
     if world_size is not None and (isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1):
         raise OptionError(f"world_size {world_size!r} must be at least 1; None means a dynamic group")
     if name is not None and (not isinstance(name, str) or not name or len(name) > 128):
@@ -89,13 +89,13 @@ def place_from(name: str | None, rank: int, world_size: int | None) -> Place:
 
 
 def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False) -> dist.Store:
-    """The store in which this group meets; its keys are this group's alone.
+    """The store in which this group meets. Its keys belong to this group alone.
 
-    A fixed and a dynamic group may meet in one store; ``alone`` has a dynamic one refuse that.
+    A fixed and a dynamic group may meet in one store. With ``alone``, a dynamic group raises `MisuseError` instead.
 
-    A fixed group that is made again in the same store gets a fresh part of it: every rank goes on to the next part when
-    the group of the last one has ended. A worker that has died, and comes again while the others live, is one of that
-    group again.
+    A fixed group that starts again in the same store gets a fresh part of the store: every rank moves on to the next
+    part when the group of the last part has ended. A worker that died, and restarts while the others live, rejoins its
+    old group.
     """
     store = _open(init_method, place, datetime.timedelta(seconds=timeout))
     if place.world_size is None:
@@ -109,14 +109,17 @@ def meet(init_method: str, place: Place, timeout: float, *, alone: bool = False)
 
 
 def meet_in(store: dist.Store, place: Place) -> dist.Store:
-    """The part of a store that the engine which started the workers keeps for a fixed group. See `meet`."""
+    """A fixed group's part of the store of the engine that started the workers. See `meet`."""
     if place.world_size is None:
-        raise OptionError("a group that meets in a store of its engine needs a world_size")
+        raise OptionError("a group that meets in the store of its engine needs a world_size")
     return _fixed_group_store(store, place, place.world_size, "")
 
 
 def host_store(host: str, timeout: float) -> tuple[dist.Store, int]:
-    """A store that this process hosts, member or not, and its port; it listens at that address only."""
+    """A store that this process hosts, and its port. The store listens at ``host`` only.
+
+    The process need not be a member of a group.
+    """
     listening = _listen(host, 0)
     if listening is None:
         raise MisuseError(f"cannot host the store at {host}: no port is free")
@@ -125,12 +128,12 @@ def host_store(host: str, timeout: float) -> tuple[dist.Store, int]:
 
 
 def visit_store(host: str, port: int, timeout: float) -> dist.Store:
-    """The store that another process hosts there. Raises `RpcTimeoutError`."""
+    """The store that another process hosts at that address. Raises `RpcTimeoutError`."""
     try:
         return _store(host, port, datetime.timedelta(seconds=timeout), None, hosts=False)
     except dist.DistError as error:
         raise RpcTimeoutError(
-            f"no store at {host}:{port}; does the process that made the group live? {error}"
+            f"no store at {host}:{port}; is the process that made the group alive? {error}"
         ) from error
 
 
@@ -153,10 +156,10 @@ def _fixed_group_store(store: dist.Store, place: Place, world_size: int, init_me
 
 
 class GroupStore(dist.PrefixStore):
-    """The part of a store that one group has."""
+    """One group's part of a store."""
 
     times = 0
-    """Which one it is among those of the fixed groups that have met there; 0 of a dynamic group."""
+    """The number of this group among the fixed groups that met in the store, from 1; 0 for a dynamic group."""
 
     def __init__(self, prefix: str, store: dist.Store, init_method: str, place: Place) -> None:
         super().__init__(prefix, store)
@@ -166,13 +169,13 @@ class GroupStore(dist.PrefixStore):
 
     @property
     def renewable(self) -> bool:
-        """Whether the store is with a member of the group, and another one can take it over."""
+        """Whether a member of the group hosts the store, so that another member can take over."""
         return bool(_addresses_of(self._init_method))
 
     def renew(self) -> GroupStore | None:
-        """The same part of a store at an address of the group; None if there is none. May wait for seconds.
+        """The same part of a new store at an address of the group, or None. May wait for seconds.
 
-        This worker hosts the store if no other member does.
+        This worker hosts the new store if no other member does.
         """
         addresses = _addresses_of(self._init_method)
         if not addresses:
@@ -189,11 +192,11 @@ class GroupStore(dist.PrefixStore):
 
 
 def _renewed(host: str, port: int, run: str) -> dist.Store | None:
-    """A store at the only address that there is for it."""
+    """A new store at the group's only address."""
     try:
         listening = _listen(host, port)
     except MisuseError:
-        listening = None  # an address of another machine: a member that is there hosts the store
+        listening = None  # an address of another machine: a member there hosts the store
     within = datetime.timedelta(seconds=_RENEW_SECONDS)
     if listening is None:
         return _taken_over(host, port, within, run)
@@ -201,10 +204,10 @@ def _renewed(host: str, port: int, run: str) -> dist.Store | None:
 
 
 def _renewed_at_one(addresses: list[Address]) -> dist.Store | None:
-    """A store at one of several addresses. The first machine of the list that has a member hosts it.
+    """A new store at one of several addresses. The first machine of the list that has a member hosts it.
 
-    That machine answers, and refuses connections, as long as no member there has noticed the loss; a machine that does
-    not answer may only be cut off for a moment.
+    Until a member on that machine notices the loss, the machine answers but refuses connections. A machine that does
+    not answer may be cut off only briefly.
     """
     began = time.monotonic()
     while (waited := time.monotonic() - began) < _CUT_OFF_SECONDS + _GRACE_SECONDS:
@@ -219,7 +222,7 @@ def _renewed_at_one(addresses: list[Address]) -> dist.Store | None:
                     break
             else:
                 if listening is None:
-                    break  # another member on this machine hosts it, and is about to write what it knows
+                    break  # another member on this machine hosts the store, and is about to write the group's entries
                 within = datetime.timedelta(seconds=_RENEW_SECONDS)
                 return _store(host, port, within, listening, hosts=True)
         time.sleep(_LOOK_PAUSE)
@@ -227,7 +230,7 @@ def _renewed_at_one(addresses: list[Address]) -> dist.Store | None:
 
 
 def _found_at_one(addresses: list[Address]) -> dist.Store | None:
-    """The store of a group that has met, wherever it is by now."""
+    """The store of a group that has already met, at whichever address it is now."""
     within = datetime.timedelta(seconds=_RENEW_SECONDS)
     for host, port in addresses:
         if _look_at(host, port) and (store := _taken_over(host, port, within, "")) is not None:
@@ -236,7 +239,7 @@ def _found_at_one(addresses: list[Address]) -> dist.Store | None:
 
 
 def _open_at_one(addresses: list[Address], place: Place, timeout: datetime.timedelta) -> dist.Store:
-    """The store at one of several addresses. Rank 0 hosts it at its own machine's, unless the group has one already."""
+    """The store at one of several addresses. Rank 0 hosts it on its own machine, unless the group already has one."""
     if place.rank is None:
         raise OptionError(_NEEDS_RANK)
     if place.rank == 0:
@@ -259,10 +262,10 @@ def _host_at_one(addresses: list[Address], timeout: datetime.timedelta) -> dist.
         except MisuseError:
             continue  # an address of another machine
         if listening is None:
-            raise MisuseError(f"cannot host the store at {host}:{port}: another program has that port")
+            raise MisuseError(f"cannot host the store at {host}:{port}: another program uses that port")
         return _store(host, port, timeout, listening, hosts=True)
     raise MisuseError(
-        f"cannot host the store at {_listed(addresses)}: rank 0 hosts it, and needs an address of its own machine there"
+        f"cannot host the store at {_listed(addresses)}: none is an address of this machine, and rank 0 hosts the store"
     )
 
 
@@ -275,7 +278,7 @@ def _look(addresses: Addresses) -> bool | None:
 
 
 def _look_at(host: str, port: int) -> bool | None:
-    """Whether something listens there; None if that host does not answer."""
+    """Whether something listens at that address; None if the host does not answer."""
     return _look(Addresses(host="", tcp=(host, port)))
 
 
@@ -299,7 +302,7 @@ def _open(init_method: str, place: Place, timeout: datetime.timedelta) -> dist.S
     if url.scheme == "file":
         if not url.path:
             raise OptionError(f"init_method {init_method!r} needs a path: file:///tmp/meeting-point")
-        # torch would wait for minutes for a file that cannot be made.
+        # torch would wait minutes for a file that cannot be created.
         if not os.path.isdir(os.path.dirname(url.path)) or os.path.isdir(url.path):
             raise OptionError(f"init_method {init_method!r}: {url.path} must be a file in a directory that exists")
         return dist.FileStore(url.path, -1)
@@ -320,8 +323,8 @@ def _parsed(init_method: str) -> list[Address]:
             host = port = None
         if not host or port is None:
             raise OptionError(
-                f"init_method {init_method!r} needs a host and a port: tcp://127.0.0.1:29500, or several of them with "
-                "commas in between"
+                f"init_method {init_method!r} needs a host and a port: tcp://127.0.0.1:29500, or several addresses "
+                "separated by commas"
             )
         found.append((host, port))
     if len(found) > 1 and not all(port for _, port in found):
@@ -334,7 +337,10 @@ def _hinted(said: environments.Table) -> str:
 
 
 def _require_reachable(said: environments.Table) -> None:
-    """Many systems resolve their own name to 127.0.1.1, where no other node can reach the store of rank 0."""
+    """Raise `MisuseError` if the store's address is loopback here but the job has several nodes.
+
+    Many systems resolve their own name to 127.0.1.1, where no other node can reach the store of rank 0.
+    """
     host, nodes = said.address.value, said.nodes.value
     if nodes is None or nodes < 2 or said.address.source == "MASTER_ADDR":
         return
@@ -342,16 +348,16 @@ def _require_reachable(said: environments.Table) -> None:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         if ipaddress.ip_address(found.partition("%")[0]).is_loopback:
             raise MisuseError(
-                f"rank 0 hosts the store at {host} ({said.address.source}), and here that name means {found}, which "
-                "the other nodes cannot reach: set MASTER_ADDR to an address of this machine for all workers, or "
-                "correct /etc/hosts"
+                f"rank 0 hosts the store at {host} ({said.address.source}), but on this machine that name means "
+                f"{found}, which the other nodes cannot reach: set MASTER_ADDR to an address of this machine for all "
+                "workers, or correct /etc/hosts"
             )
 
 
 def _run_of(init_method: str, place: Place) -> str:
-    """What names this run of a fixed group, if a launcher has started all of it.
+    """The name of this run of a fixed group, if a launcher started all of it; else "".
 
-    Two jobs that end up with the same port do not meet: the later one finds the port taken, and says so.
+    The name keeps apart two jobs that end up with the same port: the later job finds the port taken, and says so.
     """
     if not init_method.startswith("env://") or os.environ.get(INIT_METHOD_VARIABLE) or place.world_size is None:
         return ""
@@ -364,11 +370,11 @@ def _of_run(store: dist.Store, run: str) -> dist.Store:
 
 
 def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hosted: bool, run: str = "") -> dist.Store:
-    """A TCPStore, or the part of it that is for a run; rank 0 hosts it unless the launcher does."""
+    """A TCPStore, or the part of one that belongs to ``run``. Rank 0 hosts it unless the launcher does."""
     if place.rank is None and not hosted:
         raise OptionError(_NEEDS_RANK)
     hosts = place.rank == 0 and not hosted
-    # Where the store listens: at the address that the others were told, and nowhere else. It asks nobody who they are.
+    # The store listens only at the address that the others were told, because it authenticates nobody.
     listening = _listen(host, port) if hosts else None
     if listening is not None:
         port = listening.getsockname()[1]
@@ -393,7 +399,10 @@ def _store(
 
 
 def _taken_over(host: str, port: int, timeout: datetime.timedelta, run: str) -> dist.Store | None:
-    """The store of this group that another member has taken over, when rank 0 comes again."""
+    """The group's store, hosted by the member that took over from rank 0; None if there is none.
+
+    Called when a restarted rank 0 finds its port taken.
+    """
     timeout = min(timeout, datetime.timedelta(seconds=_RENEW_SECONDS))
     found: list[dist.Store] = []
 
@@ -406,9 +415,9 @@ def _taken_over(host: str, port: int, timeout: datetime.timedelta, run: str) -> 
                 if store.check(["backhaul/times/0"]) or store.check(["backhaul/dynamic/group"]):
                     found.append(store)
                     return
-                time.sleep(_LOOK_PAUSE)  # that member is about to write what it knows
+                time.sleep(_LOOK_PAUSE)  # that member is about to write the group's entries
 
-    # torch waits without an end for a server that is not a store and says nothing.
+    # On a thread: torch waits forever for a server that is not a store and never answers.
     thread = threading.Thread(target=look, name="look-for-store", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds())
@@ -416,7 +425,7 @@ def _taken_over(host: str, port: int, timeout: datetime.timedelta, run: str) -> 
 
 
 def _addresses_of(init_method: str) -> list[Address]:
-    """Where a member may host the store; none if no member hosts it."""
+    """The addresses at which a member may host the store; empty if no member hosts it."""
     inherited = os.environ.get(INIT_METHOD_VARIABLE)
     if init_method.startswith("env://") and inherited and inherited != init_method:
         return _addresses_of(inherited)
@@ -430,7 +439,7 @@ def _addresses_of(init_method: str) -> list[Address]:
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """A socket for the store, or None if somebody has the port: this process itself, perhaps, for another group."""
+    """A socket for the store; None if the port is taken, perhaps by this process for another group."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -447,7 +456,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
                 return None
             if number == len(found):
                 raise MisuseError(
-                    f"cannot host the store at {host}:{port}: {error.strerror}. Rank 0 hosts it, and needs the name or "
-                    "an address of its own machine there"
+                    f"cannot host the store at {host}:{port}: {error.strerror}. Rank 0 hosts the store, so this must "
+                    "be the name or an address of rank 0's machine"
                 ) from None
     return None

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def is_available() -> bool:
-    """True: there is nothing to be built in."""
+    """True: Backhaul needs no optional part of torch's build."""
     return True
 
 
@@ -59,15 +59,15 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcOptions | None = None,
 ) -> None:
-    """Make this process a worker: meet the others, and start to serve.
+    """Make this process a worker: join the group and start to serve calls.
 
-    Returns when every worker of the group has come. Name, rank and world size are
-    taken from the launcher (``backhaul run``, ``torchrun``) when they are not given; the name is then
+    Returns when every worker of the group has joined. Name, rank and world size
+    come from the launcher (``backhaul run``, ``torchrun``) if they are not given; the default name is
     ``worker<rank>``. A rank without a world size makes a dynamic group, which workers join
     and leave at any time. Call `shutdown` at the end.
 
-    Raises `OptionError` for a name or a rank that is taken or out of range, and `RpcTimeoutError`
-    naming the ranks that did not come.
+    Raises `OptionError` for a name or a rank that is taken or out of range, and `RpcTimeoutError`, with
+    the missing ranks, if some workers do not join in time.
     """
     options = RpcOptions() if rpc_backend_options is None else rpc_backend_options
     if backend is not None and not isinstance(backend, BackendType):
@@ -79,9 +79,9 @@ def init_rpc(
 
 @eager
 def debug_info() -> dict[str, Any]:
-    """The figures of this worker now: calls, bytes, threads, references, contexts. See docs/seeing.md.
+    """This worker's current figures: calls, bytes, threads, references, contexts. See docs/seeing.md.
 
-    Counters only grow, so that two of these make rates.
+    Counters only grow, so the difference of two readings gives a rate.
     """
     return current().inspection.debug_info()
 
@@ -90,13 +90,13 @@ def debug_info() -> dict[str, Any]:
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Leave the group; `init_rpc` works again afterwards.
 
-    With ``graceful`` it returns when every worker has called it and all work is over, nested
-    work included; in a dynamic group, when this worker's own work is. Without, it is local
-    and at once: calls under way fail, here and at the peers. ``timeout`` is in seconds, 0 meaning
-    no limit. A dead peer holds nobody up.
+    A graceful shutdown returns when every worker has called it and all calls have finished, nested
+    calls included. In a dynamic group it waits only for this worker's own calls. A shutdown that is not
+    graceful is local and immediate: unfinished calls fail, here and at the peers. ``timeout`` is in seconds; 0
+    means no limit. A dead peer does not delay the others.
 
-    Raises `WorkerLostError` if a worker died first, and `RpcTimeoutError` at the timeout; this
-    worker is down in any case.
+    Raises `WorkerLostError` if a worker died first, and `RpcTimeoutError` at the timeout. This
+    worker is shut down in any case.
     """
     worker = current()
     try:
@@ -118,17 +118,17 @@ def rpc_sync(
 ) -> T:
     """Run ``func(*args, **kwargs)`` on worker ``to`` and return its value.
 
-    ``to`` is a name, a rank or a `WorkerInfo`, this worker included. ``func`` is anything that can be
-    found by its module and name there: a function, a class, a method, a torch operator, a
-    TorchScript function; an ``async def`` function is awaited. ``timeout`` is in seconds; 0 means no
-    limit and a negative value the option ``rpc_timeout``.
+    ``to`` is a name, a rank or a `WorkerInfo`; a worker may call itself. ``func`` is anything that worker ``to`` can
+    import by module and name: a function, a class, a method, a torch operator, a
+    TorchScript function. An ``async def`` function is awaited. ``timeout`` is in seconds; 0 means no
+    limit, and a negative value means the option ``rpc_timeout``.
 
-    ``retry`` declares that ``func`` may run more than once: if the worker is lost, the call is repeated that many
-    times, or as a `Retry` says, when the worker or its replacement answers. ``timeout`` is that of each attempt. What
-    ``func`` raises is never repeated. Inside an autograd context ``retry`` is refused.
+    ``retry`` declares that ``func`` may run more than once. If the worker is lost, the call is repeated when the
+    worker or its replacement answers: up to ``retry`` times, or as a `Retry` says. ``timeout`` applies to each
+    attempt. A call whose ``func`` raises is never repeated. Inside an autograd context ``retry`` raises `MisuseError`.
 
-    Raises what ``func`` raised there, with the traceback there as its cause; `RpcTimeoutError`;
-    `WorkerLostError` if the worker dies; `UnsendableError` if something cannot travel.
+    Raises the exception that ``func`` raised, with the remote traceback as its cause; `RpcTimeoutError`;
+    `WorkerLostError` if the worker dies; `UnsendableError` if an argument or the result cannot be sent.
     """
     return current().rpc_sync(to, func, args, kwargs, timeout, retry=retry)  # type: ignore[no-any-return]
 
@@ -145,10 +145,10 @@ def rpc_async(
 ) -> Future[T]:
     """Start ``func(*args, **kwargs)`` on worker ``to`` and return a future of its value.
 
-    The arguments are as in `rpc_sync`. The tensors among them have been sent, and may be
-    changed, when this returns, unless there is a ``retry``. What `rpc_sync` raises from there, the future raises; what
-    is wrong here (an unknown worker, an unsendable value, a worker that cannot be reached) is raised at once. With a
-    ``retry``, a worker that cannot be reached is waited for, and a tensor that was changed meanwhile is an error.
+    The arguments are as in `rpc_sync`. When this returns, tensors among them have been sent and may be
+    changed, unless ``retry`` is given. The future raises errors of the other worker, as `rpc_sync` would. Errors on
+    this side (an unknown worker, an unsendable value, an unreachable worker) are raised at once. With ``retry``, the
+    call waits for an unreachable worker, and changing a tensor in the meantime is an error.
     """
     return current().rpc_async(to, func, args, kwargs, timeout, retry=retry)
 
@@ -163,40 +163,42 @@ def remote(
 ) -> RRef[T]:
     """Start ``func(*args, **kwargs)`` on worker ``to``, leave its value there, and return a reference to it.
 
-    Returns at once. What ``func`` raises there is raised when the reference is used. ``timeout`` limits
-    how long the owner may take to confirm that it has the request.
+    Returns at once. An exception of ``func`` is raised when the reference is used. ``timeout`` limits
+    how long the owner may take to confirm that it has received the request.
     """
     return current().remote(to, func, args, kwargs, timeout)
 
 
 def on_lost(callback: Callable[[WorkerInfo, WorkerLostError], Any]) -> Subscription:
-    """Have ``callback(worker, cause)`` called whenever this worker loses another one, until the result is removed.
+    """Call ``callback(worker, cause)`` whenever this worker loses another one, until the subscription is removed.
 
-    A worker is lost when it is known to have ended or left, or cannot be reached; a connection that breaks and is made
-    again at once is no loss. ``cause`` is what its calls raise. The worker may come back: see `on_joined`. Callbacks
-    run one after the other on a thread of this worker's, and may make calls; what they raise is logged.
+    A worker is lost when it has ended or left, or is unreachable. A connection that breaks and is restored
+    at once is not a loss. ``cause`` is the error that calls to the worker raise. The worker may come back: see
+    `on_joined`. Callbacks run one after the other on a thread of this worker, and may make calls. Exceptions of
+    callbacks are logged.
     """
     return current().agent.presence.on_lost(callback)
 
 
 def on_joined(callback: Callable[[WorkerInfo], Any]) -> Subscription:
-    """Have ``callback(worker)`` called whenever a worker joins, until the result is removed.
+    """Call ``callback(worker)`` whenever a worker joins, until the subscription is removed.
 
-    It is called for a newcomer to a dynamic group, for a process that takes the place of a lost worker under its name,
-    and for a lost worker that can be reached again. Callbacks are run as those of `on_lost`, in order with them.
+    The callback runs for a newcomer to a dynamic group, for a process that replaces a lost worker under its name,
+    and for a lost worker that is reachable again. Callbacks run on the same thread as those of `on_lost`, in the order
+    of events.
     """
     return current().agent.presence.on_joined(callback)
 
 
 @eager
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """The `WorkerInfo` of the worker of that name or rank, or of this one."""
+    """The `WorkerInfo` of the worker with that name or rank; without one, of this worker."""
     return current().get_worker_info(worker_name)
 
 
 @eager
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers of the group, by rank; of a dynamic group, those that are known now."""
+    """All workers of the group, by rank. In a dynamic group: the workers known now."""
     return current().get_worker_infos()
 
 

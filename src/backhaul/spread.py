@@ -1,4 +1,4 @@
-"""Spread: work on several workers at once, and one account of how it went."""
+"""Spread: run work on several workers at once, and report all failures in one error."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Work = tuple[Callable[..., Any], Sequence[Any]]
 
 
 def spread(what: str, work: Mapping[WorkerInfo, Work], timeout: float = -1.0) -> dict[WorkerInfo, Any]:
-    """Run each function on its worker, all at the same time, and return their values when all are over.
+    """Run each function on its worker, all at the same time, and return their values when all have finished.
 
-    This worker's own part runs on the calling thread. ``what`` names the work in errors. ``timeout`` is that of
-    `backhaul.rpc.rpc_sync`. Raises `PartialError`, with all that went wrong, if not all workers have done it.
+    This worker's own part runs on the calling thread. ``what`` names the work in errors. ``timeout`` is as in
+    `backhaul.rpc.rpc_sync`. Raises `PartialError`, with every error, if any worker fails.
     """
     here = rpc.get_worker_info()
     futures: dict[WorkerInfo, rpc.Future[Any]] = {}
@@ -52,6 +52,6 @@ def spread(what: str, work: Mapping[WorkerInfo, Work], timeout: float = -1.0) ->
     if errors:
         first = next(iter(errors.values()))
         done = [worker.name for worker in work if worker in values]
-        values.clear()  # whoever keeps the error keeps this frame, and must not keep what others have made
+        values.clear()  # a stored error keeps this frame alive, and must not keep the values alive with it
         raise PartialError(what, done, {worker.name: errors[worker] for worker in work if worker in errors}) from first
     return {worker: values[worker] for worker in work}

@@ -1,8 +1,8 @@
-"""Worker: the one place where all layers are wired together, and the worker that is current.
+"""Worker: the one place where all layers are wired together; and the current worker.
 
-All state of a worker hangs off its `Worker`. Which one the functions of `backhaul.rpc` use
-is decided by a context variable, which the threads of a worker set to it, and which falls
-back to the process's own worker, made by `init_rpc`. So one process can host many.
+All state of a worker hangs off its `Worker`. The functions of `backhaul.rpc` use the current
+worker: a context variable, which the threads of a worker set to that worker. The variable falls
+back to the process's own worker, made by `init_rpc`. So one process can host many workers.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Worker:
         transport: Transport | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Join the group that meets in ``store``, and start to serve.
+        """Join the group that meets in ``store``, and start to serve calls.
 
         ``world_size`` None means a dynamic group, in which ``rank`` may be None too. ``check`` is called
-        while others are waited for; it may raise.
+        repeatedly while this worker waits for the others; it may raise to end the wait.
         """
         self.options = RpcOptions() if options is None else options
         trust = self.options.policy
@@ -94,7 +94,7 @@ class Worker:
         self.references = References(self._agent, self.codec, self._seconds)
         self._retrying = Retrying(self._agent)
         self.release: Callable[[], None] = self.references.release_all
-        """How a graceful shutdown gives up the references that this worker holds."""
+        """Called by a graceful shutdown to release the references that this worker holds."""
         self.autograd = Autograd(self._agent)
         self.codec.register(ContextId, "context", lambda id, _: int(id), lambda id, _: ContextId.lift(id))
         self.inspection = Inspection(self._agent, self.references, self.autograd)
@@ -126,7 +126,7 @@ class Worker:
 
     @property
     def forked(self) -> bool:
-        """This is a copy in a forked child, of no use there."""
+        """True in a forked child, where this copy of the worker is unusable."""
         return self._agent.forked
 
     def rpc_sync(
@@ -159,7 +159,7 @@ class Worker:
         *,
         retry: Retry | int = 0,
     ) -> Future[Any]:
-        """A future of that value. See `backhaul.rpc.rpc_async`."""
+        """A future of the value of ``func(*args, **kwargs)`` on worker ``to``. See `backhaul.rpc.rpc_async`."""
         if retry:
             return self._retry(  # type: ignore[no-any-return]
                 self._retrying.call_async, retry, self.rpc_async, to, func, args, kwargs, timeout
@@ -177,8 +177,8 @@ class Worker:
         policy = checked_retry(retry)
         if _autograd_context.get() is not None:
             raise MisuseError(
-                "retry= repeats single calls, and inside a distributed autograd context the attempt that was lost may "
-                "have recorded a part of the graph. Leave retry out here, and repeat the whole `with context()` block "
+                "retry= repeats single calls, but inside a distributed autograd context the lost attempt may have "
+                "recorded a part of the graph. Leave out retry here, and repeat the whole `with context()` block "
                 "when it raises WorkerLostError, as checkpoint.Resume does"
             )
         return how(to, policy, request, lambda: call(to, *request))
@@ -191,7 +191,7 @@ class Worker:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = UNSET_TIMEOUT,
     ) -> RRef[Any]:
-        """A reference to that value, which stays on ``to``. See `backhaul.rpc.remote`."""
+        """A reference to the value of ``func(*args, **kwargs)``, which stays on ``to``. See `backhaul.rpc.remote`."""
         args, kwargs = _check_arguments(args, kwargs)
         if self.before_call:
             self._prepare(to, func, args, kwargs)
@@ -210,7 +210,7 @@ class Worker:
         return self._agent.permissions.exposed.expose(obj, to)
 
     def get_worker_info(self, name: To | None = None) -> WorkerInfo:
-        """This worker, or the one of that name or rank."""
+        """This worker, or the worker with that name or rank."""
         self._agent.require_usable()
         return self.info if name is None else self._agent.membership.find(name).info
 
@@ -238,7 +238,7 @@ class Worker:
                 lost = sorted({*lost, *self._agent.farewell.run(LAST, deadline)})
                 leaks = [] if lost else self.references.leaks()
             if graceful and not lost:
-                patience = _CLOSE  # nothing runs any more, so threads end at once
+                patience = _CLOSE  # no call is running, so the threads end at once
         finally:
             self._agent.execution.closing.set()
             self._agent.membership.leave(ended=graceful)
@@ -249,10 +249,12 @@ class Worker:
         if lost:
             names = ", ".join(map(repr, lost))
             raise WorkerLostError(
-                f"graceful shutdown: worker {names} died or left without one; the others are done", lost[0]
+                f"graceful shutdown: worker {names} died, or left without shutdown(); the others are done", lost[0]
             )
         if leaks and self.options.forbid_leaks:
-            raise LeakError(f"Leaking RRef: after all references were given up, others still hold {'; '.join(leaks)}")
+            raise LeakError(
+                f"Leaking RRef: after all references were released, other workers still hold {'; '.join(leaks)}"
+            )
 
     @contextmanager
     def as_current(self) -> Iterator[Worker]:
@@ -270,7 +272,7 @@ class Worker:
         _current_worker.variable.set(self)
         if self._agent.devices is not None:
             self._agent.devices.streams.adopt_thread()
-        # A new thread takes torch.set_num_threads over when it is first asked for: small operations do not ask.
+        # A thread adopts the value of torch.set_num_threads when it first asks for it, and small operations never ask.
         torch.get_num_threads()
 
     def _prepare(self, to: To, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -279,7 +281,7 @@ class Worker:
             hook(info, func, args, kwargs)
 
     def _seconds(self, timeout: float) -> float:
-        """Torch's meaning of a timeout: negative is the default, 0 is none."""
+        """A timeout in torch's convention, in seconds: negative means the default, 0 means no limit."""
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout != timeout:
             raise OptionError(f"timeout {timeout!r} must be in seconds: 0 means no limit, a negative value the default")
         if timeout < 0:
@@ -287,7 +289,7 @@ class Worker:
         return timeout or math.inf
 
     def _finish(self, deadline: float) -> None:
-        """Wait until nothing that this worker sent or serves is under way."""
+        """Wait until all calls that this worker sent or serves have finished."""
         while not self._agent.idle():
             if time.monotonic() > deadline:
                 raise RpcTimeoutError("graceful shutdown: this worker's work was still going on at the deadline")
@@ -325,9 +327,9 @@ def current_or_none() -> Worker | None:
 def become_worker(
     place: Place, options: RpcOptions, check: Callable[[], None] = lambda: None, store: Store | None = None
 ) -> None:
-    """Make this process the worker of that place. See `backhaul.rpc.init_rpc`.
+    """Make this process the worker at ``place``. See `backhaul.rpc.init_rpc`.
 
-    ``store`` is that of an engine which started the workers. Without one, the option ``init_method`` decides.
+    ``store`` belongs to the engine that started the workers. Without it, the option ``init_method`` decides.
     """
     with _becoming:
         existing = current_or_none()
@@ -344,5 +346,5 @@ def become_worker(
 
 
 def set_process_worker(worker: Worker | None) -> None:
-    """Make it the worker that this process falls back to."""
+    """Make ``worker`` the one that this process falls back to."""
     _current_worker.set_process_worker(worker)

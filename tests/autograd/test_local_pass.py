@@ -7,12 +7,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from backhaul.autograd.checking import Charges
 from backhaul.autograd.contexts import Contexts, Record, Send
 from backhaul.autograd.functions import send
 from backhaul.autograd.local_pass import LocalPass
 from backhaul.errors import QuotaError
 from backhaul.ids import WorkerInfo
+from backhaul.trust.checking import Charges
 from backhaul.wire.messages import Pass
 
 ME, PEER = WorkerInfo(0, "worker0"), WorkerInfo(1, "worker1")

@@ -1,4 +1,4 @@
-"""What it costs to be ready for those who look, with nothing switched on."""
+"""The cost of being ready for observers, with nothing switched on."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from backhaul.testing import InProcessCluster
 
 PACKAGE = Path(backhaul.__file__).parent
 MOST = 0.02
-"""The share of all bytecodes of a call, or of a step with its pass, at both ends together."""
+"""The limit for observation points: their share of all bytecodes of a call, or of a step, at both ends together."""
 
 ONCE_A_THREAD = {"agent/activity new_note", "agent/activity __init__"}
-"""A slow request has another thread take the lead."""
+"""For a slow request, another thread takes the lead."""
 
 LEFT = r"if .*observers( or | and |:)|profiler_is_on\(\)|with .*activity\.waits|\.handles = "
 

@@ -1,4 +1,4 @@
-"""A run held against the ratios of an earlier one."""
+"""Comparing a run with the ratios of an earlier one."""
 
 from __future__ import annotations
 

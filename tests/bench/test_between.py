@@ -1,4 +1,4 @@
-"""Between two hosts: where they come from, what the table says, and a run in short."""
+"""Between two hosts: their setup, the table, and a short run."""
 
 from __future__ import annotations
 

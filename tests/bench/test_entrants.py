@@ -1,4 +1,4 @@
-"""A system that raises, dies or hangs in some work: its row says so, and everything else goes on."""
+"""A system that raises, dies or hangs in some work: its row says so, and everything else continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMITS = Limits(trial=0.5, trial_imports=0.0, run=1.0)
 TIMES = Times(start_ups=0, rests=0, launches=0, idle_seconds=0.0)
 
 
-# What goes wrong goes wrong in one process that has no peers. Functions of this module: other processes import them.
+# All faults happen in one process that has no peers. Functions of this module, because other processes import them.
 
 
 def is_victim(port: Any) -> bool:

@@ -209,7 +209,7 @@ def test_the_summary_is_of_the_usual_way() -> None:
         start = 1000 * number
         windows.append((start, start + 170))
         for thread, row in rows.items():
-            if (thread, number) != (SERVER, 3):  # there the reply has come by other means
+            if (thread, number) != (SERVER, 3):  # there the reply arrived in another way
                 row += [(KINDS.index(each.kind), start + each.at, thread.id) for each in CALL[thread]]
     history = History({"client": torch.tensor(rows[MAIN]), "server": torch.tensor(rows[SERVER])})
 
@@ -241,7 +241,7 @@ def test_the_stamps_of_a_call() -> None:
 
     assert kinds["worker0"] == [Asked, Packed, Encoded, Sent, Waits, Read, Came, Resumes, Settled]
     theirs = kinds["worker1"]
-    first = theirs.index(Read)  # before it, the reply to the call before may just have left
+    first = theirs.index(Read)  # before it, the reply to the previous call may just have left
     assert theirs[first : first + 7] == [Read, Began, Invoked, Returned, Packed, Encoded, Ended]
 
 
@@ -330,7 +330,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict[str, Any]]]:
-    """What a short run prints, and its works by their names."""
+    """The output of a short run, and its works by name."""
     path = tmp_path_factory.mktemp("explain") / "explain.json"
     command = [sys.executable, "-m", "backhaul", "bench", "--explain", "--smoke", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -32,7 +32,7 @@ def test_the_cost_at_a_size_is_the_median_of_its_rounds() -> None:
         ((1.0, 1.0, 1.0, 1.0), 1.0, 1.0, "flat"),
         ((1.0, 1.2, 1.2, 1.4), 1.4 / 1.1, 1.4, "flat"),
         ((1.0, 1.4, 1.9, 1.7), 1.7 / 1.2, 1.7, "unclear"),  # too near to the limit to be called flat
-        ((9.0, 2.0, 1.0, 3.2), 3.2 / 5.5, 3.2, "unclear"),  # what is dear at small sizes hides what has grown
+        ((9.0, 2.0, 1.0, 3.2), 3.2 / 5.5, 3.2, "unclear"),  # high costs at small sizes hide the growth
         ((1.0, 2.0, 4.0, 8.0), 8.0 / 1.5, 8.0, "GROWS"),
         ((4.0, 2.0, 1.0), 0.25, 0.5, "flat"),
         ((1.0,), 1.0, 1.0, "flat"),

@@ -54,7 +54,7 @@ def test_the_same_data_give_the_same_drawing(tmp_path: Path) -> None:
 
 
 def test_a_floor_is_drawn_where_it_is_one_of_speed_against_torch(tmp_path: Path) -> None:
-    """That of tensors over TLS is a share of bare ssl, and has no place among multiples of torch."""
+    """The floor of tensors over TLS is a share of bare ssl, so it has no place among multiples of torch."""
     _, drawn = plot.draw(data(ROWS[-1:]), tmp_path / "share")
     without = data(ROWS[-1:])
     without["rows"][0]["floor"] = None

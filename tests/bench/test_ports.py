@@ -1,4 +1,4 @@
-"""The bare limits do what they are measured for: both ends in this process."""
+"""The bare limits work, with both ends in this process."""
 
 from __future__ import annotations
 

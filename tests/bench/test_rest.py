@@ -1,4 +1,4 @@
-"""What processes take while they have nothing to do."""
+"""What idle processes use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_launcher_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("gone", ["before", "later"])
 def test_what_is_launched_ends_with_the_benchmark(gone: str, tmp_path: Path) -> None:
-    """Also if that is killed: nobody holds the pipe open any more."""
+    """Also if the benchmark is killed: then nothing holds the pipe open."""
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDWR)
     thread = threading.Thread(target=launched.await_end, args=(str(tmp_path),), daemon=True)

@@ -1,4 +1,4 @@
-"""Numbers of rounds: spreads and ratios, and how they stand to the floors."""
+"""Numbers of rounds: spreads and ratios, and how they compare with the floors."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_every_floor_is_that_of_a_figure() -> None:
 def test_every_floor_is_against_a_system_that_does_the_same_work() -> None:
     workloads = {figure.name: (workload, figure) for workload in WORKLOADS.values() for figure in workload.figures}
     for name, floor in FLOORS.items():
-        if name not in workloads:  # but of the footprint, which has torch beside it
+        if name not in workloads:  # a figure of the footprint, which also measures torch
             continue
         workload, figure = workloads[name]
         assert {floor.against, figure.ours} <= set(workload.systems)

@@ -1,4 +1,4 @@
-"""What the table says of each kind of number."""
+"""How the table shows each kind of number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved in processes that are killed while they do."""
+"""Saves in processes that are killed during a save."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def die() -> None:
 
 
 def numbered(number: int) -> dict[str, Any]:
-    """Objects of one process that all say the same number."""
+    """Objects of one process that all contain the same number."""
     model = nn.Linear(SIZE, SIZE)
     for parameter in model.parameters():
         nn.init.constant_(parameter, number)
@@ -42,7 +42,7 @@ def numbered(number: int) -> dict[str, Any]:
 
 
 def number_in(path: Path) -> int:
-    """The number that a checkpoint says, all over."""
+    """The number in a checkpoint, checked in all its objects."""
     found = checkpoint.read(path)
     number: int = found["number"]
     assert found["optimizer"]["param_groups"][0]["lr"] == number + 1
@@ -58,7 +58,7 @@ def data_directories(path: Path) -> int:
 
 
 def die_at(event: int) -> None:
-    """Have this thread killed at a call that changes files: at that one of all that come."""
+    """Kill this thread's process at the given one of all calls that change files."""
     left = [event]
 
     def profile(_: FrameType, what: str, function: Any) -> None:
@@ -77,7 +77,7 @@ def changes_files(function: Any) -> bool:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Do something in a copy of this process; its id."""
+    """Run a function in a forked copy of this process; returns the process id."""
     child = os.fork()
     if child == 0:
         try:
@@ -88,15 +88,15 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def killed(child: int) -> bool:
-    """Wait for a child, and whether it was killed."""
+    """Wait for a child; returns whether it was killed."""
     _, status = os.waitpid(child, 0)
     return os.WIFSIGNALED(status)
 
 
 def kill_at_each_call(stride: int) -> tuple[int, int, int]:
-    """Kill a save at one call that changes files after the other.
+    """Kill a save at each call that changes files, one after the other.
 
-    Returns how many saves were killed, how many of these had come through, and how many had left something.
+    Returns how many saves were killed, how many of these had succeeded, and how many left files behind.
     """
     deaths, came_through, left = 0, 0, 0
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
@@ -124,7 +124,7 @@ def kill_at_each_call(stride: int) -> tuple[int, int, int]:
 
 
 def kill_at_random(times: int, seed: int) -> list[int]:
-    """Kill one that saves over and over, so often; how many saves each has brought about."""
+    """Kill a process that saves over and over, this many times; returns the number of saves of each."""
     generator = random.Random(seed)
     done = []
     with tempfile.TemporaryDirectory() as directory:
@@ -143,7 +143,7 @@ def kill_at_random(times: int, seed: int) -> list[int]:
 
             child = forked(work)
             os.close(writer)
-            # After some saves, at any moment of the next.
+            # After some saves, at a random moment of the next.
             reported = 0
             for _ in range(generator.randrange(3)):
                 reported += len(os.read(reader, 1))
@@ -153,7 +153,7 @@ def kill_at_random(times: int, seed: int) -> list[int]:
             while said := os.read(reader, 1000):
                 reported += len(said)
             os.close(reader)
-            # The last one that it has told of, if it was not through with the next.
+            # The last save that the process reported, unless the next one had already succeeded.
             found = number_in(path)
             assert found - first + 1 in (reported, reported + 1)
             done.append(found - first + 1)
@@ -186,7 +186,7 @@ class Deadly:
 
 
 class Fatal:
-    """Kills its process when the caller collects what it has itself: when all workers have written."""
+    """Kills its process when the caller collects its own part: when all workers have written."""
 
     def state_dict(self) -> Any:
         die()
@@ -206,7 +206,7 @@ def hold(number: int, workers: list[str]) -> None:
 
 
 def arm(worker: str, when: str) -> None:
-    """Have a worker killed by what it holds."""
+    """Kill a worker through an object that it holds."""
     (module,) = [module for module in HELD["model"] if module.on == worker]
     module.module_rref.rpc_sync().arm(when)
 
@@ -217,6 +217,6 @@ def save_held(path: Path, number: int, fatal: bool = False) -> None:
 
 
 def load_held(path: Path) -> tuple[Any, list[float]]:
-    """The number that was saved, and those in the model now."""
+    """The saved number, and those in the model now."""
     number = checkpoint.load(path, HELD)["number"]
     return number, [value.mean().item() for key, value in HELD["model"].state_dict().items() if key.endswith("weight")]

@@ -1,4 +1,4 @@
-"""Processes that are killed while a checkpoint is saved: there is always one, and it is whole."""
+"""Processes that are killed while a checkpoint is saved: there is always a whole checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crew import Crew, Hand
 
 @pytest.fixture(scope="module")
 def hand() -> Iterator[Hand]:
-    """A process that can be forked, since it has one thread only."""
+    """A process that can be forked, since it has only one thread."""
     with Crew(1, group=False) as crew:
         yield crew[0]
 
@@ -36,7 +36,7 @@ def test_a_caller_that_is_killed_at_any_time(hand: Hand) -> None:
 
 @pytest.mark.slow
 def test_workers_and_a_caller_that_are_killed_during_saves(tmp_path: Path) -> None:
-    """One after the other; those who are left go on with the checkpoint."""
+    """Workers die one after the other; the rest continue with the checkpoint."""
     with Crew(4) as crew:
         crew[0].run(hold, 1, ["worker2", "worker3"])
         crew[0].run(save_held, tmp_path, 1)
@@ -46,7 +46,7 @@ def test_workers_and_a_caller_that_are_killed_during_saves(tmp_path: Path) -> No
             ("worker2", "while it writes", "worker0"),
         ):
             crew[0].run(arm, victim, when)
-            with pytest.raises(PartialError, match=r"saving the checkpoint .* \(the one before stays\)") as caught:
+            with pytest.raises(PartialError, match=r"saving the checkpoint .* \(the previous one stays\)") as caught:
                 crew[0].run(save_held, tmp_path, 2)
             assert list(caught.value.errors) == [victim]
             assert isinstance(caught.value.errors[victim], WorkerLostError)
@@ -57,7 +57,7 @@ def test_workers_and_a_caller_that_are_killed_during_saves(tmp_path: Path) -> No
         crew[0].run(save_held, tmp_path, 3)
         with pytest.raises(EOFError):
             crew[0].run(save_held, tmp_path, 4, True)
-        assert data_directories(tmp_path) == 2  # what the workers had written is left
+        assert data_directories(tmp_path) == 2  # the workers' files are left over
         assert checkpoint.read(tmp_path)["number"] == 3
         crew[1].run(hold, 5, ["worker1", "worker1"])
         assert crew[1].run(load_held, tmp_path) == (3, [1.0, 1.0])

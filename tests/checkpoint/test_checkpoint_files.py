@@ -1,4 +1,4 @@
-"""The files of a checkpoint: the order in which they come and go, two that save at once, disks that are full."""
+"""The files of a checkpoint: the order of their creation and removal, concurrent saves, full disks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEFT_INDEX = "index.json." + "cd" * 16 + ".tmp"
 
 
 class Moment:
-    """Something to be saved that does something when it is."""
+    """An object that runs a function when it is saved."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         self.act = act
@@ -43,7 +43,7 @@ class Moment:
 
 
 def names(path: Path) -> set[str]:
-    """What is in a checkpoint, with `data` for its data."""
+    """The contents of a checkpoint, with `data` for its data directory."""
     data = json.loads((path / "index.json").read_text())["data"]
     return {"data" if name == data else name for name in os.listdir(path)}
 
@@ -151,7 +151,7 @@ def test_left_overs_go_before_their_space_is_needed(tmp_path: Path) -> None:
 
 
 def test_one_that_saves_while_another_does(tmp_path: Path) -> None:
-    """In another thread, or in the same one; the first is not disturbed."""
+    """From another thread, or from the same one; the first save is not disturbed."""
     errors = []
 
     def second() -> None:
@@ -169,7 +169,8 @@ def test_one_that_saves_while_another_does(tmp_path: Path) -> None:
     checkpoint.save({"epoch": 1, "first": Moment(first)}, tmp_path)
     assert checkpoint.read(tmp_path) == {"epoch": 1, "first": {"found": None}}
     says = (
-        f"somebody else is saving to {str(tmp_path)!r} at this moment; let one worker save at a time, or save elsewhere"
+        f"another process is saving to {str(tmp_path)!r} at this moment; let one worker save at a time, "
+        "or save elsewhere"
     )
     assert errors == [says, says]
     second()  # the lock is free again
@@ -184,7 +185,7 @@ def test_one_that_saves_in_another_process(tmp_path: Path) -> None:
     with Crew(1, group=False) as crew:
 
         def first() -> None:
-            with pytest.raises(MisuseError, match="somebody else is saving to"):
+            with pytest.raises(MisuseError, match="another process is saving to"):
                 crew[0].run(save_epoch, tmp_path, 99)
 
         checkpoint.save({"epoch": 1, "first": Moment(first)}, tmp_path)
@@ -194,7 +195,7 @@ def test_one_that_saves_in_another_process(tmp_path: Path) -> None:
 
 
 def test_a_lock_does_not_stay_with_a_forked_child(tmp_path: Path) -> None:
-    """Such as the process of a data loader, that was started meanwhile and lives on."""
+    """For example a data loader's process that started during the save and lives on."""
     started: list[subprocess.Popen[bytes]] = []
 
     def fork() -> None:
@@ -212,12 +213,12 @@ def test_a_lock_does_not_stay_with_a_forked_child(tmp_path: Path) -> None:
 def _target(descriptor: int) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
-    except FileNotFoundError:  # the one that listed the directory
+    except FileNotFoundError:  # the descriptor that listed the directory
         return ""
 
 
 def test_reading_while_somebody_saves_over_and_over(trio: InProcessCluster, tmp_path: Path) -> None:
-    """What is read is always one checkpoint, whole."""
+    """A read always returns one whole checkpoint."""
     stop = threading.Event()
     errors: list[BaseException] = []
 
@@ -261,7 +262,7 @@ def test_reading_while_somebody_saves_over_and_over(trio: InProcessCluster, tmp_
 
 @pytest.mark.parametrize("times", [1, 3, 1000])
 def test_files_that_are_replaced_when_they_should_be_read(times: int, trio: InProcessCluster, tmp_path: Path) -> None:
-    """Just before the worker reads them. Then the new ones are read, unless there is no end to it."""
+    """The files go just before the worker reads them. Then the new ones are read, unless that never ends."""
     with trio[0].as_current():
         model = RemoteModule("worker1", nn.Linear, (2, 2))
         checkpoint.save({"model": model, "epoch": 0}, tmp_path)
@@ -303,7 +304,7 @@ def test_a_file_system_that_does_not_sync_directories() -> None:
 
 
 def test_a_copy_is_a_checkpoint_too(tmp_path: Path) -> None:
-    """And one that nobody may write to can be read."""
+    """Also a read-only checkpoint can be read."""
     checkpoint.save({"epoch": 1}, tmp_path / "one")
     subprocess.run(["cp", "-r", tmp_path / "one", tmp_path / "two"], check=True)
     (tmp_path / "two" / "lock").unlink()
@@ -336,7 +337,7 @@ def test_a_file_that_cannot_be_written(full: int, tmp_path: Path) -> None:
         crew[0].run(make_model)
         crew[0].run(save_model, tmp_path, 1)
         crew[full].run(limit_files)
-        with pytest.raises(PartialError, match=r"saving the checkpoint .* \(the one before stays\)") as caught:
+        with pytest.raises(PartialError, match=r"saving the checkpoint .* \(the previous one stays\)") as caught:
             crew[0].run(save_model, tmp_path, 2)
         (error,) = caught.value.errors.items()
         assert error[0] == f"worker{full}"
@@ -349,13 +350,13 @@ def test_a_file_that_cannot_be_written(full: int, tmp_path: Path) -> None:
             with pytest.raises(OSError, match=r"File too large: '.*/worker0.pt'"):
                 crew[0].run(save_model, tmp_path, 3, True)
             crew[full].run(lift_limit)
-        crew[0].run(save_model, tmp_path, 4, True)  # then the disk of a worker does not matter
+        crew[0].run(save_model, tmp_path, 4, True)  # gathered, so the worker's disk does not matter
     assert checkpoint.read(tmp_path)["epoch"] == 4
 
 
 @contextmanager
 def mounted(directory: Path, size: str) -> Iterator[Path]:
-    """A small disk of its own."""
+    """A separate small disk."""
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(directory)]
     if subprocess.run(command, check=False, capture_output=True).returncode != 0:
@@ -371,14 +372,14 @@ def test_a_left_over_that_cannot_be_removed(tmp_path: Path, caplog: pytest.LogCa
     with mounted(tmp_path / LEFT_DATA, "1m"):
         checkpoint.save({"epoch": 2}, tmp_path)
         assert checkpoint.read(tmp_path) == {"epoch": 2}
-        assert "a left-over in the checkpoint" in caplog.text
+        assert "cannot remove an unused file in the checkpoint" in caplog.text
         assert "Device or resource busy" in caplog.text
     checkpoint.save({"epoch": 3}, tmp_path)
     assert names(tmp_path) == WHOLE
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """At whatever point it is full."""
+    """The disk may fill up at any point."""
     with mounted(tmp_path / "disk", "2m") as disk:
         path = disk / "checkpoint"
         model = nn.Linear(150, 300)

@@ -1,4 +1,4 @@
-"""Workers that do not see the caller's files: the tensors travel.
+"""Workers that do not see the caller's files: the tensors are sent.
 
 The path of the checkpoint leads through ``/proc/self/cwd``, so it is another directory for each process, as it would be
 on machines that share no file system.
@@ -33,7 +33,7 @@ def crew() -> Iterator[Crew]:
 
 @pytest.fixture
 def apart(crew: Crew, tmp_path: Path) -> Crew:
-    """Three processes, each in a directory of its own."""
+    """Three processes, each in its own directory."""
     for rank, hand in enumerate(crew):
         (tmp_path / str(rank)).mkdir()
         hand.run(os.chdir, tmp_path / str(rank))
@@ -50,7 +50,7 @@ def go_on(placement: Any, steps: int) -> dict[str, Any]:
 
 
 def load_after_trouble(placement: Any) -> tuple[str, bool]:
-    """What loading says, and whether it has changed nothing."""
+    """The error of a load, and whether it changed nothing."""
     run = Run(placement, seed=100)
     before = run.state()
     with pytest.raises(BackhaulError) as caught:
@@ -65,7 +65,7 @@ def test_gathered_and_sent_back(apart: Crew, tmp_path: Path) -> None:
     assert {file.name for file in data.iterdir()} == {"common.pt", "worker0.pt", "worker1.pt", "worker2.pt"}
     assert not os.listdir(tmp_path / "1")
     assert not os.listdir(tmp_path / "2")
-    expected = apart[0].run(uninterrupted, 4)  # with as many threads as they have
+    expected = apart[0].run(uninterrupted, 4)  # with the same number of threads
     assert_equal(apart[0].run(go_on, SPREAD, 2), expected)
     assert_equal(apart[0].run(go_on, ("worker2", None, "worker2", "worker0"), 2), expected)
 
@@ -77,9 +77,9 @@ def test_each_reads_what_it_sees(apart: Crew, tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "0" / "checkpoint", tmp_path / "2" / "checkpoint")
     for file in ("worker0.pt", "worker2.pt"):
         (next((tmp_path / "2" / "checkpoint").glob("data-*")) / file).unlink()
-    expected = apart[0].run(uninterrupted, 4)  # with as many threads as they have
+    expected = apart[0].run(uninterrupted, 4)  # with the same number of threads
     assert_equal(apart[0].run(go_on, ("worker2", "worker1", "worker2", "worker2"), 2), expected)
-    # One that sees the files needs nobody else for them.
+    # A worker that sees the files needs no other worker.
     (data,) = (tmp_path / "0" / "checkpoint").glob("data-*")
     for file in ("worker1.pt", "worker2.pt"):
         (data / file).unlink()
@@ -101,12 +101,14 @@ def test_files_that_neither_sees(apart: Crew, tmp_path: Path) -> None:
     (data,) = (tmp_path / "0" / "checkpoint").glob("data-*")
     (data / "worker2.pt").unlink()
     says, _ = apart[0].run(load_after_trouble, SPREAD)
-    assert "worker 'worker2' needs the file 'worker2.pt' of the checkpoint, and does not see it: FileNotFound" in says
-    assert "Nor does this worker, 'worker0': [Errno 2] No such file or directory: '/proc/self/cwd/checkpoint/" in says
+    assert "worker 'worker2' needs the file 'worker2.pt' of the checkpoint but does not see it: FileNotFound" in says
+    assert (
+        "This worker, 'worker0', does not see it either: [Errno 2] No such file or directory: '/proc/self/cwd/" in says
+    )
 
 
 def test_a_file_that_is_damaged_where_it_is_seen(apart: Crew, tmp_path: Path) -> None:
-    """Then the worker's own is not replaced by another: they should be the same."""
+    """Then the worker's own file is not replaced by another: the two should be the same."""
     apart[0].run(train_and_save, 1, True)
     shutil.copytree(tmp_path / "0" / "checkpoint", tmp_path / "2" / "checkpoint")
     (data,) = (tmp_path / "2" / "checkpoint").glob("data-*")
@@ -119,7 +121,7 @@ def test_a_file_that_is_damaged_where_it_is_seen(apart: Crew, tmp_path: Path) ->
 
 
 def save_large(path: str) -> list[str]:
-    """Each worker's tensors are of a size that shows."""
+    """Each worker's tensors have a size that is noticeable."""
     model = nn.ModuleList([RemoteModule(f"worker{rank}", nn.Linear, (500, 500)) for rank in (1, 2)])
     checkpoint.save({"model": model}, path, gather=True)
     into = nn.ModuleList([RemoteModule(f"worker{rank}", nn.Linear, (500, 500)) for rank in (2, 1)])

@@ -46,7 +46,7 @@ def index(**changes: Any) -> Index:
 
 
 def changed(*path: Any, to: Any) -> bytes:
-    """The bytes of an index in which one thing is another."""
+    """The bytes of an index with one field changed."""
     content = json.loads(encode(index()))
     place = content
     for key in path[:-1]:
@@ -92,7 +92,7 @@ def test_a_truncated_one(length: int) -> None:
         (b"\xff\xfe", "damaged, or not the index of a checkpoint"),
         (b"[" * 100_000, "damaged, or not the index of a checkpoint"),
         (changed("format", to="another"), "its format is 'another', not 'backhaul checkpoint'"),
-        (changed("version", to=2), "it is of version 2, and this Backhaul reads version 1; install"),
+        (changed("version", to=2), "it has version 2, but this Backhaul reads version 1; install"),
         (changed("objects", "model", "kind", to="picture"), "it is damaged: Invalid value 'picture'"),
         (changed("objects", "model", "keys", "b", "shape", to=[2, -3]), r"it is damaged: Expected `int` >= 0"),
         (changed("objects", "model", "keys", "b", "shape", to="2x3"), "it is damaged: Expected `array"),
@@ -116,7 +116,7 @@ def test_a_damaged_one(content: bytes, message: str) -> None:
     ["..", ".", "", "/tmp", "data-1", DATA.upper(), f"{DATA}/..", f"../{DATA}", f"{DATA}\n", f"{DATA}0", f"x{DATA}"],
 )
 def test_a_data_directory_is_beside_the_index(name: str) -> None:
-    with pytest.raises(BackhaulError, match="is no name of a data directory"):
+    with pytest.raises(BackhaulError, match="is not the name of a data directory"):
         decode(changed("data", to=name))
 
 
@@ -137,12 +137,12 @@ def test_a_data_directory_is_beside_the_index(name: str) -> None:
     ],
 )
 def test_a_file_is_in_the_data_directory(name: str) -> None:
-    with pytest.raises(BackhaulError, match="is no name of a file in the data directory"):
+    with pytest.raises(BackhaulError, match="is not the name of a file in the data directory"):
         decode(changed("files", name, to=1))
 
 
 def test_no_index_is_written_that_could_not_be_read() -> None:
-    with pytest.raises(BackhaulError, match="is no name of a file"):
+    with pytest.raises(BackhaulError, match="is not the name of a file"):
         encode(index(files={"common.pt": 1, "../worker1.pt": 2}))
 
 
@@ -174,7 +174,7 @@ def test_the_file_of_a_worker(worker: str, name: str) -> None:
 def test_a_model_that_fits() -> None:
     saved = Model({"weight": WEIGHT, "extra": EXTRA})
     assert not model_problems(saved, {"extra": Entry(), "weight": Entry(None, (2, 3), "float32")})
-    # torch converts types, and gives a lazy parameter the shape that comes.
+    # torch converts types, and gives a lazy parameter the shape of the saved one.
     assert not model_problems(saved, {"extra": Entry(), "weight": Entry(None, (2, 3), "float16")})
     assert not model_problems(saved, {"extra": Entry(), "weight": Entry()})
 
@@ -208,4 +208,4 @@ def test_messages_do_not_get_long() -> None:
     assert problem.startswith("the checkpoint has no 'layer0', 'layer1', ")
     assert problem.endswith("'layer7' and 42 more")
     assert shortened(["one", "two"]) == "\n  one\n  two"
-    assert shortened([str(number) for number in range(20)]).endswith("\n  7\n  and 12 more of that kind")
+    assert shortened([str(number) for number in range(20)]).endswith("\n  7\n  and 12 more")

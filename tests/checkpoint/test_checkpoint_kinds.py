@@ -1,4 +1,4 @@
-"""All kinds of objects that a checkpoint takes, and how they are put together."""
+"""All kinds of objects in a checkpoint, and their combinations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from backhaul.testing import InProcessCluster
 
 
 class Outer(nn.Module):
-    """Parameters of its own, and modules before and after them that may live elsewhere."""
+    """Its own parameters, and modules before and after them that may live elsewhere."""
 
     def __init__(self, *inner: nn.Module | None) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def outer_alone() -> nn.Module:
 
 
 class Counting(nn.Module):
-    """State that is no tensor."""
+    """State that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Counting(nn.Module):
 
 
 class Versioned(nn.Module):
-    """Its parameter has had the other sign in version 1."""
+    """Its parameter had the opposite sign in version 1."""
 
     _version = 2
 
@@ -75,7 +75,7 @@ class Versioned(nn.Module):
 
 
 class Renaming(nn.Module):
-    """Shows its children's tensors under other names: it has to see all of them."""
+    """Saves its children's tensors under other names, so it must see all of them."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def _rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 class Thermometer:
-    """Not of torch, but with a state."""
+    """Not a torch object, but has a state."""
 
     def __init__(self, degrees: Any) -> None:
         self.degrees = degrees
@@ -112,7 +112,7 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def round_trip(saved: nn.Module, into: nn.Module, alone: nn.Module, path: Path) -> None:
-    """A model comes back in another one, and in one process, with the keys of one process."""
+    """Load a saved model into another one, and in one process, with the keys of one process."""
     assert list(saved.state_dict()) == list(alone.state_dict())
     checkpoint.save({"model": saved}, path)
     checkpoint.load(path, {"model": into})
@@ -155,7 +155,7 @@ def test_remote_modules_within_remote_modules(trio: InProcessCluster, tmp_path: 
         into = Outer(outer_with_remote("worker2"), RemoteModule("worker2", outer_with_remote, ("worker0",)))
         round_trip(saved, into, Outer(outer_alone(), outer_alone()), tmp_path)
         (data,) = tmp_path.glob("data-*")
-        assert "inner.0.inner.1.weight" in torch.load(data / "worker2.pt")["model"]  # by whom it belongs to
+        assert "inner.0.inner.1.weight" in torch.load(data / "worker2.pt")["model"]  # in its worker's file
         assert "inner.0.inner.1.weight" not in torch.load(data / "worker1.pt")["model"]
 
 
@@ -182,7 +182,7 @@ def test_extra_state(trio: InProcessCluster, tmp_path: Path) -> None:
 
 
 def test_versions_of_modules_are_kept(trio: InProcessCluster, tmp_path: Path) -> None:
-    """Whatever worker they are on; without its version, the module would change the sign."""
+    """On any worker: without its version, the module would change the sign."""
     with trio[0].as_current():
         saved, into = RemoteModule("worker1", Versioned), RemoteModule("worker2", Versioned)
         round_trip(Outer(saved, Versioned()), Outer(Versioned(), into), Outer(Versioned(), Versioned()), tmp_path)
@@ -357,7 +357,7 @@ def test_plain_values(tmp_path: Path) -> None:
     checkpoint.save(values, tmp_path)
     assert_equal(checkpoint.load(tmp_path, {}), values)
     assert_equal(checkpoint.read(tmp_path), values)
-    # Plain values that are given do no harm: so the same dict can be saved and loaded.
+    # Plain values in the objects do no harm, so the same dict can be saved and loaded.
     assert_equal(checkpoint.load(tmp_path, values), values)
 
 
@@ -367,7 +367,7 @@ def test_an_empty_one(tmp_path: Path) -> None:
 
 
 class Unknown:
-    """Not something that torch.load would make with weights_only."""
+    """A type that torch.load refuses with weights_only."""
 
 
 def with_extra(state: Any) -> nn.Module:
@@ -388,7 +388,7 @@ def with_extra(state: Any) -> nn.Module:
 )
 def test_what_could_not_be_read_again_is_not_saved(objects: dict[str, Any], where: str, tmp_path: Path) -> None:
     checkpoint.save({"epoch": 1}, tmp_path)
-    with pytest.raises(MisuseError, match=rf"readable by torch.load\(weights_only=True\)(.|\n)*Not so:\n  {where}"):
+    with pytest.raises(MisuseError, match=rf"readable by torch.load\(weights_only=True\)(.|\n)*not:\n  {where}"):
         checkpoint.save({"epoch": 2, **objects}, tmp_path)
     assert checkpoint.read(tmp_path) == {"epoch": 1}
     assert len(list(tmp_path.glob("data-*"))) == 1
@@ -402,7 +402,7 @@ def test_a_reference_is_no_value(trio: InProcessCluster, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["", 3, "two\nlines", None])
 def test_names_that_are_none(name: Any, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="is no name for an object in a checkpoint"):
+    with pytest.raises(OptionError, match="is not a valid name for an object in a checkpoint"):
         checkpoint.save({name: 1}, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -427,7 +427,7 @@ def test_inside_an_autograd_context(trio: InProcessCluster, tmp_path: Path) -> N
 
 
 class Holder(nn.Module):
-    """Can be given a part after it was made."""
+    """A module that can get a part after construction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,12 +452,12 @@ def test_a_remote_module_that_holds_itself(trio: InProcessCluster, tmp_path: Pat
 
 
 def test_a_tensor_that_cannot_be_changed(trio: InProcessCluster, tmp_path: Path) -> None:
-    """What torch says of a tensor of a module that has remote ones in it is passed on."""
+    """Torch's error about a tensor of a module that contains remote ones is passed on."""
     with trio[0].as_current():
         model = Holder()
         model.hold(RemoteModule("worker1", nn.Linear, (2, 2)))
         checkpoint.save({"model": model}, tmp_path)
         with torch.inference_mode():
             model.weight = nn.Parameter(torch.ones(2), requires_grad=False)
-        with pytest.raises(PartialError, match="on 'worker0' it failed: MisuseError: Holder does not take"):
+        with pytest.raises(PartialError, match="on 'worker0' it failed: MisuseError: Holder does not accept"):
             checkpoint.load(tmp_path, {"model": model})

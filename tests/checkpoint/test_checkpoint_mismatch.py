@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit, or are damaged: a clear error, and nothing is changed."""
+"""Checkpoints that do not fit, or are damaged: a clear error, and nothing changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(three: InProcessCluster, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(saved: Path) -> Run:
-    """Another run, in the midst of training."""
+    """Another run, in the middle of training."""
     return Run(("worker2", None, "worker1", "worker0"), seed=50).step(1)
 
 
@@ -124,10 +124,10 @@ def test_an_object_that_the_checkpoint_does_not_have(saved: Path, run: Run) -> N
 def test_another_kind_of_object(saved: Path, run: Run) -> None:
     objects = {"model": run.optimizer, "optimizer": run.scheduler, "scheduler": 3, "epoch": run.model}
     says = (
-        "'model' is a model in the checkpoint, and an optimizer here",
-        "'optimizer' is an optimizer in the checkpoint, and another object with a state here",
-        "'scheduler' is another object with a state in the checkpoint, and a plain value here",
-        "'epoch' is a plain value in the checkpoint, and a model here",
+        "'model' is a model in the checkpoint but an optimizer here",
+        "'optimizer' is an optimizer in the checkpoint but another object with a state here",
+        "'scheduler' is another object with a state in the checkpoint but a plain value here",
+        "'epoch' is a plain value in the checkpoint but a model here",
     )
     assert_nothing_changes(run, saved, objects, MisuseError, *says)
 
@@ -142,10 +142,10 @@ def test_no_checkpoint(saved: Path, run: Run) -> None:
 
 @pytest.mark.parametrize("name", ["worker0.pt", "worker1.pt", "worker2.pt", "common.pt"])
 def test_a_missing_file(name: str, saved: Path, run: Run) -> None:
-    """Nobody sees it: not those who need it, nor the caller."""
+    """No worker sees the file: neither those that need it, nor the caller."""
     (data(saved) / name).unlink()
     assert_nothing_changes(run, saved, run.objects(), BackhaulError, name, "No such file or directory")
-    with pytest.raises(BackhaulError, match=rf"is not whole(.|\n)*{name}"):
+    with pytest.raises(BackhaulError, match=rf"is incomplete(.|\n)*{name}"):
         checkpoint.read(saved)
 
 
@@ -155,7 +155,7 @@ def test_a_truncated_file(name: str, length: int, saved: Path, run: Run) -> None
     file = data(saved) / name
     size = file.stat().st_size
     os.truncate(file, length % size)
-    says = f"the file should have {size} bytes and has {length % size}"
+    says = f"the file should have {size} bytes but has {length % size}"
     assert_nothing_changes(run, saved, run.objects(), BackhaulError, name, says)
     with pytest.raises(BackhaulError, match=says):
         checkpoint.read(saved)
@@ -163,14 +163,14 @@ def test_a_truncated_file(name: str, length: int, saved: Path, run: Run) -> None
 
 def test_those_who_need_a_missing_file_are_named(saved: Path, run: Run) -> None:
     (data(saved) / "worker2.pt").unlink()  # block 1, which is local in the other run
-    needs = "worker 'worker0' needs the file 'worker2.pt' of the checkpoint, and does not see it: FileNotFoundError"
+    needs = "worker 'worker0' needs the file 'worker2.pt' of the checkpoint but does not see it: FileNotFoundError"
     assert_nothing_changes(run, saved, {"model": run.model}, BackhaulError, needs)
 
 
 def test_a_file_that_a_remote_worker_needs_and_nobody_sees(saved: Path, three: InProcessCluster) -> None:
     (data(saved) / "worker2.pt").unlink()
     run = Run(SPREAD, seed=50)
-    says = ("worker 'worker2' needs the file 'worker2.pt'", "Nor does this worker, 'worker0': [Errno 2]")
+    says = ("worker 'worker2' needs the file 'worker2.pt'", "This worker, 'worker0', does not see it either: [Errno 2]")
     assert_nothing_changes(run, saved, {"model": run.model}, BackhaulError, *says)
 
 
@@ -184,7 +184,7 @@ def test_a_file_with_other_bytes(name: str, saved: Path, run: Run) -> None:
 
 
 def resized(path: Path, name: str) -> None:
-    """Have the index know the size that a file has."""
+    """Update the index to a file's actual size."""
     index = json.loads((path / "index.json").read_text())
     index["files"][name] = (data(path) / name).stat().st_size
     (path / "index.json").write_text(json.dumps(index))
@@ -200,7 +200,7 @@ def without(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def replaced(path: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the content of a file, and have the index know its size."""
+    """Change the content of a file, and update its size in the index."""
     content = torch.load(data(path) / name, weights_only=True)
     torch.save(change(content) or content, data(path) / name)
     resized(path, name)
@@ -212,11 +212,11 @@ def replaced(path: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> 
         (without("model", "blocks.0.0.bias"), "it has no 'blocks.0.0.bias' of 'model'"),
         (
             lambda content: content["model"].update({"blocks.0.0.bias": torch.zeros(2)}),
-            "'blocks.0.0.bias' of 'model' is float32 of shape [2] there, and float32 of shape [6] in the index",
+            "'blocks.0.0.bias' of 'model' is float32 of shape [2] there but float32 of shape [6] in the index",
         ),
         (
             lambda content: content["model"].update({"blocks.0.0.bias": 7}),
-            "'blocks.0.0.bias' of 'model' is no tensor there, and float32 of shape [6] in the index",
+            "'blocks.0.0.bias' of 'model' is no tensor there but float32 of shape [6] in the index",
         ),
         (
             lambda content: content["model"].update({"blocks.0.0.bias": torch.zeros(6, dtype=torch.int64)}),
@@ -238,12 +238,12 @@ def test_a_file_that_is_not_what_the_index_says(change: Any, says: str, saved: P
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (without("values"), "its values are not all there"),
-        (without("states", "scheduler"), "its states are not all there"),
-        (lambda content: {**content, "metadata": 3}, "its metadata are not all there"),
+        (without("values"), "some of its values are missing"),
+        (without("states", "scheduler"), "some of its states are missing"),
+        (lambda content: {**content, "metadata": 3}, "some of its metadata are missing"),
         (without("optimizers", "optimizer", "groups"), "KeyError('groups')"),
         (lambda content: content["optimizers"].update(optimizer=3), "TypeError"),
-        (without("optimizers", "optimizer", "groups", 1), "'optimizer' has other groups"),
+        (without("optimizers", "optimizer", "groups", 1), "the groups of 'optimizer' differ from the index"),
     ],
 )
 def test_a_common_file_that_is_not_what_the_index_says(change: Any, says: str, saved: Path, run: Run) -> None:
@@ -254,7 +254,7 @@ def test_a_common_file_that_is_not_what_the_index_says(change: Any, says: str, s
 
 
 class Trap:
-    """A pickle that does something when it is read."""
+    """A pickle that runs code when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -276,22 +276,22 @@ def test_a_file_that_would_run_something(saved: Path, run: Run, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("version", 2, "it is of version 2, and this Backhaul reads version 1"),
+        ("version", 2, "it has version 2, but this Backhaul reads version 1"),
         ("format", "something", "it is not the index of a checkpoint"),
-        ("data", "../elsewhere", "'../elsewhere' is no name of a data directory"),
-        ("files", {"common.pt": 1, "/etc/passwd": 1}, "'/etc/passwd' is no name of a file in the data directory"),
+        ("data", "../elsewhere", "'../elsewhere' is not the name of a data directory"),
+        ("files", {"common.pt": 1, "/etc/passwd": 1}, "'/etc/passwd' is not the name of a file in the data directory"),
         ("objects", 3, "it is damaged"),
     ],
 )
 def test_an_index_that_cannot_be_used(key: str, value: Any, says: str, saved: Path, run: Run) -> None:
     index = json.loads((saved / "index.json").read_text())
     (saved / "index.json").write_text(json.dumps({**index, key: value}))
-    assert_nothing_changes(run, saved, run.objects(), BackhaulError, str(saved / "index.json"), "cannot be used", says)
+    assert_nothing_changes(run, saved, run.objects(), BackhaulError, str(saved / "index.json"), "is unusable", says)
     with pytest.raises(BackhaulError, match=re.escape(says)):
         checkpoint.read(saved)
-    # Nor is it overwritten: it may be somebody else's.
+    # Nor is it overwritten: it may belong to someone else.
     content = (saved / "index.json").read_bytes()
-    with pytest.raises(MisuseError, match=r"index.json' cannot be used: .* To save here, remove it first"):
+    with pytest.raises(MisuseError, match=r"index.json' is unusable: .* To save here, remove it first"):
         checkpoint.save(run.objects(), saved)
     assert (saved / "index.json").read_bytes() == content
     assert data(saved).exists()
@@ -324,7 +324,7 @@ def hooked(inputs: int, outputs: int) -> nn.Module:
 
 
 def test_a_module_that_fails_to_load(three: InProcessCluster, tmp_path: Path) -> None:
-    """That cannot be known before; the error says who has loaded and who has not."""
+    """This cannot be known before. The error says which workers have loaded and which have not."""
     saved = nn.ModuleList([RemoteModule("worker1", nn.Linear, (2, 2)), RemoteModule("worker2", nn.Linear, (2, 2))])
     checkpoint.save({"model": saved}, tmp_path)
     into = nn.ModuleList([RemoteModule("worker1", nn.Linear, (2, 2)), RemoteModule("worker2", hooked, (2, 2))])

@@ -1,4 +1,4 @@
-"""The page on checkpoints says what is so."""
+"""The page on checkpoints is correct."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_it_has_every_function_with_its_arguments(name: str) -> None:
 
 
 def functions() -> Iterator[tuple[set[str], str]]:
-    """The errors that each function of the package makes, and all its texts."""
+    """The errors that each function of the package raises, and all its texts."""
     for path in (ROOT / "src" / "backhaul" / "checkpoint").glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint, on other workers than before, as if it had never stopped."""
+"""Training that continues from a checkpoint, on other workers than before, as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def save_on(size: int, placement: Placement, path: Path, *, gather: bool = False
 
 
 def go_on(placement: Placement, path: Path, *, distributed: bool = True) -> Run:
-    """A run that began with other numbers, is loaded, and trained further."""
+    """A run that started with other numbers is loaded, and trained further."""
     run = Run(placement, seed=100, distributed=distributed).step(1)
     return run.take(checkpoint.load(path, run.objects())).step(AFTER)
 
@@ -51,7 +51,7 @@ def test_from_three_workers_to_others(after: tuple[int, Placement], tmp_path: Pa
 
 @placements("before")
 def test_from_others_to_one_process(before: tuple[int, Placement], tmp_path: Path) -> None:
-    """Without a worker in it."""
+    """Without any worker."""
     save_on(*before, tmp_path)
     assert_equal(go_on(ALONE, tmp_path, distributed=False).state(), uninterrupted(BEFORE + AFTER))
 
@@ -115,7 +115,7 @@ def test_what_is_read_is_no_part_of_the_file(tmp_path: Path) -> None:
 
 
 def test_the_rate_that_the_scheduler_has_just_set_is_saved(tmp_path: Path) -> None:
-    """Though no step has told the workers yet."""
+    """Even though no step has told the workers yet."""
     with InProcessCluster(3) as workers, workers[0].as_current():
         run = Run(SPREAD).step(1)
         run.optimizer.param_groups[1]["lr"] = 0.125
@@ -128,7 +128,7 @@ def test_the_rate_that_the_scheduler_has_just_set_is_saved(tmp_path: Path) -> No
 
 
 def test_a_part_of_a_checkpoint_can_be_loaded(tmp_path: Path) -> None:
-    """For evaluation, say, the model alone. The plain values come in any case."""
+    """For example the model alone, for evaluation. The plain values are always loaded."""
     save_on(3, SPREAD, tmp_path)
     expected = uninterrupted(BEFORE)
     with InProcessCluster(2) as workers, workers[0].as_current():
@@ -159,7 +159,7 @@ def test_nothing_stays_on_the_workers(tmp_path: Path) -> None:
             checkpoint.save(run.objects(), tmp_path)
             checkpoint.load(tmp_path, run.objects())
         deadline = time.monotonic() + WITHIN
-        # References are given up by messages that nobody waits for; some may have been under way before, too.
+        # References are released by messages that nobody waits for; some may have been in flight before, too.
         while any(now > then for now, then in zip(held(), before, strict=True)):
             assert time.monotonic() < deadline, f"{held()} is more than {before}"
             threading.Event().wait(0.002)

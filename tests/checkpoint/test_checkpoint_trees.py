@@ -1,4 +1,4 @@
-"""Random models, saved on random placements and loaded on others: always what one process would have."""
+"""Random models, saved on random placements and loaded on others: always equal to one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORKERS = ("worker0", "worker1", "worker2")
 
 
 class Tree(NamedTuple):
-    """What a module is made of, whether it is on a worker of its own, and what is below it."""
+    """The contents of a module, whether it is on a worker of its own, and the modules below it."""
 
     size: int
     hooked: bool
@@ -43,7 +43,7 @@ class Node(nn.Module):
 
 
 def add_sum(_: nn.Module, state: dict[str, Tensor], prefix: str, __: object) -> None:
-    """Note something about all tensors below: whoever does that has to see them."""
+    """Note something about all tensors below: a module that does so must see them."""
     found = [value.double().sum() for key, value in state.items() if key.startswith(prefix)]
     state[f"{prefix}sum"] = torch.stack([*found, torch.zeros((), dtype=torch.float64)]).sum()
 
@@ -64,7 +64,7 @@ def random_tree(generator: random.Random, depth: int = 4) -> Tree:
 
 
 def placed(tree: Tree, generator: random.Random) -> Tree:
-    """The same on any workers."""
+    """The same model on any workers."""
     worker = generator.choice((None, *WORKERS))
     return tree._replace(worker=worker, below=tuple(placed(each, generator) for each in tree.below))
 

@@ -1,4 +1,4 @@
-"""Resume: training goes on after workers were lost, and exactly so when all is restored."""
+"""Resume: training continues after workers are lost, and exactly so if everything is restored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADAM = {"lr": 0.05}
 
 
 def layer(inputs: int, outputs: int) -> nn.Module:
-    """With random numbers of its own process in each step."""
+    """Uses random numbers of its own process in each step."""
     torch.manual_seed(inputs)
     return nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh(), nn.Dropout(0.2))
 
@@ -54,7 +54,7 @@ def train(objects: dict[str, Any], number: int) -> float:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a run in which nothing goes wrong."""
+    """The losses of a run in which nothing fails."""
     with InProcessCluster(3) as three, three[0].as_current():
         torch.manual_seed(7)
         resume = checkpoint.Resume(tmp_path_factory.mktemp("run"), build, every=3)
@@ -65,7 +65,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 class Killing:
-    """A training step in which workers are lost, each once: before the step, in the middle of it, or after it."""
+    """A training step in which workers are lost, each once: before, during or after the step."""
 
     def __init__(self, three: InProcessCluster, *when: tuple[int, int, str]) -> None:
         self._three = three
@@ -86,7 +86,7 @@ class Killing:
     def _kill(self, number: int, where: str) -> None:
         for each in [each for each in self._when if each[0] == number and each[2] == where]:
             self._when.remove(each)
-            self._three[each[1]].agent.close(0.0)  # it says nothing, as one that is killed
+            self._three[each[1]].agent.close(0.0)  # without a word, like a killed worker
             self.killed.set()
 
 
@@ -141,7 +141,7 @@ def test_a_broken_connection_is_recovered_from_too(undisturbed: list[float], tmp
         resume = checkpoint.Resume(tmp_path, build, every=3, replace=replace(three))
         assert resume.run(step, STEPS) == undisturbed
         assert len(resume.losses) == 1
-        assert three[2] is before  # it was there all the time
+        assert three[2] is before  # it was there the whole time
 
 
 def test_the_replacement_is_waited_for(undisturbed: list[float], tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_replacement_is_waited_for(undisturbed: list[float], tmp_path: Path)
 def test_a_worker_that_does_not_come_back(tmp_path: Path) -> None:
     with InProcessCluster(3) as three, three[0].as_current():
         resume = checkpoint.Resume(tmp_path, build, patience=0.3)
-        with pytest.raises(WorkerLostError, match=r"worker 'worker2' has not come back within 0\.3 s") as refusal:
+        with pytest.raises(WorkerLostError, match=r"worker 'worker2' did not come back within 0\.3 s") as refusal:
             resume.run(Killing(three, (1, 2, "before")), STEPS)
         assert refusal.value.__cause__ is resume.losses[0]
 
@@ -200,7 +200,7 @@ def weights(objects: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def test_only_what_was_lost_is_restored(tmp_path: Path) -> None:
-    """Of worker2 what the checkpoint has, and of the others what they had when it was lost."""
+    """worker2 has the values of the checkpoint; the others have those from when worker2 was lost."""
     with InProcessCluster(3) as three, three[0].as_current():
         found: dict[str, Any] = {}
 
@@ -252,7 +252,7 @@ def test_what_is_no_way_to_resume(tmp_path: Path) -> None:
     for wrong in ({"every": 0}, {"every": 1.5}, {"restore": "some"}):
         with pytest.raises(OptionError, match="Resume: "):
             checkpoint.Resume(tmp_path, build, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="the name 'resume' is taken"):
+    with pytest.raises(OptionError, match="the name 'resume' is reserved"):
         checkpoint.Resume(tmp_path, lambda: {"resume": 1}).run(lambda objects, number: 0, 1)
     checkpoint.save({"epoch": 1}, tmp_path)
     with pytest.raises(MisuseError, match="was not saved by Resume"):

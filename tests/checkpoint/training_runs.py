@@ -1,4 +1,4 @@
-"""A training run that can live on any workers or in one process, and what compares two of them."""
+"""A training run that can live on any workers or in one process, and functions to compare two runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backhaul.nn import RemoteModule, parameter_rrefs
 from backhaul.optim import DistributedOptimizer
 
 Placement = Sequence[str | None]
-"""Where the blocks of a model are: on a worker, or, as a part of the model itself, with None."""
+"""Where the blocks of a model are: on a worker; or None, for a part of the model itself."""
 
 SPREAD: Placement = ("worker1", "worker2", None, "worker1")
 ALONE: Placement = (None, None, None, None)
@@ -21,13 +21,13 @@ WIDTHS = (4, 6, 5, 6, 3)
 
 
 def block(inputs: int, outputs: int, seed: int) -> nn.Module:
-    """A layer with parameters and buffers. The seed is for a process of its own, which has another generator."""
+    """A layer with parameters and buffers. The seed is for a separate process, which has another generator."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs), nn.Tanh())
 
 
 class Net(nn.Module):
-    """Blocks on any workers, and a parameter and a buffer of its own."""
+    """Blocks on any workers, and its own parameter and buffer."""
 
     seen: Tensor
 
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model, its optimizer with two groups, a scheduler, a generator of data, and how far it has come.
+    """A model, its optimizer with two groups, a scheduler, a generator of data, and the progress so far.
 
     With ``distributed`` False it is what a user has in one process; then all blocks are local.
     """
@@ -84,7 +84,7 @@ class Run:
         return self
 
     def objects(self) -> dict[str, Any]:
-        """What `backhaul.checkpoint.save` and `load` are given."""
+        """The objects for `backhaul.checkpoint.save` and `load`."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -94,13 +94,13 @@ class Run:
         }
 
     def take(self, values: dict[str, Any]) -> Run:
-        """Go on from the plain values of a checkpoint."""
+        """Continue from the plain values of a checkpoint."""
         self.epoch = values["epoch"]
         self.generator.set_state(values["generator"])
         return self
 
     def state(self) -> dict[str, Any]:
-        """All of it, as one process would have it; copies."""
+        """The whole state, as one process would have it; copies."""
         return {
             "model": {key: value.clone() for key, value in self.model.state_dict().items()},
             "optimizer": self.optimizer.state_dict(),
@@ -111,7 +111,7 @@ class Run:
 
 
 def uninterrupted(steps: int) -> dict[str, Any]:
-    """What one process has after so many steps."""
+    """The state of one process after this many steps."""
     return Run(ALONE, distributed=False).step(steps).state()
 
 

@@ -1,4 +1,4 @@
-"""Hosts in namespaces, and a real Slurm on them, for what `make clusters` runs. Some of it needs packages."""
+"""Hosts in namespaces, and a real Slurm on them, for `make clusters`. Some of it needs packages."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """That of a user of these hosts: the commands of this virtual environment, and a home."""
+    """The environment of a user on these hosts: the commands of this virtual environment, and a home."""
     home = tmp_path / "home"
     home.mkdir()
     programs = tmp_path / "bin"
     programs.mkdir()
     python = shlex.quote(sys.executable)
     commands = {"torchrun": f"{python} -m torch.distributed.run", "backhaul": f"{python} -m backhaul"}
-    # Both MPIs have both names; these are the ones that the pages mean. Hydra looks for its helpers beside itself.
+    # Both MPIs install both names; the pages mean these. Hydra looks for its helpers beside itself.
     for name, program in {"mpirun": "mpirun.openmpi", "mpiexec": "mpiexec.hydra"}.items():
         found = shutil.which(program)
         if found is not None:
@@ -76,7 +76,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "PYTHONPATH": str(ROOT / "src"),
         "HOME": str(home),
         "OMP_NUM_THREADS": "1",
-        # Root may start them here, and more of them than there are processors.
+        # Allow root, and more processes than processors.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -129,7 +129,7 @@ def slurm(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterat
     try:
         nodes, (login,) = hosts[:2], hosts[2:]
         with (here / "munged.out").open("wb") as file:
-            # Forced: the directories above it belong to pytest.
+            # Forced, because the directories above it belong to pytest.
             argv = ["munged", "--foreground", "--force", *paths.split(), f"--socket={munge}/socket"]
             started.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
         await_that(lambda: (munge / "socket").exists(), here)

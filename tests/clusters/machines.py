@@ -1,4 +1,4 @@
-"""Hosts as namespaces, and how to wait for what they do."""
+"""Hosts as namespaces, and how to wait for their actions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _START = 90.0
 
 
 class Host:
-    """A network namespace that is connected to others, with a name and an /etc/hosts of its own."""
+    """A network namespace that is connected to others, with its own name and /etc/hosts."""
 
     def __init__(self, name: str, address: str, space: str, hosts: Path) -> None:
         self.name = name
@@ -22,8 +22,8 @@ class Host:
         self._hosts = hosts
 
     def start(self, command: str, cwd: Path, env: dict[str, str], output: Path) -> subprocess.Popen[bytes]:
-        """Run a shell command there. All that it has started ends with the process that is returned."""
-        # The shell stays as the first process of its namespace, and reaps what the others leave: Slurm waits for that.
+        """Run a shell command on the host. Everything that it starts ends with the returned process."""
+        # The shell stays as the first process of its namespace, and reaps orphans: Slurm waits for that.
         prepare = f"mount --bind {self._hosts} /etc/hosts; mount -t proc proc /proc; hostname {self.name}"
         unshare = "unshare --mount --uts --pid --fork --kill-child --propagation private"
         argv = [

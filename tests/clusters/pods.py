@@ -1,18 +1,18 @@
-"""Pods without Kubernetes: processes with a network, a file system, process ids and a user of their own.
+"""Pods without Kubernetes: processes with their own network, file system, process ids and user.
 
-`pods_of` does what the controllers and the kubelet do. The facts that it relies on:
+`pods_of` does what the controllers and the kubelet do. It relies on these facts:
 
 - The Job controller gives each pod of an indexed Job the environment variable JOB_COMPLETION_INDEX, the annotation
   ``batch.kubernetes.io/job-completion-index``, and the host name ``<job>-<index>``.
-- The JobSet controller names its Jobs ``<set>-<replicated job>-<index>``, makes a headless Service of the name of
+- The JobSet controller names its Jobs ``<set>-<replicated job>-<index>``, makes a headless Service with the name of
   the subdomain, and labels pods with ``jobset.sigs.k8s.io/`` jobset-name, replicatedjob-name, replicatedjob-replicas,
   job-index and restart-attempt.
-- Kubeflow Trainer makes a JobSet of the name of the TrainJob from its runtime, puts numNodes into completions and
+- Kubeflow Trainer makes a JobSet with the name of the TrainJob from its runtime, puts numNodes into completions and
   parallelism of the Job whose template is labelled ``trainer.kubeflow.org/trainjob-ancestor-step: trainer``, takes
   command and environment for its container ``node`` from the TrainJob, and sets PET_NNODES, PET_NPROC_PER_NODE,
   PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT there.
-- The training operator calls pods of a PyTorchJob ``<job>-master-0`` and ``<job>-worker-<index>``, makes a headless
-  Service of that name for each, and sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and the same as PET_*.
+- The training operator names pods of a PyTorchJob ``<job>-master-0`` and ``<job>-worker-<index>``, makes a headless
+  Service of that name for each, and sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and the same values as PET_*.
 - A name in a headless Service means the address of the pod, also before it is ready with publishNotReadyAddresses.
 - The kubelet writes the full name of a pod that has a subdomain into its /etc/hosts.
 - With fsGroup, files of a Secret belong to root and that group, and have mode ``defaultMode | 0440``.
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 NAMESPACE_DOMAIN = "default.svc.cluster.local"
 PATIENCE = 240.0
 
-# What the Dockerfile sets.
+# Set by the Dockerfile.
 IMAGE_ENVIRONMENT = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONUNBUFFERED": "1"}
 
 Manifest = dict[str, Any]
@@ -65,9 +65,9 @@ class Pod:
 
     @property
     def names(self) -> list[str]:
-        """What resolves to its address, in the pods of its namespace."""
+        """The names that resolve to its address, in the pods of its namespace."""
         if not self.domain:
-            return [self.name]  # it has a Service of its own
+            return [self.name]  # it has its own Service
         subdomain = self.domain.partition(".")[0]
         return [f"{self.name}.{self.domain}", f"{self.name}.{subdomain}"]
 
@@ -89,7 +89,7 @@ class Pod:
 
 
 def pods_of(manifests: list[Manifest]) -> list[Pod]:
-    """The pods that these manifests lead to, with their addresses."""
+    """The pods that result from these manifests, with their addresses."""
     by_kind = {manifest["kind"]: manifest for manifest in manifests}
     if "Job" in by_kind:
         pods = _of_job(by_kind["Job"])
@@ -255,18 +255,18 @@ class Running:
         return int(children[0])
 
     def execute(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """Run a command in the container, as a probe is."""
+        """Run a command in the container, like a probe."""
         enter = ["nsenter", "--target", str(self.main()), "--mount", "--uts", "--net", "--pid", "--root", "--wd=/"]
         argv = [*enter, *self._as_user, *_with(self._environment), *command]
         return subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
     def is_ready(self) -> bool:
-        """What the readiness probe of the manifest says."""
+        """The result of the manifest's readiness probe."""
         probe = self.pod.container["readinessProbe"]
         return self.execute(probe["exec"]["command"]).returncode == 0
 
     def terminate(self, rank: str) -> bool:
-        """Send SIGTERM to the process that has this rank, or is the only one. False if it is not here."""
+        """Send SIGTERM to the process with this rank, or to the only one. False if it is not here."""
         seen = [self.main()]
         for parent in seen:
             for task in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -293,7 +293,7 @@ def _as_user(pod: Pod) -> list[str]:
 
 
 def _script(pod: Pod, directory: Path, command: list[str]) -> str:
-    """What sets up the file system of the container, and then becomes its first process."""
+    """A script that sets up the file system of the container, and then becomes its first process."""
     image = directory / "image"
     lines = [f"hostname {shlex.quote(pod.name)}", f"mount -t tmpfs -o mode=755 image {image}"]
     lines.append(f"mkdir {' '.join(f'{image}/{each}' for each in ('etc', 'proc', 'tmp', 'app', 'backhaul'))}")
@@ -331,7 +331,7 @@ def _script(pod: Pod, directory: Path, command: list[str]) -> str:
 
 @contextmanager
 def network(pods: list[Pod], directory: Path) -> Iterator[dict[str, str]]:
-    """A network with the addresses of the pods, all in namespaces; the names of these."""
+    """A network of namespaces with the addresses of the pods; yields the names of the namespaces."""
     switch = f"places-{os.getpid()}-switch"
     spaces = {pod.name: f"places-{os.getpid()}-{number}" for number, pod in enumerate(pods)}
     made: list[str] = []
@@ -360,7 +360,7 @@ def network(pods: list[Pod], directory: Path) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def running(pods: list[Pod], directory: Path, key: str, image: dict[str, str]) -> Iterator[list[Running]]:
-    """The pods, one after the other; a pod starts when the next one is asked for. ``image`` adds to its environment."""
+    """The pods, one after the other; a pod starts when the next one is requested. ``image`` adds to its environment."""
     secret = directory / "secret"
     secret.mkdir()
     (secret / "cluster.key").write_text(key)
@@ -371,7 +371,7 @@ def running(pods: list[Pod], directory: Path, key: str, image: dict[str, str]) -
                 own = directory / pod.name
                 (own / "image").mkdir(parents=True)
                 lines = ["127.0.0.1 localhost"]
-                # The own name first: it is the one that the host gets as its full name.
+                # The pod's own name first, because the host takes that as its full name.
                 for each in (pod, *(other for other in pods if other is not pod)):
                     short = [each.name] if each is pod else []
                     lines.append(" ".join([each.address, *each.names, *short]))

@@ -24,13 +24,13 @@ FILES = sorted(path.name for path in FOLDER.glob("*.yaml"))
 WORKLOADS = [name for name in FILES if name != "network-policy.yaml"]
 VERSION = "1.31"
 
-# Kinds that are no part of Kubernetes; Kubeflow's package has models of them, and of the JobSet.
+# Kinds outside Kubernetes itself; Kubeflow's package has models of them, and of the JobSet.
 MODELS = {
     "JobSet": models.JobsetV1alpha2JobSet,
     "TrainJob": models.TrainerV1alpha1TrainJob,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
 }
-# Of the training operator there is no such package. Its schema, as far as it is used here.
+# There is no such package for the training operator. This is its schema, as far as it is used here.
 PYTORCH_JOB = {
     "apiVersion": str,
     "kind": str,
@@ -74,7 +74,7 @@ def check_pod(pod: Pod) -> None:
 
 
 def check_model(model: Any, manifest: dict[str, Any]) -> None:
-    """All fields are known, and of the right types: those that are not known are dropped on the way."""
+    """All fields are known and have the right types: unknown fields would be dropped on the way."""
     made = model.from_dict(manifest)
     assert made.to_dict() == manifest
 
@@ -90,7 +90,7 @@ def check_shape(value: Any, shape: Any) -> None:
 
 
 def test_schemas_find_mistakes() -> None:
-    """Or nothing above would fail."""
+    """The check above can fail."""
     (job_set,) = load("jobset.yaml")
     job_set["spec"]["failurePolicy"]["maxRestart"] = 3
     with pytest.raises(AssertionError):
@@ -103,7 +103,7 @@ def test_schemas_find_mistakes() -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_what_all_have(name: str) -> None:
-    """The key as a file, a probe, requests, no rights, and the labels that the policy goes by."""
+    """The key as a file, a probe, requests, no rights, and the labels that the policy selects."""
     (policy,) = load("network-policy.yaml")
     chosen = policy["spec"]["podSelector"]["matchLabels"]
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": chosen}}]}]
@@ -124,7 +124,7 @@ def test_what_all_have(name: str) -> None:
 
 
 def test_the_image() -> None:
-    """It cannot be built here; what it copies is there, and its user is that of the manifests."""
+    """The image cannot be built here; but the files it copies exist, and its user is that of the manifests."""
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
         *sources, _ = line.split()
@@ -144,7 +144,7 @@ TOOLS = [tool for tool in ("ip", "unshare", "nsenter", "setpriv") if shutil.whic
 @pytest.mark.skipif(os.geteuid() != 0 or bool(TOOLS), reason=f"needs root for namespaces, and {TOOLS or 'no more'}")
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workers_with_these_environments(name: str, tmp_path: Path) -> None:
-    """They wait for the last one, are ready then, train, and end with 0."""
+    """The pods wait for the last one, become ready then, train, and exit with 0."""
     pods = pods_of(load(name))
     with running(pods, tmp_path, secrets.token_hex(32) + "\n", {"TRAIN_STEPS": "1000000"}) as pods_up:
         pods_up.start(len(pods) - 1)

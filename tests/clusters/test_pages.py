@@ -1,9 +1,9 @@
-"""The commands of docs/clusters*.md, run as they stand there. The first line of a block says how:
+"""The commands of docs/clusters*.md, run as written. The first line of a block says how:
 
 - ``sh``               on the host ``login``
 - ``sh hosts``         on ``node1`` and ``node2`` at the same time
 - ``sh needs=program`` if that program is installed
-- ``bash file=x``      not run: what a file holds that a later block uses
+- ``bash file=x``      not run: the content of a file that a later block uses
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def blocks(page: str) -> list[Block]:
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
-    """Where the user works: it has the program."""
+    """The user's working directory, with the program."""
     folder = tmp_path / "desk"
     folder.mkdir()
     shutil.copy(ROOT / "deploy" / "train.py", folder / "train.py")
@@ -40,7 +40,7 @@ def desk(tmp_path: Path) -> Path:
 
 
 def run(where: list[Host], text: str, desk: Path, environment: dict[str, str]) -> str:
-    """What the block prints, on all hosts together."""
+    """The block's output, on all hosts together."""
     (desk / "block.sh").write_text(text)
     outputs = [desk.parent / f"{host.name}.out" for host in where]
     processes = []
@@ -59,7 +59,7 @@ def run(where: list[Host], text: str, desk: Path, environment: dict[str, str]) -
 
 
 def check_training(said: str) -> int:
-    """How many workers have taken part; all of them are done."""
+    """How many workers took part; all of them are done."""
     found = re.search(r"(\d+) workers, loss \d+\.\d+ -> \d+\.\d+", said)
     assert found is not None, said
     for rank in range(int(found[1])):
@@ -115,7 +115,7 @@ esac
 
 
 def test_kubernetes(hosts: list[Host], tmp_path: Path, environment: dict[str, str]) -> None:
-    """There is no cluster here: `test_manifests` runs what is applied. The commands are only looked at."""
+    """There is no cluster here: `test_manifests` runs the manifests. These commands are only checked."""
     desk = tmp_path / "desk"
     desk.mkdir()
     (desk / "deploy").symlink_to(ROOT / "deploy")

@@ -1,4 +1,4 @@
-"""Real launchers on hosts of their own: torchrun that starts a group again, and what Slurm makes of lists of nodes."""
+"""Real launchers on separate hosts: torchrun restarting a group, and Slurm's lists of nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backhaul.security.keys import make_key_file
 
 
 def test_torchrun_starts_the_group_again(hosts: list[Host], tmp_path: Path, environment: dict[str, str]) -> None:
-    """On two nodes, one of which counts a restart and the other one does not: they are one group all the same."""
+    """On two nodes, one of which counts a restart and the other does not: they still form one group."""
     make_key_file(str(tmp_path / "cluster.key"))
     script = ROOT / "tests" / "scripts" / "elastic.py"
     command = (
@@ -38,12 +38,12 @@ def test_torchrun_starts_the_group_again(hosts: list[Host], tmp_path: Path, envi
             process.wait()
     texts = [(tmp_path / host.name).read_text() for host in hosts[:2]]
     assert codes == [0, 0], texts
-    # The node without the failure has started its worker again as well, and does not count that.
+    # The node without the failure also restarted its worker, but does not count that.
     assert ["restarts 0 1" in text for text in texts] == [True, True], texts
 
 
 def test_lists_of_nodes_are_what_scontrol_says(slurm: str) -> None:
-    """Hundreds of random ones."""
+    """Hundreds of random lists."""
     chance = random.Random(0)
 
     def number() -> str:
@@ -56,11 +56,11 @@ def test_lists_of_nodes_are_what_scontrol_says(slurm: str) -> None:
         text = chance.choice(["n", "gpu-", "rack"])
         for between in chance.choice([(), ("",), ("",), ("", "n"), ("", "")]):
             text += between + f"[{','.join(number() for _ in range(chance.randrange(1, 4)))}]"
-        return text  # Slurm writes names with something behind the last number one by one
+        return text  # Slurm lists names individually if anything follows the last number
 
     lists = [",".join(item() for _ in range(chance.randrange(1, 4))) for _ in range(300)]
     env = {**os.environ, "SLURM_CONF": slurm}
-    # One after the other by one shell: to start Python for each would take longer.
+    # In one shell: starting Python for each would take longer.
     script = "".join(f"scontrol show hostnames '{each}'; echo ==\n" for each in lists)
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=PATIENCE, check=True)
     answers = done.stdout.split("==\n")[:-1]

@@ -1,4 +1,4 @@
-"""`backhaul doctor`, on real files, sockets and limits that are good, and on bad ones."""
+"""`backhaul doctor`, on good and bad files, sockets and limits, all real."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAUNCHERS = ("BACKHAUL_", "SLURM", "OMPI", "PMI", "PET_", "VC_", "JOB")
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """None of a launcher's variables, and a place for temporary directories: nothing may be left in it."""
+    """No launcher's variables, and a place for temporary directories: nothing may be left in it."""
     for name in [*VARIABLES, *(name for name in os.environ if name.startswith(LAUNCHERS))]:
         monkeypatch.delenv(name, raising=False)
     place = tmp_path_factory.mktemp("t")
@@ -41,7 +41,7 @@ class Findings(NamedTuple):
 
     @property
     def wrong(self) -> list[str]:
-        """What is wrong, one text each."""
+        """The faults, one text each."""
         lines = self.text.partition("\nwrong\n")[2].splitlines()
         return [line.strip().partition(". ")[2] for line in lines]
 
@@ -90,10 +90,10 @@ def test_without_anything(doctor: Doctor, environment: Path) -> None:
     assert found.fact("authentication", "unix sockets") == (
         f"only processes of user {os.geteuid()}, as the kernel tells (SO_PEERCRED)"
     )
-    assert found.fact("authentication", "TCP").startswith("not offered: there is no key")
+    assert found.fact("authentication", "TCP").startswith("not offered: there is neither a key")
     assert found.fact("listening", "unix sockets") == f"a new directory of mode 0700 in {environment}, for each worker"
-    assert found.fact("meeting", "init method").startswith("not known yet")
-    assert found.fact("tried", "unix sockets").endswith("and a tensor came through")
+    assert found.fact("meeting", "init method").startswith("not known")
+    assert found.fact("tried", "unix sockets").endswith("and a tensor arrived")
     assert found.fact("tried", "shared memory") == "a sealed memfd was made, passed and mapped"
 
 
@@ -106,7 +106,7 @@ def test_with_a_key(doctor: Doctor, key: Path, tmp_path: Path, monkeypatch: pyte
     )
     assert found.fact("listening", "TCP") == "127.0.0.1, any free port: this machine only"
     assert found.fact("listening", "announces") == "127.0.0.1: the option host says '127.0.0.1'"
-    assert found.fact("tried", "TCP").endswith("and a tensor came through")
+    assert found.fact("tried", "TCP").endswith("and a tensor arrived")
 
     copy = tmp_path / "copy.key"
     copy.touch(0o600)
@@ -140,7 +140,7 @@ def test_with_certificates(doctor: Doctor, tmp_path: Path) -> None:
     assert found.fact("authentication", "issuer") == "CN=example CA"
     assert found.fact("authentication", "validity").endswith(" UTC: valid")
     assert found.fact("listening", "unix sockets") == "none: all goes over TCP"
-    assert found.fact("tried", "TCP").endswith("and a tensor came through")
+    assert found.fact("tried", "TCP").endswith("and a tensor arrived")
     assert "the certificate expires at" in found.text
 
 
@@ -177,7 +177,7 @@ def test_one_processor(doctor: Doctor) -> None:
     finally:
         os.sched_setaffinity(0, mine)
     assert found.code == 0
-    assert found.fact("processors", "busy polling") == "off: with one processor the peer could not run meanwhile"
+    assert found.fact("processors", "busy polling") == "off: with one processor the peer could not run at the same time"
 
 
 # Keys.
@@ -187,9 +187,9 @@ def test_a_key_that_others_can_read(doctor: Doctor, key: Path) -> None:
     key.chmod(0o644)
     found = doctor("--key-file", key, "--host", "0.0.0.0")
     assert found.code == 1
-    (wrong,) = found.wrong  # and not that there is no key, which follows from it
+    (wrong,) = found.wrong  # and not also that there is no key, which follows from it
     assert f"`chmod 600 {key}`" in wrong
-    assert found.fact("tried", "nothing") == "first see below"
+    assert found.fact("tried", "nothing") == "skipped: see the faults below"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_key_that_is_none(
     (wrong,) = found.wrong
     assert text in wrong
     assert "backhaul keygen" in wrong
-    assert found.fact("authentication", "TCP") == "not possible: the key cannot be used"
+    assert found.fact("authentication", "TCP") == "not possible: the key is unusable"
 
 
 def test_a_secret_that_is_none(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_key_from_the_future(doctor: Doctor, key: Path) -> None:
     os.utime(key, (time.time(), time.time() + 3600))
     found = doctor("--key-file", key)
     assert found.code == 1
-    assert "the clock of this host is behind" in found.wrong[0]
+    assert "the clock of this host is slow" in found.wrong[0]
     os.utime(key, (time.time(), time.time() + 60))
     assert doctor("--key-file", key).code == 0
 
@@ -275,7 +275,7 @@ def test_certificates_that_do_not_belong_together(doctor: Doctor, tmp_path: Path
         assert found.code == 1
         (wrong,) = found.wrong
         assert text in wrong
-        assert found.fact("tried", "nothing") == "first see below"
+        assert found.fact("tried", "nothing") == "skipped: see the faults below"
 
 
 def test_a_private_key_that_others_can_read(doctor: Doctor, tmp_path: Path) -> None:
@@ -302,13 +302,13 @@ def test_half_of_the_certificates(doctor: Doctor, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as end:
         doctor("--tls-ca", "ca.pem")
     assert end.value.code == 2
-    assert "belong together" in capsys.readouterr().err
+    assert "must be given together" in capsys.readouterr().err
 
 
 def test_a_federation_without_certificates(doctor: Doctor, key: Path) -> None:
     found = doctor("--key-file", key, "--trust", "federation")
     assert found.code == 1
-    assert "needs certificates that tell the peers apart" in found.wrong[0]
+    assert "needs a certificate for each peer" in found.wrong[0]
 
 
 # Places.
@@ -353,7 +353,7 @@ def test_a_port_that_is_taken(doctor: Doctor, key: Path) -> None:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory whose name leaves room for that of a socket."""
+    """A directory with a name short enough for a socket in it."""
     with tempfile.TemporaryDirectory() as directory:
         yield Path(directory)
 
@@ -363,7 +363,7 @@ def short_path() -> Iterator[Path]:
     [
         (lambda path: path.mkdir(0o755), "must belong to this user and be closed to others"),
         (lambda path: path.touch(0o600), "cannot listen: [Errno 20] Not a directory"),
-        (lambda path: None, "cannot be used: No such file or directory"),
+        (lambda path: None, "is unusable: No such file or directory"),
     ],
     ids=["open to others", "a file", "missing"],
 )
@@ -398,9 +398,9 @@ def test_where_the_group_meets(doctor: Doctor, tmp_path: Path, monkeypatch: pyte
         assert f"port {port} of 127.0.0.1 is taken" in doctor().wrong[0]
     assert doctor().code == 0
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.77")
-    assert "192.0.2.77 is no address of this machine: start rank 0 there" in doctor().wrong[0]
+    assert "192.0.2.77 is not an address of this machine: start rank 0 there" in doctor().wrong[0]
     monkeypatch.setenv("BACKHAUL_INIT_METHOD", f"file://{tmp_path}/none/store")
-    assert "must be a file in a directory that exists" in doctor().wrong[0]
+    assert "must be a file in an existing directory" in doctor().wrong[0]
     monkeypatch.setenv("BACKHAUL_INIT_METHOD", f"file://{tmp_path}/store")
     assert doctor().code == 0
     assert "must be like tcp://" in doctor("--init-method", "tcp://nowhere").wrong[0]
@@ -411,7 +411,7 @@ def test_where_the_group_meets(doctor: Doctor, tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def limit() -> Iterator[Callable[[int, int], None]]:
-    """Sets a limit of this process until the test is over."""
+    """Sets a limit of this process for the duration of the test."""
     before: dict[int, tuple[int, int]] = {}
 
     def set_limit(which: int, soft: int) -> None:
@@ -435,12 +435,12 @@ def test_no_shared_memory(doctor: Doctor, limit: Callable[[int, int], None]) -> 
     limit(resource.RLIMIT_FSIZE, 1 << 20)
     found = doctor()
     assert found.code == 1
-    assert "shared memory cannot be had here" in found.wrong[0]
+    assert "shared memory is not available here" in found.wrong[0]
     assert "`ulimit -f unlimited` lifts it" in found.text
 
 
 def test_torch_comes_last(tmp_path: Path) -> None:
-    """Whatever is wrong with it, the rest is known before; and all of that without waiting for it."""
+    """Whatever is wrong with torch, the rest is reported before, without waiting for torch."""
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: wrong ELF class')")
     done = subprocess.run(
         [sys.executable, "-m", "backhaul", "doctor"],
@@ -496,6 +496,6 @@ def test_a_contradiction_is_wrong(doctor: Doctor, monkeypatch: pytest.MonkeyPatc
     assert found.code == 1
     assert found.fact("place", "rank") == "not clear: see below"
     assert "RANK=1 (the environment) and SLURM_PROCID=2 (Slurm) give this worker different ranks" in found.wrong[0]
-    assert "the workers are on 2 nodes (SLURM_STEP_NUM_NODES), and the environment names no key" in found.text
+    assert "the workers are on 2 nodes (SLURM_STEP_NUM_NODES), but the environment names no key" in found.text
     data = json.loads(doctor("--json").text)
     assert data["place"]["rank"]["over"] == ["SLURM_PROCID=2"]

@@ -1,4 +1,4 @@
-"""`backhaul doctor --ready`: what a probe finds out about workers that are up, about to come, stopped and killed."""
+"""`backhaul doctor --ready`: what a probe reports about workers that are up, starting, stopped and killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from processes import assert_gone
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A place for temporary directories of its own: other workers of this machine are not to be seen."""
+    """A separate place for temporary directories, so that other workers of this machine are not found."""
     monkeypatch.delenv("BACKHAUL_RUNTIME_DIR", raising=False)
     place = tmp_path_factory.mktemp("t")
     monkeypatch.setattr("tempfile.tempdir", str(place))
@@ -45,7 +45,7 @@ def test_workers_that_serve(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_that_listens_and_does_not_greet(
     capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a worker that still waits for its group, or is stopped."""
+    """Like a worker that still waits for its group, or is stopped."""
     monkeypatch.setattr(ready, "PATIENCE", 0.1)
     directory = here / "backhaul-x"
     directory.mkdir(mode=0o700)
@@ -57,7 +57,7 @@ def test_one_that_listens_and_does_not_greet(
     assert code == 1
     assert "12-ab" in text
     assert "news" not in text
-    # What listens no longer is nobody.
+    # A socket on which nothing listens does not count.
     assert look(capsys)[1].startswith("not ready: none; no worker of user")
 
 

@@ -1,4 +1,4 @@
-"""What the workers of drawn contexts compute, and how drawings are read back."""
+"""The computations of workers in drawn contexts, and how drawings are read back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Encoder(nn.Module):
 
 
 class Stops(torch.autograd.Function):
-    """Its backward waits until the test lets it go on, and may fail."""
+    """Its backward waits until the test releases it, and may fail."""
 
     go_on = threading.Event()
     error: Exception | None = None
@@ -62,18 +62,18 @@ def stop(x: Tensor) -> Tensor:
 
 
 def on(worker: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Call on from there."""
+    """Call the next worker from there."""
     made: Tensor = rpc.rpc_sync(worker, function, args=(x,))
     return made
 
 
 def pass_on(worker: str, x: Tensor) -> Tensor:
-    """A chain: to another worker and back, with something in between."""
+    """A chain: to another worker and back, with an operation in between."""
     return on(worker, double, x.tanh()).exp()
 
 
 def diamond(worker: str, x: Tensor) -> Tensor:
-    """What is sent from here is used here as well: its gradient and that of the result have to come together."""
+    """The sent tensor is also used here: its gradient and that of the result must come together."""
     hidden = x.tanh()
     return hidden * 2 + on(worker, stop, hidden)
 

@@ -1,4 +1,4 @@
-"""Drawings of real contexts: what their workers say, joined, before a backward pass, during it and afterwards."""
+"""Drawings of real contexts: their workers' joined reports, before, during and after a backward pass."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _free() -> Iterator[None]:
 
 @pytest.fixture
 def three(trio: InProcessCluster) -> Iterator[InProcessCluster]:
-    """The first of them is the current worker."""
+    """Make the first worker the current one."""
     with trio[0].as_current():
         yield trio
 
@@ -64,7 +64,7 @@ def parts_of(found: Drawing) -> dict[int, dict[str, Any]]:
 
 
 def require_joined(found: Drawing) -> int:
-    """Every Send has its Recv at the peer, of the same size; how many there are."""
+    """Check that every Send has its Recv at the peer, of the same size; returns their number."""
     parts = parts_of(found)
     sends = {
         (rank, send["to"], send["source"], str(send["shape"]), send["dtype"], send["bytes"])
@@ -107,7 +107,7 @@ def waits_at(worker: Worker) -> tuple[list[tuple[int, int]], threading.Event]:
 
 
 def run_ended(worker: Worker) -> threading.Event:
-    """Set when a run of a worker is over. The starter of a pass that fails does not wait for the runs of others."""
+    """Set when a run of a worker ends. The starter of a failed pass does not wait for the runs of others."""
     over = threading.Event()
     worker.agent.observers.add(lambda event: over.set() if isinstance(event, RunEnded) else None)
     return over
@@ -207,7 +207,7 @@ def test_a_spent_graph_without_its_loss(three: InProcessCluster) -> None:
         assert require_joined(found) == 4
         assert all(send["spent"] for part in found.parts for send in part["sends"])
         assert lines(found).count("[4, 3] float32, 48 B") == 4
-        assert "roots of backward" in titles(found, 0)  # its run is known, though not what it came from
+        assert "roots of backward" in titles(found, 0)  # the run of the roots is known, though not the graph behind it
         assert "Sum" not in titles(found, 0)
         ElementTree.fromstring(drawing.svg(found.parts))
 
@@ -304,7 +304,7 @@ def test_a_gate_is_marked_where_a_run_waits(three: InProcessCluster) -> None:
 
 
 def test_a_pass_that_goes_on(three: InProcessCluster) -> None:
-    """Looked at while a run waits at its gate."""
+    """Drawn while a run waits at its gate."""
     _, there = waits_at(three[1])
     with dist_autograd.context() as context_id:
         loss = rpc.rpc_sync("worker1", diamond, args=("worker2", leaf(4, 3))).sum()
@@ -319,7 +319,7 @@ def test_a_pass_that_goes_on(three: InProcessCluster) -> None:
         try:
             assert there.wait(PATIENCE)
             found = context_id.draw()
-            assert found.picture.lines == ["a backward pass goes on"]
+            assert found.picture.lines == ["a backward pass is running"]
             assert [item.title for item in found.picture.items if item.state == "waiting"] == ["to worker2"]
             assert "gate: waits now" in lines(found)
         finally:
@@ -416,7 +416,7 @@ def test_a_worker_that_hangs_does_not_keep_the_others_from_being_drawn(three: In
 
 
 def test_in_a_federation_only_the_own_part_is_drawn() -> None:
-    """Peers show nothing of themselves, and a question that they do not expect would end the connection."""
+    """Peers of a federation show nothing of themselves, and an unexpected question would end the connection."""
     with (
         InProcessCluster(2, options=RpcOptions(trust="federation")) as workers,
         workers[0].as_current(),
@@ -428,7 +428,7 @@ def test_in_a_federation_only_the_own_part_is_drawn() -> None:
             ["1 node, 1 leaf of 2 elements"],
             ["no answer", "in a federation"],
         ]
-        context_id.backward(made.sum())  # the connection is as good as before
+        context_id.backward(made.sum())  # the connection still works
         picture = context_id.draw().picture
         sent = [arrow for arrow in picture.arrows if arrow.message and picture.items[arrow.tail].lane == 0]
         assert [arrow.carried for arrow in sent] == [True]
@@ -502,7 +502,7 @@ def draw_here(context_id: ContextId) -> list[str]:
 
 
 def test_a_guest_gathers_the_parts_as_plain_data() -> None:
-    """As the dashboard does: it begins with any worker and asks those that are mentioned."""
+    """As in the dashboard: it starts with any worker and asks those that are mentioned."""
     with (
         InProcessCluster(3, sockets=True) as workers,
         workers[0].as_current(),

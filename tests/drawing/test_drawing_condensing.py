@@ -27,7 +27,7 @@ def parameter(name: str, owner: Owner) -> Leaf:
 
 
 def linear(nodes: list[Node], owner: Owner, x: int | None, *, bias: bool = True) -> int:
-    """The nodes of a linear layer, as torch makes them; the place of its output."""
+    """The nodes of a linear layer, as torch makes them; returns the position of its output."""
     nodes.append(parameter("weight", owner))
     nodes.append(Operation("T", [len(nodes) - 1]))
     inputs = [len(nodes) - 1] + ([] if x is None else [x])
@@ -92,7 +92,7 @@ def test_an_operation_on_parameters_of_two_modules_belongs_to_what_is_around_the
 
 
 def test_what_depends_on_different_recvs_is_not_in_one_box() -> None:
-    """The second may come from what was sent of the first: an arrow would lead back to the box it comes from."""
+    """The second may come from what was sent of the first: an arrow would lead back to its own box."""
     nodes: list[Node] = [Entry(7), Entry(8)]
     first = then(nodes, "Tanh", 0)
     found = condensed(nodes, first, then(nodes, "Add", first, then(nodes, "Sin", 1)))
@@ -167,7 +167,7 @@ def test_more_layers_are_drawn_with_less_of_each(layers: int, drawn: list[str]) 
 
 @pytest.mark.parametrize("most", [2, 5, MOST_BOXES])
 def test_there_are_never_more_boxes_than_that(most: int) -> None:
-    """Modules that have nothing to do with each other: nothing can be told of the rest but how much it is."""
+    """Unrelated modules: the rest can only be described by its size."""
     nodes: list[Node] = []
     ends = []
     for number in range(100):

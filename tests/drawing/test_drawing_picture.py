@@ -1,4 +1,4 @@
-"""From parts to pictures: what is joined, what is said, what is escaped, and where it is put. No workers here."""
+"""From parts to pictures: what is joined, labelled, escaped, and where it is placed. No workers here."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_worker_without_a_part(error: str | None) -> None:
     assert (lane.name, lane.answered, lane.lines[0]) == ("worker1", False, "no answer")
     assert lane.lines[1] == (error or "")
     assert len([arrow for arrow in shown.arrows if arrow.message]) == 2
-    assert item_of(shown, "recv", 0).lines == ["[2, 3] float32, 24 B"]  # its sender cannot say it
+    assert item_of(shown, "recv", 0).lines == ["[2, 3] float32, 24 B"]  # its sender does not answer
     ElementTree.fromstring(svg([first, *silent]))
 
 
@@ -146,7 +146,7 @@ def test_runs_and_gates() -> None:
     waits = [{"backward": 1, "source": 7, "began": 0, "nanoseconds": 2_000_000}]
     one = part(0, sends=[sent(source, 1) for source in (5, 6, 7, 8, 9)], runs=runs, waits=waits)
     shown = picture([one, part(1, recvs=[came(source, 0) for source in (5, 6, 7, 8, 9)])])
-    # There are more than four between the same boxes, so they are one item here; apart, each says its own.
+    # There are more than four between the same boxes, so they are one item here; apart, each has its own line.
     (together,) = [item for item in shown.items if item.kind == "send"]
     assert together.lines[1:] == ["run failed after 4.5 ms", "gate: waited 2 ms"]
     said = {}
@@ -185,7 +185,7 @@ def test_a_later_pass_counts() -> None:
     ("passes", "going", "line", "failed"),
     [
         ([], [], "no backward pass yet", False),
-        ([], [1], "a backward pass goes on", False),
+        ([], [1], "a backward pass is running", False),
         ([(1, 0, None)], [], "backward: 1 ms", False),
         ([(1, 0, "ValueError: no\nmore"), (2, 9, None)], [], "last of 2 backward passes: 1 ms", False),
         ([(1, 0, "ValueError: no\nmore")], [], "backward failed after 1 ms: ValueError: no⏎more", True),
@@ -259,7 +259,7 @@ def random_picture(seed: int, lanes: int, count: int, arrows: int) -> Picture:
     ]
     found = {}
     for _ in range(arrows):
-        tail, head = draw.sample(range(count), 2)  # either way, so that some go round
+        tail, head = draw.sample(range(count), 2)  # in both directions, so that some form cycles
         found[tail, head] = Arrow(tail, head, items[tail].lane != items[head].lane, draw.random() < 0.5, "tip")
     shown = [Lane(rank, f"worker{rank}", ["a line"], True) for rank in range(lanes)]
     return Picture("title", ["line"], False, shown, items, list(found.values()))
@@ -315,7 +315,7 @@ def test_arrows_join_their_boxes_and_cross_no_other(seed: int) -> None:
     ],
 )
 def test_texts_are_within_their_boxes(words: str, weight: str) -> None:
-    """Even in DejaVu Sans, which is wider than the fonts that most systems have for Helvetica."""
+    """Even in DejaVu Sans, which is wider than the usual fonts for Helvetica."""
     fonts = pytest.importorskip("matplotlib.font_manager")
     from matplotlib.textpath import TextPath
 

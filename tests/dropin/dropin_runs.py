@@ -1,4 +1,4 @@
-"""Running programs with this interpreter, on torch as it is or on one without RPC."""
+"""Running programs with this interpreter, on torch as it is or on a torch without RPC."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ HERE = Path(__file__).parent
 PROGRAM = str(HERE / "torch_program.py")
 PATIENCE = 240.0
 KINDS = ("torch", "built", "gone")
-"""Torch as it is; one that was built without RPC; one in which its files are gone. See torch_without_rpc/."""
+"""Torch as it is; built without RPC; or without the Python files of RPC. See torch_without_rpc/."""
 
 
 def start(*argv: str, kind: str = "torch", cwd: Path = HERE, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run Python to its end."""
+    """Run Python until it exits."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     if kind != "torch":
         environ.update(PYTHONPATH=str(HERE / "torch_without_rpc"), TORCH_WITHOUT_RPC=kind)
@@ -34,13 +34,13 @@ def start(*argv: str, kind: str = "torch", cwd: Path = HERE, **env: str) -> subp
 
 
 def run(*argv: str, **options: Any) -> str:
-    """Run Python to its good end. What it printed."""
+    """Run Python, which must exit with 0; returns its output."""
     done = start(*argv, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def facts(output: str) -> list[dict[str, Any]]:
-    """What the workers of torch_program.py have printed, by rank."""
+    """The output of torch_program.py's workers, by rank."""
     lines = [json.loads(line[line.index("{") :]) for line in output.splitlines() if '{"rank"' in line]
     return sorted(lines, key=lambda line: int(line["rank"]))

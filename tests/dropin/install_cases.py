@@ -1,6 +1,6 @@
-"""What `install` is to do, case by case. Each runs in a process of its own in which nothing but torch is imported yet.
+"""What `install` must do, case by case. Each case runs in its own process, in which only torch is imported.
 
-    python install_cases.py case …       prints JSON: {case: what went wrong, or nothing}
+    python install_cases.py case …       prints JSON: {case: the error, or nothing}
 
 The processes are forked from one that has imported torch, since that takes seconds. Nothing here may import what
 `install` replaces before a case does.
@@ -26,7 +26,7 @@ Case = Callable[[], None]
 ANY_TORCH: dict[str, Case] = {}
 """Cases for every torch."""
 WITH_RPC: dict[str, Case] = {}
-"""Cases for a torch with an RPC of its own."""
+"""Cases for a torch with its own RPC."""
 
 
 def any_torch(case: Case) -> Case:
@@ -40,14 +40,14 @@ def with_rpc(case: Case) -> Case:
 
 
 def run(statement: str) -> dict[str, Any]:
-    """The names that a statement makes."""
+    """The names that a statement binds."""
     names: dict[str, Any] = {}
     exec(statement, names)
     return names
 
 
 def library(statement: str, name: str = "some_library") -> ModuleType:
-    """A module that somebody else has written and imported."""
+    """A third-party module that has been imported."""
     module = sys.modules[name] = ModuleType(name)
     module.__dict__["__name__"] = name
     exec(statement, module.__dict__)
@@ -118,7 +118,7 @@ def a_module_that_we_do_not_have_is_refused() -> None:
     install()
     for name in (
         "torch.distributed.rpc._utils",  # torch has it
-        "torch.distributed.rpc.agent",  # we have it, and torch has not
+        "torch.distributed.rpc.agent",  # we have it, and torch does not
         "torch.distributed.rpc.something",
         "torch.distributed.rpc._testing.something",
     ):
@@ -180,7 +180,7 @@ def torch_s_own_modules_know_our_references() -> None:
     assert annotations.is_rref(RRef[int])
     assert not annotations.is_rref(list[int])
 
-    assert torch.jit.script(multiples)(3) == [3, 6]  # the compiler asks of each annotation
+    assert torch.jit.script(multiples)(3) == [3, 6]  # the compiler checks each annotation
 
 
 @any_torch
@@ -250,7 +250,7 @@ def too_late_for_classes_made_of_it() -> None:
 def of_many_holders_some_are_named() -> None:
     for number in range(9):
         library("from torch.distributed import rpc", f"library{number}")
-    with refused("library0.rpc, library1.rpc, library2.rpc, library3.rpc, library4.rpc and 4 more came"):
+    with refused("library0.rpc, library1.rpc, library2.rpc, library3.rpc, library4.rpc and 4 more already came"):
         install()
 
 
@@ -287,7 +287,7 @@ def too_late_when_torch_s_rpc_runs() -> None:
 
 
 def outcome(case: Case) -> str:
-    """Run it in a child. What went wrong there, or nothing."""
+    """Run the case in a child process; returns its error, or nothing."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

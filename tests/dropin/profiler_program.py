@@ -1,4 +1,4 @@
-"""One worker under torch's names: profiles of calls, and what TorchScript cannot do. Prints what it finds as JSON.
+"""One worker under torch's names: profiles of calls, and what TorchScript cannot do. Prints its findings as JSON.
 
 Run it with ``python -m backhaul.dropin``.
 """

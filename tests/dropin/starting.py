@@ -1,7 +1,7 @@
-"""A program that starts processes in the ways that its arguments say: ``fork``, ``spawn``, ``forkserver``, ``cluster``.
+"""A program that starts processes in the ways given as arguments: ``fork``, ``spawn``, ``forkserver``, ``cluster``.
 
-They print what stands behind torch's name there. Only this process installs it. Where the packages are, PACKAGES says:
-run it with ``python -S``, and others do not know it before they are told.
+They print what is behind torch's name there. Only this process installs Backhaul. PACKAGES holds the package path:
+run this with ``python -S``, so that child processes do not know the path unless they are told.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""What a fork server imports in advance."""
+"""A module that a fork server imports in advance."""
 
 import os
 

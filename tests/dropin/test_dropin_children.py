@@ -1,4 +1,4 @@
-"""Processes that are started where Backhaul is installed have it, too, before they import anything."""
+"""Processes started where Backhaul is installed also have it, before they import anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m backhaul.dropin``: the program has what it would have with plain ``python``."""
+"""``python -m backhaul.dropin``: the program finds the same environment as with plain ``python``."""
 
 from __future__ import annotations
 

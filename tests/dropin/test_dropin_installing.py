@@ -1,4 +1,4 @@
-"""`backhaul.dropin.install`: what it puts where, and when it is too late. The cases are in install_cases.py."""
+"""`backhaul.dropin.install`: what it replaces, and when it is too late. The cases are in install_cases.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASES = [(kind, case) for kind in KINDS for case in (*ANY_TORCH, *(WITH_RPC if k
 
 @functools.cache
 def problems(kind: str) -> dict[str, str]:
-    """What went wrong in which case, with this kind of torch."""
+    """The errors of the cases, with this kind of torch."""
     found: dict[str, str] = json.loads(
         run("install_cases.py", *(case for each, case in CASES if each == kind), kind=kind)
     )
@@ -31,7 +31,7 @@ def test_install(kind: str, case: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_these_kinds_of_torch_are(kind: str) -> None:
-    """Or the cases would show nothing."""
+    """The three kinds of torch really differ; otherwise the cases would prove nothing."""
     show = (
         "import torch, torch.distributed as dist\n"
         "print(hasattr(torch._C, '_rpc_init'), hasattr(dist, 'rpc') and dist.rpc.is_available())\n"

@@ -52,7 +52,7 @@ def test_a_call_inside_torchscript_says_at_once_why_it_cannot_be(
     problem = found[case]
     assert problem["is_runtime_error"]
     assert problem["text"].startswith("a call made inside TorchScript needs torch's own RPC agent")
-    assert problem["text"].count("backhaul.dropin has taken its place") == 1
+    assert problem["text"].count("backhaul.dropin has replaced it") == 1
     assert function in problem["text"]
     assert problem["seconds"] < 5
 

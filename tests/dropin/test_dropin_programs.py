@@ -1,4 +1,4 @@
-"""A program that knows nothing of Backhaul, under every way to run it on Backhaul, and on torch itself."""
+"""A program that knows nothing of Backhaul, in every way to run it on Backhaul, and on torch itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def on_torch() -> list[dict[str, Any]]:
 
 
 def assert_is_backhaul(found: list[dict[str, Any]]) -> None:
-    """Every worker ran on Backhaul, and what came out is what torch makes of it."""
+    """Every worker ran on Backhaul, and the results equal torch's."""
     assert [worker["rank"] for worker in found] == [0, 1, 2]
     for worker in found:
         assert worker["agent"] == "backhaul.dropin.rpc.agent"
@@ -38,7 +38,7 @@ def assert_is_backhaul(found: list[dict[str, Any]]) -> None:
 
 
 def test_the_program_is_one_for_torch() -> None:
-    """Or the others would show nothing."""
+    """The program really uses torch when Backhaul is not installed; otherwise the others would prove nothing."""
     assert len(on_torch()) == 3
     for worker in on_torch():
         assert worker["agent"] == "torch._C._distributed_rpc"

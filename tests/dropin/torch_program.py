@@ -1,7 +1,7 @@
 """A program for ``torch.distributed.rpc`` and its relatives, with torch's names only: it knows nothing of Backhaul.
 
-A parameter server and two trainers; a model of which each worker has a part; references, futures, errors. Each worker
-prints a line of JSON: what it found, and what it is that stands behind the names.
+A parameter server and two trainers; a model spread over all workers; references, futures, errors. Each worker
+prints a line of JSON: its findings, and what is behind the names.
 
     python torch_program.py spawn | fork | forkserver     starts its three workers
     torchrun --nproc-per-node 3 torch_program.py          is one of them
@@ -134,7 +134,7 @@ def error_of(function):
 
 
 def behind():
-    """What stands behind torch's names."""
+    """What is behind torch's names."""
     threads = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
     return {
         "agent": type(api._get_current_rpc_agent()).__module__,
@@ -154,7 +154,7 @@ def work(rank, port=None):
     found = lead() if rank == 0 else {}
     line = json.dumps({"rank": rank, **behind(), **found}) + "\n"
     rpc.shutdown()
-    os.write(1, line.encode())  # whole, whoever else prints
+    os.write(1, line.encode())  # one write, so that the line stays whole
 
 
 def free_port():

@@ -1,4 +1,4 @@
-"""Which variable wins: environments as launchers make them, and what follows from each."""
+"""Which variable wins: environments as launchers make them, and the resulting rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backhaul.errors import OptionError
 
 FULL_NAME = "elsewhere.example.org"
 
-# Taken from real processes, without what is not read: torchrun of torch 2.13, Slurm 22.05, Open MPI 4.1, MPICH 4.0.
+# Taken from real processes, reduced to what is read: torchrun of torch 2.13, Slurm 22.05, Open MPI 4.1, MPICH 4.0.
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -366,7 +366,7 @@ NESTED: list[tuple[dict[str, str], tuple[str, ...], int, str, tuple[str, ...]]] 
         "OMPI_COMM_WORLD_RANK",
         ("PMIX_RANK=1", "SLURM_PROCID=0"),
     ),
-    # what is set by hand for us
+    # set by hand for us
     (
         {**SLURM, "RANK": "1", "BACKHAUL_RANK": "2"},
         ("the environment", "Slurm"),
@@ -409,22 +409,22 @@ PROBLEMS: list[tuple[dict[str, str], str, str]] = [
         {**PYTORCH_JOB, "MASTER_ADDR": "other"},
         "address",
         "MASTER_ADDR=other (the environment) and PET_MASTER_ADDR=train-master-0 (Kubeflow Trainer) give this worker "
-        "different addresses to meet at, and nothing tells which launcher has started it: unset one of them",
+        "different addresses to meet at, and it is unclear which launcher started it: unset one of them",
     ),
     ({**PYTORCH_JOB, "MASTER_PORT": "1"}, "port", "MASTER_PORT=1 (the environment) and PET_MASTER_PORT=23456"),
-    # halves
+    # only a part of a launcher's variables
     ({"JOB_COMPLETION_INDEX": "0", "MASTER_ADDR": "a"}, "world_size", "set WORLD_SIZE to the completions of the Job"),
     ({"PMIX_RANK": "0"}, "world_size", "PMIx has no variable for the world size: set WORLD_SIZE"),
     ({**JOB, "JOBSET_JOB_INDEX": "1"}, "rank", "the rank follows only with JOBSET_REPLICAS as well"),
     ({**JOB_SET, "JOBSET_JOB_INDEX": "2"}, "rank", "do not fit JOBSET_REPLICAS=2 Jobs with WORLD_SIZE=4"),
     ({**JOB_SET, "WORLD_SIZE": "3"}, "rank", "do not fit JOBSET_REPLICAS=2 Jobs with WORLD_SIZE=3"),
-    (JOB, "address", "the first pod cannot be found by the name of this one, 'elsewhere.example.org'"),
+    (JOB, "address", "the name of this pod, 'elsewhere.example.org', does not lead to the first pod"),
     # torchrun is missing
     ({**TRAINER, "PET_NPROC_PER_NODE": "4"}, "rank", "PET_NPROC_PER_NODE=4 asks for a number of workers that torchrun"),
     ({**TRAINER, "PET_NPROC_PER_NODE": "auto"}, "world_size", "start it with `torchrun train.py`"),
     ({**TRAINER, "PET_NNODES": "1:4"}, "world_size", "PET_NNODES=1:4 allows for a number of workers that torchrun"),
-    ({**PYTORCH_JOB, "PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "8"}, "world_size", "was not started by torchrun"),
-    # what cannot be read
+    ({**PYTORCH_JOB, "PET_NPROC_PER_NODE": "4", "WORLD_SIZE": "8"}, "world_size", "torchrun did not start"),
+    # values that cannot be read
     ({**SLURM, "SLURM_PROCID": "x"}, "rank", "the environment variable SLURM_PROCID='x' must be a whole number"),
     ({**TORCHRUN, "MASTER_PORT": "99999"}, "port", "MASTER_PORT=99999 is not a port"),
     (
@@ -446,9 +446,11 @@ def test_a_problem_is_raised_by_who_uses_the_row(environ: dict[str, str], field:
 
 def test_hints() -> None:
     (batch,) = read(SLURM_JOB).hints
-    assert batch == "this is the batch script of job 4711 of Slurm, and none of its tasks: start the workers with srun"
+    assert (
+        batch == "this is the batch script of job 4711 of Slurm, and not one of its tasks: start the workers with srun"
+    )
     (mpi,) = read({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}).hints
-    assert "OMPI_COMM_WORLD_SIZE=2 and OMPI_COMM_WORLD_LOCAL_SIZE=1: workers are on several machines" in mpi
+    assert "OMPI_COMM_WORLD_SIZE=2 and OMPI_COMM_WORLD_LOCAL_SIZE=1: the workers are on several machines" in mpi
     (hydra,) = read(HYDRA).hints
     assert "mpiexec -genv MASTER_PORT 29500" in hydra
     (tasks,) = read({**VOLCANO, "VC_MASTER_HOSTS": "t-master-0.t"}).hints

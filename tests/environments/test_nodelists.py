@@ -1,4 +1,4 @@
-"""Slurm's lists of nodes. `tests/clusters` compares random ones with what `scontrol` makes of them."""
+"""Slurm's lists of nodes. `tests/clusters` compares random ones with the output of `scontrol`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LISTS: list[tuple[str, list[str]]] = [
     ("node[1-3]", ["node1", "node2", "node3"]),
     ("node[1,3,5]", ["node1", "node3", "node5"]),
     ("node[1-2,7,9-10]", ["node1", "node2", "node7", "node9", "node10"]),
-    # padding is that of the lower end
+    # the lower end decides the padding
     ("node[08-11]", ["node08", "node09", "node10", "node11"]),
     ("node[8-11]", ["node8", "node9", "node10", "node11"]),
     ("node[001]", ["node001"]),
@@ -26,7 +26,7 @@ LISTS: list[tuple[str, list[str]]] = [
     ("rack[1-2]node[01-02]", ["rack1node01", "rack1node02", "rack2node01", "rack2node02"]),
     ("t[0-1][0-1]", ["t00", "t01", "t10", "t11"]),
     ("[1-2]x", ["1x", "2x"]),
-    # order and repetition stay
+    # order and repetition are kept
     ("b[2,1],a,a", ["b2", "b1", "a", "a"]),
 ]
 
@@ -47,15 +47,15 @@ def test_lists(text: str, nodes: list[str]) -> None:
         ("a[1", "a comma is expected at character 2"),
         ("a]", "a comma is expected at character 2"),
         ("a[1[2]]", "a comma is expected at character 2"),
-        ("a[]", "'' is no range of numbers"),
-        ("a[1,]", "'' is no range of numbers"),
-        ("a[x-y]", "'x-y' is no range of numbers"),
-        ("a[000x133]", "'000x133' is no range of numbers"),
-        ("a[1-2-3]", "'1-2-3' is no range of numbers"),
+        ("a[]", "'' is not a range of numbers"),
+        ("a[1,]", "'' is not a range of numbers"),
+        ("a[x-y]", "'x-y' is not a range of numbers"),
+        ("a[000x133]", "'000x133' is not a range of numbers"),
+        ("a[1-2-3]", "'1-2-3' is not a range of numbers"),
         ("a[3-1]", "the range '3-1' ends before it begins"),
         ("a[0-99999999]", f"has more than {MOST} numbers"),
         ("a[1-300][1-300]", f"has more than {MOST} of them"),
-        (f"a[{'9' * 5000}]", "is no range of numbers"),
+        (f"a[{'9' * 5000}]", "is not a range of numbers"),
     ],
 )
 def test_what_is_no_list(text: str, why: str) -> None:

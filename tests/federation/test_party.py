@@ -336,7 +336,7 @@ def test_each_saves_its_own(tmp_path: Path) -> None:
     with federation():
         shop, head = RemoteModule("worker1", Shop), make_head()
         optimizer = DistributedOptimizer(torch.optim.SGD, parameter_rrefs(shop, head), lr=0.1)
-        with pytest.raises(MisuseError, match=r"RemoteModule\(Shop on worker1/cpu\) is the module of a party"):
+        with pytest.raises(MisuseError, match=r"RemoteModule\(Shop on worker1/cpu\) belongs to a party"):
             checkpoint.save({"model": nn.Sequential(shop, head)}, tmp_path / "all")
         checkpoint.save({"head": head, "optimizer": optimizer}, tmp_path / "mine")
         party = party_of(Shop)

@@ -1,4 +1,4 @@
-"""Looks at the threads again and again while others start threads, and garbage with finalizers is collected."""
+"""Inspects the threads repeatedly while others start threads, and garbage with finalizers is collected."""
 
 import gc
 import threading
@@ -11,7 +11,7 @@ SECONDS = 2.0
 
 
 class Garbage:
-    """Only the collector frees it, and its finalizer gives the interpreter away."""
+    """Only the collector frees it, and its finalizer releases the GIL."""
 
     def __init__(self) -> None:
         self.itself = self

@@ -1,4 +1,4 @@
-"""Guests: they may ask and nothing else, they hold nobody up, and they find the clusters of this machine."""
+"""Guests: they may only ask, they delay no worker, and they find the clusters of this machine."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_guest_may_do_nothing_else(cluster: InProcessCluster, message: Any, ca
 
 
 def test_the_same_call_of_a_member_runs(cluster: InProcessCluster) -> None:
-    """Otherwise the test above would prove nothing."""
+    """A member's call runs the function; otherwise the test above would prove nothing."""
     cluster[1].rpc_sync("worker0", ran, ("by a member",))
     assert RAN == ["by a member"]
     RAN.clear()
@@ -128,7 +128,7 @@ def test_there_are_at_most_sixteen(cluster: InProcessCluster) -> None:
         while again is None:
             try:
                 again = visit(cluster[0])
-            except AuthenticationError:  # it has not noticed yet that one has gone
+            except AuthenticationError:  # the worker has not noticed yet that one guest has gone
                 assert time.monotonic() < deadline
         assert again.ask("clock")
         again.close()
@@ -179,7 +179,7 @@ def addresses_host() -> str:
 
 
 class Trap:
-    """A value whose unpickling would run something."""
+    """A value whose unpickling would run code."""
 
     def __reduce__(self) -> Any:
         return ran, ("by an answer",)
@@ -189,7 +189,7 @@ class Trap:
     "answer", [Trap(), ran, [torch.load], {"a": Trap}], ids=["object", "function", "list", "class"]
 )
 def test_an_answer_is_data(cluster: InProcessCluster, guest: Guest, answer: Any) -> None:
-    """A worker that has been taken over cannot run anything where its answers are read, not even an import."""
+    """A hijacked worker cannot run anything where its answers are read, not even an import."""
     cluster[0].inspection.topics["trap"] = lambda: answer
     with pytest.raises(ProtocolError):
         guest.ask("trap")
@@ -202,7 +202,7 @@ def test_an_answer_is_data(cluster: InProcessCluster, guest: Guest, answer: Any)
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the sockets of the next cluster are."""
+    """The directory for the sockets of the next cluster."""
     path = Path("/tmp") / f"backhaul-{tmp_path.name[:20]}-{threading.get_native_id()}"
     path.mkdir(mode=0o700)
     monkeypatch.setenv("BACKHAUL_RUNTIME_DIR", str(path))
@@ -219,7 +219,7 @@ def test_a_cluster_is_found_by_its_directory(place: Path) -> None:
         guest = Guest(found[2].addresses, transport_for())
         assert guest.ask("snapshot")["worker"]["name"] == "worker2"
         guest.close()
-    with pytest.raises(MisuseError, match=f"no running cluster of yours was found on this machine in {place}"):
+    with pytest.raises(MisuseError, match=f"you have no running cluster on this machine in {place}"):
         find_cluster(str(place))
 
 
@@ -228,7 +228,7 @@ def test_several_clusters_are_named(place: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv("BACKHAUL_RUNTIME_DIR")
         with InProcessCluster(1, sockets=True), pytest.raises(MisuseError) as caught:
             find_cluster(None)
-    assert "several clusters of yours run on this machine" in str(caught.value)
+    assert "you have several running clusters on this machine" in str(caught.value)
     assert f"  {place}: worker0, worker1" in str(caught.value).splitlines()
 
 

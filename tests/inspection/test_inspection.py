@@ -1,4 +1,4 @@
-"""What a worker tells about itself: the figures of known calls, what its threads do, what went wrong."""
+"""A worker's report about itself: the figures of known calls, what its threads do, what went wrong."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_bytes_in_segments_have_a_path_of_their_own() -> None:
 
 
 def test_bytes_on_devices_have_a_path_of_their_own() -> None:
-    """The channel is told of what lies on a GPU as it is of any large frame; tests/cuda has the real thing."""
+    """The channel counts data on a GPU like any large frame; tests/cuda has the real thing."""
     with InProcessCluster(2, sockets=True) as pair:
         pair[0].rpc_sync("worker1", watched.double, (torch.ones(1),))
         line = pair[0].agent.calling()[0]
@@ -214,7 +214,7 @@ def test_when_a_peer_was_heard() -> None:
 
 
 def find_thread(worker: Worker, handles: str) -> dict[str, Any]:
-    """The thread that handles a call of that function."""
+    """The thread that handles a call of this function."""
     found: list[dict[str, Any]] = [
         thread
         for thread in worker.inspection("threads", {})
@@ -230,7 +230,7 @@ def test_a_thread_that_waits_says_for_whom_and_for_what() -> None:
         gate = watched.new_gate("stuck")
         future = pair[0].rpc_async("worker1", watched.relay, ("worker0", watched.wait_at, gate))
         watched.await_visitor(gate)
-        # Both workers are in this process, and each has notes about its own threads only.
+        # Both workers are in this process, and each has notes only about its own threads.
         relays = find_thread(pair[1], "watched.relay")
         (handled,) = relays["handles"]
         assert (handled["peer"], handled["kind"]) == ("worker0", "Call")
@@ -241,7 +241,7 @@ def test_a_thread_that_waits_says_for_whom_and_for_what() -> None:
         assert "relay" in stack
         stands = find_thread(pair[0], "watched.wait_at")
         assert stands["waits"] == []
-        # The wait and the request that it is for have the same number.
+        # The wait and its request have the same number.
         assert stands["handles"][0]["call"] == wait["call"]
         watched.open_gate(gate)
         assert future.wait() == gate
@@ -271,7 +271,7 @@ def test_debug_info_has_the_meter_if_it_is_on(pair: InProcessCluster) -> None:
 
 
 def test_a_worker_is_told_apart_from_another_of_its_rank() -> None:
-    """In a dynamic group a rank may go to another worker."""
+    """In a dynamic group another worker may get a rank."""
     accounts = Accounts()
     for info in (WorkerInfo(1, "first"), WorkerInfo(1, "second")):
         accounts.add(_Line(info))  # type: ignore[arg-type]
@@ -283,7 +283,7 @@ class _Channel:
 
 
 class _Line:
-    """A line that has ended."""
+    """A closed line."""
 
     channel = _Channel()
     ended = final = True

@@ -1,4 +1,4 @@
-"""The meter: what is counted while somebody wants to know, and that it goes off by itself."""
+"""The meter: what it counts while someone is interested, and that it switches off by itself."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from backhaul.worker import Worker
 
 @pytest.fixture
 def metered(pair: InProcessCluster) -> Iterator[InProcessCluster]:
-    """Two workers whose meters are on, and which have a connection."""
+    """Two workers with their meters on, and a connection."""
     replied = threading.Event()
     stop = pair[1].agent.observers.add(lambda event: replied.set() if type(event) is Sent and event.replies else None)
     pair[0].rpc_sync("worker1", int)
-    assert replied.wait(watched.PATIENCE)  # or the end of this call would be counted
+    assert replied.wait(watched.PATIENCE)  # else the end of this call would be counted
     stop()
     for worker in pair:
         worker.inspection.meter.figures()
@@ -45,12 +45,12 @@ def calls(worker: Worker, direction: str) -> dict[str, dict[str, Any]]:
 
 
 def counts(worker: Worker, direction: str) -> dict[str, tuple[int, int]]:
-    """How many calls of each function there were, and how many of them failed."""
+    """The number of calls of each function, and the number of failures."""
     return {name: (each["count"], each["failed"]) for name, each in calls(worker, direction).items()}
 
 
 def await_served(worker: Worker, name: str, count: int) -> None:
-    """Replies leave before the end of a request is counted."""
+    """Wait for the counts: replies leave before the end of a request is counted."""
     watched.until(worker, lambda: counts(worker, "served").get(name, (0, 0))[0] >= count)
 
 
@@ -112,7 +112,7 @@ def test_the_buckets_hold_every_call(metered: InProcessCluster) -> None:
 
 
 def test_a_call_that_waits_takes_as_long_as_it_waits(metered: InProcessCluster) -> None:
-    """The time of a served call has that of the call that it made, and less than that of its caller."""
+    """The time of a served call includes the call that it made, and is less than its caller's."""
     rpc.rpc_sync("worker1", watched.relay, ("worker0", watched.double, torch.ones(1)))
     await_served(metered[1], "relay", 1)
     inner = calls(metered[0], "served")["double"]["seconds"]
@@ -169,7 +169,7 @@ def test_the_time_of_a_pass_is_split(metered: InProcessCluster) -> None:
     passes = found["passes"]
     assert (passes["count"], passes["failed"]) == (1, 0)
     assert passes["seconds"] == pytest.approx(recent["ended"] - recent["began"], abs=1e-4)
-    # All of it happened on the thread in backward(), so the parts do not overlap, and leave little over.
+    # Everything happened on the thread in backward(), so the parts do not overlap, and leave little over.
     split = [passes[name] for name in ("runs_seconds", "gate_seconds", "wait_seconds")]
     assert all(part > 0 for part in split)
     assert 0.5 * passes["seconds"] < sum(split) <= passes["seconds"]

@@ -1,4 +1,4 @@
-"""Functions that workers run for the tests of what can be seen of them."""
+"""Functions that workers run for the tests of inspection."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_gate(name: str) -> None:
 
 
 def until(worker: Worker, condition: Callable[[], object]) -> None:
-    """Return when something is true that becomes true right before an event of this worker."""
+    """Return when a condition holds that becomes true right before an event of this worker."""
     told = threading.Event()
     stop = worker.agent.observers.add(lambda _: told.set())
     try:

@@ -1,4 +1,4 @@
-"""A running `backhaul run` whose output can be awaited line by line."""
+"""A running `backhaul run`, whose output can be awaited line by line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from processes import PATIENCE
 
 
 class Launch:
-    """``backhaul run`` with ``argv``; ``before`` is what the command line begins with."""
+    """``backhaul run`` with ``argv``; ``before`` is the beginning of the command line."""
 
     def __init__(
         self, *argv: str, cwd: Path, env: dict[str, str] | None = None, before: Sequence[str] = (), **options: object

@@ -1,7 +1,7 @@
-"""Hosts with a real sshd: network namespaces, each with its name, on a bridge with the launcher's.
+"""Hosts with a real sshd: network namespaces, each with its own name, on a bridge with the launcher's machine.
 
-``a`` is 10.79.0.1, ``b`` is 10.79.0.2, the launcher's machine 10.79.0.254. The shell of ``b`` prints something before
-each command, as a careless ``.bashrc`` does. A host vanishes when its cable is pulled: no packet says so to anybody.
+``a`` is 10.79.0.1, ``b`` is 10.79.0.2, the launcher's machine is 10.79.0.254. The shell of ``b`` prints something
+before each command, as a careless ``.bashrc`` does. A host vanishes when its cable is pulled: no packet announces that.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SshHost:
         self.temporary.mkdir(parents=True)
         self._environment["TMPDIR"] = str(self.temporary)
         self._make_config(directory)
-        # /run is its own, since sshd wants a directory there that Debian makes when the service starts.
+        # The namespace has its own /run, since sshd needs a directory there that Debian makes when the service starts.
         script = (
             f"hostname {name} && ip link set lo up && mount -t tmpfs none /run && mkdir -m 755 /run/sshd && "
             f"exec {_SSHD} -D -e -f {self.directory}/sshd_config"
@@ -97,15 +97,15 @@ class SshHost:
             line = self.sshd.stderr.readline() if ready else ""
             assert line, f"sshd did not start: {said}"
             said += line
-        # What it says from now on is of no interest, and must not fill the pipe.
+        # Later output does not matter, and must not fill the pipe.
         self._log = subprocess.Popen(["cat"], stdin=self.sshd.stderr, stdout=subprocess.DEVNULL)
 
     def processes(self) -> list[int]:
-        """All that runs on this host, apart from its sshd."""
+        """All processes on this host, except its sshd."""
         return [pid for pid in processes_in(self.namespace) if pid != self.sshd.pid]
 
     def find(self, *words: str) -> list[int]:
-        """The processes here whose command lines have all of these words."""
+        """The processes here whose command lines contain all these words."""
         found = []
         for pid in self.processes():
             try:
@@ -141,7 +141,7 @@ class Network:
     """Hosts ``a`` and ``b``, and the launcher's machine between them."""
 
     def __init__(self, directory: Path, **environment: str) -> None:
-        """``environment``: variables that a login on a host has."""
+        """``environment``: variables of a login on a host."""
         self.directory = directory
         self._environment = environment
         self.hosts: dict[str, SshHost] = {}
@@ -194,11 +194,11 @@ class Network:
 
     @property
     def before(self) -> list[str]:
-        """What a command on the launcher's machine begins with."""
+        """The beginning of a command line on the launcher's machine."""
         return ["nsenter", "--target", str(self._machine.pid), "--net", "--"]
 
     def here(self, *words: str) -> str:
-        """Run something on the launcher's machine."""
+        """Run a command on the launcher's machine."""
         return run(*self.before, *words)
 
     def pull(self, *names: str) -> None:
@@ -213,7 +213,7 @@ class Network:
 
     @property
     def options(self) -> list[str]:
-        """How the hosts are reached, and where they find the package that is tested."""
+        """Options that say how to reach the hosts, and where they find the tested package."""
         return ["--ssh", self.ssh, "--env", f"PYTHONPATH={Path(backhaul.__file__).parent.parent}"]
 
     def launch(self, *argv: str, cwd: Path, hosts: str = "a:2,b:2", **more: object) -> Launch:
@@ -222,11 +222,11 @@ class Network:
         return Launch(*given, *argv, cwd=cwd, before=self.before, **more)  # type: ignore[arg-type]
 
     def assert_empty(self, *names: str) -> None:
-        """Wait until nothing of a launch is left on hosts (all, if none is named), and on the launcher's machine."""
+        """Wait until nothing of a launch is left on the launcher's machine and on these hosts; by default on all."""
         deadline = time.monotonic() + GONE_WITHIN
         left = self.left(names)
         while left and time.monotonic() < deadline:
-            time.sleep(0.05)  # other people's processes: there is no event to wait for
+            time.sleep(0.05)  # not our children: there is no event to wait for
             left = self.left(names)
         assert not left, "left behind:\n" + "\n".join(left)
 

@@ -50,7 +50,7 @@ def test_hosts(text: str, hosts: list[Host]) -> None:
         ("a b:2", "names no host"),
         ("-oProxyCommand=x", "names no host"),
         ("fe80::1", "put an IPv6 address into brackets, as in [fe80::1]:2; got 'fe80::1'"),
-        ("a:1,b,a:2", "host 'a' is named twice; give it all of its workers at once, as in a:2"),
+        ("a:1,b,a:2", "host 'a' is named twice; name it once with all its workers, as in a:2"),
     ],
 )
 def test_hosts_that_are_wrong(text: str, complaint: str) -> None:
@@ -114,7 +114,7 @@ def test_ranks_follow_the_order_of_the_hosts() -> None:
 
 def test_the_name_of_a_host() -> None:
     assert Host("me@a").name == "a"
-    assert not Host("me@localhost").is_local  # somebody else, by ssh
+    assert not Host("me@localhost").is_local  # another user, over ssh
     assert Host("localhost").is_local
 
 
@@ -131,7 +131,7 @@ def test_a_lease_is_renewed_from_the_time_of_its_question() -> None:
     assert lease.ends == 106.0
     lease.granted(2)
     assert lease.ends == 107.0
-    lease.granted(1)  # an answer that comes twice, or to nothing
+    lease.granted(1)  # a repeated answer, or one without a question
     lease.granted(77)
     assert lease.ends == 107.0
     assert not lease.is_over(106.9)
@@ -139,12 +139,12 @@ def test_a_lease_is_renewed_from_the_time_of_its_question() -> None:
 
 
 def test_the_launcher_is_sure_only_after_the_lease_of_its_last_answer() -> None:
-    """Whatever the network delays: the steward's lease ends before the launcher counts it as over."""
+    """Whatever the network delays, the steward's lease ends before the launcher takes it for over."""
     lease, grants = Lease(6.0, now=99.0), Grants(6.0, now=99.5)
     question = lease.ask(100.0)
     assert question == 1
-    grants.answered(103.0)  # it was under way for three seconds
-    lease.granted(question)  # and the answer for any time
+    grants.answered(103.0)  # the question took three seconds
+    lease.granted(question)  # and the answer any time
     assert lease.ends <= grants.over_at - 2.0
     assert grants.silence(105.0) == 2.0
     assert grants.doubtful_at == 106.0
@@ -206,7 +206,7 @@ def test_the_command_line_has_nothing_but_where_python_is() -> None:
     argv = steward_argv(Host("me@b"), "ssh -p 2222 -i key -o ServerAliveInterval=60", "/opt/py 3/python", 30.0)
     assert argv[:6] == ["ssh", "-p", "2222", "-i", "key", "-o"]
     options = [argv[at + 1] for at, word in enumerate(argv) if word == "-o"]
-    assert options.index("ServerAliveInterval=60") < options.index("ServerAliveInterval=10")  # the first one counts
+    assert options.index("ServerAliveInterval=60") < options.index("ServerAliveInterval=10")  # ssh takes the first one
     assert "BatchMode=yes" in options
     assert argv[-2] == "me@b"
     assert shlex.split(argv[-1]) == ["exec", "/opt/py 3/python", "-u", "-c", BOOT]
@@ -236,16 +236,16 @@ def test_what_is_started_ends_without_its_first_line() -> None:
 @pytest.mark.parametrize(
     ("code", "said", "sentence"),
     [
-        (255, "Host key verification failed.", "its key is not known here, or has changed"),
-        (255, "root@b: Permission denied (publickey).", "it accepts no key of yours"),
+        (255, "Host key verification failed.", "its key is unknown here or has changed"),
+        (255, "root@b: Permission denied (publickey).", "it accepts none of your keys"),
         (255, "ssh: Could not resolve hostname b: Name or service not known", "its name is not known here"),
         (255, "ssh: connect to host b port 22: Connection refused", "no ssh server listens there"),
         (255, "ssh: connect to host b port 22: Connection timed out", "it does not answer"),
         (255, "something else", "ssh failed"),
-        (127, "sh: 1: exec: /x/python: not found", "it has no Python at /x/python: name the one that is there with"),
+        (127, "sh: 1: exec: /x/python: not found", "it has no Python at /x/python: give the path of"),
         (126, "", "it has no Python at /x/python"),
         (1, "ModuleNotFoundError: No module named 'backhaul'", "its Python /x/python has no Backhaul"),
-        (3, "", "what was started there exited with code 3 before it said anything"),
+        (3, "", "the command exited with code 3 before it wrote anything"),
     ],
 )
 def test_failures_are_explained(code: int, said: str, sentence: str) -> None:
@@ -261,7 +261,7 @@ def test_failures_are_explained(code: int, said: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--hosts", "a:2", "-n", "2", "x.py"], "--hosts a:2,b:2 instead of -n"),
+        (["--hosts", "a:2", "-n", "2", "x.py"], "instead of -n: --hosts a:2,b:2"),
         (["--hosts", "a", "--hostfile", "f", "x.py"], "give --hosts or --hostfile, not both"),
         (["--hostfile", "nowhere", "x.py"], "cannot read the hostfile nowhere: No such file or directory"),
         (["--hosts", "a:x", "x.py"], "the number of workers on a host must be 1 to 4096, not 'x'"),

@@ -1,4 +1,4 @@
-"""The course of a launch over hosts, without hosts: what is said to them, when they are lost, how it ends."""
+"""The course of a launch over hosts, without hosts: messages to them, their loss, and the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELLO = {0: "10.0.0.1", 1: "10.0.0.2"}
 
 
 class Play:
-    """A launch of four workers on two hosts, moment by moment."""
+    """A launch of four workers on two hosts, event by event."""
 
     def __init__(self, hosts: Sequence[Host] = (Host("a", 2), Host("b", 2)), **terms: object) -> None:
         names = [f"worker{rank}" for rank in range(sum(host.slots for host in hosts))]
@@ -63,7 +63,7 @@ class Play:
         return self.hear(host, protocol.Hello(protocol.VERSION, VERSION, HELLO[host]), protocol.Ready())
 
     def run(self) -> Play:
-        """Up to where all workers run."""
+        """Play until all workers run."""
         self.greet(0)
         self.greet(1)
         self.hear(0, protocol.Listening(4711))
@@ -107,7 +107,7 @@ def test_workers_start_when_all_hosts_have_reached_the_first() -> None:
     play = Play(named=True)
     assert play.sent(protocol.Listen) == []
     play.greet(1)
-    assert play.sent(protocol.Listen) == []  # the first is not there yet
+    assert play.sent(protocol.Listen) == []  # the first host is not ready yet
     play.greet(0)
     assert play.did[-1] == Send(0, protocol.Listen("10.0.0.1", 0))
     play.hear(0, protocol.Listening(4711))
@@ -141,7 +141,7 @@ def test_workers_start_when_all_hosts_have_reached_the_first() -> None:
     [
         ((Host("a"), Host("b")), {"master_addr": "10.9.9.9", "master_port": 7}, "10.9.9.9"),
         ((Host("a", address="192.168.0.1"), Host("b")), {}, "192.168.0.1"),
-        ((Host("localhost"), Host("b")), {}, "10.0.0.9"),  # of this machine, on the way to b
+        ((Host("localhost"), Host("b")), {}, "10.0.0.9"),  # this machine's address that faces b
         ((Host("localhost"),), {}, "127.0.0.1"),
     ],
 )
@@ -157,7 +157,7 @@ def test_an_address_that_is_not_known_is_asked_for() -> None:
     play = Play()
     play.greet(1)
     play.hear(0, protocol.Hello(protocol.VERSION, VERSION, ""), protocol.Ready())
-    assert play.course.phase == "listening"  # towards("10.0.0.2") says it
+    assert play.course.phase == "listening"  # the address comes from towards("10.0.0.2")
     play = Play()
     for host in (0, 1):
         play.hear(host, protocol.Hello(protocol.VERSION, VERSION, ""), protocol.Ready())
@@ -187,7 +187,7 @@ def test_an_ipv6_address_is_quoted() -> None:
 
 def test_all_hosts_that_cannot_be_used_are_named_at_once() -> None:
     play = Play((Host("a"), Host("b"), Host("c")))
-    assert play.drop(1, "host b: no key") == []  # the others may fail as well
+    assert play.drop(1, "host b: no key") == []  # the others may fail too
     play.greet(0)
     play.hear(2, protocol.Hello(protocol.VERSION, VERSION, "10.0.0.3"))
     play.hear(2, protocol.Refused("it has no directory /w"))
@@ -211,7 +211,7 @@ def test_another_version_is_refused() -> None:
     play = Play((Host("a"),))
     play.hear(0, protocol.Hello(protocol.VERSION, "0.0.1", ""))
     assert play.course.outcome.code == 255
-    assert "host a: it has Backhaul 0.0.1, and the launcher" in play.course.outcome.why
+    assert "host a: it has Backhaul 0.0.1, but the launcher" in play.course.outcome.why
 
 
 def test_a_port_that_is_taken() -> None:
@@ -370,7 +370,7 @@ def test_a_host_that_is_silent_is_doubted_and_then_lost() -> None:
         play.wait(3.5)
         play.answer(0)
     assert play.course.phase == "running"
-    assert play.course.next_time() == 1005.5 + 12.0  # the lease, and time for killing
+    assert play.course.next_time() == 1005.5 + 12.0  # the lease, and time for the killing
     play.wait(1.5)
     assert play.did[0] == Disconnect(1)
     assert play.sent(protocol.Stop) == [(0, protocol.Stop(signal.SIGTERM, 5.0))]
@@ -407,7 +407,7 @@ def test_with_rejoin_a_lost_host_comes_back() -> None:
     play = Play(restarts=2, rejoin=True).run()
     play.drop(1, "the connection with host b has ended")
     assert play.sent(protocol.News) == []  # its workers may still run
-    assert "count as lost when they must have ended there" in play.said
+    assert "count as lost once their lease is over" in play.said
     play.wait(11.9)
     play.answer(0)
     assert play.course.next_time() == 1012.0
@@ -418,16 +418,16 @@ def test_with_rejoin_a_lost_host_comes_back() -> None:
     assert f"worker3 {how}; it is restarted, and 0 restarts are left" in play.said
     assert play.wait(1.0) == [Connect(1)]
     play.drop(1, "host b: no route")
-    assert play.said == "host b: no route\nhost b is tried again"
+    assert play.said == "host b: no route\ntrying host b again"
     assert play.wait(1.9) == []
     assert play.wait(0.1) == [Connect(1)]
-    assert play.drop(1, "host b: no route") == []  # said once
+    assert play.drop(1, "host b: no route") == []  # reported only once
     play.answer(0)
     assert play.wait(4.0) == [Connect(1)]
     play.answer(0)
     play.greet(1)
     assert play.did[-1] == Send(1, protocol.Reach("10.0.0.1", 4711, 5.0))
-    play.hear(1, protocol.Reached("10.0.0.2", "Connection refused"))  # the store may be gone; the way is there
+    play.hear(1, protocol.Reached("10.0.0.2", "Connection refused"))  # the store may be gone, but the route works
     assert play.said == "host b is back"
     starts = [message for _, message in play.sent(protocol.Start) if isinstance(message, protocol.Start)]
     assert [(start.rank, start.environment["BACKHAUL_RESTARTS"]) for start in starts] == [(2, "1"), (3, "1")]

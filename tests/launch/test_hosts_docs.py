@@ -1,4 +1,4 @@
-"""docs/clusters-hosts.md as it is written: its commands on hosts with a real sshd, and what it says they print."""
+"""docs/clusters-hosts.md as written: its commands, on hosts with a real sshd, print what the page says."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def script() -> str:
 
 
 def is_shown(shown: list[str], printed: list[str]) -> None:
-    """Each line of the page is printed; … stands for anything, and a line of it alone for any lines."""
+    """Check that each line of the page is printed; … matches anything, and a line with … alone matches any lines."""
     left = list(printed)
     for line in shown:
         if line.strip() == "…":
@@ -88,7 +88,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 @on_hosts
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.command)
 def test_a_command_of_the_page(example: Example, network: Network, tmp_path: Path) -> None:
-    """With a `backhaul` and an `ssh` in the path that know the hosts of the test, as ~/.ssh/config would."""
+    """The environment, with a `backhaul` and an `ssh` that know the test's hosts, as ~/.ssh/config would."""
     for name, command in (
         ("backhaul", f"{sys.executable} -m backhaul"),
         ("ssh", network.ssh.replace("ssh", "/usr/bin/ssh", 1)),

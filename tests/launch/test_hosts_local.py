@@ -126,7 +126,7 @@ def test_a_signal_is_passed_on(run: RunScript) -> None:
     assert sorted(out.splitlines()) == ["[worker0] got it", "[worker1] got it"]
 
 
-# Parts of it.
+# Parts on their own.
 
 
 def test_a_steward_ends_its_workers_when_it_is_not_answered(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_feed_keeps_what_does_not_fit_and_notices_a_reader_that_has_gone() -> 
         data = os.urandom(1 << 20)
         feed.send(data[: 1 << 19])
         feed.send(data[1 << 19 :])
-        feed.close()  # when all is out
+        feed.close()  # once everything is written
         received = b""
         while selector.get_map():
             received += os.read(reader, 1 << 16)

@@ -1,4 +1,4 @@
-"""`backhaul run --hosts` over a real sshd on hosts of their own (see `ssh_hosts`); `make hosts` runs it."""
+"""`backhaul run --hosts` over a real sshd on separate hosts (see `ssh_hosts`); `make hosts` runs it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
 
 @pytest.fixture
 def run(network: Network, tmp_path: Path) -> Iterator[RunScript]:
-    """Starts a script on the hosts. In the end nothing is left, on no host, whatever the test did."""
+    """Starts a script on the hosts. At the end nothing is left on any host, whatever the test did."""
     launches: list[Launch] = []
 
     def start(source: str, *options: str, args: tuple[str, ...] = (), **more: object) -> Launch:
@@ -90,7 +90,7 @@ def test_the_key_is_on_no_command_line_in_no_environment_of_ssh_and_in_no_file(
     for pid in others:
         assert secret not in Path(f"/proc/{pid}/environ").read_bytes()
     files = [path for host in network.hosts.values() for path in host.temporary.rglob("*") if path.is_file()]
-    assert files  # a lock, and what says that news come
+    assert files  # a lock, and the file that promises news
     assert all(secret not in path.read_bytes() for path in files)
     launch.popen.send_signal(signal.SIGTERM)
     assert launch.finish(LONG)[0] == 143
@@ -103,7 +103,7 @@ def test_a_hostfile_users_names_and_a_module(network: Network, tmp_path: Path) -
     launch = Launch(*options, "--names", "ps,trainer", "-m", "tool", cwd=tmp_path, before=network.before)
     code, _, err = launch.finish(LONG)
     assert code == 255
-    assert "host a: it has no directory /nowhere" in err  # and b has its own
+    assert "host a: it has no directory /nowhere" in err  # b has its own directory
     options = [*options[:-1], str(tmp_path), "--names", "ps,trainer", "-m"]
     code, out, err = Launch(*options, "tool", cwd=tmp_path, before=network.before).finish(LONG)
     assert code == 0, err
@@ -207,7 +207,7 @@ def test_ctrl_z_does_not_suspend_the_launcher(run: RunScript) -> None:
     launch = run(PAUSE, hosts="a:1")
     assert launch.line()
     launch.popen.send_signal(signal.SIGTSTP)
-    assert launch.complaint().startswith("backhaul: the launcher is not suspended")
+    assert launch.complaint().startswith("backhaul: the launcher ignores Ctrl-Z")
     launch.popen.send_signal(signal.SIGTERM)
     assert launch.finish(LONG)[0] == 143
 
@@ -260,7 +260,7 @@ def test_a_steward_that_is_stopped_does_not_keep_its_workers(run: RunScript, net
         code, _, err = launch.finish(LONG)
         assert code == 255
         assert "host b has not answered for" in err
-        assert_gone(family)  # its guardian did it
+        assert_gone(family)  # its guardian killed them
     finally:
         os.kill(steward, signal.SIGCONT)
 
@@ -398,7 +398,7 @@ def test_a_host_that_vanished_is_taken_in_again(run: RunScript, network: Network
     assert "host b is back" in err
 
 
-# Hosts that cannot be used: the hosts are named, nobody is asked, nothing hangs.
+# Unusable hosts: the error names the host, ssh asks no questions, nothing hangs.
 
 
 def refused(launch: Launch) -> str:
@@ -421,17 +421,17 @@ def test_wrong_hosts_are_named_together(run: RunScript, network: Network) -> Non
 
 def test_a_host_key_that_is_not_known(run: RunScript, network: Network) -> None:
     err = refused(run(PAUSE, "--ssh", f"{network.ssh} -o UserKnownHostsFile=/dev/null", hosts="a:1"))
-    assert "host a: its key is not known here, or has changed, and nobody is asked" in err
+    assert "host a: its key is unknown here or has changed, and ssh may not ask" in err
     assert "Host key verification failed" in err
 
 
 def test_a_host_that_accepts_no_key(run: RunScript, network: Network) -> None:
     err = refused(run(PAUSE, "--ssh", f"{network.ssh} -o PubkeyAuthentication=no", hosts="b:1"))
-    assert "host b: it accepts no key of yours, and nobody is asked for a password" in err
+    assert "host b: it accepts none of your keys, and ssh may not ask for a password" in err
 
 
 def test_no_python_no_backhaul_no_directory_no_script(run: RunScript, tmp_path: Path) -> None:
-    assert "host a: it has no Python at /no/python: name the one that is there with --python" in refused(
+    assert "host a: it has no Python at /no/python: give the path of the host's Python with --python" in refused(
         run(PAUSE, "--python", "/no/python", hosts="a:1")
     )
     assert "has no Backhaul: install this version there" in refused(
@@ -477,7 +477,7 @@ def test_large_and_undecodable_output(run: RunScript) -> None:
 
 
 def test_a_reader_that_stands_still_costs_no_worker_its_life(run: RunScript) -> None:
-    """As Ctrl-S in a terminal does. The workers wait in print; their hosts are answered."""
+    """As after Ctrl-S in a terminal. The workers block in print; the launcher still answers their hosts."""
     source = """
         import sys
         for number in range(2000):
@@ -485,7 +485,7 @@ def test_a_reader_that_stands_still_costs_no_worker_its_life(run: RunScript) -> 
         """
     launch = run(source, "--host-timeout", "2", hosts="a:1,b:1")
     assert launch.line()
-    time.sleep(8)  # four leases long, nobody reads
+    time.sleep(8)  # nobody reads for four leases
     assert launch.popen.poll() is None
     assert launch.popen.stdout is not None
     assert len(launch.popen.stdout.readlines()) == 3999

@@ -1,4 +1,4 @@
-"""What a notebook's functions need is found, sent once, and sent again when it changes."""
+"""A notebook's definitions are found, sent once, and sent again when they change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from backhaul.launch.interactive import Definition, Shipper, apply, definitions,
 
 
 class Notebook:
-    """A ``__main__`` that is typed in cell by cell, as IPython does it."""
+    """A ``__main__`` typed cell by cell, as in IPython."""
 
     def __init__(self) -> None:
         self.module = ModuleType("__main__")
@@ -59,7 +59,7 @@ class Remote:
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
     made = Notebook()
-    # Pickle looks functions and classes up in the real table of modules.
+    # Pickle looks functions and classes up in the real ``sys.modules``.
     monkeypatch.setitem(sys.modules, "__main__", made.module)
     return made
 
@@ -368,7 +368,7 @@ def test_ipython(tmp_path: Any) -> None:
 
 
 def test_functions_are_what_they_seem() -> None:
-    """The tests above rely on functions made by exec being of ``__main__``."""
+    """Functions made by exec belong to ``__main__``. The tests above rely on that."""
     notebook = Notebook()
     notebook.type("def f(): pass")
     assert isinstance(notebook["f"], FunctionType)

@@ -1,4 +1,4 @@
-"""Lines stay whole, bytes stay as they are."""
+"""Lines stay whole, and bytes unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers of these tests are shared by a module: the first profile of a process takes seconds to start."""
+"""A module's tests share their workers: the first profile of a process takes seconds to start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GONE_WITHIN = 5.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_thread_stays() -> Iterator[None]:
-    """After each module the threads that workers made in it are gone."""
+    """Check after each module that the threads of its workers are gone."""
     before = set(threading.enumerate())
     yield
     deadline = time.monotonic() + _GONE_WITHIN

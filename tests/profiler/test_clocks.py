@@ -1,4 +1,4 @@
-"""How far another clock is, from round trips."""
+"""The offset of another clock, from round trips."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_shortest_round_trip_counts() -> None:
 
 
 def test_the_offset_is_right_to_within_the_error() -> None:
-    """However the way there and the way back differ."""
+    """This holds however the two directions differ."""
     chance = random.Random(1)
     for _ in range(200):
         offset = chance.randrange(-(10**9), 10**9)
@@ -37,7 +37,7 @@ def test_one_host_has_one_clock() -> None:
 
 
 def test_unless_what_was_measured_says_otherwise() -> None:
-    """In a container with a time of its own."""
+    """As in a container with its own clock."""
     found = align([RoundTrip(0, 5000, 100)], same_host=True)
     assert (found.offset, found.error, found.method) == (4950, 50, "round trips")
 

@@ -35,7 +35,7 @@ def pass_on(x: torch.Tensor) -> torch.Tensor:
 
 
 def count(seconds: float) -> int:
-    """Computes in Python."""
+    """Compute in Python."""
     end, number = time.monotonic() + seconds, 0
     while time.monotonic() < end:
         number += 1
@@ -86,9 +86,9 @@ def test_a_profile_over_processes(workers: Cluster, tmp_path: Path) -> None:
     summary = prof.summary()
     for each in summary.workers:
         assert sum(each.seconds.values()) == pytest.approx(each.wall, rel=0.05)
-    # worker1 sleeps in a function, which is its own affair; worker2 has four threads that want one interpreter.
+    # worker1 sleeps in a function, which counts as compute; worker2 has four threads that want one interpreter.
     assert summary["worker1"].seconds["compute"] > 0.9 * SECONDS
-    print(summary)  # for whoever reads why it failed
+    print(summary)  # shown if the test fails
     assert summary["worker1"].seconds["interpreter"] < 0.1 * SECONDS
     assert summary["worker2"].seconds["interpreter"] > 0.5 * SECONDS
     assert summary["driver"].seconds["replies"] > 0.8 * SECONDS
@@ -105,12 +105,12 @@ def test_a_worker_that_dies_is_named_and_the_others_are_there(workers: Cluster) 
                 rpc.rpc_sync("worker2", sleep, args=(60,))
         return prof
 
-    with pytest.warns(RuntimeWarning, match="without workers that were lost during it: worker 'worker2'"):
+    with pytest.warns(RuntimeWarning, match="lacks workers that were lost during it: worker 'worker2'"):
         prof = block()
     assert [each.worker for each in prof.summary().workers] == ["driver", "worker1"]
     assert prof.chrome_trace()["backhaul"]["lost"] == ["worker2"]
     assert {row.worker for row in prof.key_averages()} == {"driver", "worker1"}
-    # Nobody can be profiled any more who is dead.
+    # A dead worker cannot be profiled any more.
     with pytest.raises(WorkerLostError, match="worker2"):
         profile(clock_rounds=1).__enter__()
     with profile(workers=["worker1"], clock_rounds=1):
@@ -130,7 +130,7 @@ def test_two_profiles_at_once(workers: Cluster) -> None:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert "worker 'worker1' is being profiled already, by worker 'driver'" in errors[0]
+    assert "worker 'worker1' is already being profiled by worker 'driver'" in errors[0]
 
 
 def try_to_profile() -> None:

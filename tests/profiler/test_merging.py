@@ -1,4 +1,4 @@
-"""What Kineto recorded in two processes goes into one file: new numbers for processes, threads and arrows."""
+"""Kineto's records from two processes go into one file: new numbers for processes, threads and arrows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from backhaul.profiler.replay import replay
 from backhaul.profiler.trace import chrome_trace
 
 BASE = 10**18
-"""Where Kineto's times count from, in nanoseconds of Unix time."""
+"""The zero of Kineto's times, in nanoseconds of Unix time."""
 
 
 def kineto(pid: int) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def kineto(pid: int) -> dict[str, Any]:
             row("X", 8.0, tid=7, pid=0, cat="kernel", dur=1.0),
             row("s", 5.0, cat="ac2g", id=1),
             row("f", 8.0, tid=7, pid=0, cat="ac2g", id=1, bp="e"),
-            row("f", 6.0, cat="ac2g", id=2, bp="e"),  # Kineto has not recorded its begin
+            row("f", 6.0, cat="ac2g", id=2, bp="e"),  # Kineto has not recorded its beginning
             row("X", 0.0, pid="Spans", cat="Trace", dur=9.0),  # type: ignore[arg-type]
         ],
     }

@@ -1,4 +1,4 @@
-"""What a worker has recorded, in pieces: large recordings, and workers that take long to hand theirs over."""
+"""A worker's recording in pieces: large recordings, and workers that take long to hand theirs over."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_collector_that_was_off_stays_off() -> None:
 
 
 def test_a_worker_that_has_not_packed_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nobody can pack until the other worker was asked twice. A worker that packs before it answers is lost here."""
+    """No worker can pack until the other was asked twice. A worker that packs before it answers is lost here."""
     monkeypatch.setattr(holder, "_ASK_EVERY", 0.0)
     asked: list[str] = []
 
@@ -104,7 +104,7 @@ def many(count: int) -> None:
 
 
 def look_at(name: str, seconds: float) -> bool:
-    """Calls a worker again and again. A peer that owes an answer is watched."""
+    """Calls a worker repeatedly. A peer that owes an answer is watched."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         rpc.rpc_sync(name, many, args=(1,))
@@ -115,7 +115,7 @@ def look_at(name: str, seconds: float) -> bool:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("error")
 def test_a_large_recording_loses_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing takes longer than the holder waits for any one answer; another worker watches the one that packs."""
+    """Packing takes longer than the holder waits for any single answer; another worker watches the packing one."""
     options = rpc.RpcOptions(unresponsive_after=20.0, lost_after=20.0)
     env = {"PYTHONPATH": os.path.dirname(__file__)}
     with backhaul.cluster(2, output=False, env=env, options=options):

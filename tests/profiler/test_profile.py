@@ -1,4 +1,4 @@
-"""A profile of a cluster whose workers live in this process: what is in the trace, the averages and the summary."""
+"""A profile of a cluster in this process: the contents of the trace, the averages and the summary."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def profile_itself() -> None:
 
 
 def step() -> None:
-    """Calls of all kinds, and a pass with a gate: the run here waits for what comes back of the middle."""
+    """Calls of all kinds, and a pass with a gate: the run here waits for gradients from the middle."""
     x = torch.rand(64, 64, requires_grad=True)
     with dist_autograd.context() as context:
         first = rpc.rpc_sync("worker1", torch.tanh, args=(x * 2,))
@@ -146,7 +146,7 @@ def test_every_call_has_an_arrow_to_its_execution_and_one_back(reading: Reading)
 
 
 def test_what_a_call_does_there_lies_within_it(reading: Reading) -> None:
-    """Its execution, the user's function in it, and the operators that the function runs, on the same thread."""
+    """The execution of a call, the user's function in it, and the function's operators, on the same thread."""
     calls = {(call.process, call.args["call"]): call for call in reading.slices("backhaul.call")}
     functions = reading.slices("backhaul.function")
     checked = operators = 0
@@ -168,7 +168,7 @@ def test_what_a_call_does_there_lies_within_it(reading: Reading) -> None:
             assert [each.name for each in mine].count("aten::mm") == 3
             operators += len(mine)
     assert checked == sum(CALLS.values()) * 2
-    # None of worker2's operators are anywhere else.
+    # worker2's operators are nowhere else.
     assert operators > 0
     assert all(
         any(function.holds(each) for function in functions if function.process == "worker2")
@@ -205,7 +205,7 @@ def test_gradients_have_arrows_to_the_runs_they_start_and_the_gates_they_open(re
     started = {arrow.target for arrow in runs}
     roots = [run for run in reading.slices("backhaul.run") if run not in started]
     assert {run.process for run in roots} == {"worker0"}
-    assert len(roots) <= 2  # those that the passes began with
+    assert len(roots) <= 2  # the runs that started the passes
 
 
 def test_passes_runs_and_torch_s_engine_nest(reading: Reading) -> None:
@@ -329,7 +329,7 @@ def test_the_chain_of_a_step_tiles_it(profiled: profile) -> None:
     assert {segment.worker for segment in summary.chain.segments} >= set(NAMES)
     parts = {segment.what for segment in summary.chain.segments}
     assert {"torch's engine", "between workers"} <= parts
-    assert parts & CALLS.keys()  # which of the functions that run side by side are on it depends on their time
+    assert parts & CALLS.keys()  # which of the concurrent functions are on it depends on timing
 
 
 def test_the_summary_prints_as_a_table(profiled: profile) -> None:
@@ -402,18 +402,18 @@ def test_misuse(crowd: InProcessCluster, tmp_path: Path) -> None:
         prof = profile(clock_rounds=1)
         with pytest.raises(MisuseError, match="the block has not ended"):
             prof.summary()
-        with pytest.raises(MisuseError, match="runs only inside of its with block"):
+        with pytest.raises(MisuseError, match="runs only inside its with block"):
             prof.step()
         with prof:
             with pytest.raises(MisuseError, match="the block has not ended"):
                 prof.export_chrome_trace(tmp_path / "trace.json")
             with pytest.raises(MisuseError, match="a profile is for one block"):
                 prof.__enter__()
-            with pytest.raises(MisuseError, match="worker 'worker0' is being profiled already, by worker 'worker0'"):
+            with pytest.raises(MisuseError, match="worker 'worker0' is already being profiled by worker 'worker0'"):
                 profile(clock_rounds=1).__enter__()
             with (
                 crowd[1].as_current(),
-                pytest.raises(MisuseError, match=r"worker 'worker\d' is being profiled already, by worker 'worker0'"),
+                pytest.raises(MisuseError, match=r"worker 'worker\d' is already being profiled by worker 'worker0'"),
             ):
                 profile(clock_rounds=1).__enter__()
         prof.export_chrome_trace(tmp_path / "trace.json")
@@ -424,7 +424,7 @@ def test_misuse(crowd: InProcessCluster, tmp_path: Path) -> None:
             pass
         with pytest.raises(MisuseError, match="its schedule never recorded a step"):
             never.events()
-        with torch.profiler.profile(), pytest.raises(MisuseError, match="a profiler of torch runs on this thread"):
+        with torch.profiler.profile(), pytest.raises(MisuseError, match="a torch profiler already runs on this thread"):
             profile().__enter__()
 
 
@@ -505,9 +505,9 @@ def test_when_the_profiling_worker_is_lost_the_others_end_their_part() -> None:
         workers[0].shutdown(graceful=False)
         deadline = time.monotonic() + 10
         while any(worker.agent.observers for worker in workers[1:]) and time.monotonic() < deadline:
-            time.sleep(0.001)  # nothing tells when
+            time.sleep(0.001)  # there is no event for this
         assert not any(worker.agent.observers for worker in workers[1:])
-        with workers[1].as_current(), pytest.raises(MisuseError, match="torch has one profiler for a process"):
+        with workers[1].as_current(), pytest.raises(MisuseError, match="torch has only one profiler for each process"):
             profile(workers=["worker2"]).__enter__()
         with pytest.warns(RuntimeWarning, match="worker 'worker0' has been shut down"):
             prof.__exit__(None, None, None)
@@ -518,6 +518,6 @@ def test_when_the_profiling_worker_is_lost_the_others_end_their_part() -> None:
 
 def test_in_a_federation_there_is_no_profile() -> None:
     with InProcessCluster(2, options=rpc.RpcOptions(trust="federation")) as workers, workers[0].as_current():
-        with pytest.raises(MisuseError, match="the members of a federation do not let each other look inside"):
+        with pytest.raises(MisuseError, match="the members of a federation do not share internal data"):
             profile().__enter__()
         assert not workers[0].agent.observers

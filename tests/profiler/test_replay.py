@@ -1,4 +1,4 @@
-"""Spans, pieces and the chain of a call, from events that are written down by hand. Times are in microseconds."""
+"""Spans, pieces and the chain of a call, from handwritten events. Times are in microseconds."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_pieces_of_a_caller() -> None:
 
 
 def test_a_thread_that_sleeps_between_two_jobs_does_not_work() -> None:
-    """As the watch thread does: it hands out what it finds, and sleeps until there is more."""
+    """Like the watch thread, it hands out what it finds, and sleeps until there is more."""
     watch = thread(
         "a", 3, (10, Read(peer="b", line=1)), (12, Queued()), (80, Queued()), (81, HandedOut(peer="b", line=1, count=1))
     )
@@ -146,7 +146,7 @@ def test_a_wait_whose_end_was_not_recorded_is_in_the_chain() -> None:
 
 
 def test_a_wait_is_not_explained_by_a_thread_that_was_idle() -> None:
-    """The last write of the peer may be of something else, such as a notice that its watch thread sends."""
+    """The last write of the peer may be another message, such as a notice from its watch thread."""
     idler = thread(
         "b", 9, (1, Read(peer="c", line=5)), (2, Queued()), (59, Sent(peer="a", line=2, size=9, replies=False))
     )

@@ -1,4 +1,4 @@
-"""What the time of a worker went to, from pieces that are written down by hand. Times are in milliseconds."""
+"""Where the time of a worker went, from handwritten pieces. Times are in milliseconds."""
 
 from __future__ import annotations
 

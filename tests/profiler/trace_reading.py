@@ -1,4 +1,4 @@
-"""Reads a trace in Chrome's format as a viewer does: processes, threads, slices, and the slices that arrows connect."""
+"""Reads a trace in Chrome's format like a viewer: processes, threads, slices, and the slices that arrows connect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROUNDING = 0.002
-"""Microseconds that times in the file may be off."""
+"""The tolerance for times in the file, in microseconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class Reading:
         return max(open_then, key=lambda slice: (slice.begin, -slice.end))
 
     def arrows(self, kind: str = "backhaul.flow") -> list[Arrow]:
-        """All arrows of a kind. Each has one begin and one end, and no other arrow has its id."""
+        """All arrows of a kind. Each has one beginning, one end and a unique id."""
         ends: dict[int, dict[str, dict[str, Any]]] = {}
         for row in self.rows:
             if row["ph"] in "stf":
@@ -103,7 +103,7 @@ class Reading:
         return found
 
     def assert_nested(self) -> None:
-        """On every thread, a slice ends before the slice that it begins in."""
+        """Check that on every thread a slice ends before the slice in which it begins."""
         for slices in self._slices.values():
             stack: list[Slice] = []
             for slice in sorted(slices, key=lambda slice: (slice.begin, -slice.end)):

@@ -20,21 +20,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.timeout(300))
-            item.add_marker(pytest.mark.filterwarnings("default"))  # Ray warns of its own affairs
+            item.add_marker(pytest.mark.filterwarnings("default"))  # Ray warns about its own code
 
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[Any]:
-    """Ray's processes, with nodes that tests may add to or kill. This process is connected to it."""
+    """Ray's processes, with nodes that tests may add or kill. This process is connected to it."""
     import ray
     from eventually import NODE, patiently
     from ray.cluster_utils import Cluster
 
     here = str(Path(__file__).parent)
-    # The workers import `parts`; and they inherit this from the processes of the nodes.
+    # The workers import `parts`; they inherit this path from the processes of the nodes.
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     os.environ["OMP_NUM_THREADS"] = "1"
-    # By default 15: on a busy machine workers would hardly start.
+    # The default is 15: on a busy machine workers would hardly start.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     cluster = Cluster()
     try:

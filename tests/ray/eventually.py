@@ -1,4 +1,4 @@
-"""What Ray has now, and waiting for it to change."""
+"""What Ray holds now, and waiting for that to change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 
 
 def eventually(condition: Callable[[], Any], within: float = PATIENCE) -> Any:
-    """The first true value of the condition; Ray has no event for what others hold."""
+    """The first true value of the condition. Polls, because Ray has no event for what others hold."""
     deadline = time.monotonic() + within
     while not (found := condition()):
         assert time.monotonic() < deadline, condition
@@ -23,7 +23,7 @@ def eventually(condition: Callable[[], Any], within: float = PATIENCE) -> Any:
 
 
 def patiently(start: Callable[[], Any]) -> Any:
-    """Start a node. Ray itself gives one half a minute, which is not enough on a machine that is busy otherwise."""
+    """Start a node. Ray itself allows half a minute, which is not enough on a busy machine."""
     for _ in range(4):
         try:
             return start()
@@ -35,7 +35,7 @@ def patiently(start: Callable[[], Any]) -> Any:
 
 
 def living_actors() -> list[str]:
-    """Those that host workers. Ray's own libraries leave some of theirs, such as Ray Train's record of its runs."""
+    """The actors that host workers. Ray's libraries leave some of theirs, such as Ray Train's record of runs."""
     return [each["Name"] for each in actors().values() if each["ActorClassName"] == "Host" and each["State"] != "DEAD"]
 
 

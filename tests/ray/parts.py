@@ -1,4 +1,4 @@
-"""What the tests run on workers: a module of its own, which actors import."""
+"""Functions that the tests run on workers: a separate module, which actors import."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 
 def chain(x: torch.Tensor, *names: str) -> torch.Tensor:
-    """Passes from worker to worker, each of which does something of its own to it."""
+    """Send a tensor from worker to worker; each does something of its own to it."""
     x = x.sin() * (len(names) + 1)
     return rpc.rpc_sync(names[0], chain, args=(x, *names[1:])) if names else x
 
@@ -53,7 +53,7 @@ def gradient_of_weight(context_id: Any) -> torch.Tensor:
 
 
 def ways() -> dict[str, tuple[str, int]]:
-    """For each peer: the way that bytes take, and how many went through shared memory."""
+    """For each peer: the path of the bytes, and how many went through shared memory."""
     return {peer["name"]: (peer["path"], peer["shared"]) for peer in rpc.debug_info()["peers"]}
 
 
@@ -80,7 +80,7 @@ def fail(text: str) -> None:
 
 
 def secret_in_sight(secret: bytes) -> list[str]:
-    """Where this process shows a secret: its environment as it was started and as it is, and its command line."""
+    """Where this process shows a secret: its initial and current environment, and its command line."""
     shown = {
         "environ": Path("/proc/self/environ").read_bytes(),
         "os.environ": repr(dict(os.environ)).encode(),

@@ -25,7 +25,7 @@ SECRET = bytes(range(32))
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> None:
-    """The cluster stays from one test to the next, and its threads with it."""
+    """The cluster stays from one test to the next, and so do its threads."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_the_handles(workers: backhaul.ray.RayCluster) -> None:
 
 
 def test_ranks_by_node(workers: backhaul.ray.RayCluster) -> None:
-    """Those of one node follow each other, and the driver's node comes first."""
+    """Ranks on one node are consecutive, and the driver's node comes first."""
     where = [worker.node for worker in workers]
     assert len(set(where)) == 2
     assert where == sorted(where, key=where.index)
@@ -167,7 +167,7 @@ def test_a_process_is_the_driver_of_one_cluster(workers: backhaul.ray.RayCluster
         ({"restarts": -1}, "restarts=-1 must be a number"),
         ({"names": ["driver"]}, "needs 1 names that differ"),
         ({"on_rejoin": 3}, "on_rejoin=3 must be a function"),
-        ({"options": rpc.RpcOptions(init_method="file:///tmp/x")}, "leave init_method out"),
+        ({"options": rpc.RpcOptions(init_method="file:///tmp/x")}, "leave out the option init_method"),
         ({"options": rpc.RpcOptions(trust="federation")}, "workers of one user"),
     ],
 )

@@ -28,7 +28,7 @@ def test_the_end_of_the_block(nodes: Any) -> None:
     with backhaul.ray.cluster(2) as workers:
         pids = [worker.pid for worker in workers]
         under_way = workers[0].rpc_async(parts.sleep, (0.5,))
-    assert under_way.done()  # waited for
+    assert under_way.done()  # close() waited for it
     assert current_or_none() is None
     assert not any(worker.alive for worker in workers)
     assert_nothing_left(pids)
@@ -52,7 +52,7 @@ def test_a_body_that_raises(nodes: Any) -> None:
 
 
 def test_a_worker_that_does_not_start(nodes: Any, tmp_path: Path) -> None:
-    """As on a node that does not have the package."""
+    """As on a node without the package."""
     (tmp_path / "backhaul.py").write_text("raise ModuleNotFoundError('not installed on this node')")
     with pytest.raises(rpc.WorkerLostError, match=r"(?s)worker 'worker1' is lost; Ray says: .*not installed"):
         backhaul.ray.cluster(1, env={"PYTHONPATH": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""`backhaul.ray.group` and `init_rpc(group=...)`: actors of the user's own, and those of Ray Train, become workers."""
+"""`backhaul.ray.group` and `init_rpc(group=...)`: the user's own actors, and those of Ray Train, become workers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_actors_of_the_user(nodes: Any) -> None:
         for trainer in trainers:
             assert ray.get(trainer.sum_at.remote("worker2", torch.ones(4))) == 4.0
 
-        # One is killed, and Ray restarts it: it takes its old place.
+        # Ray restarts a killed actor, which takes its old place.
         one, other = by_name["worker1"], by_name["worker0"]
         ray.get(other.hold.remote("worker1"))
         old = ray.get(one.pid.remote())
@@ -103,10 +103,10 @@ def test_actors_of_the_user(nodes: Any) -> None:
             ray.get(other.use.remote())
         ray.get([trainer.leave.remote() for trainer in trainers])
 
-        # The same group once more, with the same ranks; and then it is full.
+        # The same group again, with the same ranks; then it is full.
         again = ray.get([trainer.join.remote() for trainer in trainers])
         assert again == found
-        with pytest.raises(OptionError, match="the group has 3 places, and as many processes have taken one"):
+        with pytest.raises(OptionError, match="all 3 places of the group are taken"):
             backhaul.ray.init_rpc(group=group)
         ray.get([trainer.leave.remote() for trainer in trainers])
     for trainer in trainers:
@@ -114,7 +114,7 @@ def test_actors_of_the_user(nodes: Any) -> None:
 
 
 def _loss(actor: Any, peer: str) -> str:
-    """What an actor says about a peer that it cannot call."""
+    """An actor's report about a peer that it cannot call."""
     try:
         ray.get(actor.sum_at.remote(peer, torch.ones(4)))
     except WorkerLostError as error:
@@ -144,7 +144,7 @@ def test_the_driver_takes_part(nodes: Any) -> None:
 
 
 def test_mistakes(nodes: Any) -> None:
-    with pytest.raises(OptionError, match=r"must be what backhaul\.ray\.group"):
+    with pytest.raises(OptionError, match=r"must be made by backhaul\.ray\.group"):
         backhaul.ray.init_rpc(group="trainers")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="a number of workers, at least 1; got 0"):
         backhaul.ray.group(0)
@@ -152,7 +152,7 @@ def test_mistakes(nodes: Any) -> None:
         assert repr(group).startswith("<Group of 2, which meets at ")
         with pytest.raises(OptionError, match=r"rank 2 is not in 0\.\.1"):
             backhaul.ray.init_rpc(group=group, rank=2)
-        with pytest.raises(OptionError, match="leave init_method out"):
+        with pytest.raises(OptionError, match="leave out the option init_method"):
             backhaul.ray.init_rpc(group=group, rank=0, rpc_backend_options=rpc.RpcOptions(init_method="tcp://a:1"))
 
 
@@ -179,7 +179,7 @@ def train(config: dict[str, Any]) -> None:
         dist_autograd.backward(context, [y.sum()])
         gradient = dist_autograd.get_gradients(context)[x].tolist()
     rpc.shutdown()
-    with tempfile.TemporaryDirectory() as directory:  # later versions of Ray keep metrics with a checkpoint only
+    with tempfile.TemporaryDirectory() as directory:  # later versions of Ray keep metrics only with a checkpoint
         Path(directory, me.name).touch()
         checkpoint = ray.train.Checkpoint.from_directory(directory)
         ray.train.report({"gradient": gradient, "name": me.name}, checkpoint=checkpoint)

@@ -1,4 +1,4 @@
-"""Workers of a Ray cluster that die, and those that take their place."""
+"""Workers of a Ray cluster that die, and their replacements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_killed_worker_is_lost(nodes: Any, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING), backhaul.ray.cluster(2) as workers:
         value = rpc.remote("worker2", list, args=([1],))
         assert value.to_here() == [1]
-        # A call of the driver's, and one of the other worker's.
+        # A call of the driver, and one of the other worker.
         waiting = [
             workers[1].rpc_async(parts.sleep, (100,)),
             workers[0].rpc_async(rpc.rpc_sync, ("worker2", parts.sleep, (100,))),
@@ -47,7 +47,7 @@ def test_a_killed_worker_is_lost(nodes: Any, caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_worker_comes_back_as_a_new_incarnation(nodes: Any, tmp_path: Path) -> None:
-    """Under its name and rank; `on_rejoin` restores its part; references to what the old one had raise."""
+    """The replacement has its name and rank; `on_rejoin` restores its part; references to the old values raise."""
     torch.save(torch.full((2,), 7.0), tmp_path / "part.pt")
     restored: list[str] = []
     joined: list[str] = []
@@ -73,12 +73,12 @@ def test_a_worker_comes_back_as_a_new_incarnation(nodes: Any, tmp_path: Path) ->
         assert workers[1].rpc_sync(rpc.rpc_sync, ("worker1", parts.name_here)) == "worker1"
         with pytest.raises(WorkerLostError, match="has its place and none of its values"):
             old.to_here()
-        # Once more than it may.
+        # One more time than allowed.
         os.kill(victim.pid, 9)
         eventually(lambda: not victim.alive)
         with pytest.raises(WorkerLostError, match="worker 'worker1'"):
             victim.rpc_sync(os.getpid)
-        # By hand it always works.
+        # A restart by hand always works.
         assert workers.restart("worker1") is victim
         assert victim.rpc_sync(os.getpid) == victim.pid
         assert restored == ["worker1", "worker1"]
@@ -100,7 +100,7 @@ def test_what_on_rejoin_raises_is_raised_at_the_end(nodes: Any) -> None:
 
 
 def test_a_node_that_dies(nodes: Any) -> None:
-    """Its workers are lost at once; Ray finds another node for them, when it is sure that theirs is dead."""
+    """The node's workers are lost at once; Ray finds another node for them, once it is sure that theirs is dead."""
     doomed = patiently(lambda: nodes.add_node(**NODE, resources={"here": 2}))
     with backhaul.ray.cluster(2, resources={"CPU": 1, "here": 1}, restarts=1) as workers:
         assert {worker.node for worker in workers} == {doomed.node_id}
@@ -109,7 +109,7 @@ def test_a_node_that_dies(nodes: Any) -> None:
         other = patiently(lambda: nodes.add_node(**NODE, resources={"here": 2}))
         try:
             nodes.remove_node(doomed, allow_graceful=False)
-            for each in waiting:  # the processes end when they miss their node's own, a second or two later
+            for each in waiting:  # the processes end a second or two after they lose their raylet
                 with pytest.raises(WorkerLostError, match=r"worker 'worker[12]'"):
                     each.wait()
             eventually(lambda: all(worker.alive and worker.node == other.node_id for worker in workers), 200)

@@ -1,4 +1,4 @@
-"""A driver that stays outside of the group: Ray starts functions, in which the workers call each other."""
+"""A driver outside the group: Ray runs functions, in which the workers call each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_driver_outside(workers: backhaul.ray.RayCluster) -> None:
     assert workers.run(parts.name_here) == ["worker0", "worker1"]
     assert workers.run(parts.peer_sum, ("worker0", torch.ones(3))) == [3.0, 3.0]
     assert workers[1].run(os.getpid) == workers[1].pid
-    with pytest.raises(MisuseError, match=r"not in the group of worker 'worker0' .*: start functions .* with run\(\)"):
+    with pytest.raises(MisuseError, match=r"not in the group of worker 'worker0' .*: run functions .* with run\(\)"):
         workers[0].rpc_sync(os.getpid)
     with pytest.raises(ValueError, match="spoiled"):
         workers.run(parts.fail, ("spoiled",))

@@ -20,7 +20,7 @@ EXAMPLE = ROOT / "examples/ray_cluster.py"
 
 
 def run(nodes: Any, script: Path) -> subprocess.CompletedProcess[str]:
-    """A program that finds the Ray of these tests."""
+    """Run a program that finds the Ray of these tests."""
     env = {**os.environ, "RAY_ADDRESS": nodes.address, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=280, check=False)
     done.stdout = "".join(line for line in done.stdout.splitlines(True) if "(raylet)" not in line)  # of Ray's own

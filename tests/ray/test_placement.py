@@ -1,4 +1,4 @@
-"""Where Ray puts workers, and what a user is told if there is no room."""
+"""Where Ray puts workers, and what the error says if there is no room."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NODES = [
 
 def test_what_is_missing() -> None:
     assert missing({"CPU": 2.0, "GPU": 1.0}, 3, "PACK", NODES, 30.0).splitlines() == [
-        "in 30 s Ray has found no room for 3 workers. Asked for: 3 times CPU 2, GPU 1, strategy 'PACK'; there is room "
+        "Ray found no room for 3 workers within 30 s. Asked for: 3 times CPU 2, GPU 1, strategy 'PACK'; there is room "
         "for 0 now, and for 1 when nothing else runs",
         "  node 10.0.0.1: CPU 1 free of 4, GPU 1 free of 1",
         "  node 10.0.0.2: CPU 4 free of 4, GPU 0 free of 0",
@@ -47,8 +47,8 @@ def test_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("strategy", "n", "line"),
     [
-        ("STRICT_SPREAD", 3, "  missing: nodes: STRICT_SPREAD puts each worker on its own node, and there are 2"),
-        ("STRICT_PACK", 5, "  missing: one node that has all of it, which STRICT_PACK asks for"),
+        ("STRICT_SPREAD", 3, "  missing: nodes: STRICT_SPREAD puts each worker on its own node, but there are 2"),
+        ("STRICT_PACK", 5, "  missing: one node with room for all workers, as STRICT_PACK requires"),
     ],
 )
 def test_what_a_strategy_misses(strategy: str, n: int, line: str) -> None:
@@ -56,7 +56,7 @@ def test_what_a_strategy_misses(strategy: str, n: int, line: str) -> None:
 
 
 def test_without_what_is_free() -> None:
-    """Another version of Ray may not tell."""
+    """Other versions of Ray may not report free resources."""
     assert "  node a: CPU 2" in missing({"CPU": 4.0}, 1, "PACK", [Node("a", {"CPU": 2.0})], 1.0).splitlines()
 
 
@@ -64,7 +64,8 @@ def test_no_room(nodes: Any) -> None:
     with pytest.raises(RpcTimeoutError) as caught:
         backhaul.ray.cluster(2, resources={"CPU": 1, "GPU": 1}, timeout=1.0)
     text = str(caught.value)
-    assert "Ray has found no room for 2 workers. Asked for: 2 times CPU 1, GPU 1, strategy 'PACK'; " in text
+    assert text.startswith("Ray found no room for 2 workers within ")
+    assert " s. Asked for: 2 times CPU 1, GPU 1, strategy 'PACK'; " in text
     assert "  missing: GPU: 2 asked for, 0 free, 0 in the cluster\n" in text
     assert text.count("CPU 2 free of 2, GPU 0 free of 0") == 2
     eventually(lambda: not living_actors() and not placements())

@@ -1,7 +1,7 @@
-"""Two nodes that are hosts of their own: network, host name and processes. TLS between them, unix sockets within each.
+"""Two nodes that are separate hosts: network, host name and processes. TLS between them, unix sockets within each.
 
-The nodes of `cluster_utils.Cluster` share one machine, on which Backhaul uses unix sockets. So here each node is
-started in namespaces of its own, joined by a pair of virtual Ethernet devices.
+The nodes of `cluster_utils.Cluster` share one machine, on which Backhaul uses unix sockets. So here each node
+starts in its own namespaces, connected by a pair of virtual Ethernet devices.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def network() -> Iterator[None]:
 
 
 def on(host: str, command: list[str], directory: Path) -> list[str]:
-    """A command on a host: its network, its name, its processes, and a directory of its own for Ray's files."""
+    """A command on a host: with its own network, name, processes, and directory for Ray's files."""
     shell = f'hostname {host} && mount --bind "{directory}" /tmp/ray-of-test && exec "$@"'
     own = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return ["ip", "netns", "exec", host, *own, "sh", "-c", shell, "sh", *command]
@@ -85,7 +85,7 @@ def environment() -> dict[str, str]:
 
 
 def test_tls_between_hosts(network: None, tmp_path: Path) -> None:
-    """And the death of a process that only Ray sees; and a host that is cut off."""
+    """Also the death of a process that only Ray sees, and a host that is cut off."""
     shared = Path("/tmp/ray-of-test")
     shared.mkdir(exist_ok=True)
     directories = {host: tmp_path / host for host in (FIRST, SECOND)}
@@ -109,11 +109,11 @@ def test_tls_between_hosts(network: None, tmp_path: Path) -> None:
         running.append(driver)
         said = []
         for line in driver.stdout or ():
-            if not line.startswith("> "):  # of Ray's own
+            if not line.startswith("> "):  # Ray's own output
                 continue
             word, *rest = line[2:].split()
             said.append(word)
-            if word == "kill":  # by the number that the process has on its host
+            if word == "kill":  # by the process id on its host
                 subprocess.run(["nsenter", "--target", target, "--all", "kill", "-9", *rest], check=True)
             elif word == "cut":
                 ip("-n", SECOND, "link", "set", "ray-b", "down")
@@ -121,14 +121,14 @@ def test_tls_between_hosts(network: None, tmp_path: Path) -> None:
         assert said == ["ways", "kill", "lost", "restarted", "cut", "far:", "farther:", "done"]
     finally:
         for process in running:
-            process.kill()  # and with it all that runs in its namespaces
+            process.kill()  # with everything in its namespaces
         for process in running:
             process.wait(30)
         shared.rmdir()
 
 
 def child_of(parent: int) -> int:
-    """The process that `unshare --fork` has started in the new namespaces: the first one there."""
+    """The process that `unshare --fork` started in the new namespaces: the first one there."""
     deadline = time.monotonic() + START
     while True:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()

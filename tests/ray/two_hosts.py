@@ -1,6 +1,6 @@
 """The driver of `test_two_hosts`: runs on the first host, with a worker there and two on the second.
 
-It says what shall happen to the second host, which it cannot reach into. Ray itself prints to the same output.
+It announces what must happen to the second host, which it cannot reach into. Ray itself prints to the same output.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def say(*words: object) -> None:
 
 
 def verdict(name: str, within: float) -> tuple[str, float]:
-    """What this worker knows of a peer once that is known to be over, and how long that took."""
+    """What this worker knows about a peer once the peer is known to be over, and how long that took."""
     link = current().agent.link(rpc.get_worker_info(name))
     began = time.monotonic()
     while not link.fate.over:
@@ -53,7 +53,7 @@ def main() -> None:
         assert ways["far"]["farther"][1] > large.nbytes / 2
         say("ways")
 
-        # A process on the other host dies. Only Ray knows; its host sees the end, this one a closed connection.
+        # A process on the other host dies. Only Ray knows; its host sees the end, this one sees a closed connection.
         value = rpc.remote("farther", list, args=([1],))
         assert value.to_here() == [1]
         waiting = farther.rpc_async(parts.sleep, (1000,))
@@ -76,7 +76,7 @@ def main() -> None:
         except rpc.WorkerLostError:
             say("restarted")
 
-        # The other host is cut off. Ray takes its node for dead after a while, and so the group does.
+        # The other host is cut off. Ray takes its node for dead after a while, and so does the group.
         say("cut")
         for name in ("far", "farther"):
             reason, seconds = verdict(name, 120.0)

@@ -1,4 +1,4 @@
-"""The user is told which workers are lost, and which have joined."""
+"""Callbacks tell the user which workers are lost, and which have joined."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def number() -> int:
 
 
 class News:
-    """What a worker has been told, in order."""
+    """What a worker was told, in order."""
 
     def __init__(self, worker: Worker) -> None:
         self._told: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -93,7 +93,7 @@ def test_a_broken_connection_that_is_made_again_is_no_loss() -> None:
         with pytest.raises(rpc.WorkerLostError):
             three[0].rpc_sync("worker1", number)
         assert three[0].rpc_sync("worker1", number) == 7
-        three[2].shutdown(graceful=False)  # which is the first that there is to tell
+        three[2].shutdown(graceful=False)  # the first event to report
         assert three[0].rpc_sync("worker1", number) == 7
         three[0].agent.fates.examine(three[2].info)
         assert news.next()[0] == "worker2 lost"

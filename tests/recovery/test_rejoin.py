@@ -1,4 +1,4 @@
-"""A worker that died comes back under its name: stale references say so, new calls work, a second one is refused."""
+"""A worker that died comes back under its name: stale references raise, new calls work, a second one is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from backhaul.transport.memory import MemoryTransport
 from backhaul.worker import Worker
 from crew import Crew, Hand
 
-AT_ONCE = 10.0  # on a busy machine; who waits for others waits for 60 seconds
+AT_ONCE = 10.0  # on a busy machine; a worker that waits for others waits 60 seconds
 
 held: dict[str, Any] = {}
 
@@ -76,14 +76,14 @@ def test_a_stale_reference_says_which_process_had_the_value_and_which_is_there_n
 
 
 class Unsociable(MemoryTransport):
-    """Of a worker that can be called, and greets nobody."""
+    """The transport of a worker that others can call, but that cannot connect to them."""
 
     def connect(self, addresses: Addresses, hello: Hello, deadline: float) -> tuple[Channel, Welcome]:
         raise ChannelClosed("not now")
 
 
 def test_a_stale_reference_of_a_worker_that_has_not_heard_of_the_restart() -> None:
-    """The first use makes the connection that tells of the new process: the request must not go there."""
+    """The first use makes the connection that reveals the new process: the request must not go there."""
     with InProcessCluster(2) as pair:
         with pair[0].as_current():
             stale = rpc.remote("worker1", torch.ones, args=(2,))
@@ -144,14 +144,14 @@ def test_a_second_living_worker_of_one_name_is_refused(three: InProcessCluster) 
 
 
 def test_the_place_of_a_dead_worker_is_kept_for_its_name(three: InProcessCluster) -> None:
-    three[2].agent.close(0.0)  # it does not say that it leaves
+    three[2].agent.close(0.0)  # without announcing that it leaves
     with pytest.raises(OptionError, match="rank 2 belongs to worker 'worker2', which has died"):
         Worker("other", 2, 3, store=three._store, transport=three._transport())
 
 
 @pytest.mark.parametrize("incarnation", ["x" * 65, "\u2028"])
 def test_a_greeting_whose_incarnation_is_none_is_refused(three: InProcessCluster, incarnation: str) -> None:
-    """It is shown in errors, and the peer chooses it."""
+    """Errors show the text, and the peer chooses it."""
     agent = three[0].agent
     hello = Hello(agent.membership.group, 2, "worker2", 0, incarnation=incarnation)
     assert agent._reception.judge(hello).refused == "its incarnation is not one"

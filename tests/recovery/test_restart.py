@@ -30,7 +30,7 @@ def ask(to: str) -> int:
 
 
 def loss_of(to: str) -> str:
-    """What a call to a worker that is about to end raises here."""
+    """The error of a call to a worker that is about to end."""
     try:
         rpc.rpc_sync(to, hold, args=("",), timeout=SLOW)
     except WorkerLostError as error:
@@ -49,11 +49,11 @@ def test_a_worker_of_a_cluster_is_killed_and_restarted() -> None:
         stale = rpc.remote("worker2", torch.ones, args=(2,))
         stale.to_here()
 
-        # The cause is known wherever something waits, and where nothing does.
+        # The cause is known wherever something waits, and also where nothing does.
         there = first.rpc_async(loss_of, args=("worker2",))
         here = second.rpc_async(hold, args=("",))
         future = second.rpc_async(hold, args=("",))
-        assert ask("worker2") == old  # it has all of these
+        assert ask("worker2") == old  # the worker still has all of these
         os.kill(old, signal.SIGKILL)
         killed = "worker 'worker2' is lost: it was killed by SIGKILL (signal 9)"
         with pytest.raises(WorkerLostError) as refusal:
@@ -79,7 +79,7 @@ def test_a_worker_of_a_cluster_is_killed_and_restarted() -> None:
         with pytest.raises(WorkerLostError, match=rf"process {old}\), which had it, is over, .*process {second.pid}\)"):
             stale.to_here()
 
-        # One that ends by itself says with what code.
+        # A worker that ends by itself: the error has its exit code.
         ends = second.rpc_async(os._exit, args=(3,))
         with pytest.raises(WorkerLostError, match="worker 'worker2' is lost: it exited with code 3"):
             ends.wait()
@@ -159,7 +159,7 @@ def run(tmp_path: Path, *options: str, source: str = TRAINING) -> subprocess.Com
 
 @pytest.mark.slow
 def test_run_restarts_workers_that_fail_the_first_of_all_too(tmp_path: Path) -> None:
-    """worker1 is ended twice, and worker0, for which all others wait in their shutdown, once."""
+    """worker1 ends twice; worker0, for which all others wait in shutdown, ends once."""
     done = run(tmp_path, "--max-restarts", "3")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

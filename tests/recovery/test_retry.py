@@ -1,4 +1,4 @@
-"""Calls that may be repeated: after a loss they are, and for no other reason."""
+"""Calls that may be repeated are repeated after a loss, and for no other reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_lost_call_is_made_again(lost: type[Any], retry: Any) -> None:
         faults.next("cut", lost)
         assert pair[0].rpc_sync("worker1", count, args=("call",), retry=retry) == (1 if lost is Call else 2)
         faults.next("cut", lost)
-        # The result that is cut off may be the answer to a ping after the first loss: then the call is made once.
+        # The cut Result may be the answer to a ping after the first loss: then the call is made once.
         made = pair[0].rpc_async("worker1", count, args=("future",), retry=retry).wait()
         assert made in ((1,) if lost is Call else (1, 2))
 
@@ -145,7 +145,7 @@ def test_a_changed_argument_is_noticed() -> None:
 
 
 def test_inside_a_context_it_is_refused() -> None:
-    """The attempt that was lost may have recorded something: so the whole context is to be repeated."""
+    """The lost attempt may have recorded something, so the whole context must be repeated."""
     with InProcessCluster(2) as pair, pair[0].as_current():
         with dist_autograd.context():
             for call in (rpc.rpc_sync, rpc.rpc_async):

@@ -1,4 +1,4 @@
-"""Rank 0, which hosts the TCP store, is killed: the group goes on, and newcomers find it. Real processes."""
+"""Rank 0, which hosts the TCP store, is killed: the group continues, and newcomers find it. Real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which thread holds the lock that another one waits for, read from their stacks."""
+"""Which thread holds the lock that another thread waits for, derived from their stacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GLOBAL = threading.Lock()
 
 
 class Things:
-    """Ways to take a lock, and to keep it."""
+    """Ways to take and hold a lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -51,7 +51,7 @@ class Things:
         self.hold_more()
 
     def hold_more(self) -> None:
-        """Nothing here says which lock."""
+        """The source does not show which lock this is."""
         self.held.set()
         self.over.wait()
         self.reentrant.release()
@@ -108,7 +108,7 @@ def start(function: Callable[[], Any]) -> threading.Thread:
 
 
 def blocked_at(thread: threading.Thread) -> Blocked:
-    """What a thread is found to be blocked on, once it is."""
+    """What a thread is blocked on, once it is."""
     assert thread.ident is not None
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
@@ -169,13 +169,13 @@ def test_a_thread_that_has_its_lock_is_not_blocked(things: Things) -> None:
     thread = start(read_inside)
     assert things.held.wait(PATIENCE)
     assert find_blocked(sys._current_frames()).get(thread.ident or 0) is None
-    os.close(ours)  # the end of its file
+    os.close(ours)  # the reader sees the end of file
     thread.join(PATIENCE)
     os.close(theirs)
 
 
 class Tempting:
-    """Looking must not run anything of the user's."""
+    """Inspection must not run user code."""
 
     asked = False
 

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP: who may see it, and what it answers."""
+"""The dashboard over HTTP: who may see it, and its answers."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_worker_that_is_lost_stays_in_the_view(dashboard: Dashboard, workers: 
 def test_without_a_cluster_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     for command, code in (("dashboard", 1), ("stuck", 2), ("top --once", 1)):
         assert main([*command.split(), "/"]) == code
-        assert "no running cluster of yours was found on this machine in /" in capsys.readouterr().err
+        assert "you have no running cluster on this machine in /" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`backhaul top` in a terminal and the dashboard in a browser, of a cluster of processes of which one dies."""
+"""`backhaul top` in a terminal and the dashboard in a browser, for a cluster of processes of which one dies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def hold_and_call(to: str, me: str) -> None:
 
 
 def work() -> None:
-    """Calls and passes with worker1, and a context that stays; all of it goes on in the background."""
+    """Calls and passes with worker1, and a context that stays open; all in the background."""
 
     def train() -> None:
         while True:
@@ -75,7 +75,7 @@ def work() -> None:
 
 
 def hang() -> None:
-    """worker0 and worker1 wait for each other, for good."""
+    """worker0 and worker1 wait for each other forever."""
     rpc.rpc_async("worker1", hold_and_call, args=("worker0", "worker1"), timeout=0)
 
 
@@ -112,7 +112,7 @@ def until(text: str, look: Callable[[], str]) -> str:
     deadline = time.monotonic() + PATIENCE
     while text not in (seen := look()):
         assert time.monotonic() < deadline, f"{text!r} is not in:\n{seen}"
-        time.sleep(0.05)  # nothing tells when another program has written
+        time.sleep(0.05)  # there is no event for the output of another program
     return seen
 
 
@@ -142,7 +142,7 @@ def test_top_in_a_terminal(where: str, tmp_path: Path) -> None:
         tmux("send-keys", "q")
         seen = until("over", screen)
         assert "code 0" in seen
-        assert "3 workers" not in seen  # what was on the terminal before is there again
+        assert "3 workers" not in seen  # the old content of the terminal is back
         assert (tmp_path / "after").read_text() == (tmp_path / "before").read_text()
     finally:
         tmux("kill-server")
@@ -206,11 +206,11 @@ def test_the_dashboard_in_a_browser(crew: Crew, where: str, browser: Any) -> Non
 
         crew[0].run(hang)
         open_tab("stuck")
-        until("a cycle, none of them can go on", lambda: text("stuck-text"))
+        until("a cycle, none of them can continue", lambda: text("stuck-text"))
         until_true("document.querySelectorAll('#stuck-graph path.edge.bad').length >= 3")
 
         open_tab("workers")
-        crew[2].signal(signal.SIGSTOP)  # a worker that hangs keeps nobody else waiting
+        crew[2].signal(signal.SIGSTOP)  # a worker that hangs does not delay the others
         until_true("document.querySelector('tr.silent[data-worker=worker2]')")
         assert script("return document.querySelectorAll('#rows tr.live').length") == 2
         crew[2].kill()
@@ -220,24 +220,24 @@ def test_the_dashboard_in_a_browser(crew: Crew, where: str, browser: Any) -> Non
             "return getComputedStyle(document.querySelector('tr.lost')).color.match(/\\d+/g).map(Number)"
         )
         assert red > 150
-        now = text("pulse")  # the rest goes on
+        now = text("pulse")  # the rest continues
         until_true(f"document.getElementById('pulse').textContent !== {now!r}")
         assert script("return document.querySelectorAll('#rows tr.live').length") == 2
 
         open_tab("stuck")
         until("worker2: its process has ended", lambda: " ".join(text("stuck-text").split()))
-        assert "a cycle, none of them can go on" in text("stuck-text")
+        assert "a cycle, none of them can continue" in text("stuck-text")
         assert browser.get_log("browser") == []
 
 
 def test_stuck_on_the_command_line(crew: Crew, where: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """After the others: by now, two workers wait for each other, and one is dead."""
+    """Runs after the others: by now, two workers wait for each other, and one is dead."""
     if crew[2].process.is_alive():
         crew[0].run(hang)
         crew[2].kill()
     assert main(["stuck", where]) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "a cycle, none of them can go on" in said
+    assert "a cycle, none of them can continue" in said
     assert "worker2: its process has ended" in said
 
 

@@ -32,7 +32,7 @@ def fail() -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture, sign: str) -> list[str]:
-    """What was logged on the links between two workers of this process, by either of them."""
+    """The log messages of both workers about the links between them, in this process."""
     found = [each.getMessage() for each in caplog.records if each.name.startswith("backhaul.link.")]
     return [line.removeprefix(f"{sign} ") for line in found if line.startswith(sign)]
 
@@ -55,7 +55,7 @@ def test_both_ends_log_the_same(sockets: bool, caplog: pytest.LogCaptureFixture)
     caplog.set_level(logging.DEBUG, "backhaul.link")
     run_everything(sockets)
     sent, received = lines(caplog, ">"), lines(caplog, "<")
-    # What is on its way when the cluster closes may not arrive.
+    # Messages in flight when the cluster closes may not arrive.
     assert set(received) <= set(sent)
     assert {line.split()[0] for line in received} >= {"Call", "Result", "Failure", "Create", "Fetch", "Gradients"}
     calls = [line for line in received if line.startswith("Call ")]
@@ -150,7 +150,7 @@ def test_bad_options_are_refused_at_once(arguments: tuple[str, ...]) -> None:
 
 @pytest.fixture
 def quiet() -> Iterator[logging.Logger]:
-    """The logger of Backhaul without handlers; it is put back as it was."""
+    """The logger of Backhaul without handlers; restored afterwards."""
     log = logging.getLogger("backhaul")
     handlers, level = log.handlers, log.level
     log.handlers = []

@@ -1,4 +1,4 @@
-"""Asking the workers of a group again and again, while they come and go."""
+"""Polling the workers of a group while they come and go."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_workers_that_come_and_go(join: Callable[[str], Worker]) -> None:
         first.rpc_sync("second", max, args=(1, 2))
         assert lookout.wait_until(lambda view: "max" in view.curves(), PATIENCE)
         second.shutdown(graceful=False)
-        assert lookout.wait_until(lambda view: states(view) == {"first": "live"}, PATIENCE)  # it has left
+        assert lookout.wait_until(lambda view: states(view) == {"first": "live"}, PATIENCE)  # the other has left
         with pytest.raises(WorkerLostError, match="there is no worker 'second'"):
             lookout.ask("second", "threads")
 

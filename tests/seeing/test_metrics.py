@@ -1,4 +1,4 @@
-"""Metrics: scraped over HTTP as Prometheus does, and the same as `rpc.debug_info` says."""
+"""Metrics: scraped over HTTP as Prometheus does, and equal to `rpc.debug_info`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def used(registry: CollectorRegistry) -> Iterator[tuple[InProcessCluster, metrics.Exposition]]:
-    """Two workers of one process, whose metrics are exposed, after known calls and a pass."""
+    """Two workers of one process with exposed metrics, after known calls and a pass."""
     with InProcessCluster(2, sockets=True) as pair:
         pair[0].rpc_sync("worker1", int)
         with pair[1].as_current():
@@ -188,7 +188,7 @@ def test_nothing_is_on_by_default() -> None:
 
 
 def free_ports(count: int) -> int:
-    """The first of some ports in a row that are free now."""
+    """The first of several consecutive ports that are free now."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -283,7 +283,7 @@ def exposed(registry: CollectorRegistry) -> dict[str, set[str]]:
 def test_the_dashboard_names_what_there_is(
     used: tuple[InProcessCluster, metrics.Exposition], registry: CollectorRegistry
 ) -> None:
-    generate_latest(registry)  # `heard` is known at the second look
+    generate_latest(registry)  # `heard` is known at the second scrape
     there = exposed(registry)
     named: set[str] = set()
     for expression in expressions():
@@ -295,7 +295,7 @@ def test_the_dashboard_names_what_there_is(
         for labels in re.findall(r"by \(([^)]*)\)", expression):
             (name, *_) = re.findall(r"backhaul_\w+", expression)
             assert set(labels.replace(" ", "").split(",")) <= there[name], expression
-    # And it leaves out nothing.
+    # The dashboard also leaves out nothing.
     families = {family.name for family in text_string_to_metric_families(generate_latest(registry).decode())}
     assert families == {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in named}
 

@@ -77,7 +77,7 @@ class Exported(SpanProcessor):
             self._ended.notify_all()
 
     def until(self, count: int) -> list[ReadableSpan]:
-        """The ended spans, once there are this many. The span of a server may end after the reply."""
+        """The ended spans, once there are this many. A server's span may end after the reply."""
         with self._ended:
             self._ended.wait_for(lambda: len(self._exporter.get_finished_spans()) >= count, PATIENCE)
         found = self._exporter.get_finished_spans()
@@ -252,7 +252,7 @@ def test_a_worker_that_does_not_trace_ignores_the_mark(pair: InProcessCluster, e
     with pair[0].as_current():
         end = spans.enable(exported.provider)
         assert rpc.rpc_sync("worker1", relay, ("worker0", torch.ones(1))).tolist() == [2.0]
-        # worker1 did not pass it on: the call that it made begins a trace.
+        # worker1 did not pass the mark on, so its own call begins a new trace.
         assert tree(exported.until(2)) == {("relay client worker0", None), ("double server worker0", None)}
         end()
         rpc.rpc_sync("worker1", double, (torch.ones(1),))
@@ -276,7 +276,7 @@ def test_only_a_worker_that_traces_marks_its_frames(pair: InProcessCluster, expo
 
 
 def test_a_worker_is_traced_once(traced: InProcessCluster) -> None:
-    with pytest.raises(MisuseError, match="worker 'worker0' is traced already"):
+    with pytest.raises(MisuseError, match="worker 'worker0' is already traced"):
         spans.enable()
 
 

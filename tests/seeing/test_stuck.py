@@ -1,4 +1,4 @@
-"""Why threads stand still, from what workers say. Pure."""
+"""Why threads hang, from the workers' answers. Pure."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_cycle_over_three_workers_through_a_lock() -> None:
     assert sentence == (
         "worker0's main thread waits for f on worker1, which waits for g on worker2, which waits for h on worker0, "
         "which waits for the lock lock (line 21 of train.py: with lock:), held by worker0's main thread: "
-        "a cycle, none of them can go on."
+        "a cycle, none of them can continue."
     )
     assert stuck.cycles == stuck.lasting == stuck.chains
     keys = stuck.chains[0].nodes
@@ -100,7 +100,7 @@ def test_a_thread_that_waits_for_itself() -> None:
     )
     end, sentence = only(stuck)
     assert end == "cycle"
-    assert sentence.endswith("held by worker1's thread in f: a cycle, it can never go on.")
+    assert sentence.endswith("held by worker1's thread in f: a cycle, it can never continue.")
 
 
 def at_lock(holder: int | None = None, on: str = "lock") -> Thread:
@@ -117,7 +117,7 @@ ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "a lock": (
         worker(1, at_lock()),
         "blocked",
-        "which waits for the lock lock (line 17 of train.py: lock.acquire()): it cannot be told which thread holds it.",
+        "which waits for the lock lock (line 17 of train.py: lock.acquire()): its holder is unknown.",
     ),
     "an event": (
         worker(1, at_lock(on="event")),
@@ -129,18 +129,18 @@ ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
         "runs",
         "held by worker1's thread loader, which is at line 3 of train.py: read().",
     ),
-    "not begun": (worker(1), "unknown", "worker1 has no thread that has begun with it"),
+    "not begun": (worker(1), "unknown", "no thread of worker1 has started it"),
     "late": (
         worker(1, running=[{**handles("worker0", 7), "thread": None}]),
         "late",
-        "train.f goes on there without a thread since 5.0 s: it is a coroutine, or has returned a future",
+        "train.f has run there without a thread for 5.0 s: it is a coroutine, or has returned a future",
     ),
     "dead": ({"error": "its process has ended", "lost": True}, "lost", "worker1 is lost: its process has ended."),
     "silent": ({"error": "it does not answer"}, "lost", "worker1: it does not answer."),
     "a call of another worker has the same number": (
         worker(1, thread(1, "pool", handles=[handles("worker9", 7)])),
         "unknown",
-        "worker1 has no thread that has begun with it",
+        "no thread of worker1 has started it",
     ),
 }
 
@@ -172,7 +172,7 @@ def test_the_call_of_a_call_without_a_thread() -> None:
     )
     end, sentence = only(stuck)
     assert end == "runs"
-    assert "which without a thread, it seems, waits for g on worker2, which has run train.g" in sentence
+    assert "which runs without a thread and probably waits for g on worker2, which has run train.g" in sentence
 
 
 def test_a_gate_waits_for_a_run_that_blocks() -> None:
@@ -224,7 +224,7 @@ def test_a_pass_that_lacks_the_gradients_of_a_third_worker() -> None:
     )
     end, sentence = only(stuck)
     assert end == "runs"
-    assert "for worker1, which cannot go on without gradients from worker2, which has run its part" in sentence
+    assert "for worker1, which cannot continue without gradients from worker2, which has run its part" in sentence
 
 
 def test_two_gates_that_wait_for_each_other() -> None:
@@ -236,7 +236,7 @@ def test_two_gates_that_wait_for_each_other() -> None:
     end, sentence = only(stuck)
     assert end == "cycle"
     assert sentence.endswith(
-        "for gradients from worker0, where worker0's thread pool waits for it in turn: a cycle, none of them can go on."
+        "from worker0, where worker0's thread pool waits for it in turn: a cycle, none of them can continue."
     )
 
 
@@ -312,7 +312,7 @@ def test_a_future_that_nothing_completes() -> None:
 
 
 def test_several_workers_in_one_process() -> None:
-    """A thread has notes of more than one of them: the last thing that it began is what it does."""
+    """A thread may have several notes: the last activity that it began is what it does."""
     about = {"host": "here", "pid": 1}
     one = {
         "threads": [thread(1, waits=[reply("b", 7, "f", 9.0)]), thread(2, "pool")],

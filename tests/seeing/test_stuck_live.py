@@ -1,4 +1,4 @@
-"""Clusters that really stand still, and what is said about it."""
+"""Clusters that really hang, and the explanations."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def workers() -> Iterator[InProcessCluster]:
 
 
 def look(workers: InProcessCluster) -> Stuck:
-    """As somebody outside sees it."""
+    """The explanation from outside."""
     members = [Member(each.info, each.agent.membership.find(each.info).addresses) for each in workers]
     return explain(ask_guests(members, transport_for(), ("threads", "snapshot")))
 
 
 def look_until(workers: InProcessCluster, text: str) -> str:
-    """Look until it is said: the last thread may be just about to wait."""
+    """Ask until the text appears: the last thread may be just about to wait."""
     deadline = time.monotonic() + PATIENCE
     while True:
         said = "\n".join(chain.sentence for chain in look(workers).chains)
@@ -70,7 +70,7 @@ def call_worker0() -> None:
 
 def test_a_lock_that_is_held_across_calls_in_a_circle(workers: InProcessCluster) -> None:
     def hold() -> None:
-        with workers[0].as_current(), LOCK, contextlib.suppress(BackhaulError):  # of the shutdown below
+        with workers[0].as_current(), LOCK, contextlib.suppress(BackhaulError):  # from the shutdown below
             rpc.rpc_sync("worker1", call_worker2, timeout=PATIENCE)
 
     holder = threading.Thread(target=hold, name="holder")
@@ -81,9 +81,9 @@ def test_a_lock_that_is_held_across_calls_in_a_circle(workers: InProcessCluster)
         "worker0's thread holder waits for call_worker2 on worker1, which waits for call_worker0 on worker2, which "
         "waits for take_lock on worker0, which waits for the lock LOCK (line "
     ) in said
-    assert ": with LOCK:), held by worker0's thread holder: a cycle, none of them can go on." in said
-    with workers[2].as_current():  # one of them sees the same, while its calls hang
-        assert "a cycle, none of them can go on" in str(why_stuck())
+    assert ": with LOCK:), held by worker0's thread holder: a cycle, none of them can continue." in said
+    with workers[2].as_current():  # a member gets the same answer, while its calls hang
+        assert "a cycle, none of them can continue" in str(why_stuck())
     workers.close()
     holder.join(PATIENCE)
 
@@ -130,7 +130,7 @@ def test_a_backward_that_waits_at_a_gate_for_a_run_that_blocks(workers: InProces
 
 
 def test_a_run_that_cannot_begin_without_the_gradients_of_a_third_worker(workers: InProcessCluster) -> None:
-    """No thread waits for them: worker0 has one part of what it needs, from worker1, and not the first."""
+    """No thread waits for these gradients: worker0 has one part of what it needs, from worker1, and not the first."""
 
     def train() -> None:
         with workers[0].as_current(), autograd.context() as context:
@@ -142,9 +142,9 @@ def test_a_run_that_cannot_begin_without_the_gradients_of_a_third_worker(workers
     trainer = threading.Thread(target=train, name="trainer")
     trainer.start()
     assert ARRIVED.wait(PATIENCE)
-    said = look_until(workers, "for worker0, which cannot go on without gradients from worker2")
+    said = look_until(workers, "for worker0, which cannot continue without gradients from worker2")
     assert "worker0's thread trainer waits in backward pass " in said
-    assert "for worker0, which cannot go on without gradients from worker2, which waits for an event" in said
+    assert "for worker0, which cannot continue without gradients from worker2, which waits for an event" in said
     RELEASE.set()
     trainer.join(PATIENCE)
     assert not trainer.is_alive()
@@ -164,8 +164,11 @@ def test_a_coroutine_that_waits_for_another_worker(workers: InProcessCluster) ->
     waiter = threading.Thread(target=future.wait, name="waiter")
     waiter.start()
     assert ARRIVED.wait(PATIENCE)
-    said = look_until(workers, "it seems, waits for block on worker2, which waits for an event")
-    assert "worker0's thread waiter waits for ask_worker2 on worker1, which without a thread, it seems, waits " in said
+    said = look_until(workers, "probably waits for block on worker2, which waits for an event")
+    assert (
+        "worker0's thread waiter waits for ask_worker2 on worker1, which runs without a thread and probably waits "
+        in said
+    )
     RELEASE.set()
     waiter.join(PATIENCE)
     assert not waiter.is_alive()
@@ -189,7 +192,7 @@ def test_a_worker_that_is_gone(workers: InProcessCluster) -> None:
     workers[2].shutdown(graceful=False)
     stuck = look(workers)
     assert list(stuck.silent) == ["worker2"]
-    assert "its process has ended, or cannot be reached" in str(stuck)
+    assert "its process has ended or is unreachable" in str(stuck)
 
 
 def test_in_a_federation_nobody_is_asked() -> None:

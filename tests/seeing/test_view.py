@@ -1,4 +1,4 @@
-"""What is known of a cluster, from what its workers answer. Pure."""
+"""The view of a cluster, from its workers' answers. Pure."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_latency_curves_are_of_the_last_seconds_over_all_callers() -> None:
     found.tick(2)
     (point,) = found.curves()["f"][-1:]
     assert point == {"at": 2, "calls": 4.0, "p50": 1.0, "p99": pytest.approx(1.98)}
-    assert "g" not in found.curves()  # it is counted where it is called
+    assert "g" not in found.curves()  # the caller counts it
 
 
 def share(worker_began: float, ended: float | None, **more: Any) -> dict[str, Any]:

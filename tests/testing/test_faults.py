@@ -1,4 +1,4 @@
-"""The shipped faults: what each does to a message, and what the workers at both ends make of it."""
+"""The shipped faults: what each does to a message, and how the workers at both ends react."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def forward(to: str) -> int:
     return rpc_sync(to, count_runs)
 
 
-# What is decided.
+# Decisions.
 
 
 def test_nothing_happens_unless_asked_for() -> None:
@@ -142,11 +142,11 @@ def test_what_is_held_leaves_by_itself() -> None:
     assert sent.wait(SOON)
 
 
-# What is written.
+# Writes.
 
 
 class FakeChannel(Channel):
-    """Notes what is written. With ``full`` set a write stays unfinished until `flush` finds room."""
+    """Records writes. With ``full`` set, a write stays unfinished until `flush` finds room."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -301,7 +301,7 @@ def test_a_joined_write_of_which_nothing_is_left() -> None:
     assert inside.written == []
 
 
-# What the workers make of it.
+# The reactions of workers.
 
 
 @pytest.fixture(params=["memory", "sockets"])
@@ -397,7 +397,7 @@ def test_a_reply_after_the_timeout_is_discarded(cluster: Made) -> None:
 
 
 def test_a_duplicated_call_runs_twice_and_its_caller_gets_one_reply(cluster: Made) -> None:
-    """At least once is what this fault means; the second reply finds nobody."""
+    """This fault means at-least-once; the second reply finds no waiting call."""
     faults = Faults()
     with cluster(faults) as (near, _):
         faults.next("duplicate", Call)
@@ -426,7 +426,7 @@ def test_a_duplicated_failure(cluster: Made) -> None:
 
 @pytest.mark.parametrize("kind", [Call, Failure])
 def test_a_cut_loses_the_worker_and_the_next_call_reconnects(cluster: Made, kind: type) -> None:
-    # Not a Result: a worker that lost another may ping it, and those are answered by Results.
+    # Not a Result: a worker that lost another may ping it, and Results answer pings.
     faults = Faults()
     with cluster(faults) as (near, _):
         faults.next("cut", kind)
@@ -460,7 +460,7 @@ def test_a_fault_in_a_nested_call_reaches_the_first_caller(cluster: Made) -> Non
     with cluster(faults) as (near, far):
         assert near.rpc_sync("worker1", forward, args=("worker0",)) == 1
         assert far.rpc_sync("worker0", forward, args=("worker1",)) == 2
-        # The first Result is that of the inner call.
+        # The first Result belongs to the inner call.
         faults.next("cut", Result)
         with pytest.raises(WorkerLostError, match="worker 'worker0' is lost"):
             near.rpc_sync("worker1", forward, args=("worker0",), timeout=SOON)
@@ -485,7 +485,7 @@ def test_whatever_happens_a_call_gives_its_value_or_one_of_two_errors(cluster: M
 
 
 def test_faults_over_another_transport() -> None:
-    """As a user would put them under a worker of their own."""
+    """As a user would put them under their own worker."""
     faults = Faults()
     store = dist.HashStore()
 

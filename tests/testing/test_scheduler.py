@@ -1,4 +1,4 @@
-"""The shipped scheduler: one seed is one order of delivery, and whatever the order, results are right."""
+"""The shipped scheduler: one seed gives one order of delivery, and results are right in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOON = 20.0
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait as long as it takes: on a busy machine a request that just runs may look like one that blocks."""
+    """Wait as long as necessary: on a busy machine a running request may look like a blocked one."""
     monkeypatch.setattr(scheduler, "PATIENCE", SOON)
 
 
@@ -53,7 +53,7 @@ def relay(path: list[int], value: int) -> int:
 
 
 def fan_out(depth: int) -> int:
-    """Ask both other workers, at once, to do the same one level less deep; count all of it."""
+    """Ask both other workers, at once, to do the same one level less deep; returns the total count."""
     if depth == 0:
         return 1
     me = get_worker_info().id
@@ -88,7 +88,7 @@ async def add_async(to: int, value: int) -> int:
 
 
 def log_of(seed: int, depth: int = 2) -> list[str]:
-    """The order in which a fixed program's messages are delivered."""
+    """The delivery order of a fixed program's messages."""
     with InProcessCluster(3, seed=seed) as workers:
         with workers.scheduler.hold():
             futures = [worker.rpc_async((rank + 1) % 3, fan_out, args=(depth,)) for rank, worker in enumerate(workers)]
@@ -187,7 +187,7 @@ def test_nothing_is_delivered_while_held() -> None:
             assert workers.scheduler.log == before
             assert seen == []
         assert future.wait() == 1
-        # What timed out was sent all the same; its reply is discarded.
+        # A call that timed out was still sent; its reply is discarded.
         assert workers[0].rpc_sync("worker1", note, args=(3,)) == 3
         assert seen == [1, 2, 3]
 
@@ -200,7 +200,7 @@ def test_a_hold_ends_with_its_block_even_by_an_error() -> None:
 
 
 def test_closing_delivers_what_is_left() -> None:
-    """A cluster ends although a test holds messages back."""
+    """A cluster ends even if a test holds messages back."""
     with InProcessCluster(2, seed=0) as workers:
         workers.scheduler.hold().__enter__()
         future = workers[0].rpc_async("worker1", note, args=(1,))
@@ -250,7 +250,7 @@ def test_calls_to_oneself_and_errors_and_futures(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_request_that_blocks_does_not_stall_the_rest_for_ever(seed: int) -> None:
-    """Only another message can free it: after some patience the scheduler delivers that one."""
+    """Only another message can free the request: after some patience the scheduler delivers that one."""
     with InProcessCluster(2, seed=seed) as workers:
         began = time.monotonic()
         with workers.scheduler.hold():

@@ -1,10 +1,10 @@
-"""bare: Backhaul without the places that look at it, to be measured beside Backhaul as it is.
+"""bare: Backhaul without its observation points, to measure beside Backhaul as it is.
 
-`strip` takes them out of a module's source: questions whether somebody observes, traces or profiles, notes of what each
-thread handles and waits for, notes of waits and runs. What is left computes the same. `entrant` is a process that loads
-Backhaul stripped, or as it is, forks workers, and does the work that it is told to do.
+`strip` removes the observation points from a module's source: checks whether anything observes, traces or profiles,
+notes of what each thread handles and waits for, notes of waits and runs. The rest computes the same. `entrant` is a
+process that loads Backhaul stripped, or as it is, forks workers, and does the work it is ordered to do.
 
-The process must load nothing of Backhaul before its loader is in place, so this file is run by its path, and imports
+The process must not load any of Backhaul before its loader is in place. So this file is run by its path, and imports
 nothing of Backhaul at its top.
 """
 
@@ -33,7 +33,7 @@ LOOKING = (
     *("agent/observing", "agent/tracing", "agent/activity", "agent/accounts", "agent/logs"),
     *("inspection/", "remote_profile/", "profiler/", "seeing/", "drawing/"),
 )
-"""The modules that do nothing else."""
+"""The modules that only observe."""
 
 
 Span = tuple[int, int, int, int]
@@ -41,13 +41,13 @@ Span = tuple[int, int, int, int]
 
 
 class _Strip(ast.NodeTransformer):
-    """Removes the places, and counts them."""
+    """Removes the observation points, and counts them."""
 
     def __init__(self) -> None:
         self.count = 0
         self.spans: list[Span] = []
         self._noted: list[set[str]] = [set()]
-        """For each function that this is in: its names for the notes of threads."""
+        """For each enclosing function: its names for the notes of threads."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
@@ -85,7 +85,7 @@ class _Strip(ast.NodeTransformer):
         (target,) = node.targets if len(node.targets) == 1 else (None,)
         if self._is_note(target, node.value):
             self._take(node)
-            return ast.Pass()  # a finally has to have something in it
+            return ast.Pass()  # a finally block must not be empty
         return self.generic_visit(node)
 
     def _is_note(self, target: ast.expr | None, value: ast.expr) -> bool:
@@ -102,7 +102,7 @@ class _Strip(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt] | None:
         if self._noted[-1] and isinstance(node.test, ast.Compare) and _last_name(node.test.left) == "before":
-            self._take(node, places=0)  # the end of a note that is counted where it begins
+            self._take(node, places=0)  # the end of a note, which is counted at its beginning
             return ast.Pass()
         node.test = self._answered(node.test)
         found = self.generic_visit(node)
@@ -132,7 +132,7 @@ class _Strip(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _answered(self, test: ast.expr) -> ast.expr:
-        """A condition, without the question whether there are observers."""
+        """A condition without the check for observers."""
         if isinstance(test, ast.BoolOp):
             test.values = [self._answered(each) for each in test.values]
         return self._constant(test, False) if _last_name(test).endswith("observers") else test
@@ -151,7 +151,7 @@ def _last_name(node: ast.AST) -> str:
 
 
 def _is_of_activity(node: ast.AST) -> bool:
-    """The notes of all threads that wait."""
+    """Whether the node is one of the notes about waiting threads."""
     return isinstance(node, ast.Attribute) and node.attr == "waiting" and _last_name(node.value) == "activity"
 
 
@@ -169,7 +169,7 @@ def _is_wait_note(node: ast.AST) -> bool:
 
 
 def _parse(source: str) -> ast.Module:
-    """Without the garbage collector: what it runs confuses the parser of Python 3.11, which raises SystemError."""
+    """Parse without the garbage collector: code that it runs confuses the parser of Python 3.11, a SystemError."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -180,21 +180,21 @@ def _parse(source: str) -> ast.Module:
 
 
 def strip(source: str) -> tuple[ast.Module, int]:
-    """The module without the places that look at it, and how many these were."""
+    """The module without its observation points, and their number."""
     stripping = _Strip()
     tree = stripping.visit(_parse(source))
     return ast.fix_missing_locations(tree), stripping.count
 
 
 def spans_that_look(source: str) -> list[Span]:
-    """The parts of a module that `strip` leaves out."""
+    """The parts of a module that `strip` removes."""
     stripping = _Strip()
     stripping.visit(_parse(source))
     return stripping.spans
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Compiles a module anew, stripped or not."""
+    """Compiles a module from source, stripped or not."""
 
     stripped = False
     places = 0
@@ -210,7 +210,7 @@ class Loader(importlib.machinery.SourceFileLoader):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Has all modules of Backhaul come through `Loader`, but for those of the benchmark itself."""
+    """Loads all modules of Backhaul through `Loader`, except those of the benchmark itself."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -268,16 +268,16 @@ def processor_clock(process: int) -> int:
 
 
 def count() -> dict[str, tuple[int, int]]:
-    """How many bytecodes each work executes at both ends: those of places that look, and those of all of Backhaul.
+    """How many bytecodes each work executes at both ends: those of observation points, and those of all of Backhaul.
 
-    The workers are in this process. Their watch threads do not count: what these do depends on the time that it takes.
-    The numbers are exact, up to threads that have to wait, or to take over from each other, more or less often.
+    The workers are in this process. Their watch threads do not count: their work depends on the time it takes.
+    The numbers are exact, except that threads may have to wait, or take over from each other, more or less often.
     """
     from backhaul.bench.watched_work import WORKS
     from backhaul.testing import InProcessCluster
 
     counting = _Counting()
-    threading.settrace(counting.enter)  # for threads to come
+    threading.settrace(counting.enter)  # for new threads
     found = {}
     try:
         with InProcessCluster(3) as workers, workers[0].as_current():
@@ -297,14 +297,14 @@ def count() -> dict[str, tuple[int, int]]:
 
 
 class _Counting:
-    """A trace function for all threads. Two that count at once may lose one of a million."""
+    """A trace function for all threads. Two threads that count at once may lose one in a million."""
 
     def __init__(self) -> None:
         self.all = 0
         self.looking = 0
         self._spans: dict[str, list[Span]] = {}
         self._looks: dict[CodeType, list[bool]] = {}
-        self._ticks: dict[int, bool] = {}  # by thread: whether it is that of a worker that goes by the clock
+        self._ticks: dict[int, bool] = {}  # by thread: whether it is a worker's clock-driven thread
 
     def enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
@@ -319,7 +319,7 @@ class _Counting:
         return self.count
 
     def _find(self, code: CodeType) -> list[bool]:
-        """For each instruction: whether it looks."""
+        """For each instruction: whether it belongs to an observation point."""
         if code.co_filename not in self._spans:
             with open(code.co_filename, encoding="utf-8") as file:
                 self._spans[code.co_filename] = spans_that_look(file.read())
@@ -335,9 +335,9 @@ class _Counting:
 
 
 def instructions_that_look(code: CodeType, spans: Sequence[Span]) -> list[bool]:
-    """For each instruction of a function: whether it is made from one of these parts of its source."""
+    """For each instruction of a function: whether it comes from one of these parts of its source."""
     looks = [any(_is_within(place, span) for span in spans) for place in _places(code)]
-    for each in dis.get_instructions(code):  # the jump of a question has the place of all that it may skip
+    for each in dis.get_instructions(code):  # the jump of a check has the position of all that it may skip
         number = each.offset // 2
         if each.opname.startswith(("POP_JUMP", "TO_BOOL")) and number and looks[number - 1]:
             looks[number] = True
@@ -345,7 +345,7 @@ def instructions_that_look(code: CodeType, spans: Sequence[Span]) -> list[bool]:
 
 
 def _places(code: CodeType) -> Iterator[Span | None]:
-    """Where the source of each instruction is. Python 3.10 knows the line only."""
+    """The source position of each instruction. Python 3.10 knows only the line."""
     if sys.version_info < (3, 11):
         lines = {offset: line for first, last, line in code.co_lines() for offset in range(first, last, 2)}
         for offset in range(0, len(code.co_code), 2):

@@ -1,7 +1,7 @@
-"""A baseline: how many times faster than torch each figure was, in a file to hold later runs against.
+"""A baseline: a file that says how many times faster than torch each figure was, to compare later runs with.
 
-Only ratios: they carry over to other machines, and to the same machine on another day, better than times do. Not every
-figure is in it: `Figure.steady` says which are worth it.
+Only ratios: they carry over to other machines, and to other days, better than times do. Not every
+figure is included: `Figure.steady` says which are.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 from backhaul.bench.rows import SPEED, Row
 
 MOST_LOST = 0.25
-"""The share of a ratio that may be lost. Runs of few rounds can differ by more: hence the second look."""
+"""The share of a ratio that may be lost. Runs of few rounds can differ by more, hence the second measurement."""
 
 
 class BadBaseline(Exception):
-    """The file is missing, or is not one that `write` has written."""
+    """The file is missing, or `write` did not write it."""
 
 
 class Loss(NamedTuple):
-    """A figure that has become slower, as measured against torch."""
+    """A figure that has become slower relative to torch."""
 
     work: str
     before: float
@@ -33,19 +33,19 @@ class Loss(NamedTuple):
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Figure -> how many times longer torch takes, for those that can be held against another run."""
+    """Figure -> how many times longer torch takes, for figures that can be compared between runs."""
     found = {row.figure.name: row.speed for row in rows if row.figure.steady}
     return {name: ratio.median for name, ratio in found.items() if ratio is not None}
 
 
 def losses(now: Mapping[str, float], before: Mapping[str, float]) -> list[Loss]:
-    """What has lost too much, of the figures that both have."""
+    """The figures in both that have lost too much."""
     both = (Loss(work, before[work], ratio) for work, ratio in now.items() if work in before)
     return [loss for loss in both if loss.now < loss.before * (1 - MOST_LOST)]
 
 
 def gone(before: Mapping[str, float], figures: Collection[str]) -> list[str]:
-    """What the baseline has and no benchmark makes any more. Nobody would notice if that had become slower."""
+    """Figures of the baseline that no benchmark measures any more. Nobody would notice if they became slower."""
     return [work for work in before if work not in figures]
 
 

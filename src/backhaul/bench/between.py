@@ -1,9 +1,9 @@
 """``backhaul bench --between``: calls and tensors between two hosts, with and without encryption, beside torch RPC.
 
-The hosts are two network namespaces of this machine with a veth pair between them, or, where those cannot be made,
-loopback: the heading says which. Both ends share its processors, so what each of them does counts.
+The hosts are two network namespaces of this machine with a veth pair between them, or loopback if namespaces are not
+available: the heading says which. Both ends share the machine's processors, so the work of both counts.
 
-Rounds take turns as in `compare`, and a ratio is the median of those in each round.
+The systems take turns in rounds as in `compare`, and a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RATIOS = {
 
 
 class Floor(NamedTuple):
-    """How many times faster than torch a call has to be, over TLS and plain."""
+    """How many times faster than torch a call must be, over TLS and plain."""
 
     tls: float
     plain: float
@@ -53,7 +53,7 @@ class Floor(NamedTuple):
 FLOORS = {"no-op": Floor(3.0, 3.0), "echo 1 MiB": Floor(0.5, 1.0), "echo 64 MiB": Floor(0.8, 1.0)}
 
 _LIMITS = Limits(start=600.0, run=300.0)
-"""Generous: a busy machine is no reason to give up."""
+"""Generous, so that a busy machine does not end a run."""
 
 _REPETITIONS = {"no-op": 300, "echo 64 KiB": 100, "echo 1 MiB": 30, "echo 16 MiB": 5, "echo 64 MiB": 3}
 _SHORT = {"full": (15, 1.0), "quick": (5, 0.3), "smoke": (1, 0.05)}
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command line; returns the exit code."""
     options = _parser().parse_args(arguments)
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)  # now, not after minutes of measuring
+        options.json.parent.mkdir(parents=True, exist_ok=True)  # fail now, not after minutes of measuring
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the namespaces are removed
     if options.connections is not None:
         os.environ[CONNECTIONS_VARIABLE] = str(RpcOptions(connections=options.connections).connections)
@@ -84,11 +84,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="size", action="store_const", const="quick", help="a minute")
-    size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="seconds; means nothing")
+    size.add_argument(
+        "--smoke", dest="size", action="store_const", const="smoke", help="takes seconds; its figures mean nothing"
+    )
     parser.add_argument("--rounds", type=int, metavar="N", help="the number of rounds")
-    parser.add_argument("--only", action="append", choices=list(_REPETITIONS), help="this work only; may be repeated")
+    parser.add_argument("--only", action="append", choices=list(_REPETITIONS), help="only this work; may be repeated")
     parser.add_argument(
-        "--connections", type=int, metavar="N", help="how many one large tensor of Backhaul's may use; see RpcOptions"
+        "--connections", type=int, metavar="N", help="how many connections one large tensor may use; see RpcOptions"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
     parser.set_defaults(size="full")
@@ -96,12 +98,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Result(NamedTuple):
-    """What a run found."""
+    """The result of a run."""
 
     rows: list[Row]
     faults: list[Fault]
     load: float
-    """Of the machine, before."""
+    """The load of the machine before the run."""
     where: str
 
 

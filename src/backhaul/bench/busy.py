@@ -1,10 +1,10 @@
-"""A busy callee: a thread of the server runs Python code, and so holds the interpreter, while calls come in.
+"""A busy callee: a thread of the server runs Python code, and so holds the GIL, while calls come in.
 
-The interpreter changes hands every few milliseconds at most, so a call waits that long before the server even looks
-at it. What calls gain by getting the interpreter sooner, that thread loses, so its speed is measured as well.
+The GIL changes hands at most every few milliseconds, so a call waits that long before the server even looks
+at it. Calls that get the GIL sooner slow that thread down, so its speed is measured as well.
 
-The calls come with pauses between them. Without, a server that stays awake for the next call hardly lets go of the
-interpreter, and answers as if nobody else needed it.
+The calls come with pauses in between. Without pauses, a server that polls for the next call hardly releases the
+GIL, and answers as if no other thread needed it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from backhaul.bench.ports import SERVER, RpcPort
 
 _PAUSE_SECONDS = 0.01
 _WARM_UP_CALLS = 5
-_ALONE_SECONDS = 0.15  # for which the thread computes undisturbed, before the calls and again after them
+_ALONE_SECONDS = 0.15  # of undisturbed computing, before the calls and again after them
 _CALLED_SECONDS = 0.3
 _PIECE = range(500)  # some ten microseconds of work
 
 
 class Progress(NamedTuple):
-    """How many pieces of work were done at a time on the server's clock."""
+    """How many pieces of work were done, and the time on the server's clock."""
 
     at: float
     pieces: int
@@ -49,7 +49,7 @@ _computing: _Computing | None = None
 
 
 def begin() -> None:
-    """Runs on the server: it computes from now on."""
+    """Start computing. Runs on the server."""
     global _computing
     end()
     _computing = _Computing()
@@ -57,7 +57,7 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Runs on the server: it computes no longer."""
+    """Stop computing. Runs on the server."""
     global _computing
     if _computing is not None:
         _computing.go_on = False
@@ -66,13 +66,13 @@ def end() -> None:
 
 
 def progress() -> Progress:
-    """Runs on the server: how far it has come."""
+    """The progress so far. Runs on the server."""
     return Progress(time.perf_counter(), _computing.pieces if _computing is not None else 0)
 
 
 @contextmanager
 def busy_server(port: RpcPort) -> Iterator[None]:
-    """The server computes as long as the block lasts."""
+    """The server computes inside the block."""
     port.rpc.rpc_sync(SERVER, begin)
     try:
         yield
@@ -81,7 +81,7 @@ def busy_server(port: RpcPort) -> Iterator[None]:
 
 
 def call_times(port: RpcPort, count: int) -> list[float]:
-    """How long each of this many no-op calls to a busy server takes."""
+    """How long each of ``count`` no-op calls to a busy server takes."""
     with busy_server(port):
         for _ in range(_WARM_UP_CALLS):
             _call(port)
@@ -89,7 +89,7 @@ def call_times(port: RpcPort, count: int) -> list[float]:
 
 
 def slowdown(port: RpcPort) -> float:
-    """How many times longer a busy server takes for its own work while it gets no-op calls."""
+    """How many times longer a busy server takes for its own work while it receives no-op calls."""
     with busy_server(port):
         _call(port)
         marks = [_mark(port)]

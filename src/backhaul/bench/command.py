@@ -13,32 +13,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from backhaul.bench.compare import Plan, Result
 
-# Nothing here imports torch before a benchmark runs: this module belongs to the command line.
+# Nothing here imports torch before a benchmark runs, because every command line imports this module.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure calls and gradients beside torch RPC and what this machine allows",
+        help="measure calls and gradients beside torch RPC and the limits of this machine",
         description="Measure Backhaul, torch.distributed.rpc and .autograd, a bare socket and a bare copy on the same "
         "work, in rounds that take turns, and print the medians and their ratios; some of it over TLS as well, beside "
         "bare ssl and TCP. Takes up to ten minutes. "
-        "Run it on a quiet machine. A system that fails in some work gets that said in place of its figures, and the "
-        "rest goes on. The exit code is 0 if Backhaul did all of its work and shut down well; "
+        "Run it on a quiet machine. If a system fails in some work, the table says so in place of its figures, and the "
+        "rest continues. The exit code is 0 if Backhaul did all of its work and shut down cleanly; "
         "how fast it was matters only to --check.",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", dest="size", action="store_const", const="quick", help="under three minutes")
-    size.add_argument("--smoke", dest="size", action="store_const", const="smoke", help="seconds; means nothing")
-    parser.add_argument("--pin", action="store_true", help="have all processes of all systems on one processor")
-    parser.add_argument("--only", action="append", metavar="NAME", help="this work only; may be repeated")
+    size.add_argument("--quick", dest="size", action="store_const", const="quick", help="takes under three minutes")
+    size.add_argument(
+        "--smoke", dest="size", action="store_const", const="smoke", help="takes seconds; its figures mean nothing"
+    )
+    parser.add_argument("--pin", action="store_true", help="run all processes of all systems on one processor")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only this work; may be repeated")
     parser.add_argument("--list", action="store_true", help="list the names for --only")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to PATH")
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="PATH",
-        help="also draw them, as PNG and as SVG: into a directory, or to this file name (needs matplotlib)",
+        help="also plot the figures, as PNG and SVG: into a directory, or to this file name (needs matplotlib)",
     )
     parser.add_argument(
         "--check",
@@ -53,38 +55,38 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--explain",
         nargs=argparse.REMAINDER,
         metavar="ARGS",
-        help="instead, show where the microseconds of a call go; all that follows is for it",
+        help="instead, show where the microseconds of a call go; all further arguments are for it",
     )
     others.add_argument(
         "--growth",
         nargs=argparse.REMAINDER,
         metavar="ARGS",
         help="instead, measure how the cost of a call grows with peers, contexts, references and messages; "
-        "all that follows is for it",
+        "all further arguments are for it",
     )
     others.add_argument(
         "--looking",
         nargs=argparse.REMAINDER,
         metavar="ARGS",
-        help="instead, measure what the meter, a dashboard and profilers cost; all that follows is for it",
+        help="instead, measure what the meter, a dashboard and profilers cost; all further arguments are for it",
     )
     others.add_argument(
         "--cuda",
         nargs=argparse.REMAINDER,
         metavar="ARGS",
-        help="instead, measure tensors on a GPU beside torch RPC; all that follows is for it",
+        help="instead, measure tensors on a GPU beside torch RPC; all further arguments are for it",
     )
     others.add_argument(
         "--between",
         nargs=argparse.REMAINDER,
         metavar="ARGS",
-        help="instead, measure calls between two hosts, with TLS and without; all that follows is for it",
+        help="instead, measure calls between two hosts, with TLS and without; all further arguments are for it",
     )
     others.add_argument(
         "--scale",
         nargs=argparse.REMAINDER,
         metavar="ARGS",
-        help="instead, measure groups of many workers beside torch RPC; all that follows is for it",
+        help="instead, measure groups of many workers beside torch RPC; all further arguments are for it",
     )
     parser.set_defaults(handle=run, parser=parser)
 
@@ -119,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _before(options: argparse.Namespace) -> list[str]:
-    """What stood before ``--explain`` or ``--growth`` is for them, too."""
+    """The options before ``--explain`` or ``--growth``, which also apply to these."""
     for name in ("check", "write_baseline", "pin"):
         if getattr(options, name):
             options.parser.error(f"--{name.replace('_', '-')} is for the comparison with torch only")
@@ -130,7 +132,7 @@ def _before(options: argparse.Namespace) -> list[str]:
 
 def _compare(options: argparse.Namespace) -> int:
     if options.pin:
-        # Before torch is imported: threads and processes inherit it from the one that starts them.
+        # Before torch is imported: threads and processes inherit the affinity from their creator.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from backhaul.bench import baseline, compare, plot, table
 
@@ -181,7 +183,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _make_room(parser: argparse.ArgumentParser, path: Path) -> None:
-    # Now, not after minutes of measuring.
+    # Fail now, not after minutes of measuring.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -224,7 +226,7 @@ def check(
         print(f"floor: {work}: {text}")
     unknown = baseline.gone(before, compare.FIGURES)
     for work in unknown:
-        print(f"gone: {work}: {path} has it, and nothing measures it any more")
+        print(f"gone: {work}: {path} has it, but nothing measures it any more")
     for work in now:
         if work not in before:
             print(f"new: {work}: not in {path}")

@@ -1,30 +1,30 @@
 """The rounds: Backhaul, torch.distributed.rpc and .autograd, and the bare limits do the same work, side by side.
 
-Each system is a few processes that live for the whole run; work for several servers has processes of its own, so that
-what is measured between two workers is not disturbed by others. A round measures every
-workload on every system, one right after the other, so that what slows the machine down for
-a while slows all of them; the order rotates from round to round. The table shows the
-median of the rounds and, in brackets, the quartiles; a ratio is that of the ratios in each round.
-A repetition that hangs for seconds is listed below it, since medians would hide it.
+Each system consists of a few processes that live for the whole run. Work for several servers has its own processes, so
+that other workers do not disturb what is measured between two workers. A round measures every
+workload on every system, one right after the other, so that a slow phase of the
+machine slows all of them. The order rotates from round to round. The table shows the
+median of the rounds and, in brackets, the quartiles; a ratio is the median of the rounds' ratios.
+Repetitions that hang for seconds are listed below the table, since medians would hide them.
 
-Before the first round each system has to find the gradients of local autograd in every workload that has
-gradients. Where a system does not, or where it raises, dies or hangs then or in a later round, the table says so in
-place of a time; that system is started afresh, and all else goes on (`entrants`).
+Before the first round each system must find the gradients of local autograd in every workload with
+gradients. If a system does not, or if it raises, dies or hangs then or in a later round, the table says so in
+place of a time; that system is started afresh, and everything else continues (`entrants`).
 
-Systems wait frozen (SIGSTOP) for their turn, since torch's workers poll without rest. Is that fair
+Systems wait frozen (SIGSTOP) for their turn, since torch's workers poll all the time. Is that fair
 to them? Torch's no-op took 369 us (320..482) when frozen between rounds, 352 (310..542) in
 fresh processes each round, 415 (329..599) when never frozen: no difference beyond the noise of six rounds
 on a busy machine, and fresh processes take seconds to start, so there would be few rounds. But right after a
-thaw there is one: with a warm-up of 50 calls torch was slower than when settled in 11 of 14 pairs, by
+thaw there is a difference: with a warm-up of 50 calls torch was slower than when settled in 11 of 14 pairs, by
 1.11x in the median. So each measurement first warms up for 0.1 s; with that, a thawed system and a settled
 one are alike (torch 1.00x, slower in 12 of 24 pairs; Backhaul 1.01x, 13 of 24).
 
 Read the figures with the load of the machine in mind, which is printed above them
-(an average over a minute: right after another run it still counts that one). Other work can make
-Backhaul look better, not worse: torch's threads have to be woken, Backhaul's are awake or are not needed. On 2 cores
+(an average over a minute: right after another run it still includes that one). Other work can make
+Backhaul look better, not worse: torch's threads must be woken, Backhaul's are awake or not needed. On 2 cores
 with one kept busy ``--only "chain of 4"`` was once 3.2 times faster than torch's, and 2.0 times minutes before
-without that load. The second is the honest figure: run this on a quiet machine. (With far more to do than there
-are processors nobody stays awake, see `backhaul.transport.readable`.)
+without that load. The second is the honest figure: run this on a quiet machine. (If there is far more to do than
+the processors can handle, no thread polls, see `backhaul.transport.readable`.)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SYSTEMS = (BACKHAUL, TORCH, PING_PONG, MEMCPY, BACKHAUL_TLS, SSL, TCP)
 OURS = (BACKHAUL, BACKHAUL_TLS)
 
 NAMES = (*WORKLOADS, *footprint.NAMES)
-"""All that can be measured."""
+"""Everything that can be measured."""
 
 _FIGURES_OF = {
     **{name: [figure.name for figure in workload.figures] for name, workload in WORKLOADS.items()},
@@ -56,12 +56,12 @@ _FIGURES_OF = {
 }
 
 FIGURES = tuple(figure for figures in _FIGURES_OF.values() for figure in figures)
-"""The names of all rows but those of idle workers, which say for how long."""
+"""The names of all rows except those of idle workers, whose names include a duration."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much to measure: ``rounds``, or as many as fit into ``seconds``, but at least one."""
+    """How much to measure: ``rounds``, or as many rounds as fit into ``seconds``, but at least one."""
 
     rounds: int
     seconds: float
@@ -85,12 +85,12 @@ class Plan:
         return dataclasses.replace(self, names=tuple(name for name in NAMES if name in names))
 
     def closer(self, names: Sequence[str]) -> Plan:
-        """For a second look at a few of them: more rounds in the same time."""
+        """The plan for a second measurement of a few figures: more rounds in the same time."""
         return dataclasses.replace(self.only(names), rounds=3 * self.rounds)
 
 
 def workloads_of(figures: Collection[str]) -> list[str]:
-    """What has to be measured for these rows."""
+    """The workloads to measure for these rows."""
     return [name for name, own in _FIGURES_OF.items() if not set(own).isdisjoint(figures)]
 
 
@@ -111,18 +111,18 @@ SMOKE = Plan(
     seconds=0.0,
     times=Times(start_ups=1, rests=1, launches=1, idle_seconds=0.2),
     share=0.05,
-    names=_without("echo 256 MiB", "fan-out of 8, 1 unused"),  # torch hangs in that one, which takes seconds to see
+    names=_without("echo 256 MiB", "fan-out of 8, 1 unused"),  # torch hangs in that one, which takes seconds to detect
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run found. ``left_out`` says why, system by system."""
+    """The result of a run. ``left_out`` gives the reasons, system by system."""
 
     systems: list[str]
     rows: list[Row]
     stalls: list[Stall]
-    load: float  # of the machine, before
+    load: float  # of the machine, before the run
     left_out: dict[str, str]
     faults: list[Fault] = dataclasses.field(default_factory=list)
     pinned: bool = False  # to one processor
@@ -133,7 +133,7 @@ class Result:
 
     @property
     def failed(self) -> list[Fault]:
-        """What went wrong for Backhaul, with TLS or without."""
+        """The faults of Backhaul, with TLS or without."""
         return [fault for fault in self.faults if fault.system in OURS]
 
 
@@ -155,7 +155,7 @@ def run(plan: Plan) -> Result:
 
 
 def _measure(names: Sequence[str], plan: Plan, result: Result, tell: Callable[[Fault], None]) -> None:
-    """Run the rounds; what they find goes into the result: a row for each figure, and what stalled."""
+    """Run the rounds, and fill the result: a row for each figure, and the stalls."""
     with contextlib.ExitStack() as stack:
         entrants = []
         for entrant in entrants_of(names, plan.workloads, tell, plan.limits):
@@ -209,7 +209,7 @@ def _measure_in_rounds(
 
 
 def _give_up(rows: Sequence[Row], fault: Fault) -> None:
-    """Say in the rows of a workload what its system failed in, in place of numbers. It is not measured there again.
+    """Put a note about a system's fault in place of its numbers in a workload's rows. It is not measured there again.
 
     Numbers from before a system failed elsewhere for good are kept.
     """
@@ -219,6 +219,6 @@ def _give_up(rows: Sequence[Row], fault: Fault) -> None:
 
 
 def _say(text: str) -> None:
-    """Tell somebody who watches how far it is. No animation: it would take time from the measured."""
+    """Report progress to a user who watches. No animation: it would take time from the measured processes."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr)

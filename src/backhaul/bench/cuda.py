@@ -1,7 +1,7 @@
 """``backhaul bench --cuda``: echoes and chains of tensors on one GPU between two processes, beside torch RPC.
 
-Each system has a client and a server of its own, and both have a CUDA context on the GPU. They take turns, one piece of
-work after the other, in every round. What a client measures ends with a synchronisation of the device.
+Each system has its own client and server, and both have a CUDA context on the GPU. The systems take turns, one piece of
+work after the other, in every round. A client's measurement ends with a synchronisation of the device.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _END_SECONDS = 20.0
 
 
 class Work(NamedTuple):
-    """A piece of work: its name for people, what the client does, with what, and how often in a round."""
+    """A piece of work: its name for people, what the client does, its argument, and the repetitions in a round."""
 
     name: str
     kind: str
     size: int
     times: int
     floor: float | None = None
-    """How many times as fast as torch RPC it is to be."""
+    """How many times faster than torch RPC it must be."""
 
 
 WORKS = (
@@ -125,7 +125,7 @@ class _Client:
     def end(self) -> None:
         """Let both processes shut down, and kill those that do not."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died
+        with contextlib.suppress(OSError):  # the client has died
             self._process.stdin.close()
         for process in (self._process, self._server):
             try:
@@ -135,7 +135,7 @@ class _Client:
                 process.wait()
 
 
-# -- what the processes run ---------------------------------------------------------------------
+# -- run by the processes -----------------------------------------------------------------------
 
 small: list[torch.nn.Linear] = []
 large: list[torch.nn.Linear] = []
@@ -227,7 +227,7 @@ def _works(rpc: Any, autograd: Any) -> dict[str, Callable[[int], None]]:
 
 
 if __name__ == "__main__":
-    # Under its own name, so that the other process finds its functions.
+    # Imported under its own name, so that the other process finds its functions.
     from backhaul.bench import cuda
 
     cuda.work(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,7 +1,7 @@
-"""Curves: what one more of something costs, by how many there are already. Measured here; `growth` judges and shows.
+"""Curves: the cost of one more item, by how many there are already. Measured here; `growth` judges and shows.
 
-All but the plan is measured between processes over unix sockets. A size is measured in several rounds, so that what
-slows the machine down for a while does not look like growth.
+All but the plan is measured between processes over unix sockets. Each size is measured in several rounds, so that a
+slow phase of the machine does not look like growth.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Unit = Literal["seconds", "bytes"]
 _WARM_UP_SECONDS = 0.3
 _WIDTH, _BATCH = 64, 16
 _STEPS = 40  # timed at one number of contexts, in each round
-_HANDFUL = 500  # references that are made, fetched and dropped on top of those that are there
-_LEAST_TO_WEIGH = 1000  # of references or contexts: what fewer take is lost in what the allocator rounds up to
+_HANDFUL = 500  # references that are made, fetched and dropped on top of the existing ones
+_LEAST_TO_WEIGH = 1000  # references or contexts: the memory of fewer is lost in the allocator's rounding
 _BRANCH = 50  # nodes between one source of a plan and the next
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The cost of one ``what``, by how many of ``axis`` there are: a number of each round."""
+    """The cost of one ``what``, by the number of ``axis``: one number for each round."""
 
     group: str
     axis: str
@@ -95,7 +95,7 @@ def nothing() -> None: ...
 
 
 def call_in_turn(others: Sequence[str], begin: float, seconds: float) -> int:
-    """How many calls to ``others``, one after the other, are over between ``begin`` and so many seconds later."""
+    """How many calls to ``others``, one after the other, finish within ``seconds`` after ``begin``."""
     turn = 0
     while time.monotonic() < begin:
         rpc.rpc_sync(others[turn % len(others)], nothing)
@@ -108,7 +108,7 @@ def call_in_turn(others: Sequence[str], begin: float, seconds: float) -> int:
 
 
 def _peers(sizes: Sizes) -> list[Curve]:
-    """One group of as many processes as there are ever to be; those that have no turn sleep."""
+    """One group of the largest number of processes; those without a turn sleep."""
     axis = "peers", "processes"
     to_one, to_one_cpu = Curve(*axis, "call, all to one server"), Curve(*axis, "call, all to one server: CPU time")
     to_all, to_all_cpu = Curve(*axis, "call, each to each"), Curve(*axis, "call, each to each: CPU time")
@@ -122,7 +122,7 @@ def _peers(sizes: Sizes) -> list[Curve]:
                 _call(workers, targets, taking, size, sizes.call_seconds, to_one, to_one_cpu)
                 targets = {
                     each: [*names[place + 1 :], *names[:place]] for place, each in enumerate(taking)
-                }  # each begins with another
+                }  # each starts with a different peer
                 _call(workers, targets, taking, size, sizes.call_seconds, to_all, to_all_cpu)
     return [to_one, to_one_cpu, to_all, to_all_cpu]
 
@@ -136,7 +136,7 @@ def _call(
     wall: Curve,
     cpu: Curve,
 ) -> None:
-    # More processes take longer to get going.
+    # More processes need longer to start calling.
     begin = time.monotonic() + _WARM_UP_SECONDS + 0.05 * size
     counts = [worker.rpc_async(apart, (call_in_turn, others, begin, seconds)) for worker, others in targets.items()]
     time.sleep(max(0.0, begin - time.monotonic()))
@@ -149,7 +149,7 @@ def _call(
 
 
 def _cpu_seconds(worker: LocalWorker) -> float:
-    """What its process has used so far: its CPU clock, as clock_getcpuclockid(3) would name it."""
+    """The CPU time that its process has used so far: its CPU clock, named as in clock_getcpuclockid(3)."""
     return time.clock_gettime((~worker.pid << 3) | 2)
 
 
@@ -169,13 +169,13 @@ def layer(value: Tensor) -> Tensor:
 
 
 def step() -> None:
-    """Forward and backward over one hop, in a context of its own."""
+    """Forward and backward over one hop, in a new context."""
     with autograd.context() as context:
         autograd.backward(context, [rpc.rpc_sync(SERVER, layer, args=(_INPUT,)).sum()])
 
 
 def have_contexts(count: int) -> None:
-    """Open or leave contexts, each with one call recorded on both ends, until there are so many."""
+    """Open or leave contexts, each with one call recorded on both ends, until there are ``count``."""
     while len(_open) < count:
         space, manager = contextvars.Context(), autograd.context()
         space.run(manager.__enter__)
@@ -183,7 +183,7 @@ def have_contexts(count: int) -> None:
     while len(_open) > count:
         space, manager, _ = _open.pop()
         space.run(manager.__exit__)
-    rpc.rpc_sync(SERVER, nothing)  # what it is told one way, it has read by then
+    rpc.rpc_sync(SERVER, nothing)  # by then the server has read all one-way messages
 
 
 def time_steps(count: int) -> float:
@@ -210,7 +210,7 @@ def _contexts(two: Pair, sizes: Sizes) -> list[Curve]:
 
 @dataclass
 class Value:
-    """What references refer to. It can be fetched, and counts how many of it this process has."""
+    """The referent of the references. It can be fetched, and the process counts its instances."""
 
     number: int
 
@@ -226,7 +226,7 @@ _held: list[rpc.RRef[Value]] = []
 
 
 def have_references(count: int) -> None:
-    """Make or drop references to values of the server until there are that many.
+    """Make or drop references to values of the server until there are ``count``.
 
     Returns when the server has made or freed the values.
     """
@@ -244,13 +244,13 @@ def await_values(count: int) -> None:
 
 
 def time_references(count: int) -> tuple[float, float, float]:
-    """Seconds to make, to fetch and to drop one, of so many on top of those that are there."""
+    """Seconds to make, to fetch and to drop one of ``count`` references, on top of the existing ones."""
     clock = time.perf_counter
     before = len(_held)
     start = clock()
     have_references(before + count)
     made = clock()
-    # Some of all ages: what has just been made is warm.
+    # Some of all ages: the newest are still in the caches.
     chosen = _held[:: max(1, len(_held) // count)][:count]
     begin = clock()
     for rref in chosen:
@@ -285,7 +285,7 @@ def _references(two: Pair, sizes: Sizes) -> list[Curve]:
 
 
 def chain(calls: int) -> Tensor:
-    """Each call takes the result of the one before."""
+    """A chain: each call takes the result of the previous one."""
     value = _INPUT[0]
     for _ in range(calls):
         value = rpc.rpc_sync(SERVER, half, args=(value,))
@@ -298,7 +298,7 @@ def fan_out(calls: int) -> Tensor:
 
 
 def residual(calls: int) -> Tensor:
-    """A chain with a way around each call: on the client all of it is one component, with a gate for each call."""
+    """A chain with a skip connection around each call: one component on the client, with a gate for each call."""
     value = _INPUT[0]
     for _ in range(calls):
         value = value + rpc.rpc_sync(SERVER, half, args=(value,)) / calls
@@ -333,7 +333,7 @@ def time_messages(shape: str, messages: int) -> tuple[float, float]:
 
 
 def time_passes(sizes: Sequence[int], steps: int) -> dict[int, float]:
-    """Seconds for a call and a pass over it in a context that has had so many passes already."""
+    """Seconds for a call and a pass over it, in a context that has had this many passes already."""
     times: list[float] = []
     clock = time.perf_counter
     with autograd.context() as context:
@@ -371,12 +371,12 @@ def _passes(two: Pair, sizes: Sizes) -> list[Curve]:
 # The plan.
 
 
-# Short branches on a trunk, so that a graph of many nodes is not as deep. Torch 2.13 frees what Python has looked at by
-# recursion, node by node, and 50,000 nodes in a row are too many for the stack of a thread.
+# Short branches on a trunk, so that a graph of many nodes is not equally deep. Torch 2.13 frees nodes that Python has
+# touched by recursion, node by node, and 50,000 nodes in a row are too many for the stack of a thread.
 
 
 def branch(length: int) -> Tensor:
-    """So many nodes in a row, the last one a leaf."""
+    """A row of ``length`` nodes, the last one a leaf."""
     value = torch.rand(1, requires_grad=True)
     for _ in range(length - 1):
         value = -value
@@ -392,13 +392,13 @@ def one_source(nodes: int) -> dict[int, Source]:
 
 
 def sources_apart(nodes: int) -> dict[int, Source]:
-    """Many short branches that have nothing to do with each other: as at a server."""
+    """Many short, unconnected branches, as at a server."""
     numbers = range(1, nodes // _BRANCH + 1)
     return {number: Source(send(number, [branch(_BRANCH - 1)]).grad_fn, number) for number in numbers}
 
 
 def sources_of_one(nodes: int) -> dict[int, Source]:
-    """One graph that many sources lie on: as with ways around calls."""
+    """One graph with many sources on it, as with skip connections around calls."""
     found: dict[int, Source] = {}
     value = branch(_BRANCH)
     for number in range(1, nodes // _BRANCH):
@@ -416,7 +416,7 @@ GRAPHS: dict[str, Callable[[int], dict[int, Source]]] = {
 
 
 def time_plan(graph: str, nodes: int) -> float:
-    """Seconds for each node: planning the components, and bringing the gradients of all sources, one by one."""
+    """Seconds for each node: planning the components, and delivering the gradients of all sources one by one."""
     sources = GRAPHS[graph](nodes)
     latest_first = sorted(sources, key=lambda source: (source != ROOT, -source))
     gc.collect()
@@ -465,7 +465,7 @@ def _own_bytes(two: Pair) -> int:
 
 
 def own_bytes() -> int:
-    """Memory of this process that no other one shares."""
+    """Memory of this process that it shares with no other."""
     gc.collect()
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:")))

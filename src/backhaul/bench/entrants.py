@@ -1,8 +1,8 @@
-"""Entrants: the systems that take part in a run, each started afresh after it has failed.
+"""Entrants: the systems of a run, each started afresh after a failure.
 
-A system that raises, dies or hangs must not end a run of minutes: the row in which it did says so, and everything else
-goes on. Work for a server and its clients, and work for several servers, is done by different processes, so that what
-is measured between two workers has nothing to do with others that they may have met.
+A system that raises, dies or hangs must not end a run of minutes: its row says so, and everything else
+continues. Work for one server and its clients, and work for several servers, runs in different processes, so that
+measurements between two workers do not depend on others that they may have met.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOT_THERE = "does not start"
 
 
 class Fault(NamedTuple):
-    """What a system failed in. ``brief`` is for its row, ``text`` has the traceback, if there is one."""
+    """A system's failure. ``brief`` is for its row, ``text`` has the traceback, if there is one."""
 
     system: str
     work: str
@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 
 class Entrant:
-    """A context manager: a system runs inside its block. No method raises `SystemFailed`; each fault is told."""
+    """A context manager: a system runs inside its block. No method raises `SystemFailed`; each fault is reported."""
 
     def __init__(self, name: str, workloads: Sequence[Workload], tell: Callable[[Fault], None], limits: Limits) -> None:
         self.name = name
@@ -53,11 +53,11 @@ class Entrant:
                 self._fail("the end", failure)
 
     def does(self, workload: Workload) -> bool:
-        """Whether the work is for these processes."""
+        """Whether these processes do this workload."""
         return workload in self._workloads
 
     def try_out(self, workload: Workload) -> Fault | None:
-        """What is wrong with how the system does a workload; None if nothing is."""
+        """The fault in how the system does a workload; None if there is none."""
         flaw = self._attempt(workload, lambda system: system.try_out(workload))
         if not isinstance(flaw, str):
             return flaw
@@ -66,7 +66,7 @@ class Entrant:
         return fault
 
     def measure(self, workload: Workload, repetitions: int) -> list[Samples] | Fault:
-        """What each client of the workload measured."""
+        """The measurements of each client of the workload."""
         return self._attempt(workload, lambda system: system.measure(workload, repetitions))
 
     def _attempt(self, workload: Workload, act: Callable[[System], T]) -> T | Fault:
@@ -98,7 +98,7 @@ class Entrant:
 def entrants_of(
     names: Sequence[str], workloads: Sequence[Workload], tell: Callable[[Fault], None], limits: Limits
 ) -> list[Entrant]:
-    """Those that the workloads need, not started yet."""
+    """The entrants that the workloads need, not started yet."""
     found = []
     for wide in (False, True):
         for name in names:
@@ -109,7 +109,7 @@ def entrants_of(
 
 
 def _roles(system: str, workloads: Sequence[Workload]) -> tuple[str, ...]:
-    """All that have a part in one of the workloads, in an order that is always the same."""
+    """All roles in any of the workloads, in a fixed order."""
     if system == MEMCPY:
         return (CLIENT,)
     needed = {role for workload in workloads for role in workload.roles}

@@ -1,16 +1,16 @@
 """``backhaul bench --explain``: where the microseconds of a call go, from the events of both processes.
 
-Two processes over a unix socket do the same work again and again, and what happens in their workers is stamped
+Two processes over a unix socket repeat the same work, and the events in their workers are stamped
 (`stages`). For each repetition the **way** of the work is followed backwards from its end, thread by thread::
 
     the client's thread has its reply  ◄── it waited for bytes (Read), which came because of
     a frame of the server (Sent)       ◄── whose thread had waited for bytes, which came because of
     a frame of the client              ◄── and there the work began
 
-On the way, the time between two events of a thread belongs to the stage that the second one ends. From the end of a
-write to the end of the read of it is time between the processes, and from what one thread does for another one until
-that goes on is time between threads. So all stages together are the whole time, without what the stamps
-themselves cost. A second pair of processes does the same without stamps, in turns with the first.
+On the way, the time between two events of a thread belongs to the stage that the second one ends. The time from the end
+of a write to the end of its read is time between the processes. The time from a thread's action for another thread
+until that thread continues is time between threads. So all stages together make up the whole time, minus the cost of
+the stamps themselves. A second pair of processes does the same without stamps, in turns with the first.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _MOST_LEGS = 40
 _PLAIN_WIDTH = 120
 
 Windows = dict[str, list[tuple[int, int]]]
-"""Work -> begin and end of each repetition, in nanoseconds."""
+"""Work -> beginning and end of each repetition, in nanoseconds."""
 
 
-# What is done, on the client.
+# Work for the client.
 
 with torch.random.fork_rng():
     torch.manual_seed(1)
@@ -78,7 +78,7 @@ def layer(value: Tensor) -> Tensor:
 
 
 Act = Callable[[Windows, str], None]
-"""Does a work of that name once, and notes when."""
+"""Does a work of that name once, and notes its time."""
 
 
 def _noop(server: str) -> Act:
@@ -138,7 +138,7 @@ class Done(NamedTuple):
 
 
 def do(name: str, server: str) -> Done:
-    """Do some work for a round, after a while of it that does not count."""
+    """Do some work for a round, after a warm-up that does not count."""
     work = WORKS[name]
     act = work.make(server)
     windows: Windows = {each: [] for each in work.names(name)}
@@ -175,7 +175,7 @@ class Piece(NamedTuple):
     where: str
     stage: str
     begin: int
-    end: float  # less than on the clock by what stamps took
+    end: float  # on the clock minus the time that stamps took
 
     @property
     def nanoseconds(self) -> float:
@@ -183,27 +183,27 @@ class Piece(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One repetition. Without pieces if it could not be followed."""
+    """One repetition. It has no pieces if it could not be followed."""
 
     pieces: list[Piece]
     clocked: int
 
     @property
     def nanoseconds(self) -> float:
-        """Without what stamps cost."""
+        """Its time without the cost of stamps."""
         return sum(piece.nanoseconds for piece in self.pieces)
 
 
 class Strayed(Exception):
-    """The way cannot be followed to where it began: somebody else had a hand in it."""
+    """The way cannot be followed to its beginning: something else was involved."""
 
 
 Stamps = Mapping[Thread, Sequence[Stamp]]
-"""Of each thread, in order of time."""
+"""The stamps of each thread, in order of time."""
 
 
 class History:
-    """All that was stamped in a run."""
+    """All stamps of a run."""
 
     def __init__(self, stamped: Mapping[str, Stamped]) -> None:
         self._stamps: dict[Thread, list[Stamp]] = {}
@@ -212,7 +212,7 @@ class History:
                 self._stamps.setdefault(Thread(process, thread), []).append(Stamp(KINDS[number], at))
 
     def during(self, begin: int, end: int) -> Stamps:
-        """What happened in that time; and the last before it and the first after it of each thread."""
+        """The stamps in that time, plus the last before it and the first after it of each thread."""
         found = {}
         for thread, stamps in self._stamps.items():
             first = bisect_left(stamps, begin, key=lambda stamp: stamp.at)
@@ -233,12 +233,12 @@ class History:
 
 
 def follow(stamps: Stamps, main: Thread, begin: int, end: int, cost: Cost) -> list[Piece]:
-    """The way of what thread ``main`` did in that time, in order. Raises `Strayed`."""
+    """The way of thread ``main`` in that time, in order. Raises `Strayed`."""
     before, after = cost
     pieces: list[Piece] = []
     thread, leg = main, 0
     place = bisect_right(stamps.get(main, ()), end, key=lambda stamp: stamp.at) - 1
-    stage, until, ending = IN_BETWEEN, end, 0.0  # of the stretch that is looked at, and what the stamp at its end took
+    stage, until, ending = IN_BETWEEN, end, 0.0  # of the current stretch, and the cost of the stamp at its end
 
     def add(where: str, since: int, taken: float) -> None:
         pieces.append(Piece(leg, where, stage, since, max(since, until - taken)))
@@ -252,7 +252,7 @@ def follow(stamps: Stamps, main: Thread, begin: int, end: int, cost: Cost) -> li
             return [piece._replace(leg=pieces[-1].leg - piece.leg) for piece in reversed(pieces)]
         add(thread.process, stamp.at, ending + after)
         cause = _cause(stamps, thread, place)
-        if cause is None:  # it did not have to wait
+        if cause is None:  # the thread did not have to wait
             stage, until, ending = _stage(stamps[thread], place), stamp.at, before
             place -= 1
             continue
@@ -269,15 +269,15 @@ def follow(stamps: Stamps, main: Thread, begin: int, end: int, cost: Cost) -> li
 
 
 def _stage(mine: Sequence[Stamp], place: int) -> str:
-    """What a thread has done up to this stamp, since the one before it."""
+    """What a thread did between the previous stamp and this one."""
     return stage_between(mine[place - 1].kind if place > 0 else None, mine[place].kind)
 
 
 def _cause(stamps: Stamps, thread: Thread, place: int) -> tuple[Thread, int] | None:
-    """What a thread had waited for before this stamp: another thread and the place of its stamp. None if for nothing.
+    """What a thread waited for before this stamp: another thread and the index of its stamp. None if it did not wait.
 
-    A write, and the wake-up of a thread, has its effect at some time between two stamps of the thread that does it. So
-    it may be stamped a little later than its effect. What was stamped before the wait has not ended it.
+    A write, or the wake-up of a thread, takes effect at some time between two stamps of the acting thread. So
+    its stamp may be a little later than its effect. A stamp from before the wait cannot have ended it.
     """
     mine = stamps[thread]
     wanted = _ended_by(mine, place)
@@ -301,7 +301,7 @@ def _cause(stamps: Stamps, thread: Thread, place: int) -> tuple[Thread, int] | N
 
 
 def _ended_by(mine: Sequence[Stamp], place: int) -> type[Event] | None:
-    """The kind of event that ends the wait before this stamp; None if there is no wait before such a one."""
+    """The kind of event that ends the wait before this stamp; None if there was no wait."""
     kind = mine[place].kind
     if kind is Read:
         return Sent
@@ -313,8 +313,8 @@ def _ended_by(mine: Sequence[Stamp], place: int) -> type[Event] | None:
 def _wait_began(mine: Sequence[Stamp], place: int) -> float:
     """When a thread began to wait for what it has at this stamp.
 
-    If it has done nothing since it sent something, that is when it began to send: it may have lost its processor right
-    after the write, and find the reply when it goes on.
+    If it did nothing since it sent something, that is when it began to send: it may have lost its processor right
+    after the write, and find the reply when it continues.
     """
     place -= 1
     sent = place
@@ -330,7 +330,7 @@ def _wait_began(mine: Sequence[Stamp], place: int) -> float:
 
 class Stage(NamedTuple):
     leg: int
-    where: str  # a process; "" is between two
+    where: str  # a process; "" means between two
     name: str
     seconds: float
 
@@ -339,26 +339,26 @@ class Stage(NamedTuple):
 class Explained:
     """A work in stages, in order, and how long it takes, in seconds.
 
-    A stage is the mean of the **usual** repetitions: those that went the way that most went, and of these the half
-    in the middle by their time. Means add up, as medians do not, and nothing that disturbed a repetition is in them.
+    A stage is the mean over the **usual** repetitions: those with the most common way, and of these the middle half
+    by time. Means add up, unlike medians, and disturbed repetitions are excluded.
     """
 
     work: str
     stages: list[Stage]
-    total: float  # the median of all that went that way, without what stamps cost
-    stamps: float  # what they cost
+    total: float  # the median over the most common way, without the cost of stamps
+    stamps: float  # their cost
     untouched: float  # the median in processes that have no stamps
     repetitions: int
-    alike: int  # that went that way
+    alike: int  # repetitions with that way
 
     @property
     def remainder(self) -> float:
-        """By how much the total is more than all stages."""
+        """The total minus all stages."""
         return self.total - sum(stage.seconds for stage in self.stages)
 
     @property
     def covered(self) -> float:
-        """The share of the total that has a name."""
+        """The share of the total that the stages cover."""
         return sum(stage.seconds for stage in self.stages if stage.name != IN_BETWEEN) / self.total
 
 
@@ -384,10 +384,10 @@ def explain(rounds: int = 4, only: Iterable[str] | None = None) -> list[Explaine
 
 
 def summarise(work: str, ways: Sequence[Way], untouched: float) -> Explained:
-    """The usual one of these. Raises `Strayed` if there is none."""
+    """The explanation of the usual repetitions. Raises `Strayed` if there are none."""
     followed = [way for way in ways if way.pieces]
     if not followed:
-        raise Strayed(f"{work}: no repetition could be followed from its end back to its begin")
+        raise Strayed(f"{work}: no repetition could be followed from its end back to its beginning")
     legs, _ = Counter(_legs(way.pieces) for way in followed).most_common(1)[0]
     alike = sorted((way for way in followed if _legs(way.pieces) == legs), key=lambda way: way.nanoseconds)
     quarter = len(alike) // 4
@@ -431,8 +431,8 @@ def main(arguments: Sequence[str]) -> int:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="rounds", action="store_const", const=2, help="fewer rounds")
     size.add_argument("--smoke", dest="rounds", action="store_const", const=1, help="one round")
-    parser.add_argument("--only", action="append", choices=list(WORKS), help="this work only; may be repeated")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
+    parser.add_argument("--only", action="append", choices=list(WORKS), help="only this work; may be repeated")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to PATH")
     parser.set_defaults(rounds=4)
     options = parser.parse_args(arguments)
     if options.json is not None:

@@ -1,8 +1,8 @@
-"""Floors: how many times faster than torch RPC a figure has to be at least, and how many it aims at.
+"""Floors: how many times faster than torch RPC each figure must be, and its aim.
 
-Of tensors over TLS it is asked how near they come to what Python's own `ssl` moves over a bare socket. Pinned to one
-processor, where nobody can wait awake, nothing may be slower than torch pinned likewise; but torch does not encrypt, so
-tensors over TLS are asked the same as ever.
+For tensors over TLS the comparison is Python's own `ssl` over a bare socket. Pinned to one
+processor, where no thread can poll, nothing may be slower than torch pinned likewise. But torch does not encrypt, so
+tensors over TLS keep their floors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from backhaul.bench.workloads import Figure
 
 
 class Floor(NamedTuple):
-    """Ratios to torch, or to ``against``, of medians of one run."""
+    """Ratios to torch, or to ``against``, of the medians of one run."""
 
     at_least: float
     aim: float
     against: str = TORCH
-    beside: tuple[str, float] | None = None  # part of the aim: at most so many times what a bare limit takes
+    beside: tuple[str, float] | None = None  # part of the aim: at most this many times the bare limit
 
 
 FLOORS = {
@@ -58,7 +58,7 @@ FLOORS = {
 }
 
 CEILINGS = {idle_figure(10.0).name: (0.1, 0.02)}
-"""The same for what is counted rather than compared: at most, and the aim."""
+"""The same for figures that are counted rather than compared: the maximum, and the aim."""
 
 for _launcher in (CLUSTER, RUN):
     _cpu, _wake_ups = launched_figures(_launcher, 10.0)
@@ -74,7 +74,7 @@ class Standing(NamedTuple):
 
 
 def floor_of(figure: Figure, pinned: bool = False) -> Floor | None:
-    """What is asked of a figure; ``pinned`` is for runs on one processor."""
+    """The floor of a figure; ``pinned`` is for runs on one processor."""
     floor = FLOORS.get(figure.name)
     if pinned and (floor.against == TORCH if floor else figure.ours == BACKHAUL):
         return _PINNED
@@ -82,7 +82,7 @@ def floor_of(figure: Figure, pinned: bool = False) -> Floor | None:
 
 
 def standing(row: Row, pinned: bool = False) -> Standing | None:
-    """How a row stands to its floor, or its ceiling; None if there is none, or nothing to compare with."""
+    """How a row compares with its floor or ceiling; None if there is none, or nothing to compare with."""
     name = row.figure.name
     if name in CEILINGS and (spread := row.spread(BACKHAUL)) is not None:
         at_most, aim = CEILINGS[name]

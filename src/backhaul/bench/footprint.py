@@ -1,9 +1,8 @@
-"""Footprint: what a system costs before its first call and between calls.
+"""Footprint: the cost of a system before its first call and between calls.
 
-Each of these starts processes of its own, so they are measured a few times rather than in every round: the time from
-nothing to a first reply; with three workers who have all called each other and have nothing to
-do, their CPU time and the memory that each has for itself; and what workers take that wait where a launcher has
-left them.
+Each measurement starts its own processes, so there are only a few rather than one in every round: the time from
+nothing to a first reply; the CPU time and private memory of three idle workers that have all called each other;
+and the resources of idle workers as a launcher leaves them.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ NAMES = (START_UP, IDLE, MEMORY, LAUNCHED)
 SYSTEMS = (BACKHAUL, TORCH)
 
 _TOTAL = Figure("start to first call")
-_OWN = Figure("... without torch's import", steady=False)  # the small difference of two large numbers, and few of them
+_OWN = Figure("... without torch's import", steady=False)  # the small difference of two large numbers, from few rounds
 _MEMORY = Figure("memory of an idle worker", unit="bytes")
 FIGURES = {START_UP: [_TOTAL.name, _OWN.name], MEMORY: [_MEMORY.name]}
 
 
 class Times(NamedTuple):
-    """How often to measure, and for how long workers are idle."""
+    """How often to measure, and how long workers are idle."""
 
     start_ups: int
     rests: int
@@ -40,12 +39,12 @@ class Times(NamedTuple):
 
 
 def idle_figure(seconds: float) -> Figure:
-    # Not steady: next to nothing is compared with next to everything.
+    # Not steady: a figure near zero is compared with a large one.
     return Figure(f"3 idle workers, {seconds:g} s", unit="CPU seconds", steady=False)
 
 
 def launched_figures(launcher: str, seconds: float) -> tuple[Figure, Figure]:
-    """The CPU time of the workers of a launcher, and how often they wake up."""
+    """The CPU time of a launcher's workers, and how often they wake up."""
     return (
         Figure(f"{launcher}, idle {seconds:g} s", unit="CPU seconds", steady=False),
         Figure(f"{launcher}, idle {seconds:g} s, wake-ups", unit="wake-ups", steady=False),
@@ -59,7 +58,7 @@ def measure(
     say: Callable[[str], None],
     tell: Callable[[Fault], None],
 ) -> list[Row]:
-    """A row for each figure of the names that are wanted. A system that fails gets that said in its rows, and told."""
+    """A row for each wanted figure. If a system fails, its rows say so and the fault is reported."""
     systems = [system for system in systems if system in SYSTEMS]
     rows = []
     if START_UP in wanted:
@@ -79,7 +78,7 @@ def measure(
 
 def _start_ups(systems: Sequence[str], count: int, tell: Callable[[Fault], None]) -> list[Row]:
     total, own = rows = [Row(figure, {system: [] for system in systems}) for figure in (_TOTAL, _OWN)]
-    # Installing a package compiles it, as it has compiled torch. A source tree may have no bytecode yet.
+    # Installing a package compiles it, so torch is compiled. A source tree may have no bytecode yet.
     compileall.compile_dir(Path(__file__).parents[1], quiet=2)
     for turn in range(count):
         for name in _rotated(systems, turn):
@@ -118,7 +117,7 @@ def _rests(systems: Sequence[str], count: int, seconds: float, tell: Callable[[F
 
 
 def _imported_bytes(tell: Callable[[Fault], None]) -> float | None:
-    """What a process has for itself once it has imported torch; None if it is not available."""
+    """The private memory of a process that has imported torch; None if not available."""
     try:
         with System(NO_SYSTEM, (CLIENT,)) as bare:
             (imported,) = bare.rest(0.0).bytes

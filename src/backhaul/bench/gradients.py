@@ -1,7 +1,7 @@
 """Gradients: models whose layers live on servers, differentiated through the calls to them.
 
-A forward pass is a function of an ``rpc`` module, so one text runs on either system and, with `Here` in that place,
-in one process; what local autograd finds there is what `flaw` expects of a system. The client and all servers
+A forward pass is a function of an ``rpc`` module. So one text runs on either system and, with `Here` as the module,
+in one process, where local autograd computes the expected gradients for `flaw`. The client and all servers
 build the same layers from the same seed.
 """
 
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from backhaul.bench.ports import SERVER, SERVERS, RpcPort
 
 Forward = Callable[[Any], Tensor]
-"""Makes a loss by calls through an ``rpc`` module."""
+"""Computes a loss by calls through an ``rpc`` module."""
 
 _WIDTH, _BATCH = 64, 16
 _MICRO_BATCHES, _STAGES = 8, 3
 _MODEL_WIDTH, _SEQUENCES, _TOKENS = 256, 8, 64
-_TOLERANCE = 1e-4  # of a gradient's norm: sums in another order differ by less, a missing term by more
+_TOLERANCE = 1e-4  # relative to a gradient's norm: another order of sums differs by less, a missing term by more
 
 with torch.random.fork_rng():
     torch.manual_seed(1)
@@ -35,7 +35,7 @@ with torch.random.fork_rng():
     _DECODER = nn.ModuleList(nn.Linear(2 * _WIDTH, _WIDTH) for _ in range(2))
     _LOCAL = nn.Sequential(*(part for _ in range(300) for part in (nn.Linear(32, 32), nn.Tanh())))
     for weight in list(_LOCAL.parameters())[::2]:
-        nn.init.orthogonal_(weight)  # or the gradients would vanish on their way through 300 layers
+        nn.init.orthogonal_(weight)  # else the gradients would vanish on their way through 300 layers
     _HEAD, _TAIL = (
         nn.Sequential(
             *(nn.TransformerEncoderLayer(_MODEL_WIDTH, 4, 2 * _MODEL_WIDTH, 0.0, batch_first=True) for _ in range(2))
@@ -67,7 +67,7 @@ def tail(value: Tensor) -> Tensor:
 
 
 def stage(module: str, index: int, value: Tensor) -> Tensor:
-    """Two layers of a pipeline here, and the stages after them on the servers after this one; the loss in the end."""
+    """Two layers of a pipeline here, and the later stages on the next servers; returns the loss."""
     for part in REMOTE[2 * index : 2 * index + 2]:
         value = torch.tanh(part(value))
     if index + 1 == _STAGES:
@@ -77,13 +77,13 @@ def stage(module: str, index: int, value: Tensor) -> Tensor:
 
 
 def layer_gradients(module: str, context: int) -> list[Tensor | None]:
-    """What the context of a system's ``autograd`` module has for each of the server's leaves."""
+    """The gradients of the server's leaves in a context of a system's ``autograd`` module."""
     found = sys.modules[module].get_gradients(context)
     return [found.get(leaf) for leaf in _SERVER_LEAVES]
 
 
 def chain(hops: int, servers: int, rpc: Any) -> Tensor:
-    """Layer after layer, each a call that takes the result of the one before; the servers take turns."""
+    """Layer after layer, each a call that takes the previous result; the servers alternate."""
     value: Tensor = _INPUT
     for hop in range(hops):
         value = rpc.rpc_sync(SERVERS[hop % servers], layer, args=(hop, value))
@@ -91,7 +91,7 @@ def chain(hops: int, servers: int, rpc: Any) -> Tensor:
 
 
 def fan_out(width: int, servers: int, unused: int, rpc: Any) -> Tensor:
-    """One leaf sent so many times at once; all results but the ``unused`` last are summed up."""
+    """One leaf sent ``width`` times at once; all results except the last ``unused`` are summed."""
     futures = [rpc.rpc_async(SERVERS[index % servers], layer, args=(index, _INPUT)) for index in range(width)]
     values = [future.wait() for future in futures]
     total: Tensor = reduce(operator.add, values[: width - unused])
@@ -99,7 +99,7 @@ def fan_out(width: int, servers: int, unused: int, rpc: Any) -> Tensor:
 
 
 def pipeline(rpc: Any) -> Tensor:
-    """Micro-batches that all go at once into the first of several stages, each of which calls the next."""
+    """Micro-batches that all enter the first of several stages at once; each stage calls the next."""
     futures = [rpc.rpc_async(SERVER, stage, args=(rpc.__name__, 0, part)) for part in _LONG_INPUT.chunk(_MICRO_BATCHES)]
     total: Tensor = reduce(operator.add, [future.wait() for future in futures])
     return total
@@ -116,15 +116,15 @@ def u_shape(rpc: Any) -> Tensor:
 
 
 def transformer(rpc: Any) -> Tensor:
-    """Two of its layers here, two there: what is computed takes far longer than the call."""
+    """Two of its layers here, two there: the computation takes far longer than the call."""
     output: Tensor = rpc.rpc_sync(SERVER, tail, args=(_HEAD(_TEXT),))
-    # Weighted: the plain sum of what a normalization gives does not depend on anything before it.
+    # Weighted, because the plain sum of a normalization's output does not depend on its input.
     total: Tensor = (output * _WEIGHTS).sum()
     return total
 
 
 def no_calls(rpc: Any) -> Tensor:
-    """A graph of about 1,500 nodes that never leaves the client: what a context costs a local backward."""
+    """A graph of about 1,500 nodes that never leaves the client: shows the cost of a context for a local backward."""
     output: Tensor = _LOCAL(_NARROW_INPUT)
     return output.sum()
 
@@ -138,7 +138,7 @@ class _Done:
 
 
 class Here:
-    """Stands in for an ``rpc`` module and calls in this process."""
+    """Replaces an ``rpc`` module, and calls in this process."""
 
     @staticmethod
     def rpc_sync(to: str, function: Callable[..., Tensor], args: Sequence[Any]) -> Tensor:
@@ -154,7 +154,7 @@ def _rpc_called(module: str) -> Any:
 
 
 def step(forward: Forward, port: RpcPort) -> dict[Tensor, Tensor]:
-    """Forward and backward in a context of their own, as in a training loop; the client's gradients."""
+    """Forward and backward in a new context, as in a training loop; returns the client's gradients."""
     with port.autograd.context() as context:
         port.autograd.backward(context, [forward(port.rpc)])
         gradients: dict[Tensor, Tensor] = port.autograd.get_gradients(context)
@@ -162,7 +162,7 @@ def step(forward: Forward, port: RpcPort) -> dict[Tensor, Tensor]:
 
 
 def flaw(forward: Forward, servers: Sequence[str], port: RpcPort) -> str | None:
-    """How the gradients of a system, on all of its ends, differ from local autograd's; None if they do not."""
+    """How the gradients of a system, on all ends, differ from local autograd; None if they do not."""
     with port.autograd.context() as context:
         port.autograd.backward(context, [forward(port.rpc)])
         here = port.autograd.get_gradients(context)
@@ -176,13 +176,13 @@ def flaw(forward: Forward, servers: Sequence[str], port: RpcPort) -> str | None:
 
 
 def _sum(*parts: Tensor | None) -> Tensor | None:
-    """What the servers found together: each has leaves of its own, in one process all of them are one."""
+    """The sum of the servers' gradients: each has its own leaves, which are one in a single process."""
     found = [part for part in parts if part is not None]
     return reduce(operator.add, found) if found else None
 
 
 def plan_share(port: RpcPort) -> float:
-    """The share that planning what to run has of Backhaul's backward, for the graph of `no_calls`."""
+    """The share of planning in Backhaul's backward, for the graph of `no_calls`."""
     from backhaul.autograd.functions import ROOT
     from backhaul.autograd.graph import plan
 
@@ -197,7 +197,7 @@ def plan_share(port: RpcPort) -> float:
 
 
 def alike(found: Tensor | None, expected: Tensor | None, tolerance: float = _TOLERANCE) -> bool:
-    """Whether they are the same up to rounding; None is for no gradient at all."""
+    """Whether they are equal up to rounding; None means no gradient."""
     if found is None or expected is None:
         return found is expected
     return bool((found - expected).norm() <= tolerance * expected.norm())

@@ -1,9 +1,10 @@
-"""``backhaul bench --growth``: whether the cost of one more stays the same as there are more and more.
+"""``backhaul bench --growth``: whether the cost of one more item stays the same as their number grows.
 
 A curve is **flat** if the cost at its largest size is within 1.5 times its base, and **grows** if not. The base is the
-median of the costs in the lower half of its sizes. That can be too kind: what a pass or a batch costs once makes one
-message of two dear. So the factor to the lowest cost of all other sizes is shown too, which can be too strict, since it
-is that of the luckiest. What is flat by the first and not by the second is **unclear**: look at it, or measure again.
+median of the costs in the lower half of its sizes. That can be too lenient: one-time costs of a pass or a batch
+weigh heavily on one message of two. So the table also shows the factor to the lowest cost of all other sizes, which can
+be too strict, since that is the luckiest one. A curve that is flat by the first and not by the second is **unclear**:
+look at it, or measure again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     for path in (options.json, options.plot):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)  # now, not after minutes of measuring
+            path.parent.mkdir(parents=True, exist_ok=True)  # fail now, not after minutes of measuring
     load = os.getloadavg()[0]
     try:
         found = curves.measure(options.sizes, options.only or curves.GROUPS, _say)
@@ -58,37 +59,43 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="backhaul bench --growth",
-        description="Measure what a call, a context, a reference, a message or a node costs as there are more of them. "
-        "Takes up to eight minutes. The exit code is 0 if all could be measured.",
+        description="Measure what a call, a context, a reference, a message or a node costs as their number grows. "
+        "Takes up to eight minutes. The exit code is 0 if everything could be measured.",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", dest="sizes", action="store_const", const=curves.QUICK, help="under two minutes")
-    size.add_argument("--smoke", dest="sizes", action="store_const", const=curves.SMOKE, help="seconds; means nothing")
-    parser.add_argument("--only", action="append", choices=list(curves.GROUPS), help="these only; may be repeated")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
+    size.add_argument("--quick", dest="sizes", action="store_const", const=curves.QUICK, help="takes under two minutes")
+    size.add_argument(
+        "--smoke",
+        dest="sizes",
+        action="store_const",
+        const=curves.SMOKE,
+        help="takes seconds; its figures mean nothing",
+    )
+    parser.add_argument("--only", action="append", choices=list(curves.GROUPS), help="only these; may be repeated")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to PATH")
     parser.add_argument(
-        "--plot", type=Path, metavar="PATH", help="also draw them, as PNG and as SVG: into a directory, or to this name"
+        "--plot", type=Path, metavar="PATH", help="also plot them, as PNG and SVG: into a directory, or to this name"
     )
     parser.add_argument(
-        "--check", action="store_true", help="what grows is measured once more; exit code 1 if it still does"
+        "--check", action="store_true", help="measure growing curves again; exit code 1 if they still grow"
     )
     parser.set_defaults(sizes=curves.FULL)
     return parser
 
 
 def base(curve: Curve) -> float:
-    """The cost that the largest size is compared with."""
+    """The cost to which the largest size is compared."""
     costs = list(curve.medians.values())
     return statistics.median(costs[: max(1, len(costs) // 2)])
 
 
 def factor(curve: Curve) -> float:
-    """How many times the base the largest size costs."""
+    """The cost at the largest size, relative to the base."""
     return list(curve.medians.values())[-1] / base(curve)
 
 
 def factor_to_lowest(curve: Curve) -> float:
-    """How many times the lowest cost of all other sizes it costs."""
+    """The cost at the largest size, relative to the lowest cost of all other sizes."""
     *others, largest = curve.medians.values()
     return largest / min(others or [largest])
 
@@ -104,14 +111,14 @@ def verdict(curve: Curve) -> str:
 
 
 def again(found: Sequence[Curve], sizes: Sizes) -> list[Curve]:
-    """Measure the groups of what grows once more; of each curve the better one."""
+    """Measure the groups of growing curves again; returns the better version of each curve."""
     groups = {name for name in curves.GROUPS for curve in found if curve.group == name and not is_flat(curve)}
     second = {(curve.axis, curve.what): curve for curve in curves.measure(sizes, groups, _say)}
     return [min(curve, second.get((curve.axis, curve.what), curve), key=factor) for curve in found]
 
 
 def write(found: Sequence[Curve], load: float, file: TextIO) -> None:
-    """Print a table for each thing that there is more and more of."""
+    """Print a table for each quantity that grows."""
     terminal = file.isatty()
     console = Console(file=file, width=None if terminal else _PLAIN_WIDTH, highlight=False)
     console.print(
@@ -177,7 +184,7 @@ def as_json(found: Sequence[Curve], load: float) -> dict[str, Any]:
 
 
 def paths(target: Path) -> list[Path]:
-    """Where the plot goes: into a directory, or, if it names a file, to that name with each ending."""
+    """The files of the plot: in a directory, or, if the target names a file, that name with each suffix."""
     stem = target.with_suffix("") if target.suffix in plot.FORMATS else target / "growth"
     return [stem.with_suffix(ending) for ending in plot.FORMATS]
 
@@ -187,7 +194,7 @@ _COLUMNS = 4
 
 
 def draw(data: dict[str, Any], target: Path) -> list[Path]:
-    """One small panel for each curve, from `as_json`; the files. Raises ImportError without matplotlib."""
+    """Draw one small panel for each curve, from `as_json`; returns the files. Raises ImportError without matplotlib."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -233,6 +240,6 @@ def _panel(panel: Any, curve: dict[str, Any], flat_within: float) -> None:
 
 
 def _say(text: str) -> None:
-    """Tell somebody who watches how far it is."""
+    """Report progress to a user who watches."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Two hosts on one machine: network namespaces with a cable between them, and the ports of systems that use it.
+"""Two hosts on one machine: network namespaces with a cable between them, and ports for systems that use it.
 
-Whoever may not make namespaces gets loopback TCP instead, which has a larger packet size and no cable.
+A user who may not make namespaces gets loopback TCP instead, which has a larger packet size and no cable.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TLS, PLAIN, TORCH, SSL, TCP = "backhaul, TLS", "backhaul, plain", "torch, TCP", 
 SYSTEMS = (TLS, PLAIN, TORCH, SSL, TCP)
 
 VARIABLE = "BACKHAUL_BENCH_HOSTS"
-"""Tells the processes of the systems where they are."""
+"""Tells the systems' processes their hosts."""
 CONNECTIONS_VARIABLE = "BACKHAUL_BENCH_CONNECTIONS"
-"""Tells Backhaul's processes what ``connections`` is; not set: what it is by default."""
+"""Tells Backhaul's processes the option ``connections``; if not set, they use the default."""
 
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = "/var/run/netns"
@@ -41,12 +41,12 @@ LOOPBACK = Host("", "127.0.0.1", "lo")
 
 
 class Hosts:
-    """A context manager: inside, systems that are started run on two hosts, the server on one of them."""
+    """A context manager: systems started inside run on two hosts, the server on one of them."""
 
     def __init__(self) -> None:
         self._made: list[str] = []
         self.why_loopback = ""
-        """Why there are no namespaces, if there are none."""
+        """Why there are no namespaces, if so."""
 
     def __enter__(self) -> Hosts:
         name = f"between-{os.getpid()}"
@@ -70,7 +70,7 @@ class Hosts:
             _ip("netns", "add", host.namespace)
             self._made.append(host.namespace)
         one, other = pair
-        # Made inside, so that no interface of that name is in the way outside.
+        # Created inside the namespace, so that an interface of that name outside is not in the way.
         peer = ("peer", "name", other.interface, "netns", other.namespace)
         _ip("-n", one.namespace, "link", "add", one.interface, "type", "veth", *peer)
         for host in pair:
@@ -89,7 +89,7 @@ def _ip(*arguments: str) -> None:
 
 
 def enter(role: str) -> Host:
-    """Move the calling thread, and those that it starts, to the host of that role."""
+    """Move the calling thread, and threads that it starts, to the host of that role."""
     pair = [Host(*each) for each in json.loads(os.environ[VARIABLE])]
     host = pair[0 if role == SERVER else 1]
     if host.namespace:
@@ -123,7 +123,7 @@ def _backhaul(fabric: str) -> Callable[[str, Sequence[str], str], RpcPort]:
 
 
 def _torch(role: str, roles: Sequence[str], directory: str) -> RpcPort:
-    """Over TCP alone: its processes are on one machine, and would share memory."""
+    """Over TCP only: its processes are on one machine, and would use shared memory."""
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = enter(role).interface
     return torch_port(role, roles, directory, _transports=["uv"], _channels=["mpt_uv", "basic"])
 
@@ -146,4 +146,4 @@ PORTS: dict[str, Callable[[str, Sequence[str], str], AbstractContextManager[Any]
     SSL: _bare(SslPort),
     TCP: _bare(TcpPort),
 }
-"""As `ports.PORTS`, with those between two hosts."""
+"""`ports.PORTS` plus those between two hosts."""

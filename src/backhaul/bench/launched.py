@@ -1,11 +1,11 @@
-"""Idle workers as the launchers leave them: the scripts that are launched, and what their workers take.
+"""Idle workers as the launchers leave them: the launched scripts, and what their workers use.
 
-``python -m backhaul.bench.launched DIRECTORY`` is a driver of two parked workers; under ``backhaul run -n 3`` the same
-is a worker, which has called the others and is in ``shutdown`` until the first of them is, too. Each worker that has
-nothing more to do leaves a file in the directory, named like its process.
+``python -m backhaul.bench.launched DIRECTORY`` is a driver of two parked workers. Under ``backhaul run -n 3`` the same
+command is a worker that has called the others and waits in ``shutdown`` until the first worker calls it too. Each
+worker that has nothing more to do creates a file in the directory, named after its process.
 
-The driver and the first worker wait for the end of a pipe that the benchmark holds open. So they end when it says so,
-and also when it is killed; and waiting does not wake them up.
+The driver and the first worker wait for the end of a pipe that the benchmark holds open. So they end when the benchmark
+says so, and also when it is killed; and waiting does not wake them up.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _STOP_SECONDS = 30.0
 
 
 class NotLaunched(Exception):
-    """The workers did not come to rest in time, or did not end well."""
+    """The workers did not become idle in time, or did not end well."""
 
 
 def rest_of(launcher: str, seconds: float) -> Rest:
-    """What the workers of a launcher take while they have nothing to do for so long. Raises `NotLaunched`."""
+    """What a launcher's workers use while they are idle for ``seconds``. Raises `NotLaunched`."""
     command, count = _COMMANDS[launcher]
     with tempfile.TemporaryDirectory(prefix="backhaul-bench-") as name:
         directory = Path(name)
@@ -50,7 +50,7 @@ def rest_of(launcher: str, seconds: float) -> Rest:
 @contextlib.contextmanager
 def _launched(command: Sequence[str], directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     os.mkfifo(directory / _PIPE)
-    pipe = os.open(directory / _PIPE, os.O_RDWR)  # for reading too, or it would wait for a reader
+    pipe = os.open(directory / _PIPE, os.O_RDWR)  # for reading too, else open() would wait for a reader
     with open(directory / _OUTPUT, "wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
@@ -63,7 +63,7 @@ def _launched(command: Sequence[str], directory: Path) -> Iterator[subprocess.Po
         try:
             process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()  # which its workers do not survive
+            process.kill()  # its workers end with it
             process.wait()
     if process.returncode:
         raise NotLaunched(f"the launcher ended with exit code {process.returncode}{_last_words(directory)}")
@@ -85,7 +85,7 @@ def _last_words(directory: Path) -> str:
     return f"; it said:\n{said}" if said else ""
 
 
-# -- what is launched ---------------------------------------------------------------------------
+# -- launched code ------------------------------------------------------------------------------
 
 
 def note(directory: str) -> None:
@@ -93,7 +93,8 @@ def note(directory: str) -> None:
 
 
 def await_end(directory: str) -> None:
-    pipe = os.open(Path(directory, _PIPE), os.O_RDONLY | os.O_NONBLOCK)  # or it would wait for a benchmark that is gone
+    # Else open() would wait for a benchmark that is gone.
+    pipe = os.open(Path(directory, _PIPE), os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(pipe, True)
     os.read(pipe, 1)
     os.close(pipe)

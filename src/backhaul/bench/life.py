@@ -1,7 +1,7 @@
-"""The life of a process of a system: import torch, join the others, do what the driver orders, part.
+"""The life of a process of a system: import torch, join the others, obey the driver's orders, leave.
 
-It imports torch itself, with an eye on the clock: how long a system takes to start is to be known with
-and without that. So this module is the first that such a process imports, and needs no torch.
+The process imports torch itself and measures that, because the start-up time of a system is reported with
+and without it. So this module is the first that such a process imports, and needs no torch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def live(system: str, role: str, roles: Sequence[str], directory: str, line: Connection, driver: int) -> None:
-    """All of it. What goes wrong is sent to the driver; if nothing can be obeyed after it, it is raised too."""
+    """The whole life. Errors are sent to the driver, and also raised if the process cannot obey further orders."""
     die_with(driver)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which ends us
     try:
         begin = time.monotonic()
         import torch
@@ -42,7 +42,7 @@ def live(system: str, role: str, roles: Sequence[str], directory: str, line: Con
 
 
 def _answer(port: Any, order: Order | Prepare | Try | Meet) -> object:
-    """What came of an order. The process goes on if that is a failure: the driver starts the system afresh."""
+    """The result of an order. The process continues after a failure: the driver starts the system afresh."""
     try:
         return _obey(port, order)
     except Exception as error:
@@ -68,7 +68,7 @@ def _failure(error: Exception) -> Failure:
 
 
 def die_with(driver: int) -> None:
-    """Have the kernel kill this process when its parent, the driver, dies."""
+    """Make the kernel kill this process when its parent, the driver, dies."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != driver:  # it died before we asked
+    if os.getppid() != driver:  # the driver died before the call
         os._exit(1)

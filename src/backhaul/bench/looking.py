@@ -1,8 +1,8 @@
-"""``backhaul bench --looking``: what it costs to be looked at, as a share of what the same work takes unobserved.
+"""``backhaul bench --looking``: the cost of being observed, as a share of the unobserved work's time.
 
-A driver and two workers, all of them processes, do the same work again and again: with nothing switched on, with the
-meter of every worker counting (as for metrics), with a dashboard that looks at all of them from another process,
-under a profile of the cluster, and under torch's own profiler at the caller. All take turns in every round.
+A driver and two workers, each a process, repeat the same work: with nothing switched on, with the
+meter of every worker counting (as for metrics), with a dashboard that polls all of them from another process,
+under a profile of the cluster, and under torch's own profiler at the caller. All variants take turns in every round.
 
 ``--off`` measures what it costs to be ready for all that, with nothing switched on: see `off`.
 """
@@ -67,7 +67,7 @@ def _measure_lookers(given: argparse.Namespace) -> None:
 
 
 def _show(found: dict[tuple[str, str], list[float]]) -> None:
-    table = Table("work", *_LOOKERS, title="what it costs to be looked at: microseconds, and beside nothing")
+    table = Table("work", *_LOOKERS, title="the cost of being observed: microseconds, and relative to none")
     for work in WORKS:
         plain = found[work, _NOTHING]
         cells = []
@@ -80,7 +80,7 @@ def _show(found: dict[tuple[str, str], list[float]]) -> None:
     Console().print(table)
 
 
-# Those who look.
+# The observers.
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def _metered(names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(names: Sequence[str]) -> Iterator[None]:
-    """As a dashboard does it: the figures and the meter of every worker, once a second, from another process."""
+    """Poll like a dashboard: the figures and the meter of every worker, once a second, from another process."""
     worker = current()
     socket = worker.agent.membership.find(worker.info).addresses.unix
     assert socket is not None
@@ -121,7 +121,7 @@ def _watched(names: Sequence[str]) -> Iterator[None]:
     assert looker.stdout is not None
     try:
         if looker.stdout.readline() != b"looking\n":
-            raise RuntimeError("the process that was to look at the workers found none")
+            raise RuntimeError("the process that should poll the workers found none")
         yield
     finally:
         looker.stdin.close()

@@ -1,8 +1,8 @@
-"""Orders: what the driver and the processes of a system say to each other.
+"""Orders: the messages between the driver and the processes of a system.
 
-Orders bring their workload along rather than name it: its functions travel as references to their modules. So a
-process imports the models of a workload when it gets the first order for one, and an idle worker does without
-them; and a test can have a workload of its own.
+Orders contain their workload rather than its name: its functions travel as references to their modules. So a
+process imports the models of a workload at its first order, and an idle worker needs none of
+them. A test can also define its own workload.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class Greeting(NamedTuple):
     """A process has joined the others, and a client has made its first call. ``at`` is on the monotonic clock."""
 
     at: float
-    import_seconds: float  # that torch took
+    import_seconds: float  # for torch
 
 
 class Order(NamedTuple):
     """Run a workload this many times. A process that gets None instead of an order ends.
 
-    ``start``, on the monotonic clock, is when clients that have to begin together begin.
+    ``start``, on the monotonic clock, is when clients begin that must begin together.
     """
 
     workload: Workload
@@ -32,19 +32,19 @@ class Order(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Import what a workload needs, so that the first order for it can be obeyed at once. Clients and servers do."""
+    """Import what a workload needs, so that its first order can be obeyed at once. For clients and servers."""
 
     workload: Workload
 
 
 class Try(NamedTuple):
-    """Say what is wrong with how the system does a workload."""
+    """Report what is wrong with how the system does a workload."""
 
     workload: Workload
 
 
 class Meet(NamedTuple):
-    """Call everybody else once."""
+    """Call every other worker once."""
 
 
 class Done(NamedTuple):
@@ -52,13 +52,13 @@ class Done(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a trial found wrong, if anything."""
+    """The result of a trial: what is wrong, if anything."""
 
     flaw: str | None
 
 
 class Failure(NamedTuple):
-    """What a process sends instead of an answer when something was raised in it."""
+    """Sent instead of an answer when the process raised an exception."""
 
-    kind: str  # of exception
+    kind: str  # the exception's type
     traceback: str

@@ -1,8 +1,8 @@
-"""A pair: two worker processes of one host, and a thread of the client's own to measure on.
+"""A pair: two worker processes on one host, and a separate thread of the client to measure on.
 
-The driver of a cluster is no good place for that: it looks at every call for what a notebook may have to
-ship. Nor is a thread that serves a call: it gives its connection away before it waits. So the driver only orders, and
-what is measured runs on a thread that belongs to nobody.
+The driver of a cluster is not suited for that: it checks every call for definitions of a notebook that it must
+ship. Nor is a thread that serves a call: it gives its connection away before it waits. So the driver only gives orders,
+and the measured code runs on a thread of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backhaul.cluster import LocalWorker, cluster
 
 CLIENT, SERVER = "client", "server"
 
-# `torch.set_num_threads` does not reach every thread: those that serve would start helpers for a matmul.
+# `torch.set_num_threads` does not reach every thread: serving threads would start helpers for a matmul.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _SECONDS = 600.0
 
@@ -36,7 +36,7 @@ class Pair:
         return self._server.name
 
     def on_client(self, function: Callable[..., T], *args: Any) -> T:
-        """What the function returns there, on a thread of its own."""
+        """The function's result on the client, on a new thread there."""
         return run_apart(self._client, function, *args)
 
     def on_server(self, function: Callable[..., T], *args: Any) -> T:
@@ -45,14 +45,14 @@ class Pair:
 
 @contextmanager
 def pair() -> Iterator[Pair]:
-    """Two workers, as long as the block lasts."""
+    """Two workers, for the duration of the block."""
     with cluster(2, names=(CLIENT, SERVER), env=ENVIRONMENT) as workers:
         yield Pair(*workers)
 
 
 @contextmanager
 def two_pairs() -> Iterator[tuple[Pair, Pair]]:
-    """Two that have nothing to do with each other, to be compared in turns. Who has no turn sleeps."""
+    """Two independent pairs, to compare in turns. The pair without a turn sleeps."""
     names = (CLIENT, SERVER, f"other {CLIENT}", f"other {SERVER}")
     with cluster(4, names=names, env=ENVIRONMENT) as workers:
         yield Pair(*workers[:2]), Pair(*workers[2:])
@@ -64,7 +64,7 @@ def run_apart(worker: LocalWorker, function: Callable[..., T], *args: Any) -> T:
 
 
 def apart(function: Callable[..., T], *args: Any) -> T:
-    """Run it on a new thread, and wait for that."""
+    """Run the function on a new thread, and wait for it."""
     outcome: list[T] = []
     errors: list[BaseException] = []
 

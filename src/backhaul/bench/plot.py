@@ -1,6 +1,6 @@
-"""The plot: how many times faster than torch, and the times themselves beside the bare limits. PNG and SVG.
+"""The plot: speed relative to torch, and the times themselves beside the bare limits. PNG and SVG.
 
-It is drawn from the plain data of `table.as_json`, so that a run of yesterday can be drawn again.
+It is drawn from the plain data of `table.as_json`, so that an older run can be drawn again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DOTS = {
     "ssl": ("limit: bare ssl", _FLOOR, "|", 70),
 }
 _ROW_INCHES = 0.29
-_LEAST, _MOST = 0.5, 100.0  # ratios beyond are cut off, and their numbers tell: idle workers would hide all others
+_LEAST, _MOST = 0.5, 100.0  # ratios beyond are cut off and labelled, else idle workers would dwarf all others
 _STYLE: Any = {
     "font.size": 9.5,
     "axes.edgecolor": _FAINT,
@@ -35,7 +35,7 @@ _STYLE: Any = {
     "text.color": _INK,
     "xtick.color": _INK,
     "ytick.color": _INK,
-    "svg.hashsalt": "backhaul",  # or each file would differ from the last
+    "svg.hashsalt": "backhaul",  # else each file would differ from the last
 }
 
 
@@ -48,13 +48,13 @@ def is_available() -> bool:
 
 
 def paths(target: Path) -> list[Path]:
-    """Where the files go: into a directory, or, if it names a file, to that name with each ending."""
+    """The files: in a directory, or, if the target names a file, that name with each suffix."""
     stem = target.with_suffix("") if target.suffix in FORMATS else target / "bench"
     return [stem.with_name(stem.name + ending) for ending in FORMATS]
 
 
 def draw(data: dict[str, Any], target: Path) -> list[Path]:
-    """Write the plot in each format; the files. Raises ImportError without matplotlib."""
+    """Write the plot in each format; returns the files. Raises ImportError without matplotlib."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -78,7 +78,7 @@ def draw(data: dict[str, Any], target: Path) -> list[Path]:
 
 
 def _can_be_drawn(row: dict[str, Any]) -> bool:
-    """Whether there is a time, a ratio, or something to say about torch."""
+    """Whether there is a time, a ratio, or a note about torch."""
     if row["unit"] == "share":
         return False
     return row["unit"] == "seconds" or f"torch/{row['ours']}" in row["ratios"] or "torch" in row["notes"]

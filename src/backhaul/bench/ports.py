@@ -1,9 +1,9 @@
-"""Ports: what a workload can ask of a system, in the words of each system.
+"""Ports: what a workload can ask of a system, implemented for each system.
 
 A port is one end of a system. Entering it joins the processes, leaving it parts them; a
 client's end then answers `noop`, `echo`, `burst` and so on. The two RPC systems share an API and
-so a port, which shows their modules to the workloads that differentiate (`gradients`). The others are the
-limits: `SocketPort` makes no calls, it moves bytes there and back, in memory that is already warm, over a unix socket;
+so a port, which exposes their modules to the workloads that differentiate (`gradients`). The others are
+limits: `SocketPort` makes no calls, but moves bytes there and back, in memory that is already warm, over a unix socket;
 `TcpPort` does so over TCP, and `SslPort` over TCP with TLS; `CopyPort` has no other process at all, and copies as often
 as an echo must.
 """
@@ -31,13 +31,13 @@ from backhaul.security.tls import contexts_of
 
 CLIENT, SERVER, SECOND = "client", "server", "second-client"
 SERVERS = (SERVER, "server-2", "server-3", "server-4")
-"""The servers of work that is spread over several."""
+"""The servers for work on several servers."""
 
 BACKHAUL, TORCH, PING_PONG, MEMCPY = "backhaul", "torch", "ping-pong", "memcpy"
 BACKHAUL_TLS, SSL, TCP = "backhaul-tls", "ssl", "tcp"
 
 KEY_FILE = "cluster.key"
-"""The name of a key in the directory that the processes of a system share."""
+"""The name of a key in the directory that a system's processes share."""
 
 
 class Port(Protocol):
@@ -45,19 +45,19 @@ class Port(Protocol):
         """One call without arguments, there and back."""
 
     def echo(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, after it has been there and back."""
+        """The tensor, sent there and back."""
 
     def burst(self, count: int) -> None:
-        """So many no-op calls, all sent before the first is waited for."""
+        """``count`` no-op calls, all sent before waiting for the first."""
 
     def nest(self, depth: int) -> int:
-        """A call that calls back, and so on: ``depth`` calls, one inside the other. Returns ``depth``."""
+        """A call that calls back, and so on: ``depth`` nested calls. Returns ``depth``."""
 
     def refer(self) -> None:
-        """Have a value made over there that stays there, and fetch it through its reference."""
+        """Make a value on the server that stays there, and fetch it through its reference."""
 
     def circle(self, ring: Sequence[str], depth: int) -> list[str]:
-        """``depth`` calls, one inside the other, around a ``ring`` of workers. Returns who served each of them."""
+        """``depth`` nested calls around a ``ring`` of workers. Returns the worker that served each call."""
 
 
 # -- called remotely: module-level, so that both systems find them by name ----------------------
@@ -72,7 +72,7 @@ def same(value: torch.Tensor) -> torch.Tensor:
 
 
 def descend(module: str, there: str, here: str, depth: int) -> int:
-    """Runs on ``here``; the rest of the depth runs on ``there``."""
+    """Runs on ``here``; the remaining calls start on ``there``."""
     if depth == 1:
         return 1
     below: int = sys.modules[module].rpc_sync(there, descend, args=(module, here, there, depth - 1))
@@ -80,7 +80,7 @@ def descend(module: str, there: str, here: str, depth: int) -> int:
 
 
 def pass_on(module: str, ring: Sequence[str], depth: int) -> list[str]:
-    """Runs on the first of the ring; the rest of the depth runs on the next, and so on around it."""
+    """Runs on the first worker of the ring; the remaining calls start on the next, and so on."""
     rpc = sys.modules[module]
     here = rpc.get_worker_info().name
     if depth == 1:
@@ -93,9 +93,9 @@ def pass_on(module: str, ring: Sequence[str], depth: int) -> list[str]:
 
 
 class RpcPort:
-    """A worker of Backhaul or of torch.distributed.rpc: ``rpc`` and ``autograd`` are the modules of either.
+    """A worker of Backhaul or of torch.distributed.rpc: ``rpc`` and ``autograd`` are the modules of that system.
 
-    ``kept`` is for what a workload needs again in the next round; it is let go before the workers part.
+    ``kept`` holds what a workload needs again in the next round; it is cleared before the workers part.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RpcPort:
     ) -> None:
         self.rpc = rpc
         self.autograd = autograd
-        self.optimizer = optimizer  # gives the class: whoever does not train does not import it
+        self.optimizer = optimizer  # returns the class, so that only training imports it
         self.kept: dict[str, Any] = {}
         self.role = role
         self._roles = roles
@@ -130,7 +130,7 @@ class RpcPort:
         self.rpc.shutdown(graceful=kind is None)
 
     def meet(self) -> None:
-        """Call every other worker, so that all that calls ever start has been started."""
+        """Call every other worker, so that everything that calls ever start is started."""
         for role in self._roles:
             if role != self.role:
                 self.rpc.rpc_sync(role, nothing)
@@ -161,7 +161,7 @@ class RpcPort:
 
 
 def backhaul_port(role: str, roles: Sequence[str], directory: str, **more: Any) -> RpcPort:
-    """``more`` are options."""
+    """A port of Backhaul. ``more`` are options."""
     from backhaul import autograd, rpc
 
     def init() -> None:
@@ -181,11 +181,11 @@ def backhaul_tls_port(role: str, roles: Sequence[str], directory: str) -> RpcPor
 
 
 def torch_port(role: str, roles: Sequence[str], directory: str, **more: Any) -> RpcPort:
-    """``more`` are options."""
+    """A port of torch RPC. ``more`` are options."""
     from torch.distributed import autograd, rpc
 
     def init() -> None:
-        # Torch's own code warns about itself when it starts, and when an optimizer is made: then whatever the filters.
+        # Torch's code warns about itself when it starts; and when an optimizer is made, regardless of the filters.
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         warnings.showwarning = partial(_show_unless_of_scripts, warnings.showwarning)
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/meeting-point", **more)
@@ -207,7 +207,7 @@ def _show_unless_of_scripts(show: Callable[..., None], message: Warning | str, *
 
 
 def torch_has_rpc() -> bool:
-    """Whether this build of torch can be compared with: some have no RPC."""
+    """Whether this build of torch has RPC to compare with; some do not."""
     if not torch.distributed.is_available():
         return False
     try:
@@ -218,10 +218,10 @@ def torch_has_rpc() -> bool:
 
 
 class _Stream:
-    """A socket, connected; a message is its length, 8 bytes, and then that many bytes."""
+    """A connected socket. A message is its length, 8 bytes, and then that many bytes."""
 
     LENGTH = struct.Struct("<Q")
-    _BUFFER_BYTES = 4 << 20  # what Backhaul asks for too
+    _BUFFER_BYTES = 4 << 20  # the same as Backhaul's
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -239,7 +239,7 @@ class _Stream:
             self.connection.sendall(data[sent:])
 
     def receive(self) -> memoryview:
-        """The next message, in memory that the one after it reuses."""
+        """The next message, in memory that the following one reuses."""
         header = self.connection.recv(self.LENGTH.size, socket.MSG_WAITALL)
         if not header:
             raise EOFError
@@ -278,7 +278,7 @@ class _SslStream(_Stream):
 
 
 class SocketPort:
-    """A unix stream socket to the server, which sends back what it gets: a thread for each client."""
+    """A unix stream socket to the server, which sends back what it receives, with a thread for each client."""
 
     def __init__(self, role: str, roles: Sequence[str], directory: str) -> None:
         self._role = role
@@ -312,18 +312,18 @@ class SocketPort:
                 try:
                     connection.send(message, socket.MSG_DONTWAIT)
                     break
-                except BlockingIOError:  # the server waits for room too: make some
+                except BlockingIOError:  # the server waits for room too, so read some
                     replies -= len(connection.recv(1 << 16))
         while replies:
             replies -= len(connection.recv(1 << 16))
 
     @cached_property
     def _stream(self) -> _Stream:
-        # At first use: the server listens by then.
+        # At first use, when the server listens.
         return self._stream_over(self._connect(), server=False)
 
     def _open(self) -> socket.socket:
-        """What the server listens on."""
+        """The socket that the server listens on."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self._path)
         return listener
@@ -352,7 +352,7 @@ class SocketPort:
 
 
 class TcpPort(SocketPort):
-    """The same over TCP, on loopback. What lies at the path tells where."""
+    """The same over TCP, on loopback. A file at the path contains the address."""
 
     host = "127.0.0.1"
 
@@ -373,7 +373,7 @@ class TcpPort(SocketPort):
 
 
 class SslPort(TcpPort):
-    """The same with TLS, by Python's own `ssl`, set up as Backhaul sets it up."""
+    """The same with TLS, by Python's own `ssl`, configured as in Backhaul."""
 
     def __init__(self, role: str, roles: Sequence[str], directory: str) -> None:
         super().__init__(role, roles, directory)
@@ -387,7 +387,7 @@ class SslPort(TcpPort):
 
 
 class CopyPort:
-    """No other process: an echo is a copy there and a copy back, both into memory that is warm."""
+    """No other process: an echo is a copy there and a copy back, both into warm memory."""
 
     def __init__(self, role: str, roles: Sequence[str], directory: str) -> None:
         self._there = self._back = torch.empty(0)
@@ -406,7 +406,7 @@ class CopyPort:
 
 
 def no_port(role: str, roles: Sequence[str], directory: str) -> AbstractContextManager[None]:
-    """For a process that has imported torch and joins nobody: what memory is compared with."""
+    """For a process that has imported torch and joins no group: the baseline for memory."""
     return nullcontext()
 
 
@@ -422,4 +422,4 @@ PORTS: dict[str, Callable[[str, Sequence[str], str], AbstractContextManager[Any]
     TCP: TcpPort,
     NO_SYSTEM: no_port,
 }
-"""System -> makes the port of one of the roles; all of them share a directory."""
+"""System -> a function that makes the port of one role; all roles share a directory."""

@@ -1,7 +1,7 @@
-"""Processor time: what calls cost in CPU seconds of client and server together, awake and asleep.
+"""Processor time: the CPU seconds of calls, for client and server together, awake and asleep.
 
-Calls one after the other keep both sides awake; calls with pauses between them let both sleep. The difference is what
-staying awake costs.
+Calls one after the other keep both sides awake; calls with pauses in between let both sleep. The difference is the
+cost of staying awake.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _APART_CALLS = 20
 
 
 def back_to_back(port: RpcPort) -> float:
-    """CPU seconds of both processes for one no-op in a row of them."""
+    """CPU seconds of both processes for one no-op in a row of no-ops."""
     return _per_call(port, _BUSY_CALLS, 0.0)
 
 

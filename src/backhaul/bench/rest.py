@@ -1,4 +1,4 @@
-"""Rest: what processes take while they have nothing to do, read from the kernel without disturbing them."""
+"""Rest: what idle processes use, read from the kernel without disturbing them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_SETTLE_SECONDS = 0.2  # after which a worker that has nothing to do is idle
+_SETTLE_SECONDS = 0.2  # after which a worker without work is idle
 _SWITCHES = "voluntary_ctxt_switches:"
 
 
 class Rest(NamedTuple):
-    """CPU-seconds and wake-ups of all processes, and bytes of memory that no other process shares, of each."""
+    """CPU seconds and wake-ups of all processes together, and the private memory of each in bytes."""
 
     cpu_seconds: float
     wake_ups: int
@@ -20,7 +20,7 @@ class Rest(NamedTuple):
 
 
 def watch(pids: Sequence[int], seconds: float) -> Rest:
-    """What the processes take for so long, from a moment after now on."""
+    """What the processes use in ``seconds``, after a moment to settle."""
     time.sleep(_SETTLE_SECONDS)
     cpu, switches = _cpu_seconds(pids), _switches(pids)
     time.sleep(seconds)
@@ -30,10 +30,10 @@ def watch(pids: Sequence[int], seconds: float) -> Rest:
 
 
 def _cpu_seconds(pids: Sequence[int]) -> float:
-    """What the processes have used so far, in user and kernel mode.
+    """The CPU time that the processes have used so far, in user and kernel mode.
 
-    Read from their CPU clocks, as clock_getcpuclockid(3) would name them: /proc counts in hundredths of a second, and
-    there an idle worker has often used none.
+    Read from their CPU clocks, named as in clock_getcpuclockid(3): /proc counts in hundredths of a second, and
+    an idle worker often uses less than one.
     """
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
@@ -45,13 +45,13 @@ def _switches(pids: Sequence[int]) -> dict[str, int]:
         for status in Path(f"/proc/{pid}/task").glob("*/status"):
             try:
                 lines = status.read_text().splitlines()
-            except OSError:  # the thread has just ended
+            except OSError:  # just ended
                 continue
             found[status.parent.name] = sum(int(line.split()[1]) for line in lines if line.startswith(_SWITCHES))
     return found
 
 
 def _own_bytes(pid: int) -> int:
-    """Memory that would come free if the process ended: what no other one shares."""
+    """Memory that would become free if the process ended, because no other process shares it."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:")))

@@ -15,14 +15,14 @@ RATIOS = {
     BACKHAUL: (SPEED, (BACKHAUL, PING_PONG), (BACKHAUL, MEMCPY)),
     BACKHAUL_TLS: ((TORCH, BACKHAUL_TLS), (SSL, BACKHAUL_TLS), (BACKHAUL_TLS, TCP), (BACKHAUL_TLS, BACKHAUL)),
 }
-"""How many times longer the first takes than the second, for rows that are about the key."""
+"""For rows about the key: how many times longer the first takes than the second."""
 
 STALL_SECONDS = 3.0
-"""Longer than any system takes for a repetition, so something hung."""
+"""Longer than any system takes for a repetition: something hung."""
 
 
 class Spread(NamedTuple):
-    """The median of the rounds, and the quartiles, between which half of them lie."""
+    """The median of the rounds, and the quartiles, between which half of the rounds lie."""
 
     median: float
     low: float
@@ -46,7 +46,7 @@ class Stall(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: for each system that has it, the number of each round; or a note why it has none."""
+    """One figure: the number of each round, for each system that has it; or a note why a system has none."""
 
     figure: Figure
     rounds: dict[str, list[float]]
@@ -57,17 +57,17 @@ class Row:
         return Spread.of(rounds) if rounds else None
 
     def give_up(self, system: str, note: str) -> None:
-        """Have a note in place of the numbers of a system."""
+        """Put a note in place of a system's numbers."""
         self.rounds.pop(system, None)
         self.notes[system] = note
 
     @property
     def speed(self) -> Spread | None:
-        """How many times longer torch takes than what the row is about."""
+        """How many times longer torch takes than the system of this row."""
         return self.ratio(TORCH, self.figure.ours)
 
     def ratio(self, over: str, under: str) -> Spread | None:
-        """Of the rounds, pair by pair: what disturbs a round disturbs both. One may have fewer: it failed."""
+        """The ratio of the rounds, pair by pair: a disturbance affects both. One system may have fewer: it failed."""
         above, below = self.rounds.get(over), self.rounds.get(under)
-        ratios = [a / b for a, b in zip(above or (), below or (), strict=False) if b]  # idle workers may take nothing
+        ratios = [a / b for a, b in zip(above or (), below or (), strict=False) if b]  # idle workers may use nothing
         return Spread.of(ratios) if ratios else None

@@ -1,8 +1,8 @@
 """``backhaul bench --scale``: groups of many workers on one machine, beside torch RPC.
 
-Each worker is a process of its own with one thread for torch. They are forked from one process that has imported
-everything, so what is measured is the group and not the import of torch. All workers do each step at once; it takes as
-long as the last of them.
+Each worker is a process with one torch thread. All are forked from one process that has imported
+everything, so the measurement covers the group and not the import of torch. All workers do each step at once; a step
+takes as long as its slowest worker.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PLAIN_WIDTH = 200
 _MIB = 1 << 20
 
 SIZES = {"full": ((16, 32, 64), (16, 32)), "quick": ((8, 16), (8,)), "smoke": ((3,), (3,))}
-"""Of the groups, of Backhaul and of torch RPC: torch takes minutes, and gigabytes, for more."""
+"""The sizes of the groups of Backhaul, and of torch RPC, which takes minutes and gigabytes for larger ones."""
 
 STEPS = {
     "start": "start",
@@ -46,14 +46,14 @@ STEPS = {
 
 
 class Outcome(NamedTuple):
-    """What a group took. ``seconds`` by step; the memory of one worker, its own; ``failed`` says in what it failed."""
+    """The result of a group. ``seconds`` by step; the private memory of one worker; ``failed``: the failed step."""
 
     system: str
     size: int
     seconds: dict[str, float]
     memory: float = 0.0
     connections: int | None = None
-    """Those of a worker after the start, before anybody has called anybody; None if that is not known."""
+    """A worker's connections after the start, before any call; None if unknown."""
     failed: str = ""
 
 
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="backhaul bench --scale",
         description="Start groups of many workers, have all call all, refer to each other, do one backward over all, "
         "and shut down: times, and the memory of a worker. Takes some minutes, most of them for torch RPC. The exit "
-        "code is 0 if all groups of Backhaul came to their end.",
+        "code is 0 if all groups of Backhaul finished.",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", dest="size", action="store_const", const="quick", help="smaller groups")
@@ -119,18 +119,18 @@ def measure(system: str, size: int, most: float) -> Outcome:
 
 
 class _Failed(Exception):
-    """A step did not come to its end."""
+    """A step did not finish."""
 
 
 class _Crew:
-    """The processes of a group, which do what they are told."""
+    """The processes of a group, which obey orders."""
 
     def __init__(self, processes: list[BaseProcess], lines: list[Connection]) -> None:
         self._processes = processes
         self._lines = lines
 
     def order(self, step: str, most: float) -> list[Any]:
-        """Have all do a step at once; what each says. Raises `_Failed`."""
+        """Make all workers do a step at once; returns their answers. Raises `_Failed`."""
         deadline = time.monotonic() + most
         for line in self._lines:
             line.send(step)
@@ -138,7 +138,7 @@ class _Crew:
         for rank, line in enumerate(self._lines):
             try:
                 if not line.poll(max(0.0, deadline - time.monotonic())):
-                    raise _Failed(f"{step}: worker {rank} has not finished in {most:g} s")
+                    raise _Failed(f"{step}: worker {rank} did not finish in {most:g} s")
                 answer, error = line.recv()
             except (EOFError, OSError):
                 raise _Failed(f"{step}: worker {rank} died") from None
@@ -175,14 +175,14 @@ def _processes(system: str, size: int) -> Iterator[_Crew]:
                 there.close()
                 processes.append(process)
                 lines.append(here)
-            crew.order("ready", 600.0)  # imports are over, and the clock may run
+            crew.order("ready", 600.0)  # imports are done, so the clock may start
             yield crew
         finally:
             crew.end()
 
 
 def live(system: str, rank: int, size: int, directory: str, line: Connection) -> None:
-    """The life of a worker process: do what comes over the line."""
+    """The life of a worker process: obey orders from the line."""
     die_with(os.getppid())
     from backhaul.bench.scale_worker import Member
 
@@ -202,7 +202,7 @@ def live(system: str, rank: int, size: int, directory: str, line: Connection) ->
             line.send((acts[step](), ""))
         except Exception as error:
             line.send((None, f"{type(error).__name__}: {error}"))
-    # Torch's threads may keep a process that has not shut down.
+    # Torch's threads may keep a process alive that has not shut down.
     os._exit(0)
 
 
@@ -219,7 +219,7 @@ def write(outcomes: Sequence[Outcome], load: float, file: TextIO) -> None:
         table.add_row(name, *(_seconds(outcome, step) for outcome in outcomes))
     table.add_row("memory of a worker, its own", *(f"{each.memory / _MIB:.0f} MiB" for each in outcomes))
     known = ("-" if each.connections is None else str(each.connections) for each in outcomes)
-    table.add_row("its connections after the start", *known)
+    table.add_row("a worker's connections after the start", *known)
     console.print(table)
     for outcome in outcomes:
         if outcome.failed:

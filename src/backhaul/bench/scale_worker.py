@@ -13,7 +13,7 @@ from backhaul.worker import current
 _WIDTH = 16
 _SECONDS = 600.0
 
-torch_has_rpc()  # which imports it, before the fork
+torch_has_rpc()  # imports torch RPC before the fork
 
 
 def nothing() -> None:
@@ -46,7 +46,7 @@ class Member:
         self._references: list[Any] = []
 
     def start(self) -> int | None:
-        """Join the group; how many connections this worker has then, if that can be known."""
+        """Join the group; returns the number of this worker's connections then, if known."""
         self._port.join()
         if self._system != BACKHAUL:
             return None
@@ -59,13 +59,13 @@ class Member:
             future.wait()
 
     def refer_to_all(self) -> None:
-        """Have each of the others make a value, keep a reference to it, and fetch it."""
+        """Make a value on each other worker, keep a reference to it, and fetch it."""
         self._references = [self._rpc.remote(other, number, args=(self._rank,)) for other in self._others]
         if any(reference.to_here() != self._rank for reference in self._references):
             raise ValueError("a reference led to another value")
 
     def backward(self) -> None:
-        """The first worker: a tensor through all others, and one backward over all of them."""
+        """On the first worker: send a tensor through all others, then one backward over all of them."""
         if self._rank:
             return
         with self._autograd.context() as context:
@@ -77,7 +77,7 @@ class Member:
             raise ValueError(f"another gradient: {gradient}")
 
     def memory(self) -> int:
-        """Bytes that this process shares with no other."""
+        """The private memory of this process, in bytes."""
         with open("/proc/self/smaps_rollup") as file:
             found = re.findall(r"^Private_\w+:\s+(\d+) kB", file.read(), re.MULTILINE)
         return sum(map(int, found)) * 1024

@@ -1,10 +1,10 @@
-"""Stages: what happens in a worker, stamped, and what the time before each stamp was spent on.
+"""Stages: stamped events in a worker, and what the time before each stamp was spent on.
 
-`install` subscribes to the events of this process's worker (`agent.observing`) and notes of each its kind, its time and
-its thread. The clock is the same in all processes of a host. An event ends a **stage**: what the thread has done since
-its last event has the name that stands here. A stage is named after its main part. "Pack the values" includes finding
-the line to the peer, "encode the frame" making the message, and "write" the locks around it and the copy of large
-tensors into shared memory.
+`install` subscribes to the events of this process's worker (`agent.observing`) and notes the kind, time and
+thread of each. The clock is the same in all processes of a host. An event ends a **stage**: the table below names what
+the thread did since its last event. A stage is named after its main part. "Pack the values" includes finding
+the line to the peer, "encode the frame" includes making the message, and "write" includes the locks around it and the
+copy of large tensors into shared memory.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ STAGES: dict[type[Event], str] = {
 """Kind of an event -> the stage that it ends."""
 
 OTHER_MESSAGES = "other messages"
-"""What a thread handles that has come together with what it is about: the end of the last context, say."""
+"""What a thread handles besides its own work because it arrived together, such as the end of the last context."""
 
 KINDS = tuple(STAGES)
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
@@ -96,7 +96,7 @@ _TRIALS = 20_000
 Cost = tuple[float, float]
 
 Stamped = torch.Tensor
-"""A row for each event, in order for each thread: its place in `KINDS`, its nanoseconds, and its thread."""
+"""A row for each event, in order for each thread: its index in `KINDS`, its nanoseconds, and its thread."""
 
 
 def stage_between(before: type[Event] | None, kind: type[Event]) -> str:
@@ -105,9 +105,9 @@ def stage_between(before: type[Event] | None, kind: type[Event]) -> str:
 
 
 class Stamps:
-    """What an observer has seen, written down. Thread-safe.
+    """Records the events of an observer. Thread-safe.
 
-    Only numbers are kept: an event may refer to a reply, and so to tensors that are to be freed.
+    Only numbers are kept: an event may refer to a reply, and so to tensors, which must not be kept alive.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Stamps:
             self._rows.append((number, event.at, event.thread))
 
     def take(self) -> Stamped:
-        """What has been seen since the last time."""
+        """The events since the last call."""
         rows, self._rows = self._rows, []
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
 
@@ -128,17 +128,17 @@ _stamps = Stamps()
 
 
 def install() -> None:
-    """Stamp what happens in the worker of this process, until its end."""
+    """Stamp the events of this process's worker, until its end."""
     worker.current().agent.observers.add(_stamps.observe)
 
 
 def take() -> Stamped:
-    """The stamps of this process since the last time. Call it while nothing is measured."""
+    """The stamps of this process since the last call. Call it while nothing is measured."""
     return _stamps.take()
 
 
 def cost() -> Cost:
-    """What an event that is stamped takes, in nanoseconds: up to its time, and from there on."""
+    """The cost of a stamped event, in nanoseconds: up to its time, and after it."""
     clock = time.perf_counter_ns
     stamps, observers = Stamps(), Observers()
     observers.add(stamps.observe)
@@ -151,7 +151,7 @@ def cost() -> Cost:
         ends.append(clock())
         begins.append(begin)
     ats = stamps.take()[:, 1].tolist()
-    # Between a look at the clock and the next one the clock itself takes its time, which is not the event's.
+    # Reading the clock itself takes time, which is not part of the event's cost.
     looking = statistics.median(-(clock() - clock()) for _ in range(_TRIALS))
     before = statistics.median(at - begin for at, begin in zip(ats, begins, strict=True)) - looking
     after = statistics.median(end - at for at, end in zip(ats, ends, strict=True))

@@ -1,11 +1,11 @@
 """Systems: live processes, frozen except while they are measured.
 
 The driver sends a client a workload and gets its samples back. A system that
-is not being measured is stopped (SIGSTOP), all alike, because torch's workers poll without rest
-and would take the machine from the others; so are the processes of a system that have no part in the
-workload. `compare` says why they are not started afresh instead.
+is not being measured is stopped (SIGSTOP). All systems are treated alike, because torch's workers poll all the time
+and would take the machine from the others. A system's processes without a part in the
+workload are stopped too. `compare` explains why they are not started afresh instead.
 
-What fails leaves a system in no state to go on: its owner ends it and starts another (`entrants`).
+After a failure a system cannot continue: its owner ends it and starts another (`entrants`).
 
 The processes cannot outlive the driver: leaving a system ends them by their own ids, and the
 kernel kills them, frozen or not, when the driver is killed.
@@ -33,21 +33,21 @@ from backhaul.security.keys import make_key_file
 
 T = TypeVar("T")
 
-_END_SECONDS = 1.0  # from when a process has closed its line to when its exit code is known
-_TOGETHER_SECONDS = 0.15  # from an order to the moment when several clients begin: they warm up until then
+_END_SECONDS = 1.0  # from the closing of a process's line until its exit code is known
+_TOGETHER_SECONDS = 0.15  # from an order until several clients begin; they warm up until then
 
 
 class Limits(NamedTuple):
-    """Seconds after which a process that has not answered is said to hang.
+    """Seconds after which a process that has not answered counts as hung.
 
-    A trial takes milliseconds, but the first in a process has first times of all kinds in it, imports among them. How
-    long those last on this machine is seen from what importing torch took.
+    A trial takes milliseconds, but the first one in a process includes imports and other first-time costs. The time
+    to import torch shows how long those take on this machine.
     """
 
     start: float = 120.0
     prepare: float = 120.0
     trial: float = 5.0
-    trial_imports: float = 2.0  # times what importing torch took, on top of the above
+    trial_imports: float = 2.0  # times the import time of torch, on top of the above
     run: float = 60.0
     stop: float = 15.0
 
@@ -61,7 +61,7 @@ class SystemFailed(Exception):
 
 
 class StartUp(NamedTuple):
-    """Seconds from before the first process was started to the client's first reply; and torch's import among them."""
+    """Seconds from before the start of the first process to the client's first reply; torch's import among them."""
 
     seconds: float
     import_seconds: float
@@ -78,10 +78,10 @@ class System:
         self._lines: dict[str, Connection] = {}
 
     def __enter__(self) -> System:
-        """Start the processes and wait until they have met. They are frozen then."""
+        """Start the processes and wait until they have met. They are frozen when this returns."""
         self._directory = tempfile.TemporaryDirectory(prefix="backhaul-bench-")
         make_key_file(os.path.join(self._directory.name, KEY_FILE))
-        # `torch.set_num_threads` does not reach every thread: those that serve would start helpers for a matmul.
+        # `torch.set_num_threads` does not reach every thread: serving threads would start helpers for a matmul.
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("spawn")
         start = time.monotonic()
@@ -107,7 +107,7 @@ class System:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        """End the processes. Raises `SystemFailed` if they do not part in peace."""
+        """End the processes. Raises `SystemFailed` if they do not shut down cleanly."""
         try:
             if kind is None:
                 self._part()
@@ -115,7 +115,7 @@ class System:
             self.kill()
 
     def measure(self, workload: Workload, repetitions: int) -> list[Samples]:
-        """What each client of the workload measured. Raises `SystemFailed`."""
+        """The measurements of each client of the workload. Raises `SystemFailed`."""
         self._prepare(workload)
         try:
             order = Order(workload, repetitions, time.monotonic() + _TOGETHER_SECONDS)
@@ -140,7 +140,7 @@ class System:
             self._freeze()
 
     def _prepare(self, workload: Workload) -> None:
-        """Thaw those who have a part in the workload, and have them import what they need for it."""
+        """Thaw the processes with a part in the workload, and make them import what they need for it."""
         roles = [role for role in workload.roles if role in self._roles]  # a bare copy has no server
         self._thaw(roles)
         try:
@@ -150,7 +150,7 @@ class System:
             raise
 
     def meet(self) -> None:
-        """Have everybody call everybody else. Raises `SystemFailed`."""
+        """Make every process call every other. Raises `SystemFailed`."""
         self._thaw(self._roles)
         try:
             for role in self._roles:
@@ -159,7 +159,7 @@ class System:
             self._freeze()
 
     def rest(self, seconds: float) -> Rest:
-        """What the processes take while they have nothing to do for so long."""
+        """What the processes use while they are idle for ``seconds``."""
         pids = [process.pid for process in self._processes.values() if process.pid is not None]
         self._thaw(self._roles)
         try:
@@ -236,6 +236,6 @@ class System:
 
     def _signal(self, number: signal.Signals, roles: Sequence[str]) -> None:
         for role, process in self._processes.items():
-            # An unreaped process keeps its id, so this can hit no other.
+            # An unreaped process keeps its id, so the signal cannot reach another one.
             if role in roles and process.pid is not None and process.exitcode is None:
                 os.kill(process.pid, number)

@@ -24,17 +24,17 @@ _COLUMNS = {
     BACKHAUL: (BACKHAUL, TORCH, PING_PONG, MEMCPY),
     BACKHAUL_TLS: (BACKHAUL_TLS, BACKHAUL, TORCH, SSL, TCP),
 }
-"""Of the rows that are about the key; a table for each."""
+"""For rows about the key: the columns. One table for each."""
 
 
 def write(result: Result, file: TextIO) -> None:
-    """Print the tables, ruled on a terminal and plainly aligned elsewhere, and what stalled."""
+    """Print the tables, ruled on a terminal and plainly aligned elsewhere, and the stalls."""
     terminal = file.isatty()
     console = Console(file=file, width=None if terminal else _PLAIN_WIDTH, highlight=False)
     where = "; on one processor" if result.pinned else ""
     console.print(
         f"rounds: {result.rounds}{where}; load before: {result.load:.2f}; "
-        "medians (quartiles); less is better but for /s",
+        "medians (quartiles); less is better except for /s",
     )
     for ours in _COLUMNS:
         if any(row.figure.ours == ours for row in result.rows):
@@ -42,7 +42,7 @@ def write(result: Result, file: TextIO) -> None:
     for stall in result.stalls:
         console.print(f"stalled: {stall.system}, {stall.work}: {stall.seconds:.1f} s for one repetition")
     for fault in result.faults:
-        if not any(row.notes.get(fault.system) == fault.brief for row in result.rows):  # or its row has said it
+        if not any(row.notes.get(fault.system) == fault.brief for row in result.rows):  # else its row says it
             console.print(f"failed: {fault.system}, {fault.work}: {fault.brief}")
     for system, reason in result.left_out.items():
         console.print(f"left out: {system}: {reason}")
@@ -82,12 +82,12 @@ def as_json(result: Result) -> dict[str, Any]:
 def _version() -> str:
     try:
         return version("backhaul")
-    except PackageNotFoundError:  # it is not installed, only on the path
+    except PackageNotFoundError:  # not installed, only on the path
         return "unknown"
 
 
 def host(load: float) -> dict[str, Any]:
-    """Where a run was made, so that it can be judged."""
+    """The machine of a run, so that its figures can be judged."""
     return {
         "cpus": os.cpu_count(),
         "load_before": load,

@@ -1,7 +1,7 @@
 """Training with a parameter server: the parameters live on the server, the data and the work on each client.
 
 A step pulls the parameters of a small network, computes a loss from them, sends their gradients back by
-a backward pass over both workers, and has the optimizer on the server use them.
+a backward pass over both workers, and lets the optimizer on the server apply them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backhaul.bench.gradients import alike
 from backhaul.bench.ports import SERVER, RpcPort
 
 _RATE = 0.01
-_TOLERANCE = 1e-2  # of how far a parameter moves, which is little beside the parameter: much of it is rounded off
+_TOLERANCE = 1e-2  # relative to a parameter's step, which is small beside the parameter and so partly lost in rounding
 _WIDTHS = (64, 128, 128, 10)
 
 with torch.random.fork_rng():
@@ -29,9 +29,9 @@ with torch.random.fork_rng():
 
 
 def pull() -> list[Tensor]:
-    """The parameters: inside a context the graph goes on through them.
+    """The parameters; inside a context the graph continues through them.
 
-    As views, because of a leaf that is itself the result of a call torch forgets the gradient.
+    As views, because torch loses the gradient of a leaf that is itself the result of a call.
     """
     return [parameter.view_as(parameter) for parameter in _NETWORK.parameters()]
 
@@ -47,14 +47,14 @@ def refer(module: str) -> list[Any]:
 
 
 def prepare(port: RpcPort) -> None:
-    """Import what optimizers need. On the server torch imports much of that when the first one is made."""
+    """Import what optimizers need. On the server torch imports much of that when it makes the first one."""
     port.optimizer()
     if port.role == SERVER:
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=_RATE).step()
 
 
 def step(port: RpcPort) -> None:
-    """One step of training, in a context of its own."""
+    """One step of training, in a new context."""
     optimizer = _optimizer(port)
     with port.autograd.context() as context:
         loss = _loss(port.rpc.rpc_sync(SERVER, pull))
@@ -63,7 +63,7 @@ def step(port: RpcPort) -> None:
 
 
 def flaw(port: RpcPort) -> str | None:
-    """How the parameters after a step differ from those after the same step in one process; None if they do not."""
+    """How the parameters after a step differ from the same step in one process; None if they do not."""
     before = port.rpc.rpc_sync(SERVER, look)
     step(port)
     after = port.rpc.rpc_sync(SERVER, look)

@@ -1,4 +1,4 @@
-"""watched_work: what workers do while `looking` measures what it costs to be looked at."""
+"""watched_work: the work of the workers while `looking` measures the cost of being observed."""
 
 from __future__ import annotations
 

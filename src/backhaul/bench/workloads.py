@@ -1,7 +1,7 @@
-"""Workloads: what is measured in rounds, and which figures of the table come from it.
+"""Workloads: the work that is measured in rounds, and the figures of the table that come from it.
 
-Every figure but the plan's share is in seconds per call, so less is better and a quotient of two is a
-factor of speed. For gradients a call is a step: forward and backward in a context of their own.
+Every figure except the plan's share is in seconds per call, so less is better and a quotient of two is a
+speed-up. For gradients a call is a step: forward and backward in a new context.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from backhaul.bench.ports import (
 BURST = 5000
 DEPTH = 8
 RING = (*SERVERS[:3], CLIENT)
-TRAINERS = (CLIENT, *SERVERS[1:3])  # workers that serve other work: one more for each would be idle then
-WINDOW_SECONDS = 0.25  # in which several clients count their calls
+TRAINERS = (CLIENT, *SERVERS[1:3])  # workers that also serve other work: separate ones would be idle then
+WINDOW_SECONDS = 0.25  # during which several clients count their calls
 _WARM_UP_SECONDS = 0.1
 _KIB = 1024
 _RPC = (BACKHAUL, TORCH)
@@ -47,9 +47,9 @@ _TLS = (BACKHAUL_TLS, *_RPC, SSL, TCP)
 
 
 class Samples(NamedTuple):
-    """Seconds per call (or the share) of each repetition; and the longest of them as a whole, the warm-up's included.
+    """Seconds per call (or the share) of each repetition; and the longest repetition as a whole, including the warm-up.
 
-    Medians and a warm-up would hide a call that hangs for seconds once in a while; ``longest`` does not.
+    Medians and a warm-up would hide a call that occasionally hangs for seconds; ``longest`` does not.
     """
 
     seconds: list[float]
@@ -58,45 +58,45 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """A row of the table: a number made of one round's samples."""
+    """A row of the table: a number computed from one round's samples."""
 
     name: str
     of: Callable[[list[float]], float] = statistics.median
     unit: Literal["seconds", "share", "bytes", "CPU seconds", "wake-ups"] = "seconds"
     as_rate: bool = False  # shown as calls per second; samples never are rates
-    steady: bool = True  # enough to be held against another run
-    ours: str = BACKHAUL  # the system that it is about, and that is compared with the others
+    steady: bool = True  # enough to compare with another run
+    ours: str = BACKHAUL  # the system that the figure is about, compared with the others
 
 
 @dataclass(frozen=True)
 class Workload:
     """``run(port, order)`` warms up and measures, on each of the ``clients`` at once.
 
-    ``trial(port)``, once before all that on each of the clients, says what is wrong with a system's results, if
-    anything. ``prepare(port)``, before that on clients and servers, has first times that take long.
+    ``trial(port)`` runs once before that on each client, and says what is wrong with a system's results, if
+    anything. ``prepare(port)`` runs before the trial on clients and servers, and does slow first-time work.
 
-    All of it travels to other processes, so functions have to be of modules.
+    All of it is sent to other processes, so functions must be module-level.
     """
 
     name: str
     run: Callable[[Any, Order], Samples]
     repetitions: int  # in one round
     figures: tuple[Figure, ...]
-    systems: tuple[str, ...] = _CALLS  # that can do it
+    systems: tuple[str, ...] = _CALLS  # the systems that can do it
     trial: Callable[[Any], str | None] | None = None
     prepare: Callable[[Any], None] | None = None
     clients: tuple[str, ...] = (CLIENT,)
     servers: tuple[str, ...] = (SERVER,)
-    every: int = 1  # so many rounds: for what takes long, and varies little
+    every: int = 1  # measured once in this many rounds, for slow work that varies little
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The workers that have a part in it; all others are frozen meanwhile."""
+        """The workers with a part in it; all others are frozen during it."""
         return tuple(dict.fromkeys((*self.servers, *self.clients)))
 
     @property
     def is_wide(self) -> bool:
-        """Whether it needs more workers than a server and its clients."""
+        """Whether it needs more workers than one server and its clients."""
         return not set(self.roles) <= {SERVER, CLIENT, SECOND}
 
 
@@ -129,7 +129,7 @@ def _train_together(port: RpcPort, order: Order) -> Samples:
 
 
 def _together(act: Callable[[], object], order: Order) -> Samples:
-    """Calls one after the other, while other clients do the same: seconds per call of this one."""
+    """Calls one after the other, while other clients do the same; returns seconds per call of this client."""
     clock = time.monotonic
     longest = 0.0
     while (now := clock()) < order.start:
@@ -194,12 +194,12 @@ def _plan_share(port: RpcPort, order: Order) -> Samples:
 def _time(
     act: Callable[[], object], order: Order, *, warm_up: Callable[[], object] | None = None, calls: int = 1
 ) -> Samples:
-    """Time ``act``, which makes so many calls, after ``warm_up`` or itself has run for a while."""
+    """Time ``act``, which makes ``calls`` calls, after ``warm_up`` or itself has run for a while."""
     clock = time.perf_counter
     warm_up = warm_up or act
     longest = 0.0
-    # By time rather than by number: a process that has just been thawed is slow for a while,
-    # and a fixed number of calls lasts longest on the slowest system.
+    # By time rather than by number: a process is slow for a while after a thaw,
+    # and a fixed number of calls takes longest on the slowest system.
     end = clock() + _WARM_UP_SECONDS
     while (start := clock()) < end:
         warm_up()
@@ -227,7 +227,7 @@ def _echo_of(label: str, size: int, repetitions: int, every: int = 1) -> Workloa
 
 
 def _tls_of(plain: Workload, repetitions: int, every: int = 1) -> Workload:
-    """The same work by those who do it over TCP with TLS, and by those whom they are compared with."""
+    """The same work for the systems that do it over TCP with TLS, and for those that they are compared with."""
     figures = (Figure(f"TLS {plain.figures[0].name}", ours=BACKHAUL_TLS),)
     return Workload(f"TLS {plain.name}", plain.run, repetitions, figures, _TLS, every=every)
 

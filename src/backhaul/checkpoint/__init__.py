@@ -1,4 +1,4 @@
-"""Checkpoints of models and optimizers that are spread over workers: saved in one call, loaded onto any placement.
+"""Checkpoints of models and optimizers spread over workers: saved in one call, loaded onto any placement.
 
 ::
 
@@ -6,7 +6,7 @@
     values = checkpoint.load("run/last", {"model": model, "optimizer": optimizer})
     values["epoch"]
 
-`Resume` runs training steps, saves checkpoints, and goes on when workers are lost.
+`Resume` runs training steps, saves checkpoints, and continues when workers are lost.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The files of a checkpoint: written so that a crash at any point leaves the one before it whole.
+"""The files of a checkpoint, written so that a crash at any point leaves the previous checkpoint whole.
 
 ::
 
-    path/index.json                    replaced in one step, after all that it speaks of is on the disk
+    path/index.json                    replaced in one step, after everything it refers to is on the disk
     path/index.json.<32 digits>.tmp    the next index, or what a crash left of it
     path/data-<32 digits>/*.pt         the files; a directory that the index does not name is a left-over
-    path/lock                          held with flock while somebody saves; it stays
+    path/lock                          held with flock during a save; never removed
 
-A save makes a data directory of its own, lets the files be written and synced, swaps the index, and removes what the
-index no longer names. So there is one moment at which the old checkpoint becomes the new one, for whoever loads it,
-and after a crash of the machine.
+A save makes its own data directory, waits until the files are written and synced, swaps the index, and removes the
+files that the index no longer names. So the old checkpoint becomes the new one at a single moment, both for readers and
+after a crash of the machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
-    """Be the only one that saves to this directory, which is made if need be. Raises `MisuseError` if somebody does."""
+    """Hold the lock for saving to this directory, which is made if missing. Raises `MisuseError` if it is taken."""
     _make(path)
     descriptor = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -52,12 +52,13 @@ def locked(path: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise MisuseError(
-                f"somebody else is saving to {path!r} at this moment; let one worker save at a time, or save elsewhere"
+                f"another process is saving to {path!r} at this moment; let one worker save at a time, or save "
+                "elsewhere"
             ) from None
         try:
             yield
         finally:
-            # Closing does not release it if the process was forked meanwhile.
+            # Closing alone does not release the lock if the process forked in the meantime.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
@@ -83,7 +84,7 @@ def read_index_if_any(path: str) -> Index | None:
     try:
         return decode(content)
     except BackhaulError as error:
-        raise BackhaulError(f"{os.path.join(path, INDEX)!r} cannot be used: {error}") from None
+        raise BackhaulError(f"{os.path.join(path, INDEX)!r} is unusable: {error}") from None
 
 
 def new_data(path: str) -> str:
@@ -94,25 +95,25 @@ def new_data(path: str) -> str:
 
 
 def commit(path: str, index: Index) -> None:
-    """Make this the checkpoint. All its files are there already, and synced."""
+    """Make this index the checkpoint. All its files must be written and synced already."""
     sync(os.path.join(path, index.data))
     following = os.path.join(path, f"{INDEX}.{secrets.token_hex(16)}.tmp")
     with open(following, "xb") as file:
         file.write(encode(index))
         file.flush()
         os.fsync(file.fileno())
-    # The name of the data directory has to be on the disk before an index that has it.
+    # The data directory's name must be on the disk before an index that refers to it.
     sync(path)
     os.replace(following, os.path.join(path, INDEX))
     sync(path)
 
 
 def clean(path: str) -> None:
-    """Remove what the index does not name: the data of the checkpoint before, and what crashed saves left.
+    """Remove everything that the index does not name: the previous checkpoint's data, and remains of crashed saves.
 
-    Under the lock only. What cannot be removed is left to the next save.
+    Call only under the lock. Files that cannot be removed are left to the next save.
     """
-    # Before the data of an older index goes, the swap has to be on the disk, whoever made it.
+    # The swap must be on the disk before the data of the older index goes, even if another process swapped.
     sync(path)
     index = read_index_if_any(path)
     for name in os.listdir(path):
@@ -126,16 +127,16 @@ def clean(path: str) -> None:
             else:
                 os.unlink(full)
         except OSError as error:
-            _log.warning("a left-over in the checkpoint %r cannot be removed: %s", path, error)
+            _log.warning("cannot remove an unused file in the checkpoint %r: %s", path, error)
 
 
 def sync(directory: str) -> None:
-    """Have the names in a directory on the disk."""
+    """Sync a directory, so that the names in it are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems keep names safe themselves, or not at all, and refuse to be asked.
+        # Some file systems keep names safe without this, or never, and refuse the call.
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     finally:
@@ -143,9 +144,9 @@ def sync(directory: str) -> None:
 
 
 def write(directory: str, name: str, content: Mapping[str, Any]) -> int:
-    """Write a new file, have it on the disk, and make sure that it can be read again; returns its size.
+    """Write and sync a new file, and check that it can be read again; returns its size.
 
-    Raises OSError if it cannot be written, and `MisuseError` naming the parts of the content that cannot be kept.
+    Raises OSError if writing fails, and `MisuseError`, naming the parts of the content, if some cannot be saved.
     """
     full = os.path.join(directory, name)
     try:
@@ -168,7 +169,7 @@ def _write(full: str, content: Mapping[str, Any]) -> int:
         try:
             torch.save(dict(content), writer)  # type: ignore[arg-type]
         except Exception as error:
-            # torch's own error only says that the file came out too short.
+            # torch's own error only says that the file is too short.
             if writer.error is not None:
                 raise writer.error from None
             raise _unfit(content, error) from error
@@ -178,9 +179,9 @@ def _write(full: str, content: Mapping[str, Any]) -> int:
 
 
 def check(directory: str, name: str, size: int) -> None:
-    """Raise OSError if the file is not here, or not of this size, or not a file."""
+    """Raise OSError if the file is missing here, has another size, or is not a plain file."""
     full = os.path.join(directory, name)
-    # Opened, not only looked at: over a network that asks the server, not a cache.
+    # Opened, not only stat'ed: on a network file system that asks the server, not a cache.
     descriptor = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)
@@ -189,13 +190,13 @@ def check(directory: str, name: str, size: int) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "this is not a plain file", full)
     if found.st_size != size:
-        raise OSError(errno.EIO, f"the file should have {size} bytes and has {found.st_size}", full)
+        raise OSError(errno.EIO, f"the file should have {size} bytes but has {found.st_size}", full)
 
 
 def read(directory: str, name: str, size: int, *, mmap: bool) -> dict[str, Any]:
-    """The content of a file; with ``mmap``, tensors are read when they are used.
+    """The content of a file. With ``mmap``, tensors are read at first use.
 
-    Raises OSError if this process cannot see the file as it was written, `BackhaulError` if it is damaged.
+    Raises OSError if this process does not see the file as it was written, `BackhaulError` if the file is damaged.
     """
     check(directory, name, size)
     full = os.path.join(directory, name)
@@ -211,7 +212,7 @@ def read(directory: str, name: str, size: int, *, mmap: bool) -> dict[str, Any]:
 
 
 class _Writer:
-    """What torch.save writes to. It keeps the error that torch does not pass on."""
+    """The file object for torch.save. Keeps the OSError that torch does not pass on."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -229,11 +230,11 @@ class _Writer:
 
 
 def _unfit(content: Mapping[str, Any], error: Exception) -> MisuseError:
-    """An error that says which parts of a content are to blame, found out by trying each."""
+    """An error that names the parts of the content that cannot be saved, found by trying each part."""
     found = list(_culprits(content, ())) or [_first_line(error)]
     return MisuseError(
-        "what is saved must be readable by torch.load(weights_only=True): tensors, numbers, strings, containers of "
-        "those, and types that torch.serialization.add_safe_globals has been told of. Not so:" + shortened(found)
+        "a checkpoint must be readable by torch.load(weights_only=True): tensors, numbers, strings, containers of "
+        "those, and types registered with torch.serialization.add_safe_globals. These parts are not:" + shortened(found)
     )
 
 
@@ -246,13 +247,13 @@ def _culprits(content: Any, place: tuple[Any, ...]) -> Iterator[str]:
     if inside:
         yield from inside
         return
-    # Of what it does not know, torch says no more than how to read it in spite of that.
+    # For unknown types torch's message only says how to load them anyway.
     reason = "" if isinstance(why, pickle.UnpicklingError) else f": {_first_line(why)}"
     yield f"{' -> '.join(map(repr, place))}, a {type(content).__qualname__}{reason}"
 
 
 def _why_not(value: Any) -> Exception | None:
-    """What prevents a value from being kept, if anything does."""
+    """The error that prevents a value from being saved, or None."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -264,13 +265,13 @@ def _why_not(value: Any) -> Exception | None:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error says, without the pages that torch adds."""
+    """An error's message without the pages that torch adds."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"
 
 
 def _make(path: str) -> None:
-    """Make a directory and those above it, each on the disk before it is used."""
+    """Make a directory and its parents, syncing each before it is used."""
     try:
         os.mkdir(path)
     except FileNotFoundError:

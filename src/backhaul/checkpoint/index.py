@@ -1,17 +1,17 @@
-"""The index of a checkpoint: what is in it, in which files, and whether that fits the objects to load it into.
+"""The index of a checkpoint: its contents, their files, and whether they fit the objects to load them into.
 
-It is the one file that makes a directory a checkpoint::
+A directory with this file is a checkpoint::
 
     {"format": "backhaul checkpoint", "version": 1,
      "data": "data-<32 hexadecimal digits>",          the directory of the files, beside the index
-     "common": "common.pt",                           the file with all that belongs to no worker
-     "files": {"common.pt": 2310, "worker1.pt": 81204},     with their sizes
+     "common": "common.pt",                           the file for everything that belongs to no worker
+     "files": {"common.pt": 2310, "worker1.pt": 81204},     sizes in bytes
      "objects": {"model": {"kind": "model", "keys": {"0.weight": {"file": ..., "shape": ..., "dtype": ...}}},
                  "adam": {"kind": "optimizer", "groups": [2], "parameters": [{"file": ..., ...}, ...]},
                  "scheduler": {"kind": "state"}, "epoch": {"kind": "value"}}}
 
-Pure: bytes in, structs out. What is read here may be damaged, or made to lead elsewhere: nothing in an `Index` that
-comes out has to be doubted, except that the files hold what it says.
+Pure: bytes in, structs out. The bytes may be damaged, or crafted to lead elsewhere. `decode` checks everything in an
+`Index`, except that the files hold what it says.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Size = Annotated[int, msgspec.Meta(ge=0)]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A key of a model, or a parameter of an optimizer: the file that has its value, and what it looks like."""
+    """A key of a model, or a parameter of an optimizer: the file with its value, and its shape and dtype."""
 
     file: str | None = None
-    """None if there is nothing to keep: a parameter for which the optimizer has no state."""
+    """None if there is nothing to save: a parameter for which the optimizer has no state."""
     shape: tuple[Size, ...] | None = None
-    """None of what is no tensor, and of a parameter that is not initialized yet."""
+    """None for a value that is not a tensor, and for an uninitialized parameter."""
     dtype: str | None = None
 
 
@@ -54,14 +54,14 @@ class Model(msgspec.Struct, frozen=True, tag_field="kind", tag="model"):
 
 
 class Optimizer(msgspec.Struct, frozen=True, tag_field="kind", tag="optimizer"):
-    """An optimizer: how many parameters its groups have, and all of them in their order."""
+    """An optimizer: the number of parameters in each group, and all parameters in order."""
 
     groups: tuple[Size, ...]
     parameters: tuple[Entry, ...]
 
 
 class State(msgspec.Struct, frozen=True, tag_field="kind", tag="state"):
-    """Something else that has a state dict, which is in the common file."""
+    """Any other object with a state dict, which is in the common file."""
 
 
 class Value(msgspec.Struct, frozen=True, tag_field="kind", tag="value"):
@@ -73,7 +73,7 @@ K = TypeVar("K", Model, Optimizer, State, Value)
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint consists of."""
+    """The contents of a checkpoint."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -105,7 +105,7 @@ def encode(index: Index) -> bytes:
 
 
 def decode(content: bytes) -> Index:
-    """The index that these bytes are. Raises `BackhaulError` if they are none that can be used."""
+    """The index in these bytes. Raises `BackhaulError` if it is unusable."""
     try:
         head = _head_decoder.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -114,8 +114,8 @@ def decode(content: bytes) -> Index:
         raise BackhaulError(f"it is not the index of a checkpoint: its format is {head.format!r}, not {FORMAT!r}")
     if head.version != VERSION:
         raise BackhaulError(
-            f"it is of version {head.version}, and this Backhaul reads version {VERSION}; "
-            "install the Backhaul that has written it, or a newer one"
+            f"it has version {head.version}, but this Backhaul reads version {VERSION}; "
+            "install the Backhaul that wrote it, or a newer one"
         )
     try:
         index = _index_decoder.decode(content)
@@ -133,7 +133,7 @@ def is_data_name(name: str) -> bool:
 
 
 def file_name(worker: str, taken: Collection[str]) -> str:
-    """A plain file name for a worker's file that is none of those taken, not even where case does not count."""
+    """A file name for a worker that is not taken, even on a file system that ignores case."""
     stem = _UNSAFE.sub("_", worker)[:128].lstrip(".-") or "worker"
     lowered = {name.lower() for name in taken}
     name, count = f"{stem}.pt", 1
@@ -143,7 +143,7 @@ def file_name(worker: str, taken: Collection[str]) -> str:
 
 
 def model_problems(saved: Model, found: Mapping[str, Entry]) -> list[str]:
-    """Why the keys of a saved model cannot be loaded into a module that has those found."""
+    """Why a saved model cannot be loaded into a module with the keys ``found``."""
     problems = []
     missing = [key for key in found if key not in saved.keys]
     unexpected = [key for key in saved.keys if key not in found]
@@ -159,7 +159,7 @@ def model_problems(saved: Model, found: Mapping[str, Entry]) -> list[str]:
 
 
 def optimizer_problems(saved: Optimizer, groups: Sequence[int], found: Sequence[Entry]) -> list[str]:
-    """Why a saved optimizer cannot be loaded into one with groups of those sizes, and those parameters."""
+    """Why a saved optimizer cannot be loaded into one with these group sizes and parameters."""
     if len(saved.parameters) != len(found):
         return [f"the checkpoint has {len(saved.parameters)} parameters and the optimizer {len(found)}"]
     if saved.groups != tuple(groups):
@@ -175,19 +175,19 @@ def optimizer_problems(saved: Optimizer, groups: Sequence[int], found: Sequence[
 
 
 def shortened(problems: Sequence[str]) -> str:
-    """The problems as lines of a message, not all of them if there are many."""
+    """The problems as lines of a message; only the first ones if there are many."""
     lines = list(problems[:_SHOWN])
     if len(problems) > _SHOWN:
-        lines.append(f"and {len(problems) - _SHOWN} more of that kind")
+        lines.append(f"and {len(problems) - _SHOWN} more")
     return "".join(f"\n  {line}" for line in lines)
 
 
 def _first_wrong(index: Index) -> str | None:
     if not is_data_name(index.data):
-        return f"{index.data!r} is no name of a data directory"
+        return f"{index.data!r} is not the name of a data directory"
     for name in index.files:
         if _FILE.fullmatch(name) is None:
-            return f"{name!r} is no name of a file in the data directory"
+            return f"{name!r} is not the name of a file in the data directory"
     if index.common not in index.files:
         return f"the file {index.common!r} is not listed"
     for name, item in index.objects.items():

@@ -1,4 +1,4 @@
-"""Loading: all workers read and check what they need, and only then change what they have."""
+"""Loading: all workers first read and check what they need, and only then change their objects."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _KINDS = {Model: "a model", Optimizer: "an optimizer", State: "another object wi
 def load(path: str | os.PathLike[str], objects: Mapping[str, Any]) -> dict[str, Any]:
     """Load the checkpoint in the directory ``path`` into objects, in place; returns its plain values.
 
-    ``objects`` are as `save` takes them, under the same names, and may live on other workers than when they were
-    saved, or in one process. Objects that the checkpoint has and that are not given are left out; plain values that are
-    given are not changed.
+    ``objects`` are as in `save`, under the same names. They may live on other workers than when they were
+    saved, or in one process. Objects of the checkpoint that are not given are skipped. Plain values in ``objects`` are
+    not changed.
 
-    Every worker reads what it needs; one that does not see the files gets it from this one. Keys, shapes and numbers of
-    parameters are checked, and all is read, before anything is changed. Raises FileNotFoundError if there is no
-    checkpoint, `MisuseError` if it does not fit the objects, `BackhaulError` if it is damaged, and `PartialError` if
-    not all workers could read it, or if not all have changed what they have; it says which.
+    Every worker reads the parts it needs; this worker sends them to a worker that does not see the files. Keys, shapes
+    and numbers of parameters are checked, and everything is read, before anything changes. Raises FileNotFoundError if
+    there is no checkpoint, `MisuseError` if it does not fit the objects, `BackhaulError` if it is damaged, and
+    `PartialError`, naming the workers, if some could not read their parts or change their objects.
     """
     directory = os.path.abspath(os.fsdecode(path))
     found = sort(objects)
@@ -67,7 +67,7 @@ def load(path: str | os.PathLike[str], objects: Mapping[str, Any]) -> dict[str, 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Everything in the checkpoint in the directory ``path``, by name, as one process would have it.
 
-    Of a model or an optimizer it is the state dict of the same one in one process. Needs no workers. Raises
+    A model or optimizer appears as the state dict that it would have in one process. Needs no workers. Raises
     FileNotFoundError if there is no checkpoint, and `BackhaulError` if it is damaged.
     """
     directory = os.path.abspath(os.fsdecode(path))
@@ -75,7 +75,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _from_current(directory: str, work: Callable[[Index], T]) -> T:
-    """Do something with the index; again if somebody has saved, and so removed files, meanwhile."""
+    """Call ``work`` with the index. Repeat if a save replaced the checkpoint, and so removed files, in the meantime."""
     for _ in range(_TRIES):
         index = files.read_index(directory)
         try:
@@ -87,7 +87,7 @@ def _from_current(directory: str, work: Callable[[Index], T]) -> T:
 
 
 class _Content(NamedTuple):
-    """What is in the common file."""
+    """The content of the common file."""
 
     values: dict[str, Any]
     states: dict[str, Any]
@@ -101,7 +101,7 @@ class _Ready(NamedTuple):
 
 
 def _prepare(directory: str, index: Index, found: Sorted, dealt: Dealt, looks: Mapping[WorkerInfo, Looks]) -> _Ready:
-    """Check that the checkpoint fits the objects, and have all workers read it."""
+    """Check that the checkpoint fits the objects, and make all workers read it."""
     problems = _problems(index, found, dealt, looks)
     if problems:
         raise MisuseError(
@@ -142,7 +142,7 @@ def _problems(index: Index, found: Sorted, dealt: Dealt, looks: Mapping[WorkerIn
                 has = ", ".join(map(repr, index.objects)) or "nothing"
                 problems.append(f"there is no {name!r} in the checkpoint; it has {has}")
             elif not isinstance(saved, kind):
-                problems.append(f"{name!r} is {_KINDS[type(saved)]} in the checkpoint, and {_KINDS[kind]} here")
+                problems.append(f"{name!r} is {_KINDS[type(saved)]} in the checkpoint but {_KINDS[kind]} here")
     if problems:
         return problems
     keys: dict[str, dict[str, Entry]] = {name: {} for name in found.models}
@@ -158,18 +158,18 @@ def _problems(index: Index, found: Sorted, dealt: Dealt, looks: Mapping[WorkerIn
 
 
 def _content(directory: str, index: Index) -> _Content:
-    """What is in the common file, as far as the index says that it should be there."""
+    """The content of the common file, checked against the index."""
     inside = os.path.join(directory, index.data)
     try:
         found = files.read(inside, index.common, index.files[index.common], mmap=False)
     except OSError as error:
-        raise BackhaulError(f"the checkpoint {directory!r} is not whole: {error}") from error
+        raise BackhaulError(f"the checkpoint {directory!r} is incomplete: {error}") from error
 
     def of_kind(kind: type, section: str) -> dict[str, Any]:
         names = [name for name, each in index.objects.items() if isinstance(each, kind)]
         content = found.get(section)
         if not isinstance(content, dict) or not content.keys() >= set(names):
-            raise BackhaulError(f"the file {index.common!r} is damaged: its {section} are not all there")
+            raise BackhaulError(f"the file {index.common!r} is damaged: some of its {section} are missing")
         return {name: content[name] for name in names}
 
     optimizers = of_kind(Optimizer, "optimizers")
@@ -180,12 +180,12 @@ def _content(directory: str, index: Index) -> _Content:
         raise BackhaulError(f"the file {index.common!r} is damaged: {error!r} in its optimizers") from None
     for name, each in index.objects.items():
         if isinstance(each, Optimizer) and sizes[name] != list(each.groups):
-            raise BackhaulError(f"the file {index.common!r} is damaged: {name!r} has other groups than in the index")
+            raise BackhaulError(f"the file {index.common!r} is damaged: the groups of {name!r} differ from the index")
     return _Content(of_kind(Value, "values"), of_kind(State, "states"), commons, of_kind(Model, "metadata"))
 
 
 def _wanted(index: Index, portion: Portion, look: Looks) -> Looks:
-    """What the index says of that which a portion will become."""
+    """The index's entries for everything in a portion."""
     models, optimizers = index.of_kind(Model), index.of_kind(Optimizer)
     return Looks(
         [
@@ -197,7 +197,7 @@ def _wanted(index: Index, portion: Portion, look: Looks) -> Looks:
 
 
 def _common_for(worker: WorkerInfo, optimizer: Any, common: Common) -> Common:
-    """What a worker's part of an optimizer is loaded with."""
+    """The common state of an optimizer for one worker's part."""
     if not is_spread(optimizer):
         return common
     groups, extra = optimizer._split(common.groups, common.extra)[worker]
@@ -207,14 +207,14 @@ def _common_for(worker: WorkerInfo, optimizer: Any, common: Common) -> Common:
 def _supply(
     inside: str, index: Index, worker: WorkerInfo, reading: Any, file: str, why: str, portion: Portion, wanted: Looks
 ) -> None:
-    """Send a worker what it needs of a file that it does not see."""
-    needs = f"worker {worker.name!r} needs the file {file!r} of the checkpoint, and does not see it: {why}"
+    """Send a worker its values from a file that it does not see."""
+    needs = f"worker {worker.name!r} needs the file {file!r} of the checkpoint but does not see it: {why}"
     if worker == here():
         raise BackhaulError(needs)
     try:
         content = files.read(inside, file, index.files[file], mmap=True)
     except OSError as error:
-        raise BackhaulError(f"{needs}. Nor does this worker, {here().name!r}: {error}") from error
+        raise BackhaulError(f"{needs}. This worker, {here().name!r}, does not see it either: {error}") from error
     needed: dict[str, dict[Any, Any]] = {}
     for name, values in zip(portion.names(), picked(file, content, portion, wanted), strict=True):
         needed.setdefault(name, {}).update(values)
@@ -232,7 +232,7 @@ def _read(directory: str, index: Index) -> dict[str, Any]:
             if file != index.common
         }
     except OSError as error:
-        raise BackhaulError(f"the checkpoint {directory!r} is not whole: {error}") from error
+        raise BackhaulError(f"the checkpoint {directory!r} is incomplete: {error}") from error
 
     def values(name: str, entries: Mapping[Any, Entry], *, tensors: bool) -> dict[Any, Any]:
         found = {}

@@ -1,4 +1,4 @@
-"""The objects of a checkpoint, sorted by what is kept of them, and dealt out to the workers that hold them."""
+"""The objects of a checkpoint, sorted by kind, and assigned to the workers that hold them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Sorted(NamedTuple):
 
 
 def sort(objects: Mapping[str, Any]) -> Sorted:
-    """Objects by kind. Raises `OptionError` for names that are none."""
+    """The objects by kind. Raises `OptionError` for invalid names."""
     if not isinstance(objects, Mapping):
         raise OptionError(f"objects must be a dict, as in {{'model': model, 'epoch': 3}}, not {type(objects).__name__}")
     found = Sorted({}, {}, {}, {})
     for name, value in objects.items():
         if not isinstance(name, str) or not name or not name.isprintable():
             raise OptionError(
-                f"{name!r} is no name for an object in a checkpoint: give a string of printable characters"
+                f"{name!r} is not a valid name for an object in a checkpoint: give a string of printable characters"
             )
         if isinstance(value, nn.Module):
             found.models[name] = value
@@ -58,24 +58,24 @@ def sort(objects: Mapping[str, Any]) -> Sorted:
 
 
 class Dealt(NamedTuple):
-    """Models and optimizers, by the workers that have them."""
+    """Models and optimizers, by the workers that hold their parts."""
 
     parts: list[Part]
-    """Of models, in the order of their keys; those of one worker are in the same order in its portion."""
+    """Parts of models, in the order of their keys. Each worker's portion keeps the same order."""
     portions: dict[WorkerInfo, Portion]
 
     def in_order(self, of_workers: Mapping[WorkerInfo, Sequence[T]]) -> Iterator[tuple[Part, T]]:
-        """The parts of models, each with what its worker has said of it."""
+        """The parts of models, each paired with its worker's item."""
         said = {worker: iter(values) for worker, values in of_workers.items()}
         return ((part, next(said[part.worker()])) for part in self.parts)
 
     def keys(self, looks: Mapping[WorkerInfo, Looks]) -> Iterator[tuple[str, dict[str, Entry]]]:
-        """The keys of models in their order, piece by piece, with the names of the models."""
+        """The keys of models in order, part by part, with the names of the models."""
         for part, entries in self.in_order({worker: look.parts for worker, look in looks.items()}):
             yield part.name, entries
 
     def parameters(self, name: str, looks: Mapping[WorkerInfo, Looks]) -> list[Entry]:
-        """The parameters of an optimizer in their order."""
+        """The parameters of an optimizer in order."""
         found: dict[int, Entry] = {}
         for _, part, each in self.of_optimizer(name, {worker: look.optimizers for worker, look in looks.items()}):
             found.update(zip(part.indices, each, strict=True))
@@ -84,7 +84,7 @@ class Dealt(NamedTuple):
     def of_optimizer(
         self, name: str, of_workers: Mapping[WorkerInfo, Sequence[T]]
     ) -> Iterator[tuple[WorkerInfo, OptimizerPart, T]]:
-        """The parts of an optimizer, each with what its worker has said of it."""
+        """The parts of an optimizer, each paired with its worker's item."""
         for worker, portion in self.portions.items():
             for part, value in zip(portion.optimizers, of_workers[worker], strict=True):
                 if part.name == name:
@@ -92,7 +92,7 @@ class Dealt(NamedTuple):
 
 
 def deal(objects: Sorted) -> Dealt:
-    """What each worker has of models and optimizers."""
+    """Assign the parts of models and optimizers to the workers that hold them."""
     parts = parts_of(objects.models)
     portions: dict[WorkerInfo, Portion] = {}
 
@@ -114,9 +114,9 @@ def deal(objects: Sorted) -> Dealt:
 
 
 def is_spread(optimizer: torch.optim.Optimizer) -> TypeGuard[DistributedOptimizer]:
-    """Whether its parts can be saved and loaded where they are.
+    """Whether the optimizer's parts can be saved and loaded on their workers.
 
-    One with hooks on its state dict, or methods of its own for it, has to see all of it at once.
+    An optimizer with hooks on its state dict, or its own methods for it, must see the whole state at once.
     """
     return (
         isinstance(optimizer, DistributedOptimizer)
@@ -126,5 +126,5 @@ def is_spread(optimizer: torch.optim.Optimizer) -> TypeGuard[DistributedOptimize
 
 
 def sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:
-    """How many parameters its groups have."""
+    """The number of parameters in each group."""
     return [len(group["params"]) for group in optimizer.param_groups]

@@ -1,11 +1,11 @@
 """Parts: which worker holds which keys of a model.
 
-A model is walked as its state dict would be. Where a `RemoteModule` stands, its owner walks on, and so on, so that the
-parts come in the order of the state dict of the same model in one process. A part is either a whole module, with all
-below it, or the tensors of one module alone, if there are remote ones below it.
+A model is walked in the order of its state dict. At a `RemoteModule`, the owner continues the walk, and so on. So the
+parts come in the order of the state dict that the model would have in one process. A part is either a whole module with
+everything below it, or, if there are remote modules below, the tensors of one module alone.
 
-A module may do something of its own to the state dict of all below it: hooks, or methods that it overrides. It has to
-see all of that, so it is a whole part even if there are remote modules in it; their tensors then travel.
+A module may change the state dict of everything below it, by hooks or overridden methods. Such a module must see all of
+that, so it is one whole part even if it contains remote modules; their tensors are then sent to it.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from backhaul.nn import RemoteModule
 from backhaul.rpc import RRef
 from backhaul.spread import Work, spread
 
-# A remote module that holds itself, by way of others, would be walked for ever.
+# Remote modules that hold each other in a cycle would be walked forever.
 _MAX_DEPTH = 64
 _NO_LIMIT = 0.0
 _HOOKS = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
 
 Metadata = dict[str, dict[str, Any]]
-"""What modules note in a state dict beside the tensors, such as their versions, by prefix without the last dot."""
+"""Notes of modules in a state dict beside the tensors, such as versions, by prefix without the last dot."""
 
 
 class Part(NamedTuple):
     """Keys of a model that one worker holds."""
 
     name: str
-    """Of the object."""
+    """The name of the object."""
     prefix: str
-    """What its keys begin with, in the state dict of the whole."""
+    """The prefix of its keys in the state dict of the whole model."""
     holder: Any
-    """The module, or a reference to it, in which the part is …"""
+    """The module that contains the part, or a reference to that module …"""
     path: str
     """… under this name."""
     whole: bool
-    """With all modules below it."""
+    """Whether the modules below it belong to the part."""
 
     def module(self) -> nn.Module:
-        """The part itself. Only where it is."""
+        """The part itself. Call only on its worker."""
         module = self.holder.local_value() if isinstance(self.holder, RRef) else self.holder
         for child in self.path.split(".") if self.path else ():
             module = module._modules[child]
@@ -62,20 +62,20 @@ class Part(NamedTuple):
 
 
 def here() -> WorkerInfo:
-    """This worker, or somebody who stands for it in a process that is none."""
+    """This worker; in a process without a worker, a stand-in."""
     worker = current_worker.get_or_none()
     return WorkerInfo(0, "local") if worker is None else worker.info
 
 
 def on_all(what: str, work: Mapping[WorkerInfo, Work]) -> dict[WorkerInfo, Any]:
-    """`spread`, for as long as it takes; also in a process that is no worker, which has only itself to ask."""
+    """`spread` without a timeout. Also works in a process without a worker, which has only itself to ask."""
     if current_worker.get_or_none() is None:
         return {worker: function(*args) for worker, (function, args) in work.items()}
     return spread(what, work, _NO_LIMIT)
 
 
 def parts_of(models: Mapping[str, nn.Module]) -> list[Part]:
-    """The parts of models, by way of all workers that have some. Those of a model are in the order of its keys."""
+    """The parts of models, from all workers that hold some. Parts of one model are in the order of its keys."""
     found: list[Part | _Remote] = [part for name, model in models.items() for part in _walk(name, "", model, model, "")]
     for _ in range(_MAX_DEPTH):
         todo: dict[WorkerInfo, list[_Remote]] = {}
@@ -85,7 +85,7 @@ def parts_of(models: Mapping[str, nn.Module]) -> list[Part]:
         if not todo:
             return [part for part in found if isinstance(part, Part)]
         answers = on_all(
-            "finding out what remote modules consist of",
+            "listing the contents of remote modules",
             {worker: (survey, (remotes,)) for worker, remotes in todo.items()},
         )
         walked = {worker: iter(answer) for worker, answer in answers.items()}
@@ -98,7 +98,7 @@ def parts_of(models: Mapping[str, nn.Module]) -> list[Part]:
 
 
 class _Remote(NamedTuple):
-    """A part that its owner has yet to walk."""
+    """A part that its owner must still walk."""
 
     name: str
     prefix: str
@@ -112,25 +112,25 @@ def survey(remotes: Sequence[_Remote]) -> list[list[Part | _Remote]]:
 
 def _walk(name: str, prefix: str, holder: Any, module: nn.Module, path: str) -> Iterator[Part | _Remote]:
     remote_inside = any(isinstance(each, RemoteModule) for each in module.modules())
-    whole = not remote_inside or _minds_those_below(module)
+    whole = not remote_inside or _changes_nested_state(module)
     if isinstance(module, RemoteModule) and module._is_party:
         raise MisuseError(
-            f"{module} is the module of a party, which saves and loads it itself: leave it out of the checkpoint"
+            f"{module} belongs to a party, which saves and loads it itself: leave it out of the checkpoint"
         )
     if isinstance(module, RemoteModule) and not whole:
         yield _Remote(name, prefix, module.module_rref)
         return
     yield Part(name, prefix, holder, path, whole)
     if not whole:
-        # Not named_children(): that leaves out what comes twice, and the state dict does not.
+        # Not named_children(): that skips modules that appear twice, and the state dict does not.
         for child, below in module._modules.items():
             if below is None:
                 continue
             yield from _walk(name, f"{prefix}{child}.", holder, below, f"{path}.{child}" if path else child)
 
 
-def _minds_those_below(module: nn.Module) -> bool:
-    """Whether a module takes a hand in the state dict of what is below it, or behind it."""
+def _changes_nested_state(module: nn.Module) -> bool:
+    """Whether a module changes the state dict of the modules below it, or behind it."""
     usual = RemoteModule if isinstance(module, RemoteModule) else nn.Module
     if any(getattr(module, hooks, None) for hooks in _HOOKS):
         return True
@@ -140,7 +140,7 @@ def _minds_those_below(module: nn.Module) -> bool:
 
 
 def state_of(part: Part) -> tuple[dict[str, Any], Metadata]:
-    """The values of a part by their full keys, and its metadata. Only where it is."""
+    """The values of a part by their full keys, and its metadata. Call only on its worker."""
     module = part.module()
     found: dict[str, Any]
     if part.whole:
@@ -155,7 +155,7 @@ def state_of(part: Part) -> tuple[dict[str, Any], Metadata]:
 
 
 def load_state(part: Part, values: Mapping[str, Any], metadata: Metadata) -> None:
-    """Change a part to values by their full keys, with `metadata_below` it. Only where it is."""
+    """Set a part to values by their full keys, with its `metadata_below`. Call only on its worker."""
     module = part.module()
     state = OrderedDict((key.removeprefix(part.prefix), value) for key, value in values.items())
     if part.whole:
@@ -167,11 +167,11 @@ def load_state(part: Part, values: Mapping[str, Any], metadata: Metadata) -> Non
     unexpected: list[str] = []
     module._load_from_state_dict(state, "", metadata.get("", {}), True, missing, unexpected, problems)
     if missing or unexpected or problems:
-        raise MisuseError(f"{type(module).__name__} does not take its tensors: {[*problems, *missing, *unexpected]}")
+        raise MisuseError(f"{type(module).__name__} does not accept its tensors: {[*problems, *missing, *unexpected]}")
 
 
 def metadata_below(part: Part, metadata: Metadata) -> Metadata:
-    """What the metadata of a whole model says of a part, by prefixes within the part."""
+    """The metadata of a whole model, restricted to a part, by prefixes within the part."""
     start = part.prefix.removesuffix(".")
     return {
         place.removeprefix(part.prefix) if place != start else "": noted
@@ -181,7 +181,7 @@ def metadata_below(part: Part, metadata: Metadata) -> Metadata:
 
 
 def described(value: Any, file: str | None = None) -> Entry:
-    """What the index says of a value."""
+    """The index entry for a value."""
     if not isinstance(value, torch.Tensor) or is_lazy(value):
         return Entry(file)
     return Entry(file, tuple(value.shape), str(value.dtype).removeprefix("torch."))

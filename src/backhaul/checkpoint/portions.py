@@ -1,6 +1,6 @@
-"""Portions: what one worker has of the objects, and what it does with it when a checkpoint is saved or loaded.
+"""Portions: one worker's parts of the objects, and the work on them when a checkpoint is saved or loaded.
 
-All of it runs on the worker that has the portion, called by name. A load has two steps, so that all workers have read
+All of this runs on the worker that holds the portion. A load has two steps, so that all workers have read
 and checked what they need before any of them changes anything: `prepare` leaves a `Reading` there, and `apply` uses it.
 """
 
@@ -23,15 +23,15 @@ from backhaul.errors import BackhaulError, MisuseError
 from backhaul.rpc import RRef
 
 Content = dict[str, dict[Any, Any]]
-"""What is in a file: of each object, values by key, or the states of parameters by index."""
+"""The content of a file: for each object, values by key, or the states of parameters by index."""
 
 GroupOptions = list[dict[str, Any]]
 
-_HERE = "here"  # in the place of a file, for what is not saved
+_HERE = "here"  # instead of a file name, for values that are not saved
 
 
 class Common(NamedTuple):
-    """What the parts of an optimizer are loaded with, beside the states of their parameters."""
+    """What the parts of an optimizer need besides the states of their parameters."""
 
     groups: GroupOptions
     extra: dict[Any, Any]
@@ -44,20 +44,20 @@ class OptimizerPart(NamedTuple):
     """The parameters of an optimizer that one worker holds."""
 
     name: str
-    """Of the object."""
+    """The name of the object."""
     holder: Any
-    """A reference to a `LocalOptimizer`; or an optimizer of this process, which has all parameters."""
+    """A reference to a `LocalOptimizer`, or an optimizer of this process that has all parameters."""
     indices: list[int]
-    """The places of its parameters among all."""
+    """The indices of its parameters among all parameters of the optimizer."""
 
     def shapes(self) -> list[Entry]:
-        """What its parameters look like."""
+        """Shapes and dtypes of its parameters."""
         if isinstance(self.holder, RRef):
             return [described(param) for param in self.holder.local_value().params]
         return [described(param) for group in self.holder.param_groups for param in group["params"]]
 
     def state(self) -> tuple[dict[int, Any], Common]:
-        """The states of parameters, by index among all, and all else."""
+        """The states of parameters, by index among all, and the rest."""
         rest: dict[str, Any] = {}
         if isinstance(self.holder, RRef):
             groups, state = self.holder.local_value().export()
@@ -69,40 +69,40 @@ class OptimizerPart(NamedTuple):
         return {self.indices[place]: state[place] for place in places if place in state}, Common(groups, extra, rest)
 
     def load(self, states: Mapping[int, Any], common: Common) -> Any:
-        """Take over states of parameters, by index among all, and all else."""
+        """Load states of parameters, by index among all, and the rest."""
         state = {place: states[index] for place, index in enumerate(self.indices) if index in states} | common.extra
         if isinstance(self.holder, RRef):
             return self.holder.local_value().load(common.groups, state)
-        # A copy: torch keeps tensors of a state dict, and these may be those of a file.
+        # A copy, because torch keeps the tensors of a state dict, and these may belong to a file.
         whole = {"state": state, "param_groups": common.groups, **common.rest}
         return self.holder.load_state_dict(copy.deepcopy(whole))
 
 
 class Portion(NamedTuple):
-    """What one worker has of the objects."""
+    """One worker's parts of the objects."""
 
     parts: list[Part]
     optimizers: list[OptimizerPart]
 
     def names(self) -> list[str]:
-        """The objects that the parts, and then the optimizer parts, are of."""
+        """The names of the objects of the parts, then of the optimizer parts."""
         return [*(part.name for part in self.parts), *(part.name for part in self.optimizers)]
 
 
 class Looks(NamedTuple):
-    """What the index says of a portion: by part, by optimizer part and its parameters."""
+    """The index entries for a portion: by part, and by optimizer part and its parameters."""
 
     parts: list[dict[str, Entry]]
     optimizers: list[list[Entry]]
 
     def files(self) -> list[str]:
-        """The files that have something of it."""
+        """The files that hold some of it."""
         entries = [entry for part in (*map(dict.values, self.parts), *self.optimizers) for entry in part]
         return list(dict.fromkeys(entry.file for entry in entries if entry.file is not None))
 
 
 class Account(NamedTuple):
-    """What a worker says of its portion when it is saved. The entries have a file where there is something in it."""
+    """A worker's report on its saved portion. An entry has a file if it has a value in that file."""
 
     looks: Looks
     metadata: list[Metadata]
@@ -112,7 +112,7 @@ class Account(NamedTuple):
 
 
 def look(portion: Portion) -> Looks:
-    """What the portion looks like, to be compared with an index."""
+    """The index entries of the portion as it is, to compare with an index."""
     found = [state_of(part)[0] for part in portion.parts]
     return Looks(
         [{key: described(value) for key, value in values.items()} for values in found],
@@ -121,13 +121,13 @@ def look(portion: Portion) -> Looks:
 
 
 def collect(name: str, portion: Portion) -> tuple[Content, Account]:
-    """What has to be saved of the portion to the file of that name, with tensors that can travel."""
+    """The content to save for the portion in the file ``name``, with tensors that can be sent."""
     content, account = _content(name, portion)
     return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), content), account
 
 
 def write(directory: str, name: str, portion: Portion) -> tuple[int, Account]:
-    """Save the portion to a new file in a directory that the caller has made; returns the size of the file, too."""
+    """Save the portion to a new file in a directory that the caller made; returns the file's size and the account."""
     if not os.path.isdir(directory):
         raise MisuseError(
             f"worker {here().name!r} does not see the directory {directory!r} to which the caller saves: save to a "
@@ -159,7 +159,7 @@ def _content(name: str, portion: Portion) -> tuple[Content, Account]:
 
 
 class Reading:
-    """What a portion will become. Lives where the share is, between the two steps of a load."""
+    """The values that a portion will get. Lives on the portion's worker between the two steps of a load."""
 
     def __init__(self, portion: Portion, wanted: Looks, metadata: list[Metadata], common: list[Common]) -> None:
         self._share = portion
@@ -170,15 +170,15 @@ class Reading:
         self._optimizers: list[dict[Any, Any]] = [{} for _ in portion.optimizers]
 
     def take(self, file: str, content: Mapping[str, Any]) -> None:
-        """Pick what is wanted out of the content of a file."""
+        """Pick the wanted values from the content of a file."""
         found = picked(file, content, self._share, self._wanted)
         for into, values in zip(chain(self._parts, self._optimizers), found, strict=True):
             into.update(values)
 
     def apply(self) -> dict[str, Any]:
-        """Change the portion. Returns what the optimizers gave."""
+        """Change the portion. Returns what the optimizers return."""
         for part, values, metadata in zip(self._share.parts, self._parts, self._metadata, strict=True):
-            # What is no tensor is not copied by the module: it must not hold on to the file.
+            # The module does not copy values that are not tensors. Copy them here, so that it does not hold the file.
             kept = {key: copy.deepcopy(value) for key, value in values.items() if not isinstance(value, torch.Tensor)}
             load_state(part, values | kept, metadata)
         return {
@@ -188,7 +188,7 @@ class Reading:
 
 
 def carry(old: Portion, new: Portion) -> None:
-    """Give a portion what another one of the same objects has, in this process."""
+    """Copy the values of the portion ``old`` to ``new``, which has the same objects, in this process."""
     content, account = _content(_HERE, old)
     metadata = [metadata_below(part, each) for part, each in zip(old.parts, account.metadata, strict=True)]
     reading = Reading(new, account.looks, metadata, account.common)
@@ -197,7 +197,7 @@ def carry(old: Portion, new: Portion) -> None:
 
 
 def picked(file: str, content: Mapping[str, Any], portion: Portion, wanted: Looks) -> list[dict[Any, Any]]:
-    """What the parts of a portion, and then its optimizer parts, want out of the content of a file."""
+    """The values from a file's content that the parts of a portion, then its optimizer parts, want."""
     found = []
     for part, entries in zip(portion.parts, wanted.parts, strict=True):
         found.append(pick(file, content, part.name, entries, tensors=True))
@@ -210,7 +210,7 @@ def picked(file: str, content: Mapping[str, Any], portion: Portion, wanted: Look
 def pick(
     file: str, content: Mapping[str, Any], name: str, wanted: Mapping[Any, Entry], *, tensors: bool
 ) -> dict[Any, Any]:
-    """The wanted values of an object that are in a file. Raises `BackhaulError` if they are not as the index says."""
+    """The wanted values of an object in a file. Raises `BackhaulError` if they differ from the index."""
     damaged = f"the file {file!r} is damaged, or of another checkpoint"
     values = content.get(name, {})
     found = {}
@@ -223,7 +223,7 @@ def pick(
         is_said = described(values[key], file) if tensors else entry
         if is_said != entry:
             raise BackhaulError(
-                f"{damaged}: {key!r} of {name!r} is {_named(is_said)} there, and {_named(entry)} in the index"
+                f"{damaged}: {key!r} of {name!r} is {_named(is_said)} there but {_named(entry)} in the index"
             )
     return found
 
@@ -236,9 +236,9 @@ def prepare(
     metadata: list[Metadata],
     common: list[Common],
 ) -> tuple[Any, dict[str, str]]:
-    """Read what the portion will become. Returns a `Reading`, and the files that are not seen here, and why.
+    """Read the values that the portion will get. Returns a `Reading`, and the files not seen here, with the reasons.
 
-    The reading is a reference to one if there is anybody to send it to.
+    In a worker, the reading is returned as a reference.
     """
     reading = Reading(portion, wanted, metadata, common)
     unseen: dict[str, str] = {}
@@ -253,7 +253,7 @@ def prepare(
 
 
 def supply(reading: Any, file: str, content: Content) -> None:
-    """Give a reading the content of a file that is not seen there."""
+    """Give a reading the content of a file that its worker does not see."""
     _reading(reading).take(file, content)
 
 

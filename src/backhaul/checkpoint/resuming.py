@@ -1,13 +1,13 @@
-"""Resume: a loop of training steps that goes on when workers are lost.
+"""Resume: a loop of training steps that continues when workers are lost.
 
-What is lost with a process are the parts of models and optimizers that it had. So a recovery waits for the process that
-takes its place, has the user make the objects anew, and loads them:
+A lost process takes its parts of models and optimizers with it. So a recovery waits for the process that
+replaces it, lets the user build the objects again, and loads them:
 
-- ``restore="all"``: everything as it was in the last checkpoint, and the steps since then are repeated. The run is then
-  the one that it would have been without the loss: the generators of random numbers are part of the checkpoint.
-- ``restore="lost"``: what the lost worker had is as in the last checkpoint; what the others have stays as it is, and is
-  carried over from the old objects to the new ones, on each worker. Only the failed step is repeated. The parts are
-  then of different ages, and some workers may have done their part of the failed step.
+- ``restore="all"``: everything is loaded from the last checkpoint, and the steps since then are repeated. The result is
+  the same as without the loss, because the checkpoint includes the states of the random number generators.
+- ``restore="lost"``: the lost worker's parts are loaded from the last checkpoint. The other workers keep their parts,
+  which are copied from the old objects to the new ones, on each worker. Only the failed step is repeated. The parts
+  then have different ages, and some workers may have done their part of the failed step.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from backhaul.errors import BackhaulError, MisuseError, OptionError, PartialErro
 from backhaul.ids import WorkerInfo
 
 NOTE = "resume"
-"""Under this name the checkpoint has how far the run has come."""
+"""The name in the checkpoint for the progress of the run."""
 
 Objects = dict[str, Any]
 Step = Callable[[Objects, int], Any]
 
 
 class _Progress:
-    """How far a run has come: the values of the steps that are done."""
+    """The progress of a run: the values of the finished steps."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values
@@ -48,11 +48,11 @@ class _Progress:
 
 
 class _Made:
-    """Objects that the user has made, which worker has what of them, and which processes these were."""
+    """Objects that the user built, which worker holds which part, and in which process."""
 
     def __init__(self, objects: Objects) -> None:
         if NOTE in objects:
-            raise OptionError(f"the name {NOTE!r} is taken by Resume itself: call the object otherwise")
+            raise OptionError(f"the name {NOTE!r} is reserved for Resume: give the object another name")
         self.objects = objects
         self.found: Sorted = sort(objects)
         self.dealt: Dealt = deal(self.found)
@@ -64,18 +64,18 @@ class _Made:
 
 
 class Resume:
-    """Runs training steps, saves checkpoints, and goes on after workers were lost.
+    """Runs training steps, saves checkpoints, and continues after workers are lost.
 
-    - ``path``: the directory of the checkpoint. If there is one, the run goes on from there.
+    - ``path``: the directory of the checkpoint. If it holds one, the run continues from there.
     - ``build()``: makes the objects, as `save` takes them, and puts them on workers. It is called at the start and
       after each loss.
     - ``every``: the number of steps between two checkpoints.
     - ``restore``: ``"all"`` loads all objects from the last checkpoint and repeats the steps since, exactly.
-      ``"lost"`` loads only what the lost worker had, leaves the rest as it is, and repeats the failed step.
+      ``"lost"`` loads only the lost worker's parts, keeps the rest, and repeats the failed step.
     - ``replace(name)``: starts another process in the place of a lost worker, as `Cluster.restart` does. Without it,
-      the replacement is waited for, as from ``backhaul run --max-restarts``.
+      the run waits for a replacement, such as one from ``backhaul run --max-restarts``.
     - ``patience``: seconds to wait for a replacement.
-    - ``most``: how many losses in a row, without a new checkpoint between them, are recovered from.
+    - ``most``: how many losses in a row, without a new checkpoint in between, the run recovers from.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Resume:
             raise OptionError(f"Resume: restore={restore!r} must be 'all' or 'lost'")
         self.path = path
         self.losses: list[BackhaulError] = []
-        """What the run has recovered from."""
+        """The losses that the run has recovered from."""
         self._build = build
         self._every = every
         self._restore = restore
@@ -104,11 +104,11 @@ class Resume:
         self._most = most
 
     def run(self, step: Step, steps: int) -> list[Any]:
-        """Run ``step(objects, number)`` for the numbers 0 to ``steps - 1``; returns the values of all of them.
+        """Run ``step(objects, number)`` for the numbers 0 to ``steps - 1``; returns the values of all steps.
 
-        Values have to be plain: numbers, strings, tensors. After a loss, steps may run again, with other objects: keep
-        nothing of the objects outside. Raises what a step raises for another reason than the loss of a worker, and
-        `WorkerLostError` if a worker does not come back, or is lost again and again.
+        Values must be plain: numbers, strings, tensors. After a loss, steps may run again with other objects, so keep
+        no reference to the objects elsewhere. Raises the error of a step if its cause is not the loss of a worker, and
+        `WorkerLostError` if a worker does not come back, or is lost too many times.
         """
         made: _Made | None = None
         progress = _Progress([])
@@ -129,19 +129,19 @@ class Resume:
                 if not names or in_a_row > self._most:
                     raise
                 self.losses.append(error)
-            # Not in the handler: what is kept for the error must not keep the old objects.
+            # Outside the handler, because the error's traceback keeps the old objects alive.
             self._await(names)
             try:
                 made, progress = self._recovered(made, progress)
             except BackhaulError as error:
                 if not self._missing(error, None):
                     raise
-                made = None  # lost again: from the start of the recovery
+                made = None  # lost again: restart the recovery
 
     # Objects.
 
     def _start(self) -> tuple[_Made, _Progress]:
-        """The objects as in the checkpoint, or as they are made if there is none yet, which becomes the first."""
+        """The objects as in the checkpoint. Without a checkpoint: as built, and saved as the first one."""
         made = _Made(dict(self._build()))
         if files.read_index_if_any(os.path.abspath(os.fsdecode(self.path))) is None:
             progress = _Progress([])
@@ -150,12 +150,12 @@ class Resume:
         return made, self._load(made, {*made.processes, here()})
 
     def _load(self, made: _Made, workers: set[WorkerInfo]) -> _Progress:
-        """Load the checkpoint into the objects, and into the generators of these workers."""
+        """Load the checkpoint into the objects and into the random number generators of these workers."""
         found = load(self.path, made.objects)
         if NOTE not in found:
             raise MisuseError(
-                f"the checkpoint {os.fsdecode(self.path)!r} was not saved by Resume: load it with checkpoint.load() in "
-                "build(), and give Resume a directory of its own"
+                f"the checkpoint {os.fsdecode(self.path)!r} was not saved by Resume: load it in "
+                "build() with checkpoint.load(), and give Resume a directory of its own"
             )
         note = found.pop(NOTE)
         made.objects.update(found)
@@ -171,7 +171,7 @@ class Resume:
             return self._start()
         lost = old.lost()
         if not lost:
-            return old, progress  # a connection was lost, and no process: all is as it was
+            return old, progress  # only a connection was lost, and no process: nothing has changed
         new = _Made(dict(self._build()))
         self._load(new, lost)
         _carry(old, new, lost)
@@ -180,7 +180,7 @@ class Resume:
     # Workers.
 
     def _missing(self, error: BackhaulError, made: _Made | None) -> set[str]:
-        """The names of the workers that an error is about, or that are lost though it is about something else."""
+        """The names of the workers that the error is about, or that are lost even if it is about something else."""
         names = set(_names_in(error))
         if not names and made is not None:
             names = {worker.name for worker in made.processes if not _answers(worker)}
@@ -194,7 +194,7 @@ class Resume:
                 self._replace(name)
             if not await_worker(current_worker.get().agent, name, deadline):
                 raise WorkerLostError(
-                    f"worker {name!r} has not come back within {self._patience:g} s", name
+                    f"worker {name!r} did not come back within {self._patience:g} s", name
                 ) from self.losses[-1]
 
 
@@ -215,21 +215,21 @@ def _answers(worker: WorkerInfo | str) -> bool:
     return await_worker(current_worker.get().agent, worker, 0.0)
 
 
-# Generators of random numbers.
+# Random number generators.
 
 
 def _generators(workers: set[WorkerInfo]) -> dict[str, Any]:
-    found = on_all("reading the generators of random numbers", dict.fromkeys(workers, (_get_generator, ())))
+    found = on_all("reading the random number generators", dict.fromkeys(workers, (_get_generator, ())))
     return {worker.name: states for worker, states in found.items()}
 
 
 def _set_generators(generators: Mapping[str, Any], workers: set[WorkerInfo]) -> None:
     known = {worker: (_set_generator, (generators[worker.name],)) for worker in workers if worker.name in generators}
-    on_all("setting the generators of random numbers", known)
+    on_all("setting the random number generators", known)
 
 
 def _get_generator() -> list[torch.Tensor]:
-    """The states of the generators of this process: that of the CPU, and those of its GPUs if it uses some."""
+    """The states of this process's generators: for the CPU, and for its GPUs if the process uses any."""
     on_gpus = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if on_gpus else ())]
 
@@ -244,9 +244,9 @@ def _set_generator(states: list[torch.Tensor]) -> None:
 
 
 def _carry(old: _Made, new: _Made, lost: set[WorkerInfo]) -> None:
-    """Give the new objects what the old ones have on workers that are not lost."""
+    """Copy the values of the old objects to the new ones, on workers that are not lost."""
     on_all(
-        "carrying over what is not lost",
+        "copying the values of workers that are not lost",
         {
             worker: (portions.carry, (portion, new.dealt.portions[worker]))
             for worker, portion in old.dealt.portions.items()

@@ -1,4 +1,4 @@
-"""Saving: every worker writes what it has, then the index is swapped."""
+"""Saving: every worker writes its part, then the index is swapped."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _log = logging.getLogger(__name__)
 
 
 def save(objects: Mapping[str, Any], path: str | os.PathLike[str], *, gather: bool = False) -> None:
-    """Save objects under their names to the directory ``path``, in place of the checkpoint that is there.
+    """Save objects under their names to the directory ``path``, replacing the checkpoint there.
 
     - ``objects``: modules that are, or contain, `RemoteModule`s; `DistributedOptimizer`s; anything else that has
       ``state_dict()`` and ``load_state_dict()``; and plain values: tensors, numbers, strings, containers of these.
-    - ``gather``: the tensors of all workers go to this one's disk. Without it every worker writes its own, and has to
-      see ``path``.
+    - ``gather``: this worker writes the tensors of all workers to its disk. Without it, every worker writes its own,
+      and must see ``path``.
 
-    Until all of it is on the disk the old checkpoint stays: if this raises, or any process dies, it is as it was.
-    Nobody may train the objects meanwhile. Raises `PartialError`, with what went wrong on the workers, and
-    `MisuseError` if something cannot be saved, or if somebody else saves to ``path``.
+    The old checkpoint stays until the new one is completely on the disk: if this raises, or any process dies, the old
+    one is unchanged. Nobody may train the objects in the meantime. Raises `PartialError`, with the errors of the
+    workers, and `MisuseError` if something cannot be saved, or if another process is saving to ``path``.
     """
     directory = os.path.abspath(os.fsdecode(path))
     found = sort(objects)
@@ -47,11 +47,11 @@ def save(objects: Mapping[str, Any], path: str | os.PathLike[str], *, gather: bo
 
 
 def _clean(directory: str) -> None:
-    """Once the checkpoint is decided on, nothing about left-overs may fail the save, or hide why it failed."""
+    """Remove unused files. A failure must neither fail the save, which is already decided, nor hide its error."""
     try:
         files.clean(directory)
     except (OSError, BackhaulError) as error:
-        _log.warning("left-overs in the checkpoint %r cannot be removed: %s", directory, error)
+        _log.warning("cannot remove unused files in the checkpoint %r: %s", directory, error)
 
 
 def _write(directory: str, found: Sorted, dealt: Dealt, names: list[str], gather: bool) -> Index:
@@ -81,7 +81,7 @@ Written = dict[WorkerInfo, tuple[int, Account]]
 def _spread(directory: str, inside: str, dealt: Dealt, file_of: Mapping[WorkerInfo, str]) -> Written:
     """Every worker writes its file, all at once."""
     written = on_all(
-        f"saving the checkpoint {directory!r} (the one before stays)",
+        f"saving the checkpoint {directory!r} (the previous one stays)",
         {worker: (portions.write, (inside, file_of[worker], portion)) for worker, portion in dealt.portions.items()},
     )
     for worker, (size, _) in written.items():
@@ -89,21 +89,21 @@ def _spread(directory: str, inside: str, dealt: Dealt, file_of: Mapping[WorkerIn
             files.check(inside, file_of[worker], size)
         except OSError as error:
             raise BackhaulError(
-                f"worker {worker.name!r} has written {file_of[worker]!r}, but it is not so here: {error}. Save to a "
-                "file system that all workers share, or with gather=True"
+                f"worker {worker.name!r} has written {file_of[worker]!r}, but this worker does not see it: {error}. "
+                "Save to a file system that all workers share, or with gather=True"
             ) from error
     return written
 
 
 def _gathered(inside: str, dealt: Dealt, file_of: Mapping[WorkerInfo, str]) -> Written:
-    """This worker writes all files, one after the other, so that it never holds the tensors of two others."""
+    """This worker writes all files, one after the other, so that it never holds the tensors of two workers at once."""
     written: Written = {}
     for worker, portion in dealt.portions.items():
         name = file_of[worker]
         if worker == here():
             written[worker] = portions.write(inside, name, portion)
             continue
-        what = f"gathering what {worker.name!r} has of the checkpoint (the one before stays)"
+        what = f"gathering the part of {worker.name!r} for the checkpoint (the previous one stays)"
         content, account = on_all(what, {worker: (portions.collect, (name, portion))})[worker]
         written[worker] = files.write(inside, name, content), account
         del content
@@ -111,7 +111,7 @@ def _gathered(inside: str, dealt: Dealt, file_of: Mapping[WorkerInfo, str]) -> W
 
 
 def _kinds(found: Sorted, dealt: Dealt, accounts: Mapping[WorkerInfo, Account]) -> dict[str, Object]:
-    """What the index says of each object."""
+    """The index's description of each object."""
     models: dict[str, Model] = {name: Model({}) for name in found.models}
     looks = {worker: account.looks for worker, account in accounts.items()}
     for name, keys in dealt.keys(looks):
@@ -132,7 +132,7 @@ def _metadata(dealt: Dealt, accounts: Mapping[WorkerInfo, Account]) -> dict[str,
 
 
 def _common(name: str, found: Sorted, dealt: Dealt, accounts: Mapping[WorkerInfo, Account]) -> dict[str, Any]:
-    """What the parts of an optimizer have in common."""
+    """The common state of an optimizer's parts."""
     optimizer = found.optimizers[name]
     said = list(dealt.of_optimizer(name, {worker: account.common for worker, account in accounts.items()}))
     groups: GroupOptions = [dict(group) for group in said[0][2].groups] if said else []

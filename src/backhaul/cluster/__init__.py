@@ -1,7 +1,7 @@
 """``cluster(n)``: worker processes on this machine, driven from one script or notebook.
 
-``import backhaul`` imports this module, so it imports neither torch nor what starts processes: a worker that was
-started in another way never needs that.
+``import backhaul`` imports this module, so it imports neither torch nor the code that starts processes: a worker
+started in another way needs neither.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def cluster(
     env: Mapping[str, str] | None = None,
     output: bool = True,
 ) -> Cluster:
-    """Start ``n`` worker processes on this machine; this process becomes the driver, of rank 0.
+    """Start ``n`` worker processes on this machine; this process becomes the driver, with rank 0.
 
     Use it as ``with backhaul.cluster(2) as workers:``, or call `Cluster.close` at the end, as in a
-    notebook. The workers are called ``worker1``, ``worker2``, …, or as ``names`` says; ``env`` is
-    added to their environment; what they print comes out here with their names in front,
-    unless ``output`` is False. Functions and classes of the script or notebook are callable on them.
+    notebook. The workers' names are ``worker1``, ``worker2``, …, or those in ``names``. ``env`` is
+    added to their environment. Their output appears here with their names in front,
+    unless ``output`` is False. Functions and classes of the script or notebook are callable on the workers.
 
-    Raises `WorkerLostError` with the worker's last output if one does not start, `RpcTimeoutError`
-    if one takes longer than ``timeout`` seconds, `MisuseError` if this process is a worker already.
+    Raises `WorkerLostError` with the worker's last output if a worker does not start, `RpcTimeoutError`
+    if one takes longer than ``timeout`` seconds, `MisuseError` if this process is already a worker.
     """
     from backhaul.cluster.processes import Cluster
     from backhaul.launch.main_module import stop_if_loading
@@ -59,10 +59,10 @@ def cluster(
         raise OptionError(f"cluster({n}) needs {n} names that differ from each other and from {name!r}; got {names}")
     options = RpcOptions() if options is None else options
     if options.init_method != RpcOptions().init_method:
-        raise OptionError("cluster() decides where its workers meet: leave init_method out of the options")
+        raise OptionError("cluster() decides where its workers meet: leave out the option init_method")
     if not options.policy.is_one_user:
         raise OptionError(
-            'cluster() starts workers of one user, which trust each other: trust="federation" is for parties that each '
-            "start their own, with init_rpc"
+            'cluster() starts workers of one user, which trust each other: trust="federation" is for parties that '
+            "each start their own workers, with init_rpc"
         )
     return Cluster(name, names, options, timeout, {} if env is None else env, output)

@@ -1,4 +1,4 @@
-"""The handles of a cluster: its workers as the driver sees them, wherever their processes come from."""
+"""The handles of a cluster: its workers as the driver sees them, however their processes were started."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class WorkerHandle:
 
     @property
     def pid(self) -> int:
-        """Its process, on its machine."""
+        """The id of the worker's process, on its machine."""
         raise NotImplementedError
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs, as far as is known here."""
+        """Whether the worker's process runs, as far as this process knows."""
         raise NotImplementedError
 
     def rpc_sync(
@@ -66,7 +66,7 @@ class WorkerHandle:
     def _caller(self) -> Worker:
         if self._driver is None:
             raise MisuseError(
-                f"this process is not in the group of worker {self.name!r} and cannot call it: start functions on the "
+                f"this process is not in the group of worker {self.name!r} and cannot call it: run functions on the "
                 "workers with run(), or leave out driver=False"
             )
         return self._driver
@@ -76,7 +76,7 @@ Handle = TypeVar("Handle", bound=WorkerHandle)
 
 
 class Workers(Sequence[Handle]):
-    """The workers of a cluster, by rank; a context manager. Kinds of clusters say how processes start and end."""
+    """The workers of a cluster, by rank; a context manager. Subclasses say how processes start and end."""
 
     def __init__(self, workers: Sequence[Handle]) -> None:
         self._owner = os.getpid()
@@ -102,11 +102,11 @@ class Workers(Sequence[Handle]):
         self.close(graceful=kind is None)
 
     def close(self, graceful: bool = True, timeout: float = 0) -> None:
-        """Leave the group and end the workers; nothing if that was done already."""
+        """Leave the group and end the workers. May be called again."""
         raise NotImplementedError
 
     def _of_name(self, name: str) -> Handle:
-        """The worker to restart. Raises `MisuseError`."""
+        """The worker to restart. Raises `MisuseError` or `UnknownWorkerError`."""
         if self._closed:
             raise MisuseError(f"this cluster is closed, and worker {name!r} with it; start another one")
         for worker in self._workers:
@@ -116,20 +116,20 @@ class Workers(Sequence[Handle]):
         raise UnknownWorkerError(f"there is no worker {name!r} to restart; this cluster has {names}")
 
     def _shut_down(self, driver: Worker, graceful: bool, timeout: float) -> None:
-        """The driver leaves the group."""
+        """Make the driver leave the group."""
         from backhaul import rpc
 
         try:
             with driver.as_current():
                 rpc.shutdown(graceful, timeout)
         except WorkerLostError:
-            pass  # logged when it happened, and raised by every call that was waiting for it
+            pass  # logged when it happened, and raised by every call that waited for that worker
 
     def _define(self, definitions: list[interactive.Definition]) -> None:
         self._define_on(self._workers, definitions)
 
     def _define_on(self, workers: Sequence[Handle], definitions: list[interactive.Definition]) -> None:
-        """Make the definitions on workers; one that is lost needs none, and the next call to it will tell."""
+        """Send the definitions to the workers. A lost worker needs none, and the next call to it raises."""
         futures = []
         for worker in workers:
             try:

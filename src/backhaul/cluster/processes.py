@@ -1,8 +1,8 @@
 """The worker processes of a cluster, seen from the driver; and `serve`, which each of them runs.
 
-The driver is an ordinary member of the group, of rank 0. The workers are processes
+The driver is an ordinary member of the group, with rank 0. The workers are processes
 that get the driver's ``__main__``, join the group, and serve until the driver shuts down.
-What was typed into a notebook follows call by call (`launch.interactive`).
+Code typed into a notebook follows with each call (`launch.interactive`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LocalWorker(WorkerHandle):
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs."""
+        """Whether the worker's process runs."""
         return self._process.returncode is None
 
 
@@ -72,7 +72,7 @@ class Cluster(Workers[LocalWorker]):
         env: Mapping[str, str],
         output: bool,
     ) -> None:
-        # Here and not above: these import torch, which takes seconds.
+        # Imported here because these import torch, which takes seconds.
         from backhaul.rendezvous import Place
         from backhaul.worker import become_worker, current, current_or_none
 
@@ -112,12 +112,12 @@ class Cluster(Workers[LocalWorker]):
         return self
 
     def restart(self, name: str, timeout: float = _RESTART_SECONDS) -> LocalWorker:
-        """Start another process in the place of worker ``name``, under its name and rank; returns that worker.
+        """Start another process in the place of worker ``name``, with its name and rank; returns the new worker.
 
-        If the old process still runs, it is ended first. What it had is gone: references to its values raise
-        `WorkerLostError`, and calls go to the new one. It has the functions of this script or notebook, as the others
-        do. Returns when it can be called. Raises `WorkerLostError` with its last output if it does not start, and
-        `RpcTimeoutError` if it takes longer than ``timeout`` seconds.
+        If the old process still runs, it is ended first. Its values are gone: references to them raise
+        `WorkerLostError`. Calls go to the new process, which has the functions of this script or notebook, as others
+        do. Returns when the new worker is ready for calls. Raises `WorkerLostError` with its last output if it does not
+        start, and `RpcTimeoutError` if that takes longer than ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         worker = self._of_name(name)
@@ -141,14 +141,14 @@ class Cluster(Workers[LocalWorker]):
                     process.over.wait(GRACE)
                     raise self._members.lost_at_start(process, "while it joined the group again")
                 if time.monotonic() > deadline:
-                    raise RpcTimeoutError(f"worker {info.name!r} has not joined the group again in time")
+                    raise RpcTimeoutError(f"worker {info.name!r} did not rejoin the group in time")
                 agent.presence.changed.wait(_LOOK_SECONDS)
 
     def close(self, graceful: bool = True, timeout: float = 0) -> None:
-        """Leave the group and end the workers; nothing if that was done already.
+        """Leave the group and end the workers. May be called again.
 
-        With ``graceful``, work that is still going on is waited for, for ``timeout`` seconds if that
-        is not 0. Raises `RpcTimeoutError` at the timeout; the workers are gone in any case.
+        If ``graceful``, wait for calls that still run, at most ``timeout`` seconds unless that
+        is 0. Raises `RpcTimeoutError` at the timeout; the workers are gone in any case.
         """
         # A process forked from the driver has this object, but not the workers.
         if self._closed or os.getpid() != self._owner:
@@ -165,19 +165,19 @@ class Cluster(Workers[LocalWorker]):
             self._members.stop()
 
     def _before_call(self, target: WorkerInfo, func: Any, args: Any, kwargs: Any) -> None:
-        """Let the workers have what a call refers to. A hook of the driver's `Worker`."""
+        """Send the workers the definitions that a call refers to. A hook of the driver's `Worker`."""
         if target != self._driver.info:
             self._shipper(func, args, kwargs)
 
 
 def serve(fd: int) -> None:
-    """Be a worker of a cluster, to its end. What `Members` starts; ``fd`` is its end of the pipe."""
+    """Run a worker of a cluster until the cluster ends. `Members` starts it; ``fd`` is its end of the pipe."""
     with Connection(fd) as pipe:
         os.set_inheritable(fd, False)
         start: Start = pipe.recv()
         sys.argv[:] = start.argv
         names = set(vars(load(start.main)))
-        interactive.apply(list(start.definitions))  # before others can call
+        interactive.apply(list(start.definitions))  # before others can call this worker
         from backhaul import rpc
 
         pipe.send(names)
@@ -187,11 +187,11 @@ def serve(fd: int) -> None:
     try:
         rpc.shutdown()
     except WorkerLostError:
-        pass  # the driver knows, or is the one that is lost
+        pass  # the driver knows, or the driver is the lost worker
 
 
 def _at_home(main: ModuleType, loaded: set[str]) -> Callable[[str, Any], bool]:
-    """Whether the workers have a name of ``main`` from running its file, and still with this value."""
+    """Whether the workers have a name of ``main`` from running its file, with an unchanged value."""
     path = getattr(main, "__file__", None)
 
     def at_home(name: str, value: Any) -> bool:
@@ -208,7 +208,7 @@ def _output() -> Sink:
 
 
 def _writer(name: str) -> Write:
-    """Writes to what ``sys.stdout`` or ``sys.stderr`` is at the time; a notebook's takes only text."""
+    """Writes to the current ``sys.stdout`` or ``sys.stderr``; a notebook's takes only text."""
 
     def write(data: bytes) -> None:
         stream: IO[str] = getattr(sys, name)
@@ -216,7 +216,7 @@ def _writer(name: str) -> Write:
             stream.write(data.decode(errors="backslashreplace"))
             stream.flush()
         except (ValueError, OSError):
-            pass  # the driver's own stream is closed, or cannot show it: there is nowhere to say so
+            pass  # the driver's own stream is closed or cannot show the bytes, and there is nowhere to report that
 
     return write
 

@@ -1,4 +1,4 @@
-"""The order in which things are looked at."""
+"""The order of the examinations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command line; returns the exit code."""
     tls = (options.tls_ca, options.tls_cert, options.tls_key)
     if any(tls) and not all(tls):
-        options.parser.error("--tls-ca, --tls-cert and --tls-key belong together: give all three")
+        options.parser.error("--tls-ca, --tls-cert and --tls-key must be given together: give all three")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     report = Report((lambda text: None) if options.json else _say, width)
     given = {name: value for name in _OPTIONS if (value := getattr(options, name)) is not None}
@@ -51,16 +51,16 @@ def _examine(report: Report, given: dict[str, Any], tls: tuple[str, str, str] | 
     machine.processors(report, options)
     machine.memory(report, options)
     if sound:
-        # As init_rpc would choose it; if nobody says, one that the certificate is for.
+        # The name that init_rpc would choose; without one, a name that the certificate is for.
         trial.run(report, options, name or said.name.value or min(found.names, default="worker0"))
     else:
         report.section("tried")
-        report.fact("nothing", "first see below")
+        report.fact("nothing", "skipped: see the faults below")
     report.conclude()
 
 
 def _take(report: Report, given: dict[str, Any], tls: tuple[str, str, str] | None) -> tuple[RpcOptions, set[str]]:
-    """The options as far as they are good, and the names of those that are not."""
+    """The options with all valid values, and the names of the invalid ones."""
     options = RpcOptions()
     refused = set()
     for name, value in given.items():

@@ -1,6 +1,6 @@
-"""How peers are told from strangers: the key or the certificates that a worker would use, and whether they would do.
+"""How a worker tells peers from strangers: the key or certificates that it would use, and whether they are usable.
 
-The key itself is shown nowhere. What stands for it is the public fingerprint of the cluster's certificate authority,
+The report never shows the key itself. It shows the public fingerprint of the cluster's certificate authority,
 which is the same on all hosts that have the same key.
 """
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 _SOON = datetime.timedelta(days=7)
 
 _TRUST = {
-    "cluster": "a peer that is let in may call any function, and may send pickles",
-    "federation": "a peer that is let in may call only what is marked with @rpc.expose; nothing is pickled",
+    "cluster": "an accepted peer may call any function, and may send pickles",
+    "federation": "an accepted peer may call only what is marked with @rpc.expose; nothing is pickled",
 }
 
 
 class Credentials(NamedTuple):
-    """What there is to show to a peer over TCP."""
+    """The credentials for peers over TCP."""
 
     kind: str
-    """"tls", "key" or "none"; "bad" if they were given and cannot be used."""
+    """"tls", "key" or "none"; "bad" if they were given but are unusable."""
     names: frozenset[str] = frozenset()
-    """The workers that certificates of the user's are for."""
+    """The workers that the user's certificate is for."""
 
 
 def examine(report: Report, options: RpcOptions, tls: tuple[str, str, str] | None, *, bad_key: bool) -> Credentials:
-    """``tls`` are paths that were given, whether or not ``options`` have taken them."""
+    """``tls`` are the given paths, whether or not ``options`` accepted them."""
     report.section("authentication")
     report.fact("trust", f"{options.trust}: {_TRUST[options.trust]}", mode=options.trust)
     uses_unix = options.transport != "tcp" and options.policy.is_one_user
@@ -49,16 +49,16 @@ def examine(report: Report, options: RpcOptions, tls: tuple[str, str, str] | Non
     if tls is not None:
         return _certificates(report, options.tls, *tls)
     if bad_key:
-        report.fact("TCP", "not possible: the key cannot be used", kind="bad")
+        report.fact("TCP", "not possible: the key is unusable", kind="bad")
         return Credentials("bad")
     try:
         secret = options.secret_or_inherited()
     except OptionError as error:
-        report.fact("TCP", "not possible: the key cannot be used", kind="bad")
+        report.fact("TCP", "not possible: the key is unusable", kind="bad")
         report.fault(str(error))
         return Credentials("bad")
     if secret is None:
-        report.fact("TCP", "not offered: there is no key, and there are no certificates", kind="none")
+        report.fact("TCP", "not offered: there is neither a key nor a certificate", kind="none")
         return Credentials("none")
     path = options.key_file or os.environ.get(KEY_FILE_VARIABLE)
     cluster = Authority(secret).name.rpartition(" ")[2]
@@ -86,17 +86,17 @@ def _look_at_time(report: Report, path: str) -> None:
     ahead = written - datetime.datetime.now(datetime.timezone.utc)
     if ahead > SKEW:
         report.fault(
-            f"the key file {path} was written at {written:%Y-%m-%d %H:%M} UTC, which is still to come: the clock of "
-            "this host is behind, or that of the one that wrote it ahead. Certificates need clocks that differ by less "
-            "than 5 minutes: set them with NTP, then `touch` the file"
+            f"the key file {path} was written at {written:%Y-%m-%d %H:%M} UTC, which is in the future: the clock of "
+            "this host is slow, or the clock of the writing host was fast. Certificates need clocks that differ by "
+            "less than 5 minutes: set them with NTP, then `touch` the file"
         )
 
 
 def _certificates(report: Report, tls: TLS | None, ca: str, cert: str, key: str) -> Credentials:
-    """``tls`` is None if the three cannot be used; what can be seen of them is shown all the same."""
+    """``tls`` is None if the three files are unusable. The report then still shows what can be read of them."""
     report.fact(
         "TCP",
-        f"TLS 1.3, both sides with certificates; here {cert}, its key {key}, and those of {ca} are believed",
+        f"TLS 1.3, both sides with certificates; here {cert}, its key {key}, trusting the issuers in {ca}",
         kind="tls" if tls else "bad",
         ca=ca,
         cert=cert,
@@ -114,7 +114,7 @@ def _read(path: str) -> x509.Certificate | None:
     try:
         return x509.load_pem_x509_certificate(Path(path).read_bytes())
     except (OSError, ValueError):
-        return None  # which the option has said already
+        return None  # the check of the option has reported this
 
 
 def _describe(report: Report, certificate: x509.Certificate) -> None:
@@ -133,12 +133,13 @@ def _describe(report: Report, certificate: x509.Certificate) -> None:
     )
     if state == "valid" and end - now < _SOON:
         report.note(
-            f"the certificate expires at {end:%Y-%m-%d %H:%M} UTC: new files in its place are read as they come"
+            f"the certificate expires at {end:%Y-%m-%d %H:%M} UTC: replace its files in time; workers read new files "
+            "without a restart"
         )
 
 
 def names_of(certificate: x509.Certificate) -> set[str]:
-    """The workers that it is for, by the same rule as in a handshake."""
+    """The workers that the certificate is for, by the same rule as in a handshake."""
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 

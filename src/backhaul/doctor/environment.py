@@ -1,4 +1,4 @@
-"""What the environment says about this worker's place, row by row: which variable won, and over which others."""
+"""What the environment says about this worker's place, row by row: which variable won over which others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def examine(report: Report, said: Table) -> None:
             report.note(hint)
     if said.nodes.value is not None and said.nodes.value > 1 and said.key.value is None:
         report.note(
-            f"the workers are on {said.nodes.value} nodes ({said.nodes.source}), and the environment names no key: "
+            f"the workers are on {said.nodes.value} nodes ({said.nodes.source}), but the environment names no key: "
             "without BACKHAUL_KEY_FILE and BACKHAUL_HOST, or options that say the same, only workers of one node reach "
             "each other"
         )

@@ -59,7 +59,7 @@ def versions(report: Report) -> None:
 
 
 def _required() -> dict[str, str]:
-    """Package -> the oldest version that this one takes."""
+    """Package -> the oldest version that this version of Backhaul supports."""
     try:
         lines = metadata.requires("backhaul") or []
     except metadata.PackageNotFoundError:
@@ -73,10 +73,10 @@ def _numbers(version: str) -> list[int]:
 
 def clock(report: Report) -> None:
     now = datetime.datetime.now(datetime.timezone.utc)
-    # Modes 0 only asks; the struct is far smaller than this.
+    # Modes 0 only reads; the struct is far smaller than this buffer.
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(1024))
-    kept = {-1: "", _UNSYNCHRONISED: ", and the kernel does not know it to be right"}.get(
-        state, ", kept right by the kernel"
+    kept = {-1: "", _UNSYNCHRONISED: ", not synchronised according to the kernel"}.get(
+        state, ", synchronised according to the kernel"
     )
     report.fact("clock", f"{now:%Y-%m-%d %H:%M:%S} UTC{kept}", utc=now.isoformat(), synchronised=0 <= state < 5)
 
@@ -93,17 +93,17 @@ def processors(report: Report, options: RpcOptions) -> None:
     seconds = most_awake(options.busy_poll)
     awake = seconds > 0
     why = (
-        f"for up to {seconds * 1000:g} ms in the middle of an exchange (option busy_poll)"
+        f"for up to {seconds * 1000:g} ms during an exchange (option busy_poll)"
         if awake
         else "the option busy_poll is 0"
         if enough
-        else "with one processor the peer could not run meanwhile"
+        else "with one processor the peer could not run at the same time"
     )
     report.fact("busy polling", f"{'on' if awake else 'off'}: {why}", on=awake, seconds=seconds)
     if awake and share is not None and share < 2:
         report.note(
-            f"a control group allows this process {share:g} processors: busy polling may use them up, and then the "
-            "kernel stops it for a while; RpcOptions(busy_poll=0) turns it off"
+            f"a control group allows this process {share:g} processors: busy polling may use up this quota, and the "
+            "kernel then suspends the process; RpcOptions(busy_poll=0) turns polling off"
         )
 
 
@@ -127,7 +127,7 @@ def memory(report: Report, options: RpcOptions) -> None:
     room = min(free, free if limit is None else limit)
     if pool > room > 0:
         report.note(
-            f"segment_pool_bytes allows {_size(pool)} of shared memory, and there are {_size(room)} of memory: "
+            f"segment_pool_bytes allows {_size(pool)} of shared memory, but there are only {_size(room)} of memory: "
             "RpcOptions(segment_pool_bytes=...) sets it"
         )
     with contextlib.suppress(OSError):
@@ -159,7 +159,7 @@ def _limits(report: Report) -> None:
         soft, hard = resource.getrlimit(which)
         if soft != resource.RLIM_INFINITY:
             report.fact(name, f"limited to {_size(soft)}", soft=soft, hard=hard)
-            report.note(f"the limit on {name} counts for shared memory, too: {what} lifts it")
+            report.note(f"the limit on {name} also applies to shared memory: {what} lifts it")
 
 
 def _limit(number: int) -> str:

@@ -17,15 +17,15 @@ from backhaul.errors import OptionError
 from backhaul.options import RpcOptions
 from backhaul.transport.hosts import Site, choose_site
 
-# The modules that read them import torch.
+# Repeated here, because the modules that define them import torch.
 RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
 INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
 
-_PATIENCE = 1.0  # for the host of the store to answer
+_PATIENCE = 1.0  # seconds for the host of the store to answer
 
 
 def listening(report: Report, options: RpcOptions, credentials: str) -> Site | None:
-    """What TCP would listen on, if it would. ``credentials`` are the kind of those that there are."""
+    """Where TCP would listen, or None. ``credentials`` is the kind of credentials."""
     report.section("listening")
     if options.transport == "tcp" or not options.policy.is_one_user:
         report.fact("unix sockets", "none: all goes over TCP", directory=None)
@@ -43,7 +43,7 @@ def listening(report: Report, options: RpcOptions, credentials: str) -> Site | N
     host, port = str(site.address[0]), options.port
     reach = "this machine only" if site.is_loopback else "other machines can connect"
     if credentials in ("none", "bad"):
-        why = "peers could not be told from strangers" if credentials == "none" else "see below"
+        why = "no credentials to tell peers from strangers" if credentials == "none" else "see below"
         report.fact("TCP", f"nothing: {why}", address=None)
     else:
         report.fact("TCP", f"{host}, {f'port {port}' if port else 'any free port'}: {reach}", address=host, port=port)
@@ -62,7 +62,7 @@ def _unix(report: Report) -> None:
     except OSError as error:
         report.fact("unix sockets", f"{directory}: {error.strerror}", directory=directory)
         report.fault(
-            f"the directory {directory} for sockets ({RUNTIME_DIR_VARIABLE}) cannot be used: {error.strerror}. Unset "
+            f"the directory {directory} for sockets ({RUNTIME_DIR_VARIABLE}) is unusable: {error.strerror}. Unset "
             f"the variable, or `mkdir -m 700 {directory}`"
         )
         return
@@ -71,7 +71,7 @@ def _unix(report: Report) -> None:
 
 
 def meeting(report: Report, options: RpcOptions, site: Site | None, said: Table) -> None:
-    """Where the group meets, and whether that place is there."""
+    """Where the group meets, and whether that place exists."""
     report.section("meeting")
     method, source = options.init_method, "the option init_method"
     if method.startswith("env://"):
@@ -83,7 +83,7 @@ def meeting(report: Report, options: RpcOptions, site: Site | None, said: Table)
             bracketed = f"[{address}]" if ":" in address else address
             method, source = f"tcp://{bracketed}:{port}", f"{said.address.source} and {said.port.source}"
         else:
-            text = "not known yet: `backhaul run` and torchrun tell their workers, or give init_method"
+            text = "not known: start the worker with `backhaul run` or torchrun, or give init_method"
             report.fact("init method", text, method=None)
             return
     report.fact("init method", f"{method} ({source})", method=method)
@@ -108,10 +108,11 @@ def meeting(report: Report, options: RpcOptions, site: Site | None, said: Table)
 def _file(report: Report, path: str) -> None:
     directory = os.path.dirname(path)
     if not path or not os.path.isdir(directory) or os.path.isdir(path):
-        report.fault(f"the group is to meet in {path!r}: that must be a file in a directory that exists")
+        report.fault(f"the group is to meet in {path!r}, which must be a file in an existing directory")
     elif not os.access(path if os.path.exists(path) else directory, os.W_OK):
         report.fault(
-            f"the group is to meet in {path!r}, which this user cannot write: give it to them, or name another"
+            f"the group is to meet in {path!r}, which this user cannot write: grant write access, or choose another "
+            "file"
         )
     else:
         report.fact("store", f"the file {path}, for hosts that share it", path=path)
@@ -121,9 +122,7 @@ def _store(report: Report, host: str, port: int, site: Site | None, said: Table)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        report.fault(
-            f"the group is to meet at {host}, and no address is known for it: {error}. Give an address instead"
-        )
+        report.fault(f"the group is to meet at {host}, which has no known address: {error}. Give an address instead")
         return
     where = ipaddress.ip_address(str(address[0]).partition("%")[0])
     reach = (
@@ -140,8 +139,8 @@ def _store(report: Report, host: str, port: int, site: Site | None, said: Table)
     if not mine and hosts:
         report.fact("store", f"on another machine, {host}, port {port}", **data)
         report.fault(
-            f"this is rank 0, which hosts the store, and {host} is no address of this machine: start rank 0 there, or "
-            "name an address of this one"
+            f"this is rank 0, which hosts the store, but {host} is not an address of this machine: start rank 0 there, "
+            "or give an address of this one"
         )
         return
     if not mine:
@@ -149,27 +148,27 @@ def _store(report: Report, host: str, port: int, site: Site | None, said: Table)
         report.fact("store", f"on another machine, {host}, port {port}: {answer or 'it answers'}", **data)
         if answer is not None:
             report.note(
-                f"nobody answers at {host}, port {port} ({answer}): if rank 0 has been started there, see whether a "
-                "firewall lets this port through"
+                f"nobody answers at {host}, port {port} ({answer}): if rank 0 runs there, check whether a "
+                "firewall blocks this port"
             )
         return
     report.fact("store", f"on this machine, {host}, port {port}, {reach}; rank 0 hosts it", **data)
     if not where.is_loopback:
         report.note(
-            f"the store at {host}:{port} asks nobody who they are: who reaches it can keep workers from finding each "
-            "other, and no more"
+            f"the store at {host}:{port} authenticates nobody: anyone who reaches it can keep workers from finding "
+            "each other, and no more"
         )
     elif site is not None and not site.is_loopback:
         report.note(
-            f"the group meets at {host}, which only this machine can reach: for workers on others, name an address "
-            "that they can reach"
+            f"the group meets at {host}, which only this machine can reach: for workers on other machines, give an "
+            "address that they can reach"
         )
     if hosts and not _can_bind(family, address):
-        report.fault(f"this is rank 0, which hosts the store, and port {port} of {host} is taken: name another port")
+        report.fault(f"this is rank 0, which hosts the store, and port {port} of {host} is taken: choose another port")
 
 
 def _can_bind(family: int, address: object) -> bool:
-    """Whether the address is one of this machine, and its port free."""
+    """Whether the address belongs to this machine and its port is free."""
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -180,7 +179,7 @@ def _can_bind(family: int, address: object) -> bool:
 
 
 def _answers(family: int, address: object) -> str | None:
-    """Why nobody answers there; None if somebody does."""
+    """Why nothing answers at the address; None if something does."""
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(_PATIENCE)
         try:

@@ -1,8 +1,8 @@
-"""``backhaul doctor --ready``: whether workers of this machine, or pod, are up. For probes, so without torch.
+"""``backhaul doctor --ready``: whether the workers of this machine, or pod, are up. For probes, so without torch.
 
-A worker that has joined its group greets those who connect to its unix socket, also those who are no members. The
-greeting is the proof: the process runs, is no stopped or hung one, and takes connections. One that still waits
-for its group does not greet. Sockets of processes that have been killed refuse connections, and do not count.
+A worker that has joined its group greets every process that connects to its unix socket, members or not. The
+greeting proves that the process runs, is neither stopped nor hung, and accepts connections. A worker that still waits
+for its group does not greet. Sockets of killed processes refuse connections, and do not count.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from backhaul.security import handshake
 from backhaul.security.handshake import HEAD_SIZE, Hello
 
 PATIENCE = 2.0
-"""Seconds that all workers together have to greet."""
+"""Seconds within which all workers together must greet."""
 
 _ROOTS = ("/tmp",)
-"""Where the directories of sockets are if the temporary directory has too long a name."""
+"""The parent of the socket directories if the temporary directory's name is too long."""
 
 
 def run(wanted: int, name: str | None) -> int:
-    """Say which workers are up; the exit code is 0 if there are ``wanted``, and ``name`` is one of them."""
+    """Print which workers are up; the exit code is 0 if at least ``wanted`` are, and ``name`` is one of them."""
     deadline = time.monotonic() + PATIENCE
     up, silent = [], []
     for path in _sockets():
         try:
             up.append(greet(path, deadline))
         except (FileNotFoundError, ConnectionRefusedError):
-            continue  # of a process that has ended
+            continue  # its process has ended
         except (OSError, BackhaulError) as error:
             silent.append(f"{path} {str(error) or 'does not answer'}")
     missing = [] if name is None or name in up else [f"worker {name!r} is not among them"]
@@ -54,11 +54,12 @@ def run(wanted: int, name: str | None) -> int:
 
 
 def greet(path: Path, deadline: float) -> str:
-    """The name of the worker that listens there. Raises OSError, TimeoutError included, or `BackhaulError`."""
+    """The name of the worker that listens at ``path``. Raises OSError, including TimeoutError, or `BackhaulError`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         _limit(sock, deadline)
         sock.connect(os.fspath(path))
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have said why it does not listen
+        # The worker may have sent a reason before it closed.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(handshake.encode(Hello("", GUEST, "guest", GUEST)))
         rest = handshake.length_of_welcome(_receive(sock, HEAD_SIZE, deadline))
         return handshake.decode_welcome(_receive(sock, rest, deadline)).name
@@ -78,12 +79,12 @@ def _receive(sock: socket.socket, count: int, deadline: float) -> bytes:
 def _limit(sock: socket.socket, deadline: float) -> None:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("does not answer: its worker waits for its group, hangs, or is very busy")
+        raise TimeoutError("does not answer: the worker waits for its group, hangs, or is very busy")
     sock.settimeout(left)
 
 
 def _is_worker(path: Path) -> bool:
-    """Its socket begins with the id of the process; others are for news."""
+    """Whether this is a worker's socket: its name begins with a process id. The others are for news."""
     return path.name[0].isdecimal() and stat.S_ISSOCK(path.stat().st_mode)
 
 
@@ -98,6 +99,6 @@ def _sockets() -> list[Path]:
             status = directory.stat()
             if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
                 found += [path for path in directory.iterdir() if _is_worker(path)]
-        except OSError:  # it has just been removed
+        except OSError:  # just removed
             continue
     return sorted(found)

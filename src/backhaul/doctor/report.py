@@ -1,4 +1,4 @@
-"""Report: facts in sections, notes, and what is wrong; as text while it grows, or as plain data at the end."""
+"""Report: facts in sections, notes and faults; printed as they come, or returned as plain data at the end."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ _LABEL = 16
 
 
 class Report:
-    """``write`` gets the text, line by line, as soon as it is known."""
+    """Collects findings. ``write`` gets each line of text as soon as it is known."""
 
     def __init__(self, write: Callable[[str], None], width: int | None = None) -> None:
-        """``width`` is that of a terminal; without one, lines are as long as they are."""
+        """``width`` is the width of the terminal; without it, lines are not wrapped."""
         self._write = write
         self._width = width
         self._sections: dict[str, dict[str, Any]] = {}
         self._section: dict[str, Any] = {}
         self.notes: list[str] = []
-        """What is worth knowing, and no fault."""
+        """Worth knowing, but not faults."""
         self.wrong: list[str] = []
-        """What will not work, or not as it should; each with what to do."""
+        """What will not work, or not well; each says what to do."""
 
     def title(self, text: str) -> None:
         self._write(text)
 
     def section(self, name: str) -> None:
-        """What follows is about this."""
+        """Start a section; the next facts belong to it."""
         self._section = self._sections.setdefault(name, {})
         self._write(f"\n{name}")
 
     def fact(self, label: str, text: str, **data: Any) -> None:
-        """For people a text; ``data`` are the same for programs, if there is more to it than the text."""
+        """Add a fact: ``text`` for people, ``data`` for programs if there is more than the text."""
         self._section[label.replace(" ", "_")] = {"text": text, **data}
         self._say(f"  {label:<{_LABEL}}", text)
 
@@ -45,7 +45,7 @@ class Report:
             self.wrong.append(text)
 
     def conclude(self) -> None:
-        """Write the notes, and what is wrong."""
+        """Write the notes and the faults."""
         for heading, texts in (("notes", self.notes), ("wrong", self.wrong)):
             if texts:
                 self._write(f"\n{heading}")

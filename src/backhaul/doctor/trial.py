@@ -1,4 +1,4 @@
-"""The trial: what a worker does when it starts and meets a peer, done here, with itself as the peer."""
+"""The trial: does what a worker does when it starts and meets a peer, with itself as the peer."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 _PATIENCE = 2.0
 _BYTES = 1 << 20
 
-# Errors that say what to do; a bug of ours is neither, and is raised.
+# Errors that say what to do. Any other exception is a bug of ours, and is raised.
 _SAID = (BackhaulError, OSError)
 
 
 def run(report: Report, options: RpcOptions, name: str) -> None:
-    """As the worker of this name: listen, greet over each transport, send a tensor; and shared memory."""
+    """As the worker with this name: listen, greet over each transport, send a tensor, and try shared memory."""
     report.section("tried")
     begin = time.perf_counter()
     try:
@@ -51,7 +51,7 @@ def run(report: Report, options: RpcOptions, name: str) -> None:
         try:
             listeners = transport.listen()
         except OSError as error:
-            raise OptionError(f"cannot listen: {error}; see where the sockets are to be, above") from error
+            raise OptionError(f"cannot listen: {error}; see the directory of the sockets above") from error
         transport.introduce(name)
         here = transport.addresses
         if here.unix is not None:
@@ -99,7 +99,7 @@ def _greet(
         said = f"; the listening side says: {why}" if isinstance(why, AuthenticationError) else ""
         report.fact(label, f"{where}: failed", ok=False)
         report.fault(
-            f"this worker cannot be reached over {label} at {where}, not even by itself: {_words(error)}{said}"
+            f"this worker is unreachable over {label} at {where}, even from this machine: {_words(error)}{said}"
         )
         return
     seconds = time.perf_counter() - begin
@@ -110,10 +110,10 @@ def _greet(
         _send(channel, other, tensor, deadline)
     except (*_SAID, ChannelClosed) as error:
         report.fact(label, f"{where}: failed", ok=False)
-        report.fault(f"what is sent over {label} at {where} does not arrive: {_words(error)}")
+        report.fault(f"data sent over {label} at {where} does not arrive: {_words(error)}")
     else:
         report.fact(
-            label, f"{where}: greeted in {seconds * 1000:.1f} ms, and a tensor came through", ok=True, seconds=seconds
+            label, f"{where}: greeted in {seconds * 1000:.1f} ms, and a tensor arrived", ok=True, seconds=seconds
         )
     finally:
         channel.close()
@@ -147,11 +147,11 @@ class _Porter:
         found = self._wait({listener.fileno(): select.POLLIN for listener in self._listeners})
         visitor = next(listener for listener in self._listeners if listener.fileno() in found).accept()
         if visitor is None:
-            raise TimeoutError("nobody was there")
+            raise TimeoutError("nothing connected")
         while isinstance(outcome := visitor.step(self._judge), str):  # type: ignore[arg-type]
             self._wait({visitor.fileno(): select.POLLIN if outcome == "read" else select.POLLOUT})
         if outcome is None:
-            raise TimeoutError("nobody was there")
+            raise TimeoutError("nothing connected")
         return outcome[0]
 
     def _wait(self, events: dict[int, int]) -> list[int]:
@@ -165,7 +165,7 @@ class _Porter:
 
 
 def _send(channel: Channel, other: Channel, tensor: torch.Tensor, deadline: float) -> None:
-    """Write a tensor into one end, and see that it comes out of the other."""
+    """Write a tensor into one end, and check that it comes out of the other."""
     import torch
 
     from backhaul.wire.frames import encode
@@ -174,15 +174,15 @@ def _send(channel: Channel, other: Channel, tensor: torch.Tensor, deadline: floa
     out = channel.write(encode(Result(1, None), [tensor]))
     while (envelope := other.next()) is None:
         if time.monotonic() > deadline:
-            raise TimeoutError("it took too long")
+            raise TimeoutError("the tensor took too long")
         out = out or channel.flush()
         other.read(0.01)
     if not torch.equal(envelope.tensors[0], tensor):
-        raise OSError("it arrived as another")
+        raise OSError("the tensor arrived with other values")
 
 
 def _share(report: Report, options: RpcOptions, tensor: torch.Tensor) -> None:
-    """Whether tensors go through shared memory: the second of a size does, if it can."""
+    """Check that tensors go through shared memory: the second one of a size does, if possible."""
     from backhaul.transport.base import ChannelClosed
     from backhaul.transport.segments import Budget
     from backhaul.transport.stream import StreamChannel
@@ -199,17 +199,19 @@ def _share(report: Report, options: RpcOptions, tensor: torch.Tensor) -> None:
         except (*_SAID, ChannelClosed) as error:
             report.fact("shared memory", "failed", ok=False)
             report.fault(
-                f"tensors cannot be sent through shared memory: {_words(error)}; segment_pool_bytes=0 does without"
+                f"tensors cannot be sent through shared memory: {_words(error)}; segment_pool_bytes=0 avoids shared "
+                "memory"
             )
             return
-        shared = budget.warm > 0  # what is lent is given back at the end
+        shared = budget.warm > 0  # lent segments are returned at the end
     if shared:
         report.fact("shared memory", "a sealed memfd was made, passed and mapped", ok=True)
         return
     report.fact("shared memory", "not used", ok=False)
     report.fault(
-        "shared memory cannot be had here (memfd_create, its seals, and mapping 16 MiB): large tensors between workers "
-        "of this host go through the socket, which is slower. See the limits above, and what the container allows"
+        "shared memory is not available here (memfd_create, its seals, and mapping 16 MiB): large tensors between "
+        "workers of this host go through the socket, which is slower. See the limits above, and what the container "
+        "allows"
     )
 
 

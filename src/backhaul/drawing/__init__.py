@@ -1,4 +1,4 @@
-"""Drawings of autograd contexts, from what the workers say of them as plain data.
+"""Drawings of autograd contexts, from the workers' plain data.
 
 ::
 
@@ -20,8 +20,8 @@ __all__ = ["Drawing", "mentioned", "svg"]
 
 
 def svg(parts: Sequence[dict[str, Any]]) -> str:
-    """The parts of a context as an SVG document in Backhaul's own layout. It can stand in a page as it is.
+    """The parts of a context as an SVG document in Backhaul's own layout. It can be embedded in a page as it is.
 
-    A part is what a worker answers to the question ``context``; `mentioned` names the workers to ask next.
+    A part is a worker's answer to the question ``context``; `mentioned` names the workers to ask next.
     """
     return _render(picture(parts))

@@ -1,12 +1,12 @@
-"""Condensing: a graph of one worker, thousands of nodes perhaps, as a few boxes. Pure.
+"""Condensing: a worker's graph, possibly with thousands of nodes, as a few boxes. Pure.
 
-Torch's nodes do not know the module that made them, but a node that uses a parameter can be told by it. A node belongs
+Torch's nodes do not know the module that made them, but a parameter that a node uses identifies it. A node belongs
 to the module whose parameter it takes directly, or through nodes that only change the shape or type of a parameter,
-such as the transposition of a weight. All others are mere operations.
+such as the transposition of a weight. All other nodes are mere operations.
 
-Nodes become one box if they are of the same module, or mere operations, and are joined by edges; but only if they
-depend on the same Recvs and are as many boxes away from the leaves. So nothing leads from a box back to itself, not
-even by way of other workers. If that makes too many boxes, the rules are given up one by one, the finest first.
+Nodes form one box if they belong to the same module, or are mere operations, and are connected by edges; but only if
+they depend on the same Recvs and are equally many boxes away from the leaves. So nothing leads from a box back to
+itself, not even through other workers. If that makes too many boxes, the rules are dropped one by one, finest first.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 MOST_BOXES = 30
-"""A worker is drawn with no more boxes than this; the rest of its nodes are in one more."""
+"""The most boxes for one worker; one more box holds the rest of its nodes."""
 
 MOST_ALIKE = 4
-"""Boxes of the same module, side by side, as of micro-batches: if there are more, they become one."""
+"""The most boxes of the same module side by side, such as those of micro-batches; more become one box."""
 
 _MOST_NAMES = 12
 _MOST_RANGES = 10
 _MOST_LEAF_BOXES = 8
 
 Owner = tuple[str, ...]
-"""A module: the class of its outermost module, with a number if there are several, then the names on the way to it."""
+"""A module: the class of its outermost module, with a number if there are several, then the names that lead to it."""
 
 
 class Operation(NamedTuple):
-    """A node that torch runs. ``next`` are the places of the nodes that it passes gradients on to."""
+    """A node that torch runs. ``next`` are the positions of the nodes that it passes gradients to."""
 
     name: str
     next: Sequence[int]
@@ -56,17 +56,17 @@ Node = Operation | Leaf | Entry
 
 
 class Graph(NamedTuple):
-    """The nodes of a worker, each after all those that it leads to."""
+    """The nodes of a worker, each after all nodes that it leads to."""
 
     nodes: Sequence[Node]
     exits: dict[int, Sequence[int]]
-    """Where the graph leaves the worker: sources -> the places of the nodes that they start from."""
+    """Where the graph leaves the worker: sources -> the positions of their first nodes."""
     classes: dict[Owner, str]
     """The class of each module."""
 
 
 class Condensed(NamedTuple):
-    """Boxes as plain data, and what they have to do with each other. Edges point the way of the forward pass."""
+    """Boxes as plain data, and their connections. Edges point in the direction of the forward pass."""
 
     boxes: list[dict[str, Any]]
     edges: list[tuple[int, int]]
@@ -75,11 +75,11 @@ class Condensed(NamedTuple):
     exits: dict[int, list[int]]
     """Sources -> the boxes that they come from."""
     relays: list[tuple[int, int]]
-    """Recvs that are sent on as they came: message and source."""
+    """Recvs that are sent on unchanged: message and source."""
 
 
 def condense(graph: Graph, most: int = MOST_BOXES) -> Condensed:
-    """The graph as at most ``most`` boxes, one for the rest, and those of leaves."""
+    """The graph as at most ``most`` boxes, one for the rest, and the boxes of leaves."""
     for grouping in _groupings(graph, _tags(graph)):
         sizes = Counter(group for group in grouping.groups if group is not None)
         if len(sizes) <= most and grouping.alike <= MOST_ALIKE:
@@ -90,7 +90,7 @@ def condense(graph: Graph, most: int = MOST_BOXES) -> Condensed:
 
 
 _REST = "rest"
-# Operations that leave what a parameter is as it is.
+# Operations that do not change the identity of a parameter.
 _VIEWS = {"Alias", "AsStrided", "Expand", "Flatten", "Permute", "Reshape", "ReshapeAlias", "Squeeze", "T", "Transpose"}
 _SHAPING = _VIEWS | {"Clone", "Select", "Slice", "Split", "SplitWithSizes", "ToCopy", "Unbind", "UnsafeSplit"}
 _SHAPING |= {"UnsafeView", "Unsqueeze", "View"}
@@ -102,7 +102,7 @@ class _Grouping(NamedTuple):
     tags: Sequence[Owner | None]
     """The modules to name groups by."""
     alike: int = 0
-    """How many groups of the same module are side by side, at most."""
+    """The most groups of the same module side by side."""
 
 
 def _tags(graph: Graph) -> list[Owner | None]:
@@ -121,7 +121,7 @@ def _tags(graph: Graph) -> list[Owner | None]:
 
 
 def _alone(graph: Graph) -> list[bool]:
-    """Whether each node is a parameter of a module, or such a parameter in another shape."""
+    """For each node, whether it is a module's parameter, or such a parameter in another shape."""
     alone: list[bool] = []
     for node in graph.nodes:
         if isinstance(node, Operation):
@@ -132,7 +132,7 @@ def _alone(graph: Graph) -> list[bool]:
 
 
 def _common(owners: Sequence[Owner]) -> Owner | None:
-    """The innermost module that has all of these; None if there is none."""
+    """The innermost module that contains all of these; None if there is none."""
     if not owners:
         return None
     found = owners[0]
@@ -145,7 +145,7 @@ def _common(owners: Sequence[Owner]) -> Owner | None:
 
 
 def _groupings(graph: Graph, tags: Sequence[Owner | None]) -> Iterator[_Grouping]:
-    """Ways to group the nodes, first with many groups, then with fewer."""
+    """Ways to group the nodes, from many groups to few."""
     stages, behind = _stages(graph, tags), _behind(graph)
     for key in (lambda place: (tags[place], stages[place], behind[place]), lambda place: (tags[place], stages[place])):
         groups = _joined(graph, tags, key)
@@ -164,7 +164,7 @@ def _groupings(graph: Graph, tags: Sequence[Owner | None]) -> Iterator[_Grouping
 
 
 def _filled(graph: Graph, tags: Sequence[Owner | None]) -> list[Owner | None]:
-    """Count operations between two modules of one outer module to the former, as that between two layers."""
+    """Assign operations between two modules of one outer module to the first of the two, as between two layers."""
     ahead: list[set[str]] = [set() for _ in tags]  # the outermost modules that come next
     for place in range(len(tags) - 1, -1, -1):
         node, tag = graph.nodes[place], tags[place]
@@ -182,7 +182,7 @@ def _filled(graph: Graph, tags: Sequence[Owner | None]) -> list[Owner | None]:
 
 
 def _ranges(tags: Sequence[Owner | None], depth: int) -> list[Owner | None]:
-    """Modules that have numbers for names, as in a `Sequential`, as a few ranges of them."""
+    """Modules with numbers for names, as in a `Sequential`, grouped in a few ranges."""
     numbers: dict[Owner, set[int]] = {}
     for tag in tags:
         if tag is not None and len(tag) == depth and tag[-1].isdecimal():
@@ -199,7 +199,7 @@ def _ranges(tags: Sequence[Owner | None], depth: int) -> list[Owner | None]:
 
 
 def _stages(graph: Graph, tags: Sequence[Owner | None]) -> list[int]:
-    """How often the module changes on the longest way from the leaves to each node."""
+    """How many times the module changes on the longest path from the leaves to each node."""
     stages: list[int] = []
     for place, node in enumerate(graph.nodes):
         stage = 0
@@ -227,7 +227,7 @@ def _behind(graph: Graph) -> list[int]:
 
 
 def _joined(graph: Graph, tags: Sequence[Owner | None], key: Callable[[int], Hashable]) -> list[int | None]:
-    """Operations that are joined by edges and have the same key; what leads to parameters only is with its user."""
+    """Groups of operations that are connected and have the same key. What leads only to parameters joins its user."""
     nodes = graph.nodes
     parent = list(range(len(nodes)))
 
@@ -254,7 +254,7 @@ def _joined(graph: Graph, tags: Sequence[Owner | None], key: Callable[[int], Has
 
 
 def _keyed(graph: Graph, tags: Sequence[Owner | None], stages: Sequence[int]) -> list[Hashable]:
-    """Operations of the same module and stage; what only shapes a parameter is with its user."""
+    """Groups of operations of the same module and stage. What only reshapes a parameter joins its user."""
     alone = _alone(graph)
     users: dict[int, int] = {}
     for place, node in enumerate(graph.nodes):
@@ -276,7 +276,8 @@ def _boxes(graph: Graph, tags: Sequence[Owner | None], groups: Sequence[Hashable
     for place, group in enumerate(groups):
         if group is not None:
             members.setdefault(group, []).append(place)
-    ordered = sorted(members, key=lambda group: members[group][-1])  # as the forward pass comes to their ends
+    # In the order in which the forward pass reaches their ends.
+    ordered = sorted(members, key=lambda group: members[group][-1])
     number = {group: at for at, group in enumerate(ordered)}
     boxes = [_box(graph, tags, members[group], group == _REST) for group in ordered]
     edges: dict[tuple[int, int], None] = {}
@@ -299,7 +300,7 @@ def _boxes(graph: Graph, tags: Sequence[Owner | None], groups: Sequence[Hashable
                 loose.setdefault(other, {})[at] = None
     exits: dict[int, list[int]] = {}
     relays: list[tuple[int, int]] = []
-    sent: dict[int, list[int]] = {}  # leaves that are sent, or are roots, themselves -> sources
+    sent: dict[int, list[int]] = {}  # leaves that are themselves sent or roots -> sources
     for source, starts in graph.exits.items():
         exits[source] = []
         for start in starts:
@@ -330,7 +331,7 @@ def _boxes(graph: Graph, tags: Sequence[Owner | None], groups: Sequence[Hashable
 
 
 def _by_use(loose: dict[int, dict[int, None]], sent: dict[int, list[int]]) -> list[list[int]]:
-    """Leaves that are drawn together: those that the same boxes and messages use, or fewer groups if they are many."""
+    """Leaves that are drawn together: those used by the same boxes and messages, or coarser groups if too many."""
     keys: list[Callable[[int], Hashable]] = [
         lambda leaf: (tuple(loose.get(leaf, ())), tuple(sent.get(leaf, ()))),
         lambda leaf: (tuple(loose.get(leaf, ())), leaf in sent),
@@ -367,7 +368,7 @@ def _box(graph: Graph, tags: Sequence[Owner | None], places: Sequence[int], rest
 
 
 def _leaves(graph: Graph, places: Sequence[int]) -> dict[str, Any]:
-    """What is said of the leaves of a box."""
+    """The description of the leaves of a box."""
     leaves = [leaf for place in places if isinstance(leaf := graph.nodes[place], Leaf)]
     return {
         "leaves": [[_name(leaf), list(leaf.shape)] for leaf in leaves[:_MOST_NAMES]],

@@ -1,4 +1,4 @@
-"""Drawing: a picture in the formats that people want."""
+"""Drawing: a picture in the formats that users need."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ LayoutName = Literal["dot", "own"]
 
 
 class Drawing:
-    """The drawing of an autograd context. It does not change when the context goes on.
+    """The drawing of an autograd context. It does not change when the context continues.
 
-    A notebook shows it by itself. ``dot`` is its text in the language of Graphviz and ``svg`` an image; `save` writes a
-    file.
+    A notebook displays it automatically. ``dot`` is its text in Graphviz's language and ``svg`` an image; `save` writes
+    a file.
     """
 
     def __init__(self, parts: Sequence[dict[str, Any]], layout: LayoutName | None = None) -> None:
-        """``parts`` is what the workers of the context say of it, as plain data: see `inspection.contexts`.
+        """``parts`` are the workers' descriptions of the context, as plain data: see `inspection.contexts`.
 
-        ``layout`` is ``"dot"`` for that of Graphviz or ``"own"``; by default that of Graphviz if it is installed.
+        ``layout`` is ``"dot"`` for Graphviz or ``"own"``; by default Graphviz if it is installed.
         """
         if layout not in (None, "dot", "own"):
             raise OptionError(f'layout={layout!r} must be "dot", "own", or None for "dot" if Graphviz is installed')
@@ -40,7 +40,7 @@ class Drawing:
 
     @cached_property
     def picture(self) -> Picture:
-        """What is drawn, before it has a layout."""
+        """The contents, without a layout."""
         return picture(self.parts)
 
     @cached_property
@@ -59,7 +59,7 @@ class Drawing:
         except BackhaulError as error:
             if self._layout == "dot":
                 raise
-            _log.warning("Graphviz could not draw the context, so Backhaul's own layout is used: %s", error)
+            _log.warning("Graphviz could not draw the context; using Backhaul's own layout: %s", error)
             return vector.render(self.picture)
         return found[found.index("<svg") :]
 
@@ -71,7 +71,7 @@ class Drawing:
         return f"<Drawing of {shown.title}: {len(shown.lanes)} workers, {len(shown.items)} boxes>"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file, in the format that its name ends with: .svg, .dot or .gv; .png and .pdf need Graphviz."""
+        """Write a file in the format of its suffix: .svg, .dot or .gv; .png and .pdf need Graphviz."""
         ending = check_path(path)
         if ending in (".dot", ".gv"):
             content = self.dot.encode()
@@ -84,7 +84,7 @@ class Drawing:
 
 
 def check_path(path: str | os.PathLike[str]) -> str:
-    """The ending of the name of a file that a drawing can be saved to. Raises `OptionError`."""
+    """The suffix of a file that a drawing can be saved to. Raises `OptionError`."""
     ending = os.path.splitext(os.fspath(path))[1].lower()
     if ending not in (".svg", ".dot", ".gv", ".png", ".pdf"):
         raise OptionError(f"{os.fspath(path)!r} must end with .svg, .dot, .gv, .png or .pdf")
@@ -104,15 +104,15 @@ def _program(ending: str) -> str:
 
 
 def _graphviz(source: str, format: str) -> bytes:
-    """What Graphviz makes of a text in the DOT language. Raises `MisuseError`, or `BackhaulError` if that fails."""
+    """Graphviz's output for a text in the DOT language. Raises `MisuseError`, or `BackhaulError` if Graphviz fails."""
     program = _program(f".{format}")
     try:
         done = subprocess.run(
             [program, f"-T{format}"], input=source.encode(), capture_output=True, timeout=_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BackhaulError(f"{program} has not drawn the graph: {error}") from error
+        raise BackhaulError(f"{program} could not draw the graph: {error}") from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()
-        raise BackhaulError(f"{program} has failed with status {done.returncode}: {said[:500]}")
+        raise BackhaulError(f"{program} failed with status {done.returncode}: {said[:500]}")
     return done.stdout

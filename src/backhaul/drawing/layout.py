@@ -1,8 +1,8 @@
-"""Layout: where everything of a picture is, without Graphviz. Pure.
+"""Layout: the positions of everything in a picture, without Graphviz. Pure.
 
-Lanes stand side by side, and the forward pass goes down. All items are in *rows*, the same over all lanes, and every
-arrow leads to a later row. An arrow over several rows has a place of its own in each row between, in the lane that it
-goes to. So a piece of an arrow goes from one row to the next, where there are no boxes, and arrows cross no boxes.
+Lanes stand side by side, and the forward pass goes down. All items are in *rows*, shared by all lanes, and every
+arrow leads to a later row. An arrow across several rows has its own place in each row between, in the lane that it
+leads to. So each piece of an arrow goes from one row to the next, where there are no boxes, and arrows cross no boxes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Rect(NamedTuple):
 
 
 class Path(NamedTuple):
-    """The points that an arrow goes through: first down from its tail, then from row to row."""
+    """The points of an arrow: first down from its tail, then from row to row."""
 
     arrow: Arrow
     points: Sequence[tuple[float, float]]
@@ -61,7 +61,7 @@ class Layout(NamedTuple):
     width: float
     height: float
     header: float
-    """How high the title is."""
+    """The height of the title."""
     lanes: Sequence[Rect]
     items: Sequence[Rect]
     paths: Sequence[Path]
@@ -74,19 +74,19 @@ class _Spot:
 
     def __init__(self, lane: int, row: int, width: float, item: int | None = None) -> None:
         self.lane, self.row, self.width, self.item = lane, row, width, item
-        self.x = 0.0  # of its middle, from the left of its lane
+        self.x = 0.0  # of its centre, from the left of its lane
         self.up: list[_Spot] = []
         self.down: list[_Spot] = []
 
 
 def size(item: Item) -> tuple[float, float]:
-    """How wide and high the box of an item is."""
+    """The width and height of an item's box."""
     widest = max([width(item.title, TITLE, bold=True), *(width(each, SMALL) for each in item.lines)])
     return max(widest + 2 * PAD_X, _NARROWEST), LINE * (1 + len(item.lines)) + 2 * PAD_Y
 
 
 def header_of(lane: Lane) -> tuple[float, float]:
-    """How wide and high the heading of a lane is."""
+    """The width and height of a lane's heading."""
     widest = max([width(lane.name, TITLE, bold=True), *(width(each, SMALL) for each in lane.lines)])
     return widest + 2 * _LANE_PAD, LINE * (1 + len(lane.lines)) + 14.0
 
@@ -115,7 +115,7 @@ def lay_out(picture: Picture) -> Layout:
 
 
 def _rows(picture: Picture) -> list[int]:
-    """The row of each item: below all whose arrows lead to it. Where arrows go round, one of them goes up."""
+    """The row of each item: below all items with arrows to it. In a cycle of arrows, one of them goes up."""
     count = len(picture.items)
     after: list[list[int]] = [[] for _ in range(count)]
     for arrow in picture.arrows:
@@ -128,7 +128,7 @@ def _rows(picture: Picture) -> list[int]:
             if (tail, head) not in upward:
                 rows[head] = max(rows[head], rows[tail] + 1)
                 before[head] += 1
-    for tail in reversed(order):  # an item that nothing leads to is drawn where it is used
+    for tail in reversed(order):  # an item without incoming arrows is drawn next to its user
         heads = [rows[head] for head in after[tail] if (tail, head) not in upward]
         if heads and not before[tail]:
             rows[tail] = min(heads) - 1
@@ -137,9 +137,9 @@ def _rows(picture: Picture) -> list[int]:
 
 
 def _order(after: Sequence[Sequence[int]]) -> tuple[list[int], set[tuple[int, int]]]:
-    """All places, each before those that it leads to; and the edges for which that cannot be."""
+    """All positions, each before those that it leads to; and the edges that violate this order."""
     upward: set[tuple[int, int]] = set()
-    state = [0] * len(after)  # 1 while what is behind it is looked at, then 2
+    state = [0] * len(after)  # 1 while its successors are visited, then 2
     done: list[int] = []
     for start in range(len(after)):
         stack = [(start, 0)] if not state[start] else []
@@ -161,7 +161,7 @@ def _order(after: Sequence[Sequence[int]]) -> tuple[list[int], set[tuple[int, in
 
 
 def _chain(arrow: Arrow, spots: Sequence[_Spot]) -> list[_Spot]:
-    """The spots that an arrow goes through, from the top: new ones in the rows between its ends."""
+    """The spots of an arrow, from the top: new ones in the rows between its ends."""
     top, bottom = spots[arrow.tail], spots[arrow.head]
     if top.row > bottom.row:
         top, bottom = bottom, top
@@ -183,7 +183,7 @@ def _total(row: Sequence[_Spot]) -> float:
 
 
 def _place(table: dict[tuple[int, int], list[_Spot]], lane_widths: Sequence[float], lefts: Sequence[float]) -> None:
-    """Put what belongs together above each other, without overlaps and inside of the lanes."""
+    """Align connected spots vertically, without overlaps and inside the lanes."""
     for (_, lane), row in table.items():
         at = (lane_widths[lane] - _total(row)) / 2
         for spot in row:
@@ -201,13 +201,13 @@ def _place(table: dict[tuple[int, int], list[_Spot]], lane_widths: Sequence[floa
 
 
 def _order_of(spot: _Spot, lefts: Sequence[float], sweep: int) -> float:
-    """The middle of what the spot is joined with, over all lanes."""
+    """The centre of the spot's neighbours, over all lanes."""
     near = (spot.up if sweep % 2 == 0 else spot.down) or spot.up or spot.down
     return sum(lefts[each.lane] + each.x for each in near) / len(near) if near else lefts[spot.lane] + spot.x
 
 
 def _wanted(spot: _Spot, centre: float, sweep: int) -> float:
-    """The middle of what the spot is joined with in its own lane."""
+    """The centre of the spot's neighbours in its own lane."""
     for near in (spot.up, spot.down) if sweep % 2 == 0 else (spot.down, spot.up):
         own = [each.x for each in near if each.lane == spot.lane]
         if own:
@@ -216,7 +216,7 @@ def _wanted(spot: _Spot, centre: float, sweep: int) -> float:
 
 
 def _spread(row: Sequence[_Spot], wanted: Sequence[float], lane_width: float) -> None:
-    """Place the spots of a row as near to where they want to be as their order and the lane allow."""
+    """Place the spots of a row as close to their wanted positions as their order and the lane allow."""
     left = _LANE_PAD
     for spot, x in zip(row, wanted, strict=True):
         spot.x = max(x, left + spot.width / 2)

@@ -1,7 +1,7 @@
-"""Picture: the parts of all workers joined, with every text and arrow of the drawing; not laid out yet. Pure.
+"""Picture: the joined parts of all workers, with every text and arrow of the drawing, before layout. Pure.
 
-Workers become **lanes**. In them are **items**: the boxes of the graph, the roots, and one for each message that was
-sent or received. Each Send is joined with its Recv at the peer by the id of its tensor.
+Workers become **lanes**. Lanes contain **items**: the boxes of the graph, the roots, and one for each message sent
+or received. Each Send is joined with its Recv at the peer by the id of its tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from backhaul.drawing import text
 MOST_LANES = 24
 MOST_MESSAGES = 16
 MOST_ALIKE = 4
-"""In a lane with more messages than this, each way, or more between the same boxes, those are one item."""
+"""In a lane with more messages than this, in each direction or between the same boxes, those form one item."""
 
 ROOT = 0
 """The source that stands for the roots of a pass."""
@@ -25,7 +25,7 @@ State = Literal["", "gate", "waited", "waiting", "failed"]
 
 
 class Item(NamedTuple):
-    """A box of the picture: its title, smaller lines below, and what is shown when the mouse is over it."""
+    """A box of the picture: its title, smaller lines below, and its tooltip."""
 
     lane: int
     kind: Kind
@@ -36,14 +36,14 @@ class Item(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """From one item to another, by their places. Gradients go the other way."""
+    """From one item to another, by position. Gradients go the other way."""
 
     tail: int
     head: int
     message: bool
-    """It goes over the wire."""
+    """Whether the arrow is a message between workers."""
     carried: bool = False
-    """Gradients came back."""
+    """Whether gradients came back."""
     tip: str = ""
 
 
@@ -67,7 +67,7 @@ class Picture(NamedTuple):
 
 
 def mentioned(part: dict[str, Any]) -> list[int]:
-    """The ranks of the other workers that have a part in the context, as far as this part tells."""
+    """The ranks of the other workers that have a part in the context, as far as this part shows."""
     found = {rank for rank, _ in part.get("workers", ())}
     found.update(send["to"] for send in part.get("sends", ()))
     found.update(recv["from"] for recv in part.get("recvs", ()))
@@ -75,15 +75,15 @@ def mentioned(part: dict[str, Any]) -> list[int]:
 
 
 def picture(parts: Sequence[dict[str, Any]]) -> Picture:
-    """What is to be drawn of these parts. Workers that they mention and that have none themselves are drawn as silent.
+    """The picture of these parts. Workers that are mentioned but have no part are drawn as silent.
 
-    The part of a worker that could not be asked is ``{"rank": …, "worker": …, "known": False, "error": why}``.
+    The part of a worker that did not answer is ``{"rank": …, "worker": …, "known": False, "error": why}``.
     """
     return _Joining(parts).picture()
 
 
 class _Message(NamedTuple):
-    """An item for tensors that were sent to, or came from, one peer."""
+    """An item for tensors that were sent to or received from one peer."""
 
     item: int
     sources: list[int]
@@ -115,7 +115,7 @@ class _Joining:
         lanes = [self._lane(rank) for rank in self.lane_of]
         return Picture(title, lines, failed, lanes, self.items, list(self.arrows.values()))
 
-    # What is inside of a lane.
+    # Inside a lane.
 
     def _add_part(self, part: dict[str, Any], lane: int) -> None:
         roots = {box["of"] for box in part["boxes"] if "of" in box}
@@ -171,7 +171,7 @@ class _Joining:
         return self._item(Item(lane, "recv", f"from {peer}", lines, f"from {peer}\n" + _tensors_tip(tensors)))
 
     def _root(self, part: dict[str, Any], lane: int, runs: _Runs) -> int | None:
-        """The item of the roots of a pass, if they are known or have been run."""
+        """The item of the roots of a pass, if they are known or were run."""
         if not part["rooted"] and ROOT not in runs.last:
             return None
         state, lines = runs.describe([ROOT])
@@ -185,7 +185,7 @@ class _Joining:
         if tail != head:
             self.arrows.setdefault((tail, head), Arrow(tail, head, False))
 
-    # What is between lanes.
+    # Between lanes.
 
     def _join(self) -> None:
         found: dict[tuple[int, int], list[tuple[dict[str, Any], bool]]] = {}
@@ -213,7 +213,7 @@ class _Joining:
             self.arrows[tail, head] = Arrow(tail, head, True, carried, tip)
 
     def _end(self, silent: dict[tuple[int, int, bool], int], rank: int, peer: int, way: str) -> int | None:
-        """An item that stands for the other end of messages, in the lane of a worker that does not tell of them."""
+        """An item for the other end of messages, in the lane of a worker that did not report them."""
         if peer not in self.lane_of:
             return None
         key = (rank, peer, way == "to")
@@ -269,7 +269,7 @@ class _Joining:
         elif not going:
             lines.append("no backward pass yet")
         if going:
-            lines.append("a backward pass goes on")
+            lines.append("a backward pass is running")
         more = len(self.names) - len(self.lane_of)
         if more:
             lines.append(f"+ {text.plural(more, 'worker')} more")
@@ -277,7 +277,7 @@ class _Joining:
 
 
 class _Runs:
-    """What is over of passes on one worker."""
+    """The finished parts of passes on one worker."""
 
     def __init__(self, part: dict[str, Any]) -> None:
         self.last: dict[int, dict[str, Any]] = {}
@@ -288,7 +288,8 @@ class _Runs:
         """The sources whose gradients have come back."""
         for run in self._all:
             self.last.update(dict.fromkeys(run["sources"], run))
-            # A run begins when the gradients of its first source are there; one that failed may have waited in vain.
+            # A run begins when the gradients of its first source arrive; a failed run may have waited for the others in
+            # vain.
             self.carried.update(run["sources"][:1] if run["failed"] and run["gates"] else run["sources"])
         for wait in part.get("waits", ()):
             key = wait["backward"], wait["source"]
@@ -298,7 +299,7 @@ class _Runs:
         return any(send["source"] in self.last for send in sends)
 
     def describe(self, sources: Sequence[int]) -> tuple[State, list[str]]:
-        """What is to be said where these sources are drawn."""
+        """The state and the lines for an item with these sources."""
         state: State = ""
         lines: list[str] = []
         runs = {id(run): run for source in sources if (run := self.last.get(source)) is not None}
@@ -324,7 +325,7 @@ class _Runs:
         return state, lines
 
     def summary(self) -> tuple[str, bool]:
-        """The latest pass on this worker, in a line, and whether a run of it failed."""
+        """One line on the latest pass on this worker, and whether one of its runs failed."""
         if not self._all:
             return "", False
         backward = self._all[-1]["backward"]
@@ -340,7 +341,7 @@ class _Runs:
 def _merged(
     tensors: Sequence[dict[str, Any]], peer: str, boxes: Callable[[dict[str, Any]], Hashable]
 ) -> list[list[dict[str, Any]]]:
-    """Tensors that are drawn as one item: those of a message, or more if there are many messages."""
+    """Groups of tensors drawn as one item: those of a message, or more if there are many messages."""
     keys: list[Callable[[dict[str, Any]], Hashable]] = [
         lambda each: each["message"],
         lambda each: (each[peer], boxes(each)),
@@ -390,7 +391,7 @@ def _box(box: dict[str, Any], lane: int, several: bool) -> Item:
 
 
 def _tensors(tensors: Sequence[dict[str, Any]]) -> str:
-    """The sizes of tensors in a line."""
+    """The sizes of tensors, in one line."""
     size = text.amount(sum(each["bytes"] for each in tensors), "B")
     kinds = {(text.shape(each["shape"]), each["dtype"]) for each in tensors}
     if len(kinds) > 1:

@@ -1,4 +1,4 @@
-"""Text in pictures: how wide it is, and how it is made safe. Names come from users and may be anything. Pure."""
+"""Text in pictures: its width, and how to make it safe. Names come from users and may be anything. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
-# Widths of characters of a sans-serif font, in parts of its size. Real fonts are a little narrower.
+# Character widths of a sans-serif font, relative to its size. Real fonts are a little narrower.
 _NARROW = dict.fromkeys("ijl.,:;'|!`", 0.31) | dict.fromkeys('frtI()[]{} -/\\"', 0.40)
 _WIDE = dict.fromkeys("mwMW%@", 0.98) | dict.fromkeys("ABCDEFGHKNOPQRSTUVXYZ&<>=+" + TIMES, 0.74)
 _WIDTHS = _NARROW | _WIDE
@@ -18,7 +18,7 @@ _LONGEST = 60
 
 
 def width(text: str, size: float, *, bold: bool = False) -> float:
-    """How wide a line of text is at most, in pixels."""
+    """The greatest possible width of a line of text, in pixels."""
     total = 0.0
     for character in text:
         if character.isascii() or character in _WIDTHS:
@@ -29,13 +29,13 @@ def width(text: str, size: float, *, bold: bool = False) -> float:
 
 
 def line(text: str, longest: int = _LONGEST) -> str:
-    """The text as one line of printable characters, cut if it is long."""
+    """The text as one line of printable characters, truncated if long."""
     shown = "".join(character if character.isprintable() else _visible(character) for character in text[: longest + 1])
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
 def paragraph(text: str) -> str:
-    """The text with its line breaks, of printable characters."""
+    """The text in printable characters, with its line breaks."""
     return "\n".join(line(each, 200) for each in text.split("\n"))
 
 
@@ -49,7 +49,7 @@ def xml(text: str) -> str:
 
 
 def quoted(text: str, *, left: bool = False) -> str:
-    """Printable text as a string of the DOT language, with its line breaks. Lines are centred, or start at the left."""
+    """Printable text as a string of the DOT language, with its line breaks. Lines are centred, or left-aligned."""
     safe = text.replace("\\", "\\\\").replace('"', '\\"').replace("&", "&amp;")
     safe = safe.replace("\n", "\\l" if left else "\\n")
     return f'"{safe}"'
@@ -60,7 +60,7 @@ def shape(sizes: Sequence[int] | None) -> str:
 
 
 def amount(number: float, unit: str) -> str:
-    """A number of bytes, or of things, with three digits."""
+    """A number of bytes or things, with three digits."""
     for prefix in ("", "k", "M", "G", "T"):
         if number < 999.5 or prefix == "T":
             digits = f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
@@ -84,7 +84,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str], count: int, most: int) -> str:
-    """The first of these names, and how many more there are of ``count`` in all."""
+    """The first of these names, and how many more there are of ``count`` in total."""
     shown = list(names[:most])
     more = count - len(shown)
     return ", ".join([*shown, f"+ {more:,} more"] if more > 0 else shown)

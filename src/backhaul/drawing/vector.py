@@ -1,7 +1,7 @@
 """A laid out picture as SVG. Pure.
 
-The document refers to nothing outside, has no styles or ids that others on a page could be mixed up with, and all texts
-in it are escaped.
+The document refers to nothing outside, has no styles or ids that could clash with others on a page, and escapes all
+texts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATES: dict[State, tuple[str, str]] = {
     "waiting": ("#ffc766", "#b35900"),
     "failed": ("#fbdcdc", "#bb2525"),
 }
-"""Fill and border."""
+"""Fill and border colours."""
 
 INK = "#1c2430"
 PALE = "#4d5766"
@@ -45,7 +45,7 @@ _HEAD = 7.0
 
 
 def render(picture: Picture) -> str:
-    """The picture as an SVG document, in a layout of our own."""
+    """The picture as an SVG document, in our own layout."""
     layout = lay_out(picture)
     return "\n".join(_document(picture, layout)) + "\n"
 

@@ -1,6 +1,6 @@
-"""``python -m backhaul.dropin script.py …`` or ``-m module …``: run it with Backhaul behind torch's names.
+"""``python -m backhaul.dropin script.py …`` or ``-m module …``: run a script with Backhaul behind torch's names.
 
-Importing this module installs, too: fork servers, which can be told to import modules but not to call functions, do so.
+Importing this module also installs. Fork servers rely on that: they can import modules, but not call functions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
         description="Run SCRIPT with Backhaul behind torch.distributed.rpc and its relatives.",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
-    parser.add_argument("script", metavar="SCRIPT", help="what to run, followed by its own arguments")
+    parser.add_argument("script", metavar="SCRIPT", help="the script to run, followed by its arguments")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.module:
@@ -35,7 +35,7 @@ def main() -> None:
         parser.error(f"no such script: {options.script}")
     install()
 
-    # For good, not only while its code runs: what it defined is looked up here until the process has ended.
+    # Stays installed, not only while the script runs: its definitions are looked up here until the process ends.
     module = sys.modules["__main__"] = ModuleType("__main__")
     code = code_for(target, module)
     sys.argv = [str(module.__file__) if options.module else options.script, *options.args]

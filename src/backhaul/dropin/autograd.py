@@ -1,4 +1,4 @@
-"""What ``torch.distributed.autograd`` has, private names included, over `backhaul.autograd`."""
+"""The contents of ``torch.distributed.autograd``, private names included, over `backhaul.autograd`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_available() -> bool:
 
 
 def backward(context_id: int, roots: Any = None, retain_graph: bool = False, **options: Any) -> None:
-    """See `backhaul.autograd.backward`. As in torch, what a backward function raises becomes a RuntimeError."""
+    """See `backhaul.autograd.backward`. As in torch, an exception of a backward function becomes a RuntimeError."""
     try:
         _backward(context_id, roots, retain_graph, **options)
     except BackhaulError:
@@ -45,7 +45,7 @@ def _rank_of(error: Exception) -> int:
 
 
 class Node:
-    """A node of the graph of a context, as torch would have it: its names, and one node for each message."""
+    """A node of a context's graph in torch's form: torch's names, and one node for each message."""
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -111,7 +111,7 @@ class context:
 
 
 def _init(rank: int) -> None:
-    """Contexts are made ready by `init_rpc`."""
+    """Does nothing: `init_rpc` prepares contexts."""
 
 
 def _new_context() -> DistAutogradContext:

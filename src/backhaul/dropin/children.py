@@ -1,6 +1,6 @@
-"""Processes that are started from one in which Backhaul is installed have it from their beginning, too.
+"""Child processes of a process in which Backhaul is installed have it installed from their start.
 
-Forked ones need nothing. Others are told before they import anything of the program's.
+Forked children need nothing. Other children are told before they import anything of the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STATEMENT = "from backhaul.dropin import install; install()"
 
 
 class _Beginning:
-    """Runs its code when it is unpickled."""
+    """Runs its code when unpickled."""
 
     def __init__(self, code: str) -> None:
         self._code = code
@@ -25,14 +25,14 @@ class _Beginning:
 
 
 def tell_children() -> None:
-    """Have processes install Backhaul that are spawned, made by a fork server, or workers of a `backhaul.cluster`."""
+    """Make processes install Backhaul that are spawned, made by a fork server, or workers of a `backhaul.cluster`."""
     _tell_spawned()
     _tell_fork_servers()
     members.beginning.append(STATEMENT)
 
 
 def _tell_spawned() -> None:
-    """What such a process is told, it unpickles before it imports the main module; its search path is part of that."""
+    """A spawned process unpickles its instructions before it imports the main module; they include its search path."""
     ask = multiprocessing.spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
@@ -45,9 +45,10 @@ def _tell_spawned() -> None:
 
 
 def _tell_fork_servers() -> None:
-    """A server that imports modules in advance begins with us.
+    """Make fork servers import this package first.
 
-    It would import the main module before all others, and that must be after us; so each process does that itself.
+    The server would import the main module before all others, but that must come after us. So each process does it
+    itself.
     """
     server: Any = multiprocessing.forkserver._forkserver
     start = server.ensure_running

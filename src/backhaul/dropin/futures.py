@@ -1,4 +1,4 @@
-"""Futures as torch's users know them."""
+"""Futures with torch's behaviour."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _wait_all = torch.futures.wait_all
 
 
 def wait_all(futures: list[Any]) -> list[Any]:
-    """The values of all futures. Raises the first error that there is, without waiting for the others.
+    """The values of all futures. Raises the first error, without waiting for the others.
 
-    torch's own cannot see the errors of futures that are set from Python, as ours are.
+    torch's own function does not see errors of futures that are set from Python, as ours are.
     """
     if not any(isinstance(future, Future) for future in futures):
         return _wait_all(futures)
@@ -35,7 +35,7 @@ def wait_all(futures: list[Any]) -> list[Any]:
 
 
 def callback_error(error: BaseException) -> BaseException:
-    """torch turns what a callback raises into a RuntimeError."""
+    """The error as torch reports it: torch turns a callback's exception into a RuntimeError."""
     if isinstance(error, RuntimeError):
         return error
     made = RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,8 +1,8 @@
-"""Put our modules in the places of torch's: in ``sys.modules``, and in the packages that hold them.
+"""Puts our modules in the places of torch's: in ``sys.modules``, and in the packages that hold them.
 
-Torch imports its own ``torch.distributed.rpc`` when it is imported, so there is something to take out first. That is
-possible for as long as only torch's own modules hold parts of it: these are given ours instead. What a module of
-somebody else has taken cannot be taken back; then it is too late.
+Importing torch imports its own ``torch.distributed.rpc``, which must first be removed. That is
+possible as long as only torch's own modules hold parts of it: those get ours instead. Parts that another module has
+imported cannot be replaced; then it is too late.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ _OURS = {
     "torch.distributed.optim.optimizer": "backhaul.dropin.optimizer",
     "torch.distributed.nn.api.remote_module": "backhaul.dropin.remote_module",
 }
-"""Torch's module -> ours. Libraries ask torch's C++ part, too, whether RPC runs and whether something is an RRef."""
+"""Torch's module -> ours. Libraries also ask torch's C++ part whether RPC runs, and whether a value is an RRef."""
 
 _MEMBERS = {
     "torch.distributed.optim": ("DistributedOptimizer", "torch.distributed.optim.optimizer"),
     "torch.distributed.nn": ("RemoteModule", "torch.distributed.nn.api.remote_module"),
     "torch.distributed.nn.api": None,
 }
-"""Packages of torch's with a module of ours -> what they offer of it. Not imported here: that may take seconds."""
+"""Packages of torch with a module of ours -> its public names. Not imported here: that may take seconds."""
 
 _installed = False  # ``sys.modules`` is of the process
 
 
 def is_installed() -> bool:
-    """Whether `install` has been called in this process, or in the one that it comes from."""
+    """Whether `install` has been called in this process, or in its parent."""
     return _installed
 
 
 def install() -> None:
     """Put Backhaul behind torch's names: its RPC, distributed autograd, `DistributedOptimizer` and `RemoteModule`.
 
-    From now on whoever imports them gets ours, also in processes that ``multiprocessing`` or `backhaul.cluster` starts
-    from here, and also if this torch was built without RPC. Calling it again changes nothing. Call it before other
-    threads import anything.
+    From now on, every import of these names gets ours: also in processes that ``multiprocessing`` or `backhaul.cluster`
+    starts from here, and also if this torch was built without RPC. Calling it again changes nothing. Call it before
+    other threads import anything.
 
-    Raises `MisuseError` if it is too late: some module has taken torch's own names already, or torch's RPC runs.
-    Nothing is changed then.
+    Raises `MisuseError`, and changes nothing, if it is too late: a module has already imported torch's own names, or
+    torch's RPC runs.
     """
     global _installed
     if _installed:
         return
-    importlib.import_module("torch.distributed")  # and with it torch's own, if there is one
+    importlib.import_module("torch.distributed")  # which also imports torch's own RPC, if there is one
     old = {name: sys.modules[name] for name in _OURS if name in sys.modules}
     _require_in_time(old)
     ours = {name: importlib.import_module(module) for name, module in _OURS.items()}
@@ -98,14 +98,14 @@ def _require_in_time(old: dict[str, ModuleType]) -> None:
     if late:
         shown = ", ".join(late[:5]) + (f" and {len(late) - 5} more" if len(late) > 5 else "")
         raise MisuseError(
-            f"it is too late for backhaul.dropin.install(): {shown} came from torch.distributed already and would stay "
-            "torch's own. Call install() before those modules are imported, best in the first lines of the program, or "
-            "start it with `python -m backhaul.dropin script.py`"
+            f"it is too late for backhaul.dropin.install(): {shown} already came from torch.distributed and "
+            "would stay torch's own. Call install() before importing those modules, best in the first lines of the "
+            "program, or start it with `python -m backhaul.dropin script.py`"
         )
 
 
 def _holders(old: dict[str, ModuleType]) -> Iterator[str]:
-    """The names, outside of torch, of these modules, of what they define, and of classes that derive from that."""
+    """The names, outside torch, that are bound to these modules, their definitions, or classes derived from those."""
     torchs = {id(module) for module in old.values()}
     for module in old.values():
         for value in vars(module).values():
@@ -114,7 +114,7 @@ def _holders(old: dict[str, ModuleType]) -> Iterator[str]:
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in ("torch", "torchgen", "backhaul") or not isinstance(module, ModuleType):
             continue
-        if name.startswith("_remote_module_"):  # torch generates such modules for its own
+        if name.startswith("_remote_module_"):  # torch generates such modules for its own use
             continue
         for attribute, value in list(vars(module).items()):
             if id(value) in torchs:
@@ -127,7 +127,7 @@ def _holders(old: dict[str, ModuleType]) -> Iterator[str]:
 
 
 def _fill(package: ModuleType) -> None:
-    """Give a package our modules, and what it offers of them."""
+    """Give a package our modules and their public names."""
     for name, source in _OURS.items():
         holder, _, last = name.rpartition(".")
         if holder == package.__name__:
@@ -141,7 +141,7 @@ def _fill(package: ModuleType) -> None:
 def _tell_torch(old: dict[str, ModuleType], ours: dict[str, ModuleType]) -> None:
     """Give ours to the other modules of torch that hold parts of torch's own.
 
-    They ask of values whether they are RRefs: DDP of a module's output, the TorchScript compiler of annotations.
+    They check whether values are RRefs: DDP checks a module's output, the TorchScript compiler checks annotations.
     """
     new: dict[int, Any] = {id(module): ours[name] for name, module in old.items()}
     for name, module in old.items():
@@ -154,7 +154,7 @@ def _tell_torch(old: dict[str, ModuleType], ours: dict[str, ModuleType]) -> None
                 if id(value) in new:
                     setattr(each, attribute, new[id(value)])
 
-    # In a torch without RPC they have never heard of it, and ask from now on.
+    # In a torch without RPC these modules never checked for RRefs, and do so from now on.
     rref = ours[_RPC].RRef
     lacking = {"RRef": rref, "is_rref": lambda annotation: get_origin(annotation) is rref}
     for name in ("torch._jit_internal", "torch.jit.annotations", "torch.nn.parallel.distributed"):
@@ -167,14 +167,14 @@ def _tell_torch(old: dict[str, ModuleType], ours: dict[str, ModuleType]) -> None
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Completes torch's packages when they are imported, and refuses torch's modules that ours do not stand for."""
+    """Completes torch's packages at import, and refuses torch modules that ours do not replace."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in _OURS:
             return ModuleSpec(name, _Ours())
         if name.startswith(f"{_RPC}."):
             raise ModuleNotFoundError(
-                f"there is no {name} in this process: backhaul.dropin stands for torch.distributed here, and has no "
+                f"there is no {name} in this process: backhaul.dropin replaces torch.distributed here, and has no "
                 "such module",
                 name=name,
             )
@@ -182,21 +182,21 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
         spec = next((each for each in found if each is not None), None)
-        if spec is None:  # this torch has no such package any more
+        if spec is None:  # this version of torch has no such package
             return ModuleSpec(name, _Nothing(), is_package=True)
         _when_loaded(spec, _fill)
         return spec
 
 
 class _Ours(importlib.abc.Loader):
-    """Loads a module that puts ours into its place."""
+    """Loads a module by putting ours in its place."""
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = importlib.import_module(_OURS[module.__name__])
 
 
 class _Nothing(importlib.abc.Loader):
-    """Loads a package that has nothing but ours."""
+    """Loads a package that contains only ours."""
 
     def exec_module(self, module: ModuleType) -> None:
         _fill(module)

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.optim.optimizer`` has."""
+"""The contents of ``torch.distributed.optim.optimizer``."""
 
 from __future__ import annotations
 

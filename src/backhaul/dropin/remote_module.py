@@ -1,4 +1,4 @@
-"""What ``torch.distributed.nn.api.remote_module`` has."""
+"""The contents of ``torch.distributed.nn.api.remote_module``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
 
 
 class RemoteModule(ours.RemoteModule):
-    """See `backhaul.nn.RemoteModule`. Attributes that users have set on it do not travel, as in torch."""
+    """See `backhaul.nn.RemoteModule`. As in torch, attributes that users set on it are not sent with it."""
 
     @property
     def is_device_map_set(self) -> bool:
-        """Whether tensors on GPUs of the module's worker come here as they are."""
+        """Whether GPU tensors of the module's worker arrive here as GPU tensors."""
         return bool(devices_mapped(self.on))
 
     generated_methods = ("forward_async", "forward")
@@ -51,7 +51,7 @@ class RemoteModule(ours.RemoteModule):
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[nn.Module]) -> RemoteModule:
-        """As in torch, the worker that is named need not be the one that has the module; that one is used."""
+        """As in torch, the named worker need not be the module's owner; the owner is used."""
         device = place(remote_device).device
         made = super().init_from_module_rref(f"{module_rref.owner_name()}/{device}", module_rref)
         assert isinstance(made, RemoteModule)

@@ -1,4 +1,4 @@
-"""TorchScript under the drop-in: a scripted function that makes a call or takes an RRef raises, and says why.
+"""TorchScript under the drop-in: a scripted function that makes a call or takes an RRef raises an explanation.
 
 Code inside TorchScript uses torch's RPC agent in C++, which Python cannot replace. Without that agent torch raises at
 once, but its message asks whether `init_rpc` was called, which it was. So all calls of scripted functions and methods
@@ -16,8 +16,8 @@ import torch
 from backhaul.dropin.rpc.rrefs import require_python
 
 NO_CALLS = (
-    "a call made inside TorchScript needs torch's own RPC agent, written in C++, and backhaul.dropin has taken its "
-    "place: make the call from Python, and script the functions that it runs"
+    "a call made inside TorchScript needs torch's own RPC agent, written in C++, and backhaul.dropin has replaced "
+    "it: make the call from Python, and script the functions that it runs"
 )
 _NO_AGENT = "Current RPC agent is not set!"
 
@@ -34,7 +34,7 @@ def _explained(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(self, *args, **kwargs)
         except RuntimeError as error:
-            # A call inside another scripted function is explained once, by the outermost one.
+            # The outermost scripted function explains a call inside another one, once.
             if _NO_AGENT in str(error) and NO_CALLS not in str(error):
                 raise RuntimeError(f"{NO_CALLS}. {error}") from error
             require_python(self, (args, kwargs))

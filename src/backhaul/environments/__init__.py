@@ -1,8 +1,8 @@
-"""What the environment of a process says about its place in a group, in the words of whatever has started it.
+"""What the environment of a process says about its place in a group, in the terms of the launcher that started it.
 
-- `table`       one row for each thing: which variable says it, and which others were passed over
-- `launchers`   what each launcher says
+- `table`       one row for each fact: the variable that decides it, and the variables that were overruled
+- `launchers`   the facts that each launcher gives
 - `nodelists`   Slurm's lists of nodes, ``node[01-16,20]``
 
-All of it is pure: an environment goes in, rows come out, and only the user of a row raises what is wrong with it.
+All of it is pure: an environment goes in, rows come out. A problem in a row is raised only when the row is used.
 """

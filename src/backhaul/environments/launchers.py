@@ -1,15 +1,15 @@
-"""What each launcher says about a process that it has started, in variables of its environment. Pure.
+"""What each launcher says, in environment variables, about a process that it started. Pure.
 
-From the inside to the outside, with what shows that the launcher is there:
+From the innermost to the outermost, with the variables that reveal the launcher:
 
-    BACKHAUL_RANK, BACKHAUL_WORLD_SIZE    set by hand; comes before everything
+    BACKHAUL_RANK, BACKHAUL_WORLD_SIZE    set by hand; override everything
     backhaul run       BACKHAUL_INIT_METHOD with RANK
     torchrun           TORCHELASTIC_RUN_ID
     by hand            RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; also PyTorchJob, and Volcano's plugin for PyTorch
     Open MPI           OMPI_COMM_WORLD_RANK
     PMI                PMI_RANK: MPICH, Intel MPI and others with Hydra
     PMIx               PMIX_RANK: has no world size
-    Kubeflow Trainer   PET_NNODES: meant for torchrun, which reads it; enough where each node has one process
+    Kubeflow Trainer   PET_NNODES: meant for torchrun, which reads it; enough if each node has one process
     Volcano            VC_TASK_INDEX, VC_<TASK>_HOSTS, VC_<TASK>_NUM
     Slurm              SLURM_PROCID with SLURM_STEP_ID: a task of a step, not the batch script
     JobSet, Job        JOB_COMPLETION_INDEX, JOBSET_*
@@ -28,43 +28,43 @@ from backhaul.errors import OptionError
 
 LOOPBACK = "127.0.0.1"
 USUAL_PORT = 29500
-"""Torch's own default, for places where nobody else is in the network of a worker."""
+"""Torch's own default, for places where the worker's network has no other user."""
 
 _LOWEST, _HIGHEST = 15000, 32000
-"""Ports that follow from the number of a job. The kernel gives ports from 32768 on to anybody who connects."""
+"""The range for ports derived from a job's number. The kernel gives ports from 32768 up to any outgoing connection."""
 _STEP = 997
-"""Steps of one job may run at the same time."""
+"""The distance between the ports of two steps of a job, since steps may run at the same time."""
 
 Environ = Mapping[str, str]
 HostName = Callable[[], str]
 
 
 class Said(NamedTuple):
-    """What a launcher says about one thing."""
+    """One fact from a launcher."""
 
     value: Any
     source: str
     text: str = ""
-    """The value as it stands in the environment."""
+    """The value as written in the environment."""
     problem: str = ""
     derived: bool = False
-    """It follows from something else, and nobody has written it down: it gives way without a word."""
+    """Derived from something else, not set by anyone. A value that was set overrules it silently."""
 
     def __str__(self) -> str:
         return f"{self.source}={self.text or self.value}" if not self.derived else f"{self.value} ({self.source})"
 
 
 class Launcher(NamedTuple):
-    """A launcher that shows itself."""
+    """A launcher that the environment reveals."""
 
     name: str
     said: dict[str, Said]
     inside: frozenset[str] = frozenset()
-    """Launchers that start this one, and whose ranks say nothing about its own."""
+    """Launchers that may start this one, and whose ranks say nothing about its own."""
     starts: bool = True
-    """False: variables that anybody may have set."""
+    """False for variables that anyone may have set."""
     how_many: str = ""
-    """What to do if nothing says the world size; empty where a rank alone is enough."""
+    """What to do if nothing gives the world size; empty if a rank alone is enough."""
     hints: tuple[str, ...] = ()
     agent_store: bool = False
 
@@ -73,7 +73,7 @@ class Launcher(NamedTuple):
 
 
 def own_name() -> str:
-    """The full name of this machine, as far as it knows it."""
+    """The full name of this machine, as far as the machine knows it."""
     return socket.getfqdn()
 
 
@@ -118,9 +118,9 @@ def _has_torchrun(environ: Environ) -> bool:
 
 def _by_hand(environ: Environ, host_name: HostName) -> Launcher | None:
     if _has_torchrun(environ) or _backhaul_run(environ, host_name) is not None:
-        return None  # the variables are theirs
+        return None  # these variables are torchrun's or ours
     said = _torch(environ)
-    # Volcano counts the pods of a task, and its plugin for PyTorch all of them.
+    # Volcano counts the pods of one task, but its plugin for PyTorch counts all pods.
     return Launcher(HAND, said, frozenset({VOLCANO}), starts="rank" in said) if said else None
 
 
@@ -158,7 +158,7 @@ def _pmix(environ: Environ, host_name: HostName) -> Launcher | None:
     if "PMIX_RANK" not in environ:
         return None
     rank = environ["PMIX_RANK"]
-    how_many = f"PMIX_RANK={rank} gives a rank, and PMIx has no variable for the world size: set WORLD_SIZE"
+    how_many = f"PMIX_RANK={rank} gives a rank, but PMIx has no variable for the world size: set WORLD_SIZE"
     return Launcher(PMIX, _numbers(environ, rank="PMIX_RANK"), _SCHEDULERS, how_many=how_many)
 
 
@@ -175,7 +175,7 @@ def _trainer(environ: Environ, host_name: HostName) -> Launcher | None:
     else:
         what = f"PET_NPROC_PER_NODE={each} asks for" if nodes.isdecimal() else f"PET_NNODES={nodes} allows for"
         problem = (
-            f"{what} a number of workers that torchrun sets up, and this process was not started by torchrun: start it "
+            f"{what} a number of workers that torchrun sets up, but torchrun did not start this process: start it "
             "with `torchrun train.py`, which reads the same variables, or have one process for each of a fixed number "
             "of nodes (numProcPerNode: 1)"
         )
@@ -194,7 +194,7 @@ def _volcano(environ: Environ, host_name: HostName) -> Launcher | None:
     said: dict[str, Said] = {}
     tasks = sorted(found[1] for name in environ if (found := _HOSTS.fullmatch(name)))
     if len(tasks) != 1:
-        # The index counts within a task, and nothing says of which one this pod is.
+        # The index counts within a task, and nothing says to which task this pod belongs.
         found_tasks = f"of tasks {', '.join(tasks)}" if tasks else "of no task: the plugin svc is missing"
         hint = (
             f"VC_TASK_INDEX={environ['VC_TASK_INDEX']} is an index within a task, and there are hosts {found_tasks}. "
@@ -217,7 +217,7 @@ def _slurm(environ: Environ, host_name: HostName) -> Launcher | None:
     said = _numbers(environ, restart="SLURM_RESTART_COUNT")
     step = environ.get("SLURM_STEP_ID")
     if step is None or "SLURM_PROCID" not in environ:
-        hint = f"this is the batch script of job {job} of Slurm, and none of its tasks: start the workers with srun"
+        hint = f"this is the batch script of job {job} of Slurm, and not one of its tasks: start the workers with srun"
         launcher = Launcher(SLURM, {}, starts=False, hints=(hint,))
     else:
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
@@ -233,7 +233,7 @@ def _slurm(environ: Environ, host_name: HostName) -> Launcher | None:
 
 
 def _slurm_store(environ: Environ, job: str, step: str) -> dict[str, Said]:
-    """Slurm puts task 0 on the first node of its list."""
+    """The store's address and port. Slurm puts task 0 on the first node of its list."""
     listed = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if environ.get(name)), None)
     said = {}
     if listed is not None:
@@ -267,20 +267,20 @@ def _job(environ: Environ, host_name: HostName) -> Launcher | None:
         attempt = environ.get("JOBSET_RESTART_ATTEMPT", "")
         said["run"] = Said(f"jobset {environ['JOBSET_NAME']} {attempt}".strip(), "JOBSET_NAME")
     how_many = (
-        f"JOB_COMPLETION_INDEX={index.text} gives a rank, and nothing says how many workers there are: set WORLD_SIZE "
+        f"JOB_COMPLETION_INDEX={index.text} gives a rank, but nothing gives the number of workers: set WORLD_SIZE "
         "to the completions of the Job"
     )
     return Launcher(JOB, said, how_many=how_many)
 
 
 def _rank_of_job_set(environ: Environ, index: Said) -> Said:
-    """Jobs of a JobSet one after the other: all have the same number of pods."""
+    """The rank counts through the Jobs of a JobSet one after the other; all have the same number of pods."""
     numbers = _numbers(environ, job="JOBSET_JOB_INDEX", jobs="JOBSET_REPLICAS", pods="WORLD_SIZE")
     problem = next((each.problem for each in (index, *numbers.values()) if each.problem), "")
     if not problem and (missing := [name for name in ("jobs", "pods") if name not in numbers]):
         wanted = {"jobs": "JOBSET_REPLICAS", "pods": "WORLD_SIZE"}
         problem = (
-            f"JOBSET_JOB_INDEX={environ['JOBSET_JOB_INDEX']} tells the Jobs of a JobSet apart, and the rank follows "
+            f"JOBSET_JOB_INDEX={environ['JOBSET_JOB_INDEX']} tells the Jobs of a JobSet apart, but the rank follows "
             f"only with {' and '.join(wanted[each] for each in missing)} as well: see docs/clusters-kubernetes.md"
         )
     if problem:
@@ -289,7 +289,7 @@ def _rank_of_job_set(environ: Environ, index: Said) -> Said:
     if jobs < 1 or pods % jobs or not (0 <= job < jobs and index.value < pods // jobs):
         problem = (
             f"JOBSET_JOB_INDEX={job} and JOB_COMPLETION_INDEX={index.value} do not fit JOBSET_REPLICAS={jobs} Jobs "
-            f"with WORLD_SIZE={pods} workers altogether"
+            f"with WORLD_SIZE={pods} workers in total"
         )
         return index._replace(value=None, problem=problem)
     source = "JOBSET_JOB_INDEX and JOB_COMPLETION_INDEX"
@@ -297,14 +297,14 @@ def _rank_of_job_set(environ: Environ, index: Said) -> Said:
 
 
 def _first_pod(environ: Environ, index: int, host_name: HostName) -> Said:
-    """Pods of an indexed Job are called ``<job>-<index>``, and those of a JobSet ``<set>-<name>-<job>-<index>``."""
+    """Pods of an indexed Job are named ``<job>-<index>``, and those of a JobSet ``<set>-<name>-<job>-<index>``."""
     full = host_name()
     name, _, domain = full.partition(".")
     ending = f"-{environ['JOBSET_JOB_INDEX']}-{index}" if "JOBSET_JOB_INDEX" in environ else f"-{index}"
     if not domain or not name.endswith(ending):
         problem = (
-            f"the first pod cannot be found by the name of this one, {full!r}: the pods of an indexed Job that have a "
-            f"`subdomain`, and a headless Service of that name, are called like job{ending}.subdomain. Set MASTER_ADDR"
+            f"the name of this pod, {full!r}, does not lead to the first pod: the pods of an indexed Job that have a "
+            f"`subdomain`, and a headless Service of that name, are named like job{ending}.subdomain. Set MASTER_ADDR"
         )
         return Said(None, "the name of this host", full, problem, derived=True)
     first = "-0-0" if "JOBSET_JOB_INDEX" in environ else "-0"
@@ -326,7 +326,7 @@ READERS: tuple[Callable[[Environ, HostName], Launcher | None], ...] = (
 )
 
 
-# What several of them have.
+# Shared by several launchers.
 
 
 def _torch(environ: Environ) -> dict[str, Said]:
@@ -342,7 +342,7 @@ def _torch(environ: Environ) -> dict[str, Said]:
 
 
 def _on_one_machine(environ: Environ, said: dict[str, Said], local_size: str, give: str) -> tuple[str, ...]:
-    """Workers that are all here meet on loopback. Others need to be told where; the result says how."""
+    """Workers that are all on this machine meet on loopback. Others need an address; the result says how to give it."""
     size = said.get("world_size")
     here = _numbers(environ, size=local_size).get("size")
     if size is None or here is None or size.problem or here.problem:
@@ -351,11 +351,11 @@ def _on_one_machine(environ: Environ, said: dict[str, Said], local_size: str, gi
         said["address"] = Said(LOOPBACK, f"all are here: {local_size}", derived=True)
         said["nodes"] = Said(1, local_size, here.text)
         return ()
-    return (f"{size} and {here}: workers are on several machines, and have to be told where to meet: `{give}`",)
+    return (f"{size} and {here}: the workers are on several machines and need to know where to meet: `{give}`",)
 
 
 def _numbers(environ: Environ, **fields: str) -> dict[str, Said]:
-    """field=variable: what the variables say, as far as they are set."""
+    """field=variable: the values of those variables that are set."""
     return {field: _number(variable, environ[variable]) for field, variable in fields.items() if variable in environ}
 
 

@@ -1,7 +1,7 @@
 """Slurm's lists of nodes, as in ``SLURM_JOB_NODELIST``: ``rack[1-2]node[01-16,20]-ib``. Pure; needs no ``scontrol``.
 
-A list is made of items, with commas between them. An item is a name that may have brackets, any number of them. In
-brackets stand numbers and ranges of numbers, with commas between them. A number with leading zeros keeps its width.
+A list consists of items separated by commas. An item is a name with any number of brackets. Brackets hold
+numbers and ranges of numbers, separated by commas. A number with leading zeros keeps its width.
 Several brackets in one item mean all combinations; the last one changes fastest.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from backhaul.errors import OptionError
 
 MOST = 1 << 16
-"""More nodes than this are a mistake; Slurm itself allows no more."""
+"""The largest number of nodes. A longer list is a mistake; Slurm itself allows no more."""
 
 _ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
@@ -23,7 +23,7 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 def expand(text: str) -> list[str]:
-    """The names of all nodes in their order. Raises `OptionError` for what is not such a list."""
+    """The names of all nodes in order. Raises `OptionError` if the text is not such a list."""
     items = [_parse(text, item) for item in _items(text)]
     if sum(math.prod(map(len, item)) for item in items) > MOST:
         raise OptionError(f"the list of nodes {_short(text)} has more than {MOST} of them")
@@ -51,7 +51,7 @@ def _items(text: str) -> Iterator[str]:
 
 
 def _parse(text: str, item: str) -> list[list[str]]:
-    """The parts of a name; each is a list of what can stand there."""
+    """The parts of a name; each is a list of its alternatives."""
     parts = []
     for found in _PART.finditer(item):
         parts.append([found[2]] if found[1] is None else [*_numbers(text, found[1])])
@@ -64,7 +64,7 @@ def _numbers(text: str, ranges: str) -> Iterator[str]:
         found = _RANGE.fullmatch(each)
         if found is None or len(each) > 40:
             raise OptionError(
-                f"the list of nodes {_short(text)} has [{_short(ranges)}]: {each!r} is no range of numbers"
+                f"the list of nodes {_short(text)} has [{_short(ranges)}]: {each!r} is not a range of numbers"
             )
         low, high = int(found[1]), int(found[2] or found[1])
         count += high - low + 1

@@ -1,15 +1,15 @@
-"""Which variable of the environment says what: one row for each thing that a worker has to know about its place.
+"""Which variable of the environment decides what: one row for each fact about a worker's place.
 
 Theory of operation
 -------------------
-Each launcher that shows itself in the environment says some rows (`launchers`). The list of launchers goes from the
-inside to the outside: of torchrun inside of srun, torchrun has started this process. The first launcher in the list
-that says a row wins it.
+Each launcher that the environment reveals fills some rows (`launchers`). The list of launchers goes from the
+innermost to the outermost: with torchrun inside srun, torchrun started this process. The first launcher in the list
+that fills a row wins it.
 
-A launcher that loses a rank or a world size may well say something else: a task of Slurm that runs torchrun has a rank
-among the tasks. Such nestings are known, launcher by launcher. Any other contradiction is a **problem** of the row,
-which names both variables and their values. The same holds for a variable that is no number. A problem is raised when
-the row is used (`Row.take`): a rank that the program gives itself makes the row of no interest.
+A launcher that loses a rank or a world size may legitimately say something else: a task of Slurm that runs torchrun has
+a rank among the tasks. Such nestings are known, launcher by launcher. Any other contradiction is a **problem** of the
+row, which names both variables and their values. A variable that must be a number but is not is a problem too. A
+problem is raised when the row is used (`Row.take`): if the program gives a rank itself, that row does not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backhaul.environments.launchers import Launcher, Said
 from backhaul.errors import OptionError
 
 ROWS = ("rank", "world_size", "local_rank", "nodes", "address", "port", "restart", "run")
-"""The fields that launchers say."""
+"""The fields that launchers fill."""
 
 _COMPARED = ("rank", "world_size", "address", "port")
 _WORDS = {"rank": "ranks", "world_size": "world sizes", "address": "addresses to meet at", "port": "ports to meet at"}
@@ -31,54 +31,54 @@ _OVERRIDES = {"rank": "BACKHAUL_RANK", "world_size": "BACKHAUL_WORLD_SIZE"}
 
 
 class Row(NamedTuple):
-    """One thing, decided."""
+    """One decided fact."""
 
     value: Any = None
-    """None if nothing says it."""
+    """None if nothing decides it."""
     source: str = ""
-    """The variable that says it, or what it follows from."""
+    """The deciding variable, or what the value is derived from."""
     over: tuple[str, ...] = ()
-    """What else says something about it and was passed over, as ``VARIABLE=value``."""
+    """The overruled variables, as ``VARIABLE=value``."""
     problem: str = ""
-    """Why the row cannot be used, and what to do about it."""
+    """Why the row is unusable, and what to do about it."""
 
     def take(self) -> Any:
-        """The value. Raises `OptionError` if there is a problem with it."""
+        """The value. Raises `OptionError` if the row has a problem."""
         if self.problem:
             raise OptionError(self.problem)
         return self.value
 
 
 class Table(NamedTuple):
-    """What the environment says."""
+    """The facts in an environment."""
 
     launchers: tuple[str, ...]
-    """Those that show themselves, from the inside to the outside."""
+    """The revealed launchers, from the innermost to the outermost."""
     name: Row
     rank: Row
     world_size: Row
     local_rank: Row
     nodes: Row
-    """On how many machines the workers are."""
+    """The number of machines that the workers are on."""
     address: Row
     """The host of the store in which the group meets."""
     port: Row
     restart: Row
-    """How often the group, or this worker, has been started before."""
+    """How many times the group, or this worker, has been restarted."""
     run: Row
     """Names this run of the group: its part of the store."""
     key: Row
-    """Where the key of the cluster comes from; never the key itself."""
+    """The source of the cluster's key; never the key itself."""
     hints: tuple[str, ...]
-    """What keeps a launcher in the environment from saying more."""
+    """Why launchers in the environment do not say more, and what to do about it."""
     agent_store: bool
-    """The launcher hosts the store, and restarts all workers at once."""
+    """Whether the launcher hosts the store, and restarts all workers at once."""
 
 
 def read(environ: Mapping[str, str] | None = None, host_name: Callable[[], str] = launchers.own_name) -> Table:
-    """The table for an environment, by default that of this process. Raises nothing.
+    """The table for an environment, by default this process's. Raises nothing.
 
-    ``host_name`` gives the full name of this machine. It is asked only where the name is part of what a launcher says.
+    ``host_name`` returns the full name of this machine. It is called only if the name is part of what a launcher says.
     """
     environ = os.environ if environ is None else environ
     found = [each for reader in launchers.READERS if (each := reader(environ, host_name)) is not None]
@@ -116,13 +116,13 @@ def _contradiction(field: str, winner: Launcher, said: Said, loser: Launcher, ot
     override = _OVERRIDES.get(field)
     way_out = f"set {override}, which comes first" if override else "unset one of them"
     return (
-        f"{said} ({winner.name}) and {other} ({loser.name}) give this worker different {_WORDS[field]}, and nothing "
-        f"tells which launcher has started it: {way_out}, or give init_rpc what it needs"
+        f"{said} ({winner.name}) and {other} ({loser.name}) give this worker different {_WORDS[field]}, and it is "
+        f"unclear which launcher started it: {way_out}, or give init_rpc the values"
     )
 
 
 def _complete(rank: Row, world_size: Row, found: list[Launcher]) -> Row:
-    """A rank of a launcher that has a world size, but does not say it, is a problem. A bare RANK is a dynamic group."""
+    """The rank, with a problem if its launcher should give a world size but does not. A bare RANK: a dynamic group."""
     if rank.value is None or world_size.value is not None or world_size.problem:
         return world_size
     saying = next(each for each in found if each.says("rank") is not None)

@@ -1,1 +1,1 @@
-"""Inspection: what a worker tells about itself, as plain data, to people and tools that look at it."""
+"""Inspection: what a worker reports about itself, as plain data, to people and tools."""

@@ -1,10 +1,10 @@
-"""Blocking: which threads stand still at a lock, or wait for another thread to end, and which thread they wait for.
+"""Blocking: which threads wait for a lock, or for another thread to end, and which thread they wait for.
 
-A call waits for a peer, and Backhaul keeps notes of that. But a circle of calls only stands still if something else
-closes it, and mostly that is a lock of the user's: one thread holds it and waits for a call, and what that call leads
-to wants the lock. Python does not say which thread holds a lock, so this is read from the stacks and the sources: a
-thread waits for a lock at ``with lock:`` or ``lock.acquire()``, and a thread that is inside such a block holds it.
-Expressions are looked up, never evaluated: nothing of the user's runs.
+A call waits for a peer, and Backhaul keeps notes of that. But a cycle of calls only hangs if something else
+closes it, and usually that is a lock in user code: one thread holds it and waits for a call, and something that the
+call leads to wants the lock. Python does not say which thread holds a lock, so this module derives it from stacks and
+sources: a thread waits for a lock at ``with lock:`` or ``lock.acquire()``, and a thread inside such a block holds it.
+Expressions are looked up, never evaluated, so no user code runs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _OWNER = re.compile(r"owner=(\d+)")
 _MISSING = object()
 
 Blocked = dict[str, Any]
-"""``on`` is "lock", "thread", "event", "condition" or "semaphore"; ``what`` its name in the source; ``holder`` the
-thread that has to do something first, if it is known."""
+"""``on`` is "lock", "thread", "event", "condition" or "semaphore"; ``what`` is its name in the source; ``holder`` is
+the thread that must act first, if known."""
 
 
 def find_blocked(frames: Mapping[int, FrameType]) -> dict[int, Blocked]:
-    """The threads that are blocked, of those with these innermost frames."""
+    """The blocked threads among those with these innermost frames."""
     found: dict[int, Blocked] = {}
     for thread, frame in frames.items():
         blocked = _in_threading(frame) if frame.f_code.co_filename == threading.__file__ else _at_lock(frame)
@@ -47,14 +47,14 @@ def find_blocked(frames: Mapping[int, FrameType]) -> dict[int, Blocked]:
         if lock is not None:
             holder = _holder(lock, thread, frames)
             if holder == thread and not isinstance(lock, _LOCK):
-                continue  # it may take the lock again
+                continue  # a reentrant lock, which the thread may take again
             blocked["holder"] = holder
         found[thread] = blocked
     return found
 
 
 def _in_threading(frame: FrameType) -> Blocked | None:
-    """What a thread waits for that is inside Python's module `threading`."""
+    """What a thread waits for that is inside the module `threading`."""
     inner: FrameType | None = frame
     blocked: Blocked | None = None
     while inner is not None and inner.f_code.co_filename == threading.__file__:
@@ -77,7 +77,7 @@ def _in_threading(frame: FrameType) -> Blocked | None:
 
 
 def _at_lock(frame: FrameType) -> Blocked | None:
-    for expression, places in reversed(_taken_in(frame.f_code)):  # of several in one line it has the first ones
+    for expression, places in reversed(_taken_in(frame.f_code)):  # of several in one line, the first are already taken
         if any(_is_at(frame, place) for place in places):
             lock = _lock_of(_look_up(expression, frame))
             if lock is not None and _is_locked(lock):
@@ -86,12 +86,12 @@ def _at_lock(frame: FrameType) -> Blocked | None:
 
 
 def _is_at(frame: FrameType, node: ast.expr | ast.stmt) -> bool:
-    """Whether the instruction that the frame is at was made from this part of the source."""
+    """Whether the frame's current instruction comes from this part of the source."""
     return is_at(frame, (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset))
 
 
 def _holder(lock: Any, waiting: int, frames: Mapping[int, FrameType]) -> int | None:
-    """The thread that holds a lock, if that can be told."""
+    """The thread that holds a lock, if it can be determined."""
     if isinstance(lock, _RLOCK):
         owner = _OWNER.search(repr(lock))
         return int(owner[1]) if owner else None
@@ -102,7 +102,7 @@ def _holder(lock: Any, waiting: int, frames: Mapping[int, FrameType]) -> int | N
 
 
 def _holds(lock: Any, frame: FrameType) -> bool:
-    """Whether a frame is inside a block that has taken a lock."""
+    """Whether a frame is inside a block that has taken the lock."""
     for first, last, expression in _held_in(frame.f_code):
         if first <= frame.f_lineno <= last and _lock_of(_look_up(expression, frame)) is lock:
             return True
@@ -128,7 +128,7 @@ def _is_locked(lock: Any) -> bool:
 
 
 def _look_up(expression: ast.expr, frame: FrameType) -> Any:
-    """The value of a name or of attributes of one, without running anything of the user's."""
+    """The value of a name or of its attributes, without running user code."""
     if isinstance(expression, ast.Name):
         found = frame.f_locals.get(expression.id, _MISSING)
         return frame.f_globals.get(expression.id, _MISSING) if found is _MISSING else found
@@ -146,7 +146,7 @@ def _look_up(expression: ast.expr, frame: FrameType) -> Any:
 
 @lru_cache(256)
 def _taken_in(code: CodeType) -> list[tuple[ast.expr, tuple[ast.expr | ast.stmt, ...]]]:
-    """The expressions of locks that a function takes, and where it may stand while it waits for each."""
+    """The lock expressions that a function takes, and where the function may be while it waits for each."""
     found: list[tuple[ast.expr, tuple[ast.expr | ast.stmt, ...]]] = []
     for node in _nodes(code):
         if isinstance(node, ast.With):
@@ -158,7 +158,7 @@ def _taken_in(code: CodeType) -> list[tuple[ast.expr, tuple[ast.expr | ast.stmt,
 
 @lru_cache(256)
 def _held_in(code: CodeType) -> list[tuple[int, int, ast.expr]]:
-    """The lines of a function in which it may hold a lock: the first, the last, and the expression of the lock."""
+    """The lines of a function in which it may hold a lock: first line, last line, and the lock's expression."""
     found: list[tuple[int, int, ast.expr]] = []
     taken: dict[str, tuple[int, ast.expr]] = {}
     given: dict[str, int] = {}
@@ -175,7 +175,7 @@ def _held_in(code: CodeType) -> list[tuple[int, int, ast.expr]]:
 
 
 def _call_of(node: ast.AST, method: str) -> ast.expr | None:
-    """What the method is called of, if a node is such a call."""
+    """The object whose method is called, if the node is such a call."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
         return node.func.value
     return None
@@ -186,8 +186,8 @@ def _line(node: ast.AST) -> int:
 
 
 def _nodes(code: CodeType) -> list[ast.AST]:
-    """The syntax of the function that a code object was made from."""
-    if _is_of_no_interest(code.co_filename):
+    """The syntax tree nodes of the function that a code object was compiled from."""
+    if _is_skipped(code.co_filename):
         return []
     for node in ast.walk(_module(code.co_filename)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -197,8 +197,8 @@ def _nodes(code: CodeType) -> list[ast.AST]:
     return list(ast.walk(_module(code.co_filename))) if code.co_name == "<module>" else []
 
 
-def _is_of_no_interest(filename: str) -> bool:
-    """Python's own library, torch and this package are large to read, and their locks are not the user's."""
+def _is_skipped(filename: str) -> bool:
+    """Whether to skip a file: Python's library, torch and this package are large, and have no locks of the user."""
     if filename.startswith(_PACKAGE) or "/site-packages/torch/" in filename:
         return True
     return filename.startswith(_LIBRARY) and "-packages/" not in filename
@@ -208,5 +208,5 @@ def _is_of_no_interest(filename: str) -> bool:
 def _module(filename: str) -> ast.Module:
     try:
         return ast.parse("".join(linecache.getlines(filename)))
-    except (SyntaxError, ValueError, RecursionError):  # it is not Python, or too deep
+    except (SyntaxError, ValueError, RecursionError):  # not Python, or nested too deeply
         return ast.Module([], [])

@@ -1,16 +1,16 @@
-"""What one worker has recorded in an autograd context, as plain data that can be drawn: see `drawing`.
+"""What one worker has recorded in an autograd context, as plain data for `drawing`.
 
 A **part** is what `describe_context` returns::
 
-    context, rank, worker, known    whose part of which context; not ``known``: this worker has no record of it
+    context, rank, worker, known    which worker's part of which context; not ``known``: the worker has no record of it
     initiator                       rank of the worker that made the context
-    workers                         rank and name of each worker that it exchanged messages of the context with
+    workers                         rank and name of each worker with which it exchanged messages of the context
     boxes, edges                    the graph: see `drawing.condensing`
     entries, exits, relays          the boxes that Recvs lead to and that Sends come from
     sends, recvs                    one item for each recorded tensor, with shape, type and bytes
-    runs, waits, passes             what is over of backward passes, with times in nanoseconds
-    going                           ids of the passes that go on now
-    nodes, leaves, left_out         how much there is, and what was not looked at because there is too much
+    runs, waits, passes             finished parts of backward passes, with times in nanoseconds
+    going                           ids of the passes in progress
+    nodes, leaves, left_out         how much there is, and how much was skipped because there is too much
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def describe_context(
 
 
 def _passes(record: Record) -> dict[str, Any]:
-    """What is over of passes, of the latest at least."""
+    """The finished passes, at least the latest."""
     return {
         "runs": [
             {
@@ -163,13 +163,13 @@ def _names(agent: Agent, ranks: Iterable[int]) -> list[list[Any]]:
     for rank in sorted(ranks):
         try:
             names.append([rank, agent.membership.find(rank).name])
-        except UnknownWorkerError:  # it has left the group
+        except UnknownWorkerError:  # the worker has left the group
             names.append([rank, f"rank {rank}"])
     return names
 
 
 def _gates(unspent: dict[int, Node], roots: Sequence[Node]) -> dict[int, int]:
-    """The Sends at which a run may have to wait, with how many are run together."""
+    """The Sends at which a run may have to wait, with the number of Sends that run together."""
     sources: dict[int, Node] = dict(unspent)
     if roots:
         sources[ROOT] = _Roots(roots)
@@ -181,14 +181,14 @@ def _gates(unspent: dict[int, Node], roots: Sequence[Node]) -> dict[int, int]:
 
 
 class _Roots:
-    """Stands for the Send of the roots, which is made when a pass begins."""
+    """Stands for the Send of the roots, which is created when a pass begins."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self.next_functions = tuple((node, 0) for node in nodes)
 
 
 def _sent(send: Node) -> Any:
-    """What torch knows of the tensor that was sent; None if it knows nothing."""
+    """Torch's description of the tensor that was sent; None if there is none."""
     for node, output in send.next_functions:
         if node is not None:
             metadata = node._input_metadata
@@ -203,18 +203,18 @@ def _size(metadata: Any) -> dict[str, Any]:
     name = str(dtype).removeprefix("torch.")
     try:
         shape = [int(size) for size in metadata.shape]
-    except (RuntimeError, TypeError, ValueError):  # of a nested tensor
+    except (RuntimeError, TypeError, ValueError):  # a nested tensor
         return {"shape": None, "dtype": name, "bytes": 0}
     return {"shape": shape, "dtype": name, "bytes": math.prod(shape) * dtype.itemsize}
 
 
 class _Walk:
-    """The nodes that a worker's Sends and roots reach, each after all those that it leads to."""
+    """The nodes that a worker's Sends and roots reach, each after all nodes that it leads to."""
 
     def __init__(self, context: int, starts: dict[int, Sequence[Node]]) -> None:
         self.nodes: list[Plain] = []
         self.left_out = 0
-        """How many edges lead to nodes that were not looked at."""
+        """The number of edges that lead to skipped nodes."""
         self._context = context
         self._places: dict[Node, int | None] = {None: None}
         self._variables: list[tuple[int, torch.Tensor]] = []
@@ -256,7 +256,7 @@ class _Walk:
                 else:
                     stack += [(node, False), (recv_node, False)]
             else:
-                places[node] = None  # until it is done
+                places[node] = None  # until the node is done
                 stack.append((node, True))
                 stack += [(next, False) for next, _ in node.next_functions if next not in places]
 
@@ -265,7 +265,7 @@ class _Walk:
         self.nodes.append(plain)
 
     def _name_parameters(self) -> dict[Owner, str]:
-        """Give leaves that are parameters of modules their names; the classes of these modules."""
+        """Name the leaves that are parameters of modules; returns the classes of these modules."""
         wanted = {id(leaf): place for place, leaf in self._variables if isinstance(leaf, nn.Parameter)}
         if not wanted:
             return {}
@@ -305,7 +305,7 @@ _seen: list[weakref.ref[nn.Module]] = []
 def _modules(parameters: Set[int]) -> list[nn.Module]:
     """The modules of this process. They are registered nowhere, but the garbage collector knows them.
 
-    To go through all its objects takes tens of milliseconds, so those of the last time do if they have these
+    Walking all its objects takes tens of milliseconds, so the modules of the last walk are reused if they contain these
     ``parameters``, which are given by their ids.
     """
     global _seen
@@ -319,7 +319,7 @@ def _modules(parameters: Set[int]) -> list[nn.Module]:
 
 
 def _way(module: nn.Module, parents: dict[int, tuple[nn.Module, str]]) -> list[tuple[nn.Module, str]]:
-    """The modules around this one and itself, the outermost first, each with its name in the one before."""
+    """The modules around this one, and itself, outermost first, each with its name in the one before."""
     way: list[tuple[nn.Module, str]] = []
     while id(module) in parents and len(way) < _DEEPEST:
         around, name = parents[id(module)]
@@ -331,7 +331,7 @@ def _way(module: nn.Module, parents: dict[int, tuple[nn.Module, str]]) -> list[t
 def _shape(tensor: torch.Tensor) -> list[int]:
     try:
         return [int(size) for size in tensor.shape]
-    except (RuntimeError, TypeError, ValueError):  # of a nested tensor
+    except (RuntimeError, TypeError, ValueError):  # a nested tensor
         return []
 
 

@@ -1,12 +1,12 @@
-"""Inspection: answers those who look at a worker. Whatever they ask, they change nothing.
+"""Inspection: answers questions about a worker. No question changes anything.
 
-A question has a **topic** and arguments, all plain data, and so is the answer. A question may come from a member of the
+A question has a **topic** and arguments. Question and answer are plain data. A question may come from a member of the
 cluster or from a guest (`seeing.guest`). In a federation nobody may ask.
 
     clock       this host's time, to align the clocks of several hosts
     context     what the worker has recorded in an autograd context, see `contexts`
-    members     the workers of the group and where they can be reached
-    meter       the figures of `meter`, which counts from the first question on
+    members     the workers of the group and their addresses
+    meter       the figures of `meter`, which starts to count at the first question
     snapshot    the figures of `snapshot`
     threads     what each thread does, with its stack
 """
@@ -48,7 +48,7 @@ class Inspection:
         self.name = agent.me.name
         self.meter = Meter(agent)
         self.when_closed: list[Callable[[], None]] = []
-        """Called when the worker is shut down. They end what looks at it all the time."""
+        """Called when the worker is shut down. They end tools that observe the worker continuously."""
         self.topics: dict[str, Callable[..., Any]] = {
             "clock": lambda: {"monotonic": time.perf_counter_ns(), "time": time.time_ns()},
             "context": lambda **arguments: describe_context(agent, autograd, **arguments),
@@ -59,7 +59,7 @@ class Inspection:
         }
 
     def start(self, options: RpcOptions) -> None:
-        """Begin with what the options or the environment ask for."""
+        """Start the tools that the options or the environment ask for."""
         if options.tracing:
             self.trace()
         port = options.metrics_port_or_inherited()
@@ -67,7 +67,7 @@ class Inspection:
             self.expose(port_of(port, self._agent.me.id))
 
     def __call__(self, topic: str, arguments: Mapping[str, Any]) -> Any:
-        """The answer to a question. Raises `MisuseError` for one that has no answer."""
+        """The answer to a question. Raises `MisuseError` for an unknown one."""
         answer = self.topics.get(topic)
         if answer is None:
             raise MisuseError(f"{topic!r} is not a topic of inspection; there are {', '.join(sorted(self.topics))}")
@@ -77,7 +77,7 @@ class Inspection:
         return snapshot(self._agent, self._references, self._autograd, self._started)
 
     def debug_info(self) -> dict[str, Any]:
-        """The snapshot, and what the meter has counted; ``meter`` is None while the meter is off."""
+        """The snapshot, and the meter's figures; ``meter`` is None while the meter is off."""
         return {**self.snapshot(), "meter": self.meter.figures_if_on()}
 
     def expose(self, port: int, host: str = LOOPBACK, registry: CollectorRegistry | None = None) -> Exposition:
@@ -89,13 +89,13 @@ class Inspection:
     def trace(self, provider: TracerProvider | None = None) -> Callable[[], None]:
         """Trace this worker until it is shut down; see `backhaul.seeing.spans.enable`."""
         if self._agent.execution.tracing is not None:
-            raise MisuseError(f"worker {self.name!r} is traced already")
+            raise MisuseError(f"worker {self.name!r} is already traced")
         spans = Spans(self._agent, provider)
         self.when_closed.append(spans.close)
         return spans.close
 
     def close(self) -> None:
-        """End everything that looks at this worker all the time."""
+        """End all tools that observe this worker continuously."""
         while self.when_closed:
             self.when_closed.pop()()
 

@@ -1,14 +1,16 @@
-"""Meter: what a worker's calls and passes cost, counted while somebody wants to know.
+"""Meter: what a worker's calls and passes cost, counted only while someone is interested.
 
-A meter observes its worker. It is off until somebody asks for its figures (`figures`) or holds it on (`hold`), and it
-goes off again 30 seconds after the last question. No timer does that: the first event that comes too late switches the
-meter off, so an idle worker is not woken for it. A meter that comes on again begins from zero, with a new ``since``.
+A meter observes its worker. It is off until someone asks for its figures (`figures`) or holds it on (`hold`), and it
+switches off 30 seconds after the last question. No timer does that: the first event after that time switches the
+meter off, so an idle worker is not woken for it. A meter that is switched on again starts from zero, with a new
+``since``.
 
-Both ends count a call: the caller as ``sent``, from the request to the value of its reply; the callee as ``served``,
-from the decoded request to the reply, which includes the time after an ``async def`` function gave up its thread.
+Both ends count a call. The caller counts it as ``sent``, from the request to the value of its reply. The callee counts
+it as ``served``, from the decoded request to the reply, including the time after an ``async def`` function gave up its
+thread.
 
-The time of a thread in a pass is split without overlaps: in runs, at gates, and waiting for other workers. A thread
-that waits runs what it can meanwhile; such runs are not part of the wait.
+The time of a thread in a pass is split without overlaps: in runs, at gates, and waiting for other workers. A waiting
+thread runs other work in the meantime; such runs are not part of the wait.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ BOUNDS = (
     *(25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
-"""Upper bounds of the buckets of latencies, in seconds. There is one more bucket for what takes longer."""
+"""Upper bounds of the latency buckets, in seconds. One more bucket holds longer latencies."""
 
 SECONDS_ON = 30.0
 """How long the meter stays on after a question."""
@@ -59,14 +61,14 @@ OTHERS = "(others)"
 """Stands for the functions beyond the first `MOST_FUNCTIONS`."""
 
 _RECENT = 64
-_MOST_PARTS = 256  # runs, gates or waits of one pass that are kept one by one
-_MOST_OPEN = 1 << 16  # calls under way that are remembered; some end without an event
+_MOST_PARTS = 256  # runs, gates or waits of one pass that are kept individually
+_MOST_OPEN = 1 << 16  # unfinished calls that are remembered; some end without an event
 _CALLS = ("Call", "Create", "Fetch")
 _FETCH = "to_here"
 
 
 class _Calls:
-    """The calls of one function, with one peer, in one direction."""
+    """The calls of one function with one peer in one direction."""
 
     __slots__ = ("buckets", "count", "failed", "seconds")
 
@@ -92,7 +94,7 @@ class _Served:
 
 
 class _Pass:
-    """A pass, as far as this worker takes part in it. Times are those of events."""
+    """This worker's part in a pass. Times are those of events."""
 
     __slots__ = ("backward", "began", "context", "ended", "failed", "gates", "runs", "started_here", "waits")
 
@@ -109,7 +111,7 @@ class _Pass:
 
 
 class _Part:
-    """What a thread is at, in a pass: a ``run``, a ``gate`` or a ``wait``."""
+    """What a thread does in a pass: a ``run``, a ``gate`` or a ``wait``."""
 
     __slots__ = ("entry", "kind", "of")
 
@@ -124,7 +126,7 @@ class Meter:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.RLock()  # a finalizer may run in the middle, and emit
+        self._lock = threading.RLock()  # a finalizer may interrupt the holder and emit an event
         # All guarded by _lock:
         self._stop: Callable[[], None] | None = None
         self._holds = 0
@@ -136,7 +138,7 @@ class Meter:
         self._offset = time.time_ns() - time.perf_counter_ns()
         self._calls: dict[tuple[str, str, str], _Calls] = {}
         self._functions: set[str] = set()
-        self._asked: dict[int, Issued] = {}  # by the number of the call
+        self._asked: dict[int, Issued] = {}  # by call number
         self._handled: dict[int, list[_Served | None]] = {}  # by thread, the innermost last; None for other messages
         self._open: dict[tuple[str, int], _Served] = {}  # by caller and number
         self._frames_sent = 0
@@ -147,9 +149,9 @@ class Meter:
         self._pass_failed = 0
         self._pass_seconds = 0.0
         self._split = {"run": 0.0, "gate": 0.0, "wait": 0.0}
-        self._starters: dict[int, _Pass] = {}  # by the thread that has started it
+        self._starters: dict[int, _Pass] = {}  # by the thread that started the pass
         self._parts: dict[int, list[_Part]] = {}  # by thread, the innermost last
-        self._turned: dict[int, int] = {}  # when the innermost part of a thread was last gone on with
+        self._turned: dict[int, int] = {}  # when the innermost part of a thread was last resumed
 
     # On and off.
 
@@ -158,7 +160,7 @@ class Meter:
         return self._stop is not None
 
     def hold(self) -> Callable[[], None]:
-        """Keep the meter on; returns a function that ends this."""
+        """Keep the meter on; returns a function that ends this hold."""
         held = True
 
         def release() -> None:
@@ -178,7 +180,7 @@ class Meter:
             self._stop = self._agent.observers.add(self._observe)
 
     def figures(self) -> dict[str, Any]:
-        """What was counted since the meter came on, as plain data. The first question switches it on."""
+        """The figures counted since the meter was switched on, as plain data. The first question switches it on."""
         with self._lock:
             self._until = max(self._until, time.perf_counter_ns() + int(SECONDS_ON * 1e9))
             self._switch_on()
@@ -284,12 +286,12 @@ class Meter:
         served = None
         if event.kind in _CALLS:
             served = _Served(event.peer, event.call, event.at, _FETCH if event.kind == "Fetch" else "")
-            if event.kind == "Call":  # it may be finished by another thread
+            if event.kind == "Call":  # another thread may finish it
                 if len(self._open) >= _MOST_OPEN:
                     del self._open[next(iter(self._open))]
                 self._open[event.peer, event.call] = served
         if event.kind:
-            self._frames_received += type(event) is Began  # what a job starts with was counted when it came
+            self._frames_received += type(event) is Began  # the message that starts a job was counted on arrival
         self._handled.setdefault(event.thread, []).append(served)
 
     def _on_invoked(self, event: Invoked) -> None:
@@ -310,7 +312,7 @@ class Meter:
     def _on_ended(self, event: Ended | Stops) -> None:
         handled = self._handled.get(event.thread)
         if not handled or (type(event) is Stops and not event.began):
-            return  # it began before the meter came on, or never
+            return  # the call began before the meter was on, or never
         served = handled.pop()
         if not handled:
             del self._handled[event.thread]
@@ -350,7 +352,7 @@ class Meter:
     def _on_pass_ended(self, event: PassEnded) -> None:
         over = self._starters.pop(event.thread, None)
         if over is None:
-            return  # it began before the meter came on
+            return  # the pass began before the meter was on
         while event.thread in self._parts:
             self._leave(event.thread, event.at)
         over.ended = event.at
@@ -370,11 +372,11 @@ class Meter:
 
     def _on_run_ended(self, event: RunEnded) -> None:
         share = self._passes.get(event.backward)
-        # A gate that ends with an error has no end of its own.
+        # A gate that ends with an error has no end event.
         while parts := self._parts.get(event.thread):
             kind = parts[-1].kind
             if kind == "wait":
-                return  # the run began before the meter came on
+                return  # the run began before the meter was on
             self._leave(event.thread, event.at)
             if kind == "run":
                 break
@@ -406,7 +408,7 @@ class Meter:
         return {"began": self._unix(event.at), "ended": None, **more}
 
     def _enter(self, thread: int, part: _Part, at: int, kept: list[dict[str, Any]]) -> None:
-        """A thread begins with a part of a pass. A wait that it interrupts goes on afterwards, as a new one."""
+        """A thread begins a part of a pass. A wait that it interrupts resumes afterwards, as a new wait."""
         parts = self._parts.setdefault(thread, [])
         if parts:
             self._add_time(thread, parts[-1], at)

@@ -1,9 +1,9 @@
-"""Metrics: the figures of workers in Prometheus's form, and a small server for them.
+"""Metrics: the figures of workers in Prometheus's format, and a small server for them.
 
-They are made when somebody scrapes them, from the same snapshot and the same meter that `backhaul.rpc.debug_info`
-returns; nothing is copied into counters of `prometheus_client` on the way. Counters only grow while a worker lives.
+The metrics are computed at each scrape, from the same snapshot and meter that `backhaul.rpc.debug_info`
+returns; nothing is copied into counters of `prometheus_client`. Counters only grow while a worker lives.
 
-All workers of a process that go to one registry share one collector: a registry takes each metric from one place.
+All workers of a process that use one registry share one collector, because a registry accepts each metric only once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def prometheus() -> Any:
 
 
 def port_of(first: int, rank: int) -> int:
-    """The port of the worker of that rank: ``first`` and its rank on this host, which launchers tell. 0 stays 0."""
+    """The metrics port of a worker: ``first`` plus its rank on this host, which launchers announce. 0 stays 0."""
     if first == 0:
         return 0
     local = os.environ.get(_LOCAL_RANK_VARIABLE, "")
@@ -55,7 +55,7 @@ def port_of(first: int, rank: int) -> int:
 
 
 def register(inspection: Inspection, registry: CollectorRegistry | None = None) -> Callable[[], None]:
-    """Have a registry expose the figures of a worker; returns a function that ends this."""
+    """Make a registry expose a worker's figures; returns a function that ends this."""
     if registry is None:
         registry = prometheus().REGISTRY
     with _registering:
@@ -68,15 +68,15 @@ def register(inspection: Inspection, registry: CollectorRegistry | None = None) 
 
 
 class Exposition:
-    """A server on loopback that Prometheus can scrape the figures of one worker from. `close` ends it."""
+    """A server on loopback from which Prometheus can scrape one worker's figures. `close` ends it."""
 
     def __init__(
         self, inspection: Inspection, port: int, host: str = LOOPBACK, registry: CollectorRegistry | None = None
     ) -> None:
-        """Listen on ``port``, 0 meaning any. Raises `OptionError` if that cannot be done."""
+        """Listen on ``port``; 0 means any free port. Raises `OptionError` if that fails."""
         if not _is_loopback(host):
             raise OptionError(
-                f"metrics are served without a password, and therefore on loopback only, not on {host!r}: forward "
+                f"metrics have no password, so they are served on loopback only, not on {host!r}: forward "
                 "the port to other hosts, or run an agent of your monitoring on this one"
             )
         self._closed = False
@@ -112,11 +112,11 @@ def _is_loopback(host: str) -> bool:
 
 
 class Collector:
-    """Makes the metrics of some workers of this process whenever a registry asks for them. Thread-safe."""
+    """Computes the metrics of some workers of this process whenever a registry asks. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._shown: dict[int, tuple[Inspection, int]] = {}  # by identity, with how often each was added
+        self._shown: dict[int, tuple[Inspection, int]] = {}  # by identity, with how many times each was added
 
     def add(self, inspection: Inspection) -> Callable[[], None]:
         """Expose a worker; returns a function that ends this."""
@@ -137,7 +137,7 @@ class Collector:
         return remove
 
     def describe(self) -> Iterator[Metric]:
-        """What there is, without figures: the registry looks for names that are taken."""
+        """The metrics without figures: the registry checks for duplicate names."""
         yield from _Families().all()
 
     def collect(self) -> Iterator[Metric]:
@@ -163,8 +163,8 @@ class _Families:
 
         self.info = core.InfoMetricFamily("backhaul_worker", "The worker.", labels=["worker"])
         self.start = gauge("worker_start_time_seconds", "When the worker began, in seconds since 1970.")
-        self.calls = counter("calls", "Calls that are over.", "function", "peer", "direction")
-        self.failed = counter("calls_failed", "Those that raised.", "function", "peer", "direction")
+        self.calls = counter("calls", "Finished calls.", "function", "peer", "direction")
+        self.failed = counter("calls_failed", "Finished calls that raised.", "function", "peer", "direction")
         self.latency = core.HistogramMetricFamily(
             "backhaul_call_seconds",
             "How long calls took: sent ones from the request to the value, served ones from the request to the reply.",
@@ -175,32 +175,32 @@ class _Families:
         self.frames = counter("frames", "Frames.", "direction")
         self.bytes = counter(
             "bytes",
-            "Bytes by path: memory, unix, tls, tcp; segment is shared memory, device that of GPUs.",
+            "Bytes by path: memory, unix, tls, tcp; segment is shared memory, device is GPU memory.",
             "peer",
             "direction",
             "path",
         )
-        self.errors = counter("errors", "What has failed, by the type of the error.", "direction", "kind")
-        self.lost = counter("links_lost", "How often a peer was lost.", "peer")
+        self.errors = counter("errors", "Failures, by the type of the error.", "direction", "kind")
+        self.lost = counter("links_lost", "How many times a peer was lost.", "peer")
         self.up = gauge("peer_up", "Whether there is a connection with the peer.", "peer")
-        self.silent = gauge("peer_silent_seconds", "For how long a ping has gone unanswered.", "peer")
+        self.silent = gauge("peer_silent_seconds", "How long a ping has been unanswered.", "peer")
         self.heard = gauge(
-            "peer_heard_seconds", "How long ago something came, as precisely as figures are asked for.", "peer"
+            "peer_heard_seconds", "Time since the last message of the peer, as of the latest figures.", "peer"
         )
         self.threads = gauge("threads", "Threads of the process by what they do for calls.", "state")
         self.pool = gauge("pool_threads", "Threads of the worker's pool.")
         self.contexts = gauge("contexts", "Distributed autograd contexts.")
         self.gates = gauge("gates_waiting", "Gates at which runs wait for gradients.")
         self.open_passes = gauge("passes_running", "Backward passes that this worker takes part in.")
-        self.passes = counter("passes", "Backward passes that this worker started and that are over.")
-        self.passes_failed = counter("passes_failed", "Those that failed.")
-        self.pass_seconds = counter("pass_seconds", "How long they took.")
+        self.passes = counter("passes", "Finished backward passes that this worker started.")
+        self.passes_failed = counter("passes_failed", "Backward passes that failed.")
+        self.pass_seconds = counter("pass_seconds", "Total time of backward passes.")
         self.parts = counter(
             "pass_part_seconds",
             "Time that threads of this worker spent in passes: in runs, at gates, waiting for other workers.",
             "part",
         )
-        self.references = gauge("references", "References by what they are to this worker.", "state")
+        self.references = gauge("references", "References by their relation to this worker.", "state")
         self.segments = gauge("segments", "Segments of shared memory for large tensors.")
         self.segment_bytes = gauge("segment_bytes", "Bytes of shared memory for large tensors.")
 

@@ -1,6 +1,6 @@
 """A snapshot: the figures of one worker at one moment. `backhaul.rpc.debug_info` returns it.
 
-Counters only grow, so whoever looks twice has rates. Sizes are in bytes, times in seconds.
+Counters only grow, so two snapshots give rates. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _MOST_ASKED = 100
-"""Of the requests to a peer that have no reply yet, this many are listed."""
+"""The number of unanswered requests to a peer that are listed."""
 
 
 def snapshot(agent: Agent, references: References, autograd: Autograd, started: float) -> dict[str, Any]:
-    """The figures of the worker that these belong to, which began at ``started`` on the clock of `time.monotonic`."""
+    """The figures of the worker with these parts, which started at ``started`` on the clock of `time.monotonic`."""
     now = time.monotonic()
     peers = agent.accounts.exchanges()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -71,7 +71,7 @@ def snapshot(agent: Agent, references: References, autograd: Autograd, started: 
 
 
 def running(agent: Agent, now: float) -> list[dict[str, Any]]:
-    """The requests of peers that are being handled, the oldest first."""
+    """The requests of peers that are being handled, oldest first."""
     found = []
     for thread, handling in agent.activity.handling().items():
         if handling.peer.id != GUEST:
@@ -122,7 +122,7 @@ def contexts(autograd: Autograd) -> list[dict[str, Any]]:
 
 
 def _runs(autograd: Autograd, now: float) -> list[dict[str, Any]]:
-    """The runs of torch's engine that go on."""
+    """The current runs of torch's engine."""
     return [
         {
             "context": run.local.backward.context,

@@ -4,12 +4,12 @@
     worker1     └─ train_step (SERVER) ──┐                         │        ├─ run (INTERNAL)
     worker2          └─ … a call of its own                        │        └─ run, on another worker
 
-The mark of a span, the ``traceparent`` of the W3C's Trace Context, travels in the frame of a call and in those that
-bring gradients. A worker that does not trace ignores it. In a federation a peer is not trusted with the trace of
-others: the span of its request begins a new trace, and only links to the peer's.
+The mark of a span, the ``traceparent`` of W3C Trace Context, travels in the frame of a call and in the frames that
+carry gradients. A worker that does not trace ignores it. In a federation, a peer may not extend the traces of
+others: the span of its request begins a new trace, and only links to the peer's span.
 
-Only `opentelemetry-api` is needed, and it is imported when tracing begins. What becomes of the spans is up to the SDK
-that the program sets up.
+Only `opentelemetry-api` is needed, and it is imported when tracing begins. The program's own SDK decides what happens
+to the spans.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAME = "backhaul"
 
 
 class Spans:
-    """Traces one worker. Thread-safe; it is an observer, too."""
+    """Traces one worker. Thread-safe. It is also an observer."""
 
     def __init__(self, agent: Agent, provider: TracerProvider | None = None) -> None:
         """Raises `MisuseError` if opentelemetry-api is not installed."""
@@ -108,7 +108,7 @@ class Spans:
             span.record_exception(error)
             span.set_status(self._api.StatusCode.ERROR, f"{type(error).__qualname__}: {error}")
 
-    # Calls that it serves.
+    # Calls that this worker serves.
 
     def serve(self, run: Callable[[], tuple[Any, bool]], what: str, envelope: Envelope, sender: WorkerInfo) -> Any:
         parent, links = self._origin(envelope.trace)
@@ -120,7 +120,7 @@ class Spans:
             attributes=self._attributes(sender.name, what),
             links=links,
         )
-        self._contexts.attach(self._api.set_span_in_context(span))  # in the context of this request, which ends with it
+        self._contexts.attach(self._api.set_span_in_context(span))  # the context ends with this request
         try:
             value, later = run()
         except BaseException as error:
@@ -136,12 +136,12 @@ class Spans:
     def _end_late(self, span: Span, done: Any) -> None:
         try:
             done.value()
-        except BaseException as error:  # the caller gets it
+        except BaseException as error:  # the caller receives the error
             self._note(span, error)
         span.end()
 
     def _origin(self, mark: str) -> tuple[Context, list[Any]]:
-        """Where the span of a peer's request belongs: what is above it, and what it is linked to."""
+        """The place of a peer request's span: its parent, and its links."""
         nowhere = self._contexts.Context()
         remote = self._context_of(mark)
         if remote is None:
@@ -151,7 +151,7 @@ class Spans:
         return self._api.set_span_in_context(self._api.NonRecordingSpan(remote), nowhere), []
 
     def _context_of(self, mark: str) -> SpanContext | None:
-        """The span that a mark names, if it is one."""
+        """The span that a mark names, if the mark is valid."""
         if not mark or len(mark) > _LONGEST:
             return None
         found = self._propagator.extract({_PARENT: mark}, self._contexts.Context())
@@ -189,7 +189,7 @@ class Spans:
             self._marks.pop(event.backward, None)
         if span is not None:
             if event.failed:
-                span.set_status(self._api.StatusCode.ERROR, "the pass has failed")
+                span.set_status(self._api.StatusCode.ERROR, "the pass failed")
             span.end()
 
     def _on_run_began(self, event: RunBegan) -> None:
@@ -250,7 +250,7 @@ class _Call:
         def end(done: Any) -> None:
             try:
                 done.value()
-            except BaseException as error:  # the thread that waits gets it
+            except BaseException as error:  # the waiting thread receives the error
                 note(span, error)
             span.end()
 

@@ -1,4 +1,4 @@
-"""What each thread of a worker's process does now: its stack, the request that it handles, what it waits for."""
+"""What each thread of a worker's process does now: its stack, the request it handles, what it waits for."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pu
 
 
 def describe_threads(activity: Activity, *, stacks: bool = True) -> list[dict[str, Any]]:
-    """The threads of this process, the busiest first: those that handle something, those that wait, the others.
+    """The threads of this process, busiest first: those that handle something, those that wait, the others.
 
-    ``stacks``: with their frames, the innermost last, and with the lock that they stand at, if they do.
+    With ``stacks``: also their frames, innermost last, and the lock that a thread waits for, if any.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = _current_frames()
-    # Threads go on while they are looked at: so first all that changes, quickly, and what takes long afterwards.
+    # Threads run on while they are inspected: so first read quickly all that changes, then do the slow parts.
     waits = activity.all_waits()
     taken = [
         (id, activity.handled_by(id), waits.get(id, []), _frames_of(frame) if stacks else None)
@@ -70,9 +70,9 @@ _looking = threading.Lock()
 def _current_frames() -> dict[int, FrameType]:
     """`sys._current_frames`, safely.
 
-    CPython holds a lock over all threads meanwhile, which a new thread needs, too. A garbage collection in there may
-    run finalizers, which give the interpreter away. A thread that starts another one then never continues, with the
-    interpreter in its hands (python/cpython#106883).
+    CPython holds a lock over all threads during the call, and a new thread needs that lock too. A garbage collection
+    inside may run finalizers, which release the GIL. A thread that starts another one then waits for that lock while it
+    holds the GIL, forever (python/cpython#106883).
     """
     with _looking:
         collects = gc.isenabled()
@@ -85,20 +85,20 @@ def _current_frames() -> dict[int, FrameType]:
 
 
 def _frames_of(frame: FrameType) -> traceback.StackSummary:
-    """A stack as it is now, the innermost frame last; the lines of the sources are read when they are asked for."""
+    """The current stack, innermost frame last. Source lines are read only when needed."""
     frames = list(itertools.islice(traceback.walk_stack(frame), _LONGEST_STACK))
     return traceback.StackSummary.extract(reversed(frames), lookup_lines=False)
 
 
 def _whose(file: str) -> str:
-    """Whose code a file is: this package's, the user's, or that of something installed."""
+    """Whose code a file is: this package's, the user's, or an installed package's."""
     if file.startswith(_PACKAGE):
         return "backhaul"
     return "installed" if file.startswith((*_INSTALLED, "<frozen", "<string>")) else "user"
 
 
 def describe_waits(activity: Activity, now: float) -> list[tuple[int, dict[str, Any]]]:
-    """The threads that wait, and what each waits for."""
+    """The waiting threads, and what each waits for."""
     return [(thread, _describe(waits[0], now)) for thread, waits in activity.all_waits().items()]
 
 
@@ -119,7 +119,7 @@ def describe_handling(handling: Handling, now: float) -> dict[str, Any]:
 
 
 def _chain(handling: Handling | None, now: float) -> list[dict[str, Any]]:
-    """The message that a thread handles, and those that it had begun with before; the innermost first."""
+    """The message that a thread handles, and those it had begun before; innermost first."""
     found = []
     while handling is not None:
         found.append(describe_handling(handling, now))
@@ -131,7 +131,7 @@ def _describe(wait: Wait, now: float) -> dict[str, Any]:
     seconds = now - wait.since
     try:
         found = wait.describe()
-    except Exception as error:  # what it waits for may end while it is described
+    except Exception as error:  # the wait may end while it is described
         return {"kind": "unknown", "what": repr(error), "seconds": seconds}
     deadline = found.pop("deadline", None)
     if deadline is not None and deadline != float("inf"):

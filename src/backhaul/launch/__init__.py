@@ -1,4 +1,4 @@
-"""Starts worker processes, here and on other hosts, and sees that none outlives its launcher.
+"""Starts worker processes, here and on other hosts, and makes sure that none outlives its launcher.
 
 - `session`      what the workers of one launch share: directory, secret, port
 - `guardian`     the process that cleans up when the launcher is killed outright
@@ -17,12 +17,12 @@ Over several hosts:
 - `placement`    hosts, and which worker goes where, pure
 - `terms`        what is launched, where and how, pure
 - `course`       what follows from what hosts say, pure
-- `fleet`        drives the course: connections, clocks, signals, output
+- `course`       decides what to do next from what the hosts report, pure
 - `ssh`          the command that starts a steward, and what its failures mean, pure
 - `steward`      the process on each host that starts the workers there and ends them
-- `protocol`     what launcher and steward say to each other, without I/O
-- `lease`        how long a steward goes on without word of the launcher, pure
-- `feed`         bytes for a pipe whose reader may be slow
+- `steward`      the process on each host that starts and ends the workers there
+- `protocol`     the messages between launcher and steward, without I/O
+- `lease`        how long a steward runs without an answer from the launcher, pure
 - `outlet`       a thread that writes what workers print
 
 Nothing here imports torch.

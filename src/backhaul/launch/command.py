@@ -28,15 +28,15 @@ _ONLY_WITH_HOSTS = ("ssh", "python", "workdir", "master_addr", "master_port", "h
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], version: str) -> None:
-    """``version`` is that of this package, which all hosts have to have."""
+    """Add ``backhaul run``. ``version`` is this package's version, which all hosts must have."""
     parser = commands.add_parser(
         "run",
         usage="backhaul run [-h] [-n N | --hosts A:N,B:N,… | --hostfile FILE] [-m] [OPTIONS] SCRIPT [ARGS …]",
         help="start a script in several worker processes, on this machine or over ssh on several hosts",
         description="Start SCRIPT in N worker processes. Each finds its rank and the group in its environment, "
         "so that backhaul.rpc.init_rpc() needs no arguments. The first worker that fails, and is not restarted, "
-        "stops the others, and its exit code is the launcher's.",
-        epilog="What follows SCRIPT belongs to it.",
+        "stops the others, and its exit code becomes the launcher's.",
+        epilog="Everything after SCRIPT is passed to it as arguments.",
     )
     parser.add_argument("-n", "--nproc", type=int, metavar="N", help="number of workers on this machine (default: 1)")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
@@ -45,14 +45,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ve
     parser.add_argument(
         "--host",
         metavar="HOST",
-        help="what workers listen on for other hosts (default: loopback; with --hosts the address of their host)",
+        help="address to listen on for other hosts (default: loopback; with --hosts: the address of the host)",
     )
     parser.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="a variable for the workers; without a value, the launcher's own; NAME may be a pattern as NCCL_*",
+        help="a variable for the workers; without VALUE, the launcher's value; NAME may be a pattern such as NCCL_*",
     )
     parser.add_argument(
         "--metrics-port",
@@ -65,19 +65,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ve
         type=int,
         default=0,
         metavar="N",
-        help="start workers that fail again, N times altogether; they take their places in the group (default: 0)",
+        help="restart workers that fail, N times in total; a restarted worker rejoins the group (default: 0)",
     )
     parser.add_argument(
         "--rejoin",
         action="store_true",
-        help="go on with the other workers when one is lost for good, and take a host that was lost in again",
+        help="continue when a worker is lost for good, and accept a lost host again when it is back",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, metavar="LEVEL", help=f"log: {', '.join(LOG_LEVELS)}")
-    parser.add_argument("--dropin", action="store_true", help="with Backhaul behind torch.distributed.rpc")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, metavar="LEVEL", help=f"log level: {', '.join(LOG_LEVELS)}")
+    parser.add_argument("--dropin", action="store_true", help="put Backhaul in place of torch.distributed.rpc")
     parser.add_argument("--no-color", "--no-colour", action="store_true", help="plain prefixes")
     _add_hosts(parser.add_argument_group("several hosts, over ssh"))
-    parser.add_argument("script", metavar="SCRIPT", help="what to run, followed by its own arguments")
+    parser.add_argument("script", metavar="SCRIPT", help="the script to run, followed by its arguments")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help=argparse.SUPPRESS)
     parser.set_defaults(handle=run, parser=parser, package_version=version)
 
@@ -86,31 +86,33 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--hosts",
         metavar="A:N,B:N,…",
-        help="the hosts, as ssh knows them, with the number of workers on each; the first has rank 0",
+        help="the hosts, as ssh names them, with the number of workers on each; the first host has rank 0",
     )
     group.add_argument(
-        "--hostfile", metavar="FILE", help="the same in a file: lines as `b slots=2`; also address=, python=, workdir="
+        "--hostfile",
+        metavar="FILE",
+        help="the same as a file: lines such as `b slots=2`; also address=, python=, workdir=",
     )
-    group.add_argument("--ssh", metavar="COMMAND", help="how to call ssh, as in 'ssh -p 2222 -i key' (default: ssh)")
+    group.add_argument("--ssh", metavar="COMMAND", help="the ssh command, as in 'ssh -p 2222 -i key' (default: ssh)")
     group.add_argument("--python", metavar="PATH", help="Python on the hosts (default: the path of the launcher's)")
     group.add_argument("--workdir", metavar="DIR", help="working directory on the hosts (default: the launcher's)")
     group.add_argument(
         "--master-addr",
         metavar="ADDR",
-        help="the address of the first host at which the group meets (default: the one that ssh has reached)",
+        help="the address of the first host, where the group meets (default: the address that ssh reached)",
     )
-    group.add_argument("--master-port", type=int, metavar="PORT", help="the port there (default: any that is free)")
+    group.add_argument("--master-port", type=int, metavar="PORT", help="the port there (default: any free port)")
     group.add_argument(
         "--host-timeout",
         type=float,
         metavar="S",
-        help=f"seconds without an answer after which a host is lost, and its workers end (default: {HOST_TIMEOUT:g})",
+        help=f"seconds without an answer after which a host is lost and its workers end (default: {HOST_TIMEOUT:g})",
     )
     group.add_argument(
         "--connect-timeout",
         type=float,
         metavar="S",
-        help=f"seconds that hosts have to answer at the start (default: {CONNECT_TIMEOUT:g})",
+        help=f"seconds within which hosts must answer at the start (default: {CONNECT_TIMEOUT:g})",
     )
 
 
@@ -129,8 +131,8 @@ def run(options: argparse.Namespace) -> int:
     except OptionError as error:
         parser.error(str(error))
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`); end as SIGPIPE would have us end.
-        # Python would still try to flush what is buffered.
+        # The reader of our output is gone (`| head`): exit as SIGPIPE would make us exit.
+        # Without the redirection Python would still try to flush its buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     if outcome.report:
@@ -142,7 +144,7 @@ def _check_together(parser: argparse.ArgumentParser, options: argparse.Namespace
     if options.hosts is not None and options.hostfile is not None:
         parser.error("give --hosts or --hostfile, not both")
     if over_hosts and options.nproc is not None:
-        parser.error("with --hosts, the number of workers stands behind each host: --hosts a:2,b:2 instead of -n")
+        parser.error("with --hosts, give the number of workers after each host instead of -n: --hosts a:2,b:2")
     if not over_hosts:
         for name in _ONLY_WITH_HOSTS:
             if getattr(options, name) is not None:
@@ -150,7 +152,7 @@ def _check_together(parser: argparse.ArgumentParser, options: argparse.Namespace
 
 
 def _run_over_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace, argv: list[str]) -> Outcome:
-    # Here and not above: msgspec takes time to import, which `backhaul --version` and local launches need not spend.
+    # Imported here: msgspec takes time to import, and neither `backhaul --version` nor a local launch needs it.
     from backhaul.launch import over_hosts
 
     host_timeout = HOST_TIMEOUT if options.host_timeout is None else options.host_timeout
@@ -294,7 +296,7 @@ def passed_on(wanted: Sequence[str], environ: Mapping[str, str]) -> dict[str, st
 
 
 def _watching(options: argparse.Namespace, count: int) -> dict[str, str]:
-    """What the command line says about watching the workers, as their environment. Raises `OptionError`."""
+    """The command line's options for watching the workers, as variables of their environment. Raises `OptionError`."""
     given = {}
     if options.metrics_port is not None:
         RpcOptions(metrics_port=options.metrics_port)

@@ -1,4 +1,4 @@
-"""The course of a launch over several hosts: what follows from what their stewards say. A pure state machine.
+"""The course of a launch over several hosts: decides what to do from what the stewards report. A pure state machine.
 
 Theory of operation
 -------------------
@@ -11,9 +11,9 @@ The launch as a whole::
 *gathering*: every host has to answer, and to have what the workers need. *listening*: the first host takes the port on
 which the group will meet. *reaching*: every host tries to connect to it. Only then are workers started, so that a wrong
 name or a firewall is an error that names the host, and not a group that never meets.
-
-A host::
-
+*gathering*: every host must answer and have what the workers need. *listening*: the first host takes the port on
+which the group will meet. *reaching*: every host tries to connect to that port. Only then are workers started, so that
+a wrong name or a firewall causes an error that names the host, not a group that never meets.
     connecting ──> setting up ──> ready ──> up ──(its connection ends)──> cut off ──(its lease ends)──> away
         ^                                   └──(no answer until its lease ends)──────────────────────────^  │
         └──────────────────────────────────────────(rejoin: after a pause)──────────────────────────────────┘
@@ -21,13 +21,13 @@ A host::
 Workers of a host that is *cut off* may still run. When its lease is over they do not (`lease`), and the workers of the
 other hosts are told. Without ``rejoin`` there is no waiting: the loss of a host ends the launch.
 
-A worker::
-
+Workers of a host that is *cut off* may still run. When the host's lease ends they do not (`lease`), and the workers of
+the other hosts are told. Without ``rejoin`` nobody waits for that: the loss of a host ends the launch.
     waiting ──> running ──(ended)──> leaving ──(its process group is gone)──> over
        ^                                └──────────(it is restarted)─┐
        └─────────────────────────────────────────────────────────────┘
 
-Each method returns what has to be done. Times are those of one clock, in seconds.
+Each method returns the actions to take. Times are in seconds, all of the same clock.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from backhaul.launch.session import LOOPBACK, RESTARTS_VARIABLE
 from backhaul.launch.terms import Terms
 
 HOST_FAILED = 255
-"""The exit code if a host cannot be used or is lost; that of ssh."""
+"""The exit code if a host is unusable or lost; ssh uses the same."""
 
 _REACH_SECONDS = 5.0
-_STOP_SLACK = 5.0  # seconds beyond the grace time in which a host has to confirm that its workers are gone
+_STOP_SLACK = 5.0  # seconds beyond the grace time within which a host must confirm that its workers are gone
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 15.0
 
 
@@ -88,7 +88,7 @@ class _Worker:
 
 @dataclass
 class _Berth:
-    """What is known of a host."""
+    """The state of one host."""
 
     number: int
     host: Host
@@ -108,7 +108,7 @@ class _Berth:
 
 @dataclass
 class Course:
-    """See the module's docstring. ``towards`` says which address of the launcher's machine leads to another one."""
+    """See the module's docstring. ``towards`` gives the address of the launcher's machine that faces another host."""
 
     terms: Terms
     towards: Callable[[str], str | None]
@@ -119,7 +119,7 @@ class Course:
     _stop_by: float = math.inf
     _berths: list[_Berth] = field(default_factory=list)
     _workers: list[_Worker] = field(default_factory=list)
-    _failures: dict[int, Outcome] = field(default_factory=dict)  # by rank, in their order; restarts make them good
+    _failures: dict[int, Outcome] = field(default_factory=dict)  # by rank, in order of time; a restart removes one
 
     def __post_init__(self) -> None:
         self._workers = [_Worker(seat) for seat in self.terms.seats]
@@ -127,7 +127,7 @@ class Course:
             workers = [worker for worker in self._workers if worker.seat.host == number]
             self._berths.append(_Berth(number, host, workers))
 
-    # What is known.
+    # Queries.
 
     @property
     def done(self) -> bool:
@@ -141,7 +141,7 @@ class Course:
         return next(iter(self._failures.values()), Outcome(0))
 
     def next_time(self) -> float:
-        """When `tick` has something to do."""
+        """When `tick` must be called next."""
         times = [self._stop_by]
         for berth in self._berths:
             times.append(berth.deadline)
@@ -151,13 +151,13 @@ class Course:
                     times.append(berth.grants.doubtful_at)
         return min(times)
 
-    # What happens.
+    # Events.
 
     def begin(self, now: float) -> list[Action]:
         return [self._connect(berth, now) for berth in self._berths]
 
     def received(self, number: int, message: protocol.Message, now: float) -> list[Action]:
-        """The steward of a host has said something."""
+        """Handle a message from the steward of a host."""
         berth = self._berths[number]
         match message:
             case protocol.Ask(question):
@@ -184,7 +184,7 @@ class Course:
         return self._unusable(berth, f"host {berth.host.name} said what only a launcher says: {message!r}", now)
 
     def disconnected(self, number: int, why: str, now: float) -> list[Action]:
-        """The connection with a host has ended by itself."""
+        """Handle a connection that ended by itself."""
         berth = self._berths[number]
         if berth.state != "up":
             berth.state = "away"
@@ -194,19 +194,19 @@ class Course:
             return self._give_up(berth) + self._finish_if_over()
         if self.terms.rejoin:
             berth.state = "cut off"
-            return [Say(f"{why}\nits workers count as lost when they must have ended there")]
+            return [Say(f"{why}\nits workers count as lost once their lease is over")]
         berth.state = "closed"
         return self._give_up(berth) + self._fail(Outcome(HOST_FAILED, why, stopped=self._others(berth)), now)
 
     def stop(self, signum: int, now: float) -> list[Action]:
-        """The launcher got a signal."""
+        """Handle a signal to the launcher."""
         if self._cause.claim(Outcome(128 + signum, signum=signum)):
             return self._stop(signum, now)
         self._stop_by = min(self._stop_by, now + _STOP_SLACK)
         return self._to_all(protocol.Stop(signal.SIGKILL, 0.0))
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
+        """Handle the passing of time."""
         if self.phase == "stopping" and now >= self._stop_by:
             return self._finish()
         actions: list[Action] = []
@@ -225,7 +225,7 @@ class Course:
     def _greeted(self, berth: _Berth, hello: protocol.Hello, now: float) -> list[Action]:
         ours = self.terms.version
         if (hello.protocol, hello.version) != (protocol.VERSION, ours):
-            reason = f"it has Backhaul {hello.version}, and the launcher {ours}: install the same version on both"
+            reason = f"it has Backhaul {hello.version}, but the launcher has {ours}: install the same version on both"
             return self._unusable(berth, f"host {berth.host.name}: {reason}", now)
         berth.state = "setting up"
         berth.address = berth.host.address or hello.address
@@ -249,7 +249,7 @@ class Course:
         return actions
 
     def _advance(self, now: float) -> list[Action]:
-        """Go on if all hosts are as far as they have to be, or have failed."""
+        """Move to the next phase if all hosts are ready for it or have failed."""
         if self.phase == "running":  # a host is back
             return self._reach([berth for berth in self._berths if berth.state == "ready"], now)
         wanted = {"gathering": "ready", "reaching": "up"}.get(self.phase)
@@ -264,12 +264,12 @@ class Course:
         return [action for berth in self._berths for action in self._start_waiting(berth)]
 
     def _meet(self, now: float) -> list[Action]:
-        """Settle where the group meets."""
+        """Choose the address at which the group meets."""
         first = self._berths[0]
         address = self.terms.master_addr or first.address or self._local_address()
         if address is None:
             why = (
-                f"which address of host {first.host.name} the others reach is not known: give it with --master-addr, "
+                f"no address of host {first.host.name} is known that the others can reach: give it with --master-addr, "
                 "or as address= in a hostfile"
             )
             return self._fail(Outcome(HOST_FAILED, why, stopped=False), now)
@@ -279,7 +279,7 @@ class Course:
         return [Send(0, protocol.Listen(address, self.terms.master_port))]
 
     def _local_address(self) -> str | None:
-        """The address of the launcher's machine, which is the first host, that leads to the other hosts."""
+        """The address of the launcher's machine, which is the first host, that faces the other hosts."""
         if all(berth.host.is_local for berth in self._berths):
             return LOOPBACK
         others = [berth.address for berth in self._berths if berth.address]
@@ -299,7 +299,7 @@ class Course:
     def _reach(self, berths: Sequence[_Berth], now: float) -> list[Action]:
         for berth in berths:
             berth.deadline = now + _REACH_SECONDS + self.terms.host_timeout
-        # While the group runs, its own store listens there, or did: the way counts, not the answer.
+        # While the group runs, its own store has the port, or had it: only the route matters, not the answer.
         return [Send(berth.number, protocol.Reach(self._address, self._port, _REACH_SECONDS)) for berth in berths]
 
     def _reached(self, berth: _Berth, own_address: str, error: str, now: float) -> list[Action]:
@@ -321,11 +321,11 @@ class Course:
         return self._advance(now)
 
     def _unusable(self, berth: _Berth, why: str, now: float) -> list[Action]:
-        """A host cannot be used: not at all, or, if the launch runs already, not yet."""
+        """Give up a host that cannot be used: for good, or, if the launch is already running, until a later attempt."""
         actions: list[Action] = [Disconnect(berth.number)] if berth.connected else []
         if self.phase == "running":
             if berth.failure != why:
-                actions.append(Say(f"{why}\nhost {berth.host.name} is tried again"))
+                actions.append(Say(f"{why}\ntrying host {berth.host.name} again"))
             berth.failure = why
             return actions + self._try_later(berth, now)
         berth.state, berth.deadline, berth.failure = "closed", math.inf, why
@@ -368,7 +368,7 @@ class Course:
         return actions + self._fail(failure, now)
 
     def _over(self, worker: _Worker) -> list[Action]:
-        """The process group of a worker is gone."""
+        """Handle the end of a worker's process group."""
         if worker.again and self.phase == "running":
             return [self._start(worker)]
         worker.state = "over"
@@ -395,14 +395,14 @@ class Course:
         return []
 
     def _lost(self, berth: _Berth, silence: str, now: float) -> list[Action]:
-        """The workers of a host have ended, since its lease is over."""
+        """Handle a lost host: its lease is over, so its workers have ended."""
         actions: list[Action] = [Disconnect(berth.number)] if berth.connected else []
         name = berth.host.name
         if self.phase != "running" or not self.terms.rejoin:
             berth.state = "closed"
             failure = Outcome(HOST_FAILED, f"host {name} {silence}", stopped=self._others(berth))
             return actions + self._give_up(berth) + self._fail(failure, now) + self._finish_if_over()
-        berth.state = "cut off"  # so that its workers are not told of each other
+        berth.state = "cut off"  # so that its workers get no news of each other
         berth.failure = ""
         for worker in berth.workers:
             if worker.state in ("running", "leaving"):
@@ -444,13 +444,13 @@ class Course:
         return actions + self._finish_if_over()
 
     def _give_up(self, berth: _Berth) -> list[Action]:
-        """The workers of a host are out of reach; what its steward does ends them."""
+        """Stop waiting for the workers of an unreachable host. Its steward ends them."""
         for worker in berth.workers:
             worker.state = "over"
         return []
 
     def _finish_if_over(self) -> list[Action]:
-        """End the launch when all workers are over, or only such as wait for a host that is away."""
+        """End the launch when all workers are over, except those that wait for a host that is away."""
         if self.phase not in ("running", "stopping"):
             return []
         if any(worker.state in ("running", "leaving") for berth in self._berths for worker in berth.workers):

@@ -1,4 +1,4 @@
-"""Feed: bytes for a pipe whose reader may be slow or gone. What does not fit waits until there is room."""
+"""Feed: bytes for a pipe whose reader may be slow or gone. Bytes that do not fit wait until there is room."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import selectors
 
 
 class Feed:
-    """Writes to a descriptor without waiting. Owns it. One thread."""
+    """Writes to a descriptor without blocking. Owns the descriptor. For one thread."""
 
     def __init__(self, fd: int, selector: selectors.BaseSelector) -> None:
         self.broken = False
-        """Whether the reader has gone. What is sent then is dropped."""
+        """Whether the reader is gone. Bytes sent after that are dropped."""
         self._fd = fd
         self._selector = selector
         self._waiting = bytearray()
@@ -29,7 +29,7 @@ class Feed:
                 self._selector.register(self._fd, selectors.EVENT_WRITE, self._on_room)
 
     def close(self) -> None:
-        """Close the pipe, once all that was sent before is out."""
+        """Close the pipe once all bytes sent so far are written."""
         self._closing = True
         if not self._waiting:
             self._release()
@@ -54,7 +54,7 @@ class Feed:
                 del self._waiting[: os.write(self._fd, self._waiting)]
         except BlockingIOError:
             pass
-        except OSError:  # the reader has gone
+        except OSError:  # the reader is gone
             self.broken = True
             self._waiting.clear()
 

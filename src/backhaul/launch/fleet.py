@@ -1,4 +1,4 @@
-"""Drives the course of a launch over several hosts: connections, clocks, signals and output. The edge of `course`."""
+"""Drives the course of a launch over several hosts: connections, clocks, signals and output. The I/O of `course`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from backhaul.launch.supervisor import Command, Process, Supervisor
 from backhaul.launch.terms import Terms
 from backhaul.transport.hosts import address_towards
 
-_HANG_UP_SECONDS = 3.0  # that a connection has to end when nothing is left to say
+_HANG_UP_SECONDS = 3.0  # within which a connection must end after the last message
 _WRITE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Way:
-    """How hosts are reached."""
+    """How to reach the hosts."""
 
     ssh: str
     python: str
@@ -47,7 +47,7 @@ class _Connection:
     process: Process | None = None
     reader: protocol.StewardReader = field(default_factory=protocol.StewardReader)
     wrong: str = ""
-    """What it said that no steward says."""
+    """An error in its bytes, if it sent some that no steward sends."""
     hung_up: bool = False
     kill_at: float | None = None
 
@@ -76,7 +76,7 @@ class Fleet:
         )
 
     def run(self) -> Outcome:
-        """How the launch has ended. Raises `BrokenPipeError` if whoever reads the output has gone."""
+        """Run the launch and return its outcome. Raises `BrokenPipeError` if the reader of the output is gone."""
         try:
             with signals_stop(self._on_signal), self._not_suspended():
                 self._act(self._course.begin(clock()))
@@ -119,10 +119,10 @@ class Fleet:
 
     @contextmanager
     def _not_suspended(self) -> Iterator[None]:
-        """A launcher that sleeps would lose its hosts; so Ctrl-Z says that, and does nothing."""
+        """Refuse Ctrl-Z with a message: the hosts would take a suspended launcher for dead."""
 
         def refuse(signum: int, frame: FrameType | None) -> None:
-            self._say("the launcher is not suspended: its hosts would count it as dead and end the workers")
+            self._say("the launcher ignores Ctrl-Z: its hosts would take it for dead and end the workers")
 
         previous = signal.getsignal(signal.SIGTSTP)
         if previous is signal.SIG_DFL:
@@ -133,7 +133,7 @@ class Fleet:
             if previous is signal.SIG_DFL:
                 signal.signal(signal.SIGTSTP, signal.SIG_DFL)
 
-    # What the course says.
+    # Actions of the course.
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -159,7 +159,7 @@ class Fleet:
             )
         except OSError as error:
             del self._current[number]
-            why = f"host {host.name}: {argv[0]} cannot be run: {error.strerror}"
+            why = f"host {host.name}: {argv[0]} cannot run: {error.strerror}"
             self._act(self._course.disconnected(number, why, clock()))
             return
         if connection.process.feed is not None:
@@ -182,13 +182,13 @@ class Fleet:
     def _say(self, text: str) -> None:
         self._err(f"backhaul: {text}\n".encode(errors="backslashreplace"))
 
-    # What hosts say.
+    # Input from the hosts.
 
     def _on_bytes(self, name: str, index: int, stream: int, data: bytes) -> None:
-        """The sink of the supervisor; an index is that of a connection."""
+        """The sink of the supervisor; ``index`` is that of a connection."""
         connection = self._connections[index]
         if stream == ERR:
-            # Before the steward speaks, this is what ssh says: it is told if the connection fails.
+            # Before the steward speaks, this is output of ssh. It is reported only if the connection fails.
             if connection.reader.greeted:
                 self._output(f"host {name}", index, ERR, data)
             return
@@ -213,14 +213,14 @@ class Fleet:
             self._outlet.mark(connection.number, len(output.data))
 
     def _on_over(self, connection: _Connection) -> None:
-        """A connection has ended, and all that came over it was read."""
+        """Handle a connection that has ended, after all its bytes were read."""
         connection.kill_at = None
         process = connection.process
         if connection.hung_up or process is None:
             return
         self._current.pop(connection.number, None)
         if connection.wrong:
-            why = f"host {connection.host.name}: what came from there is not from a steward: {connection.wrong}"
+            why = f"host {connection.host.name}: its bytes are not those of a steward: {connection.wrong}"
         elif connection.reader.greeted:
             why = _broken(connection.host, process)
         else:
@@ -230,7 +230,7 @@ class Fleet:
         self._act(self._course.disconnected(connection.number, why, clock()))
 
     def _flush(self) -> None:
-        """Write what is left; a second signal ends the wait for a reader that stands still."""
+        """Write the remaining output. A second signal ends the wait for a reader that does not read."""
         before = self._signalled
         while not self._outlet.finish(_WRITE_SECONDS):
             if self._signalled > before:

@@ -1,19 +1,19 @@
-"""Kills the workers when their launcher is killed too hard to do it itself.
+"""Kills the workers if their launcher is killed before it can do so.
 
 The guardian is a small process of its own (this file, run as a script). The
-launcher tells it through a pipe which process groups there are. When the launcher
-is gone, however it went, the guardian kills the groups that are left, removes the
-launch's directory, and ends.
+launcher tells it the process groups through a pipe. When the launcher
+is gone, for whatever reason, the guardian kills the remaining groups, removes the
+launch's directory, and exits.
 
-Two signs tell that the launcher is gone: the pipe's end of file, and the launcher's
-pidfd. The pipe alone would not do, since a process that the launcher forked holds the
+Two signs show that the launcher is gone: the pipe's end of file, and the launcher's
+pidfd. The pipe alone is not enough, since a process that the launcher forked holds the
 pipe open; the pidfd alone is missing on old kernels. `prctl(PR_SET_PDEATHSIG)` in
-the workers was the alternative: it fires when the *thread* that started them ends,
+the workers would be an alternative, but it fires when the *thread* that started them ends,
 spares their children, and needs code to run in the worker before the user's.
 
-Protocol, one line each: ``+pgid`` watch this group, ``-pgid`` forget it; ``=seconds``: unless the next such line comes
-within that time, the launcher counts as gone. A group is forgotten before its leader is reaped, so its number cannot
-have been reused.
+Protocol, one line each: ``+pgid``: watch this group. ``-pgid``: forget this group. ``=seconds``: if the next such line
+does not come within that time, the launcher counts as gone. The launcher forgets a group before it reaps the group's
+leader, so the group's number cannot have been reused.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import time
 
 
 class Guardian:
-    """The launcher's end. `close` only after every group was forgotten."""
+    """The launcher's end of the pipe. Call `close` only after every group is forgotten."""
 
     def __init__(self, directory: str = "") -> None:
-        """``directory`` is removed when the launcher is gone, if one is given."""
-        # Isolated, without site-packages and in a session of its own: it starts in
-        # milliseconds and a terminal's Ctrl-C does not reach it.
+        """``directory``, if given, is removed when the launcher is gone."""
+        # Isolated, without site-packages and in a session of its own: the guardian starts in
+        # milliseconds, and a terminal's Ctrl-C does not reach it.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), directory],
             stdin=subprocess.PIPE,
@@ -55,7 +55,7 @@ class Guardian:
         self._tell(f"-{group}\n")
 
     def expect(self, seconds: float) -> None:
-        """Have the groups killed unless this is called again within ``seconds``: we may be stopped, and not know it."""
+        """Kill the groups unless this is called again within ``seconds``: a suspended launcher cannot act itself."""
         self._tell(f"={seconds:.3f}\n")
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Guardian:
         try:
             self._process.stdin.write(line.encode())
         except BrokenPipeError:
-            pass  # somebody killed the guardian; the launch itself is not harmed
+            pass  # the guardian was killed; the launch itself can continue
 
 
 class Register:
@@ -79,11 +79,11 @@ class Register:
     def __init__(self) -> None:
         self.groups: set[int] = set()
         self.patience = 0.0
-        """Seconds within which the next line of that kind has to come."""
+        """Seconds within which the next line of that kind must come."""
         self._rest = b""
 
     def feed(self, data: bytes) -> bool:
-        """Whether ``patience`` is new."""
+        """Apply the lines in ``data``; returns whether ``patience`` is new."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"+"):
@@ -96,7 +96,7 @@ class Register:
 
 
 def watch_over(launcher: int, directory: str) -> None:
-    """Wait until process ``launcher`` is gone, then clean up behind it."""
+    """Wait until process ``launcher`` is gone, then clean up after it."""
     register = Register()
     poll = select.poll()
     poll.register(0, select.POLLIN)
@@ -110,7 +110,7 @@ def watch_over(launcher: int, directory: str) -> None:
     until: float | None = None
     while not gone:
         ready = [fd for fd, _ in poll.poll(None if until is None else max(0.0, until - _now()) * 1000)]
-        # The pipe first and to its end: its last lines may still be unread.
+        # Read the pipe first, to its end: its last lines may still be unread.
         if 0 in ready:
             data = os.read(0, 1 << 16)
             if register.feed(data):
@@ -128,7 +128,7 @@ def watch_over(launcher: int, directory: str) -> None:
 
 
 def _now() -> float:
-    # A clock that goes on while the machine sleeps, where the system has one.
+    # A clock that runs on while the machine sleeps, if the system has one.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

@@ -1,14 +1,14 @@
 """Ships what was typed into a notebook or an interpreter to the workers' ``__main__``.
 
-A function is resolved on a worker by module and name. What the driver's ``__main__`` got
-from the keyboard is in no file, so the worker cannot have it. Before a call, the
-driver sends it there, with what it uses: other functions and classes of ``__main__``,
-imports, and values. `definitions` collects that, `Shipper` sends what is new or
-changed, and `apply` makes it on the worker.
+A worker finds a function by module and name. Code typed into the driver's ``__main__``
+is in no file, so the worker cannot import it. Before a call, the
+driver sends that code to the workers, with everything it uses: other functions and classes of
+``__main__``, imports, and values. `definitions` collects these, `Shipper` sends those that are new or
+changed, and `apply` makes them on the worker.
 
-Functions and classes travel as source where it can be had (IPython keeps it; so does
+Functions and classes travel as source if it is available (IPython keeps it; so does
 ``python -c``, and the interpreter since Python 3.13), so that tracebacks show it. A plain
-function without source travels as its byte code: the workers run the same Python.
+function without source travels as byte code: the workers run the same Python.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class _Missing:
 
 _MISSING = _Missing()
 
-# What cannot change while its name is bound to the same object.
+# Values of these types cannot change while their name is bound to the same object.
 _IMMUTABLE = (*_ATOMS, ModuleType, FunctionType, type, _Missing)
 
 
 @dataclass(frozen=True)
 class Definition:
-    """What one name of ``__main__`` stands for.
+    """The meaning of one name of ``__main__``.
 
-    ``body`` is a statement that binds it (source), a function's byte code (code), or a
+    ``body`` is a statement that binds the name (source), a function's byte code (code), or a
     pickle (value).
     """
 
@@ -63,9 +63,9 @@ class Definition:
 
 
 def definitions(obj: Any, namespace: Mapping[str, Any]) -> list[Definition]:
-    """What a worker needs to call ``obj`` of the ``__main__`` with this namespace; uses before users.
+    """What a worker needs to call ``obj``, from the ``__main__`` with this namespace. Each name precedes its users.
 
-    Raises `UnsendableError` if it cannot be had, or uses something that cannot travel.
+    Raises `UnsendableError` if ``obj`` is not available as source or code, or uses something that cannot be sent.
     """
     collection = _Collection(namespace, lambda name, value: False)
     collection.add(top_name(obj), user=None)
@@ -84,7 +84,7 @@ def names_of_main(value: Any) -> set[str]:
     """The functions and classes of ``__main__`` that ``value`` is, holds, or has instances of.
 
     Looks into lists, tuples, sets, dicts and the instances of those classes. A lambda or
-    a local function is left out: the call itself will refuse it.
+    a local function is left out: the call itself raises for those.
     """
     names: set[str] = set()
     seen: set[int] = set()
@@ -116,17 +116,17 @@ def names_of_main(value: Any) -> set[str]:
 
 
 def top_name(obj: Any) -> str:
-    """The name in its module under which ``obj``, a function, class or method, is found."""
+    """The top-level name in its module that leads to ``obj``, a function, class or method."""
     return str(obj.__qualname__).partition(".")[0]
 
 
 class Shipper:
-    """Sends what a call needs and the workers do not have yet. Thread-safe.
+    """Sends the definitions that a call needs and the workers do not have yet. Thread-safe.
 
-    ``send`` gives definitions to every worker and returns when they have them: a function
-    may call the next one from worker to worker. ``at_home`` tells whether the
-    workers' own ``__main__`` has a name already, with this value. Call the shipper with what a
-    call carries: the function and its arguments.
+    ``send`` gives definitions to every worker and returns when they have them, because a function
+    may call the next one from worker to worker. ``at_home`` says whether the
+    workers' own ``__main__`` already has a name with this value. Call the shipper with the contents of a
+    call: the function and its arguments.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Shipper:
         self._at_home = at_home
         self._sent: dict[str, Definition] = {}
         self._settled: dict[str, dict[str, Any]] = {}
-        # Held while sending: a second call of the same function must not overtake its
-        # definition. The workers make definitions without calling back.
+        # Held while sending, so that a second call of the same function cannot overtake its
+        # definition. No deadlock: the workers apply definitions without calling back.
         self._lock = threading.Lock()
 
     def __call__(self, *values: Any) -> None:
@@ -151,12 +151,12 @@ class Shipper:
                     self._ship(name)
 
     def sent(self) -> list[Definition]:
-        """All that was sent, for a worker that is about to join: calls of others may reach it at once."""
+        """All definitions sent so far, for a worker that is about to join: others may call it at once."""
         with self._lock:
             return list(self._sent.values())
 
     def repeat(self, send: Callable[[list[Definition]], None]) -> None:
-        """Have ``send`` called with all that was sent, for a worker that is new."""
+        """Call ``send`` with all definitions sent so far, for a new worker."""
         with self._lock:
             if self._sent:
                 send(list(self._sent.values()))
@@ -167,13 +167,13 @@ class Shipper:
         fresh = [item for item in collection.definitions if self._sent.get(item.name) != item]
         if fresh:
             self._send(fresh)
-            for item in fresh:  # in the order in which they were sent last
+            for item in fresh:  # re-inserted, so that the order is that of the last sending
                 self._sent.pop(item.name, None)
                 self._sent[item.name] = item
         self._settled[name] = collection.touched
 
     def _is_settled(self, name: str) -> bool:
-        """Whether nothing that ``name`` uses was bound anew since; spares most calls the collecting.
+        """Whether nothing that ``name`` uses was rebound since; most calls then need no collecting.
 
         A value that may change in place is compared each time, by its pickle.
         """
@@ -187,7 +187,7 @@ class Shipper:
 
 
 class _Collection:
-    """Walks from a name to all it uses. ``touched`` are the names seen, with their values."""
+    """Walks from a name to everything it uses. ``touched`` are the names seen, with their values."""
 
     def __init__(self, namespace: Mapping[str, Any], at_home: Callable[[str, Any], bool]) -> None:
         self.definitions: list[Definition] = []
@@ -199,7 +199,7 @@ class _Collection:
         if name in self.touched:
             return
         value = self.touched[name] = self._namespace.get(name, _MISSING)
-        # Not there: a builtin, or a NameError that the function would raise here too.
+        # A missing name is a builtin, or a NameError that the function would raise here too.
         if value is _MISSING or self._at_home(name, value):
             return
         if isinstance(value, ModuleType):
@@ -222,7 +222,7 @@ class _Collection:
             self.definitions.append(Definition(name, "code", self._pickle(name, parts, user=name)))
         else:
             raise UnsendableError(
-                f"the workers do not have {name!r} of __main__, and its source cannot be found here to send it; "
+                f"the workers do not have {name!r} of __main__, and its source is not available here to send; "
                 f"put it into a file and import it"
             )
 
@@ -240,7 +240,7 @@ class _Collection:
 
     def _unsendable(self, name: str, value: Any, user: str | None, why: str) -> UnsendableError:
         return UnsendableError(
-            f"{user or name}() uses the global {name!r}, a {type(value).__name__}, which is not sent along with it: "
+            f"{user or name}() uses the global {name!r}, a {type(value).__name__}, which cannot be sent with it: "
             f"{why}. Pass it as an argument, or make it on the worker"
         )
 
@@ -260,22 +260,22 @@ class _Pickler(pickle.Pickler):
 
 
 def is_defined_here(value: Any) -> bool:
-    """Whether ``value`` comes from a def, a class or a lambda of ``__main__``, decorated or not."""
+    """Whether ``value`` comes from a def, class or lambda of ``__main__``, decorated or not."""
     return _is_named(value) and value.__module__ == "__main__"
 
 
 def _is_named(value: Any) -> bool:
-    """Whether ``value`` is a function, class or method, or stands for one as its decorator's result."""
+    """Whether ``value`` is a function, class or method, or a decorator's result that stands for one."""
     return isinstance(value, (FunctionType, MethodType, type)) or "__wrapped__" in getattr(value, "__dict__", ())
 
 
 def _source(value: Any, name: str) -> str | None:
-    """The statement that defined ``value``, so that it can stand alone; None if there is none to be had."""
+    """The statement that defined ``value``, made to stand alone; None if it is not available."""
     inner = inspect.unwrap(value)
     line: int | None
     if isinstance(inner, FunctionType):
         if inner.__code__.co_freevars:
-            return None  # what it closes over does not stand in its source
+            return None  # its source lacks the values it closes over
         line = inner.__code__.co_firstlineno
     else:
         line = getattr(inner, "__firstlineno__", None)
@@ -288,7 +288,7 @@ def _source(value: Any, name: str) -> str | None:
 
 
 def _texts(value: Any) -> Iterator[tuple[str, int]]:
-    """Where the definition of ``value`` may stand: whole texts, likeliest first, with compiler flags."""
+    """Texts that may contain the definition of ``value``, likeliest first, with their compiler flags."""
     for function in [value] if isinstance(value, FunctionType) else _methods(value):
         code = function.__code__
         try:
@@ -301,7 +301,7 @@ def _texts(value: Any) -> Iterator[tuple[str, int]]:
             yield "".join(lines), code.co_flags
     if isinstance(value, type):
         # A class without methods of its own names no file. Texts that are in no file
-        # (no modification time) are what was typed, the latest at the end.
+        # (no modification time) were typed; the latest is at the end.
         for entry in reversed(list(linecache.cache.values())):
             if len(entry) == 4 and entry[1] is None:
                 yield "".join(entry[2]), 0
@@ -315,7 +315,7 @@ def _texts(value: Any) -> Iterator[tuple[str, int]]:
 
 
 def _methods(value: Any) -> Iterator[FunctionType]:
-    """The functions that a class got from its own statement."""
+    """The functions that a class got from its own class statement."""
     for member in vars(value).values() if isinstance(value, type) else ():
         function = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         function = inspect.unwrap(function)
@@ -324,7 +324,7 @@ def _methods(value: Any) -> Iterator[FunctionType]:
 
 
 def _program_text(filename: str) -> str | None:
-    """The text of ``python -c`` or of a script on standard input, if it can still be had."""
+    """The text of ``python -c`` or of a script on standard input, if it is still available."""
     if filename == "<string>" and sys.argv[:1] == ["-c"]:
         options = iter(sys.orig_argv[1:])
         for option in options:
@@ -359,12 +359,12 @@ def _statement(text: str, defined_name: str, bound_name: str, line: int | None) 
     if found is None:
         return None
     lines = text.splitlines(keepends=True)[found_first - 1 : found.end_lineno]
-    # Not dedent: that would change the strings in it.
+    # Not textwrap.dedent: that would change strings inside the statement.
     return ("if True:\n" if found.col_offset else "") + "".join(lines)
 
 
 def _names_in_source(source: str) -> set[str]:
-    """The global names that the statement uses, when it is run and when it is called."""
+    """The global names that the statement uses, when it runs and when the result is called."""
     names = set()
     tables = [symtable.symtable(source, "<definition>", "exec")]
     while tables:
@@ -390,7 +390,7 @@ def _make_source(definition: Definition, namespace: dict[str, Any]) -> Any:
     source = str(definition.body)
     filename = f"<{definition.name} of the driver's __main__>"
     linecache.cache[filename] = len(source), None, source.splitlines(keepends=True), filename
-    # In locals of its own: the statement may bind another name than the definition's.
+    # With a namespace of its own: the statement may bind another name than the definition's.
     bound: dict[str, Any] = {}
     exec(compile(source, filename, "exec", dont_inherit=True), namespace, bound)
     bound.pop("annotations", None)

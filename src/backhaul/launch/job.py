@@ -1,7 +1,7 @@
-"""All or nothing: the first worker that fails for good stops the others, and so does a signal to us.
+"""All or nothing: the first worker that fails for good stops the others, and so does a signal to the launcher.
 
-A worker that fails is started again as long as restarts are left, once its process group is gone. With ``rejoin`` the
-others go on also when none is left.
+A worker that fails is restarted while restarts are left, once its process group is gone. With ``rejoin`` the
+others continue even when none are left.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The launcher's exit ``code``, and what it comes from if it is not zero."""
+    """The launcher's exit ``code``, and its cause if the code is not zero."""
 
     code: int
     why: str = ""
-    """Which worker or host failed, and how; with all others stopped for it if ``stopped``."""
+    """Which worker or host failed, and how. If ``stopped``, all others were stopped because of it."""
     signum: int | None = None
     stopped: bool = True
 
     @property
     def report(self) -> str:
-        """What the user is told."""
+        """The message for the user."""
         if self.signum is not None:
             return f"stopped by {signal.Signals(self.signum).name}"
         return f"{self.why}; the other workers were stopped" if self.why and self.stopped else self.why
 
 
 class Cause:
-    """What came first: a worker's failure or a signal. Later ones follow from it."""
+    """The first event, a worker's failure or a signal. Later ones are its consequences."""
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
@@ -50,10 +50,10 @@ class Cause:
 
 
 OnEnd = Callable[[Process, bool], None]
-"""Told of a process that has ended, and whether it is started again."""
+"""Called with a process that has ended, and whether it is restarted."""
 
 OnSignal = Callable[[int], None]
-"""Told of a signal, in its handler."""
+"""Called with a signal, in its handler."""
 
 
 def run_job(
@@ -65,14 +65,14 @@ def run_job(
     rejoin: bool = False,
     on_missing: Callable[[Process], None] = lambda process: None,
 ) -> Outcome:
-    """Run ``commands`` to their end. Main thread only, since it handles signals.
+    """Run ``commands`` until all have ended. Main thread only, since it handles signals.
 
-    Workers that fail are started again, ``restarts`` times altogether. With ``rejoin``, a worker that is not started
-    again leaves the others alone, and ``on_missing`` is told. SIGINT, SIGTERM and SIGHUP are passed on once; a second
-    one kills at once.
+    Workers that fail are restarted, ``restarts`` times in total. With ``rejoin``, the others continue without a worker
+    that is not restarted, and ``on_missing`` is called with it. SIGINT, SIGTERM and SIGHUP are passed on once; a second
+    signal kills the workers at once.
     """
     cause = Cause()
-    missing = Cause()  # of what the others go on without
+    missing = Cause()  # why the others continue without a worker
 
     def stop(signum: int) -> None:
         if cause.claim(Outcome(128 + signum, signum=signum)):
@@ -81,7 +81,7 @@ def run_job(
             supervisor.stop(signal.SIGKILL, grace=0.0)
 
     times = [0] * len(commands)
-    leaving: list[Process] = []  # to be started again when they are over
+    leaving: list[Process] = []  # restarted when they are over
     with signals_stop(stop):
         for index, command in enumerate(commands):
             supervisor.start(command, index)
@@ -115,23 +115,23 @@ def run_job(
 
 
 def exit_code(returncode: int) -> int:
-    """As a shell has it: a death by signal N is 128 + N."""
+    """The code as a shell reports it: a death by signal N is 128 + N."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 @contextmanager
 def signals_stop(on_signal: OnSignal) -> Iterator[None]:
-    """Have SIGINT, SIGTERM and SIGHUP call ``on_signal`` in the block, unless they are ignored. Main thread only."""
+    """Call ``on_signal`` for SIGINT, SIGTERM and SIGHUP in the block, unless they are ignored. Main thread only."""
 
     def handle(signum: int, frame: FrameType | None) -> None:
         on_signal(signum)
 
     previous = {}
     for signum in _STOP_SIGNALS:
-        # Ignored from the start means nohup, or a shell's background job: it stays ignored.
+        # A signal that is ignored from the start means nohup or a shell's background job. It stays ignored.
         if signal.getsignal(signum) is not signal.SIG_IGN:
             previous[signum] = signal.signal(signum, handle)
-    # An ignored SIGCHLD is inherited, and would hide our children's exit codes.
+    # An ignored SIGCHLD is inherited and would hide our children's exit codes.
     previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield

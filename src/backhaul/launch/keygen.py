@@ -13,10 +13,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "keygen",
         help="make the key of a cluster",
-        description="Write a new key to FILE, which only its owner can read. Workers on several hosts that have a copy "
-        "of it trust each other, and nobody else. An existing file is not overwritten.",
+        description="Write a new key to FILE, which only its owner can read. Workers that have a copy of "
+        "the key trust each other, and nobody else. An existing file is not overwritten.",
     )
-    parser.add_argument("file", metavar="FILE", help="where to write it, e.g. cluster.key")
+    parser.add_argument("file", metavar="FILE", help="the file to write, e.g. cluster.key")
     parser.set_defaults(handle=keygen)
 
 
@@ -28,7 +28,7 @@ def keygen(options: argparse.Namespace) -> int:
         print(f"backhaul keygen: {error}", file=sys.stderr)
         return 1
     print(
-        f"wrote a new key to {options.file}. Copy it to every host by a way that others cannot read, and start workers "
+        f"wrote a new key to {options.file}. Copy it to every host over a private channel. Start workers "
         f"with `backhaul run --key-file {options.file}`, with {KEY_FILE_VARIABLE}, or with RpcOptions(key_file=...)."
     )
     return 0

@@ -1,11 +1,11 @@
-"""A lease: how long the steward of a host goes on without word of the launcher, and when the launcher is sure of that.
+"""A lease: how long a steward runs without an answer from the launcher, and when the launcher can be sure of its end.
 
-A host that the network has cut off cannot be told to stop. So its steward holds a lease, which it asks to renew again
-and again. A grant counts from the time of its *question*, which is before the launcher's answer. So if the launcher has
-last answered at time t, the lease ends before t + seconds, whatever the network delays or repeats. Then the steward
-kills its workers. The launcher waits until then, and a moment more, and knows that they are gone.
+A launcher cannot tell a host to stop once the network has cut the host off. So the host's steward holds a lease, and
+keeps asking to renew it. A grant counts from the time of its *question*, which is before the launcher's answer. So if
+the launcher last answered at time t, the lease ends before t + seconds, whatever the network delays or repeats. Then
+the steward kills its workers. The launcher waits until then, plus a margin, and knows that they are gone.
 
-Pure: times are given, in seconds of a clock that goes on while the machine sleeps (`clock`).
+Pure: the caller passes times, in seconds of a clock that runs on while the machine sleeps (`clock`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import time
 
 _ASK_TIMES = 6
-_MARGIN = 2.0  # seconds that killing takes, and that clocks may differ by
+_MARGIN = 2.0  # seconds for the killing, and for differences between clocks
 
-# Of a clock that goes on while the machine sleeps, where the system has one.
+# A clock that runs on while the machine sleeps, if the system has one.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
@@ -34,7 +34,7 @@ class Lease:
         self._number = 0
 
     def ask(self, now: float) -> int | None:
-        """The number of a question that is due now; the launcher repeats it in its answer."""
+        """The number of a question that is due now, or None; the launcher repeats the number in its answer."""
         if now < self.next_question:
             return None
         self._number += 1
@@ -43,7 +43,7 @@ class Lease:
         return self._number
 
     def granted(self, number: int) -> None:
-        """The launcher has answered a question."""
+        """Note that the launcher has answered a question."""
         asked = self._asked.get(number)
         if asked is None:
             return
@@ -67,15 +67,15 @@ class Grants:
         self.warned = False
 
     def silence(self, now: float) -> float:
-        """Seconds since the host has last been heard."""
+        """Seconds since the launcher last heard from the host."""
         return now - self._answered
 
     @property
     def doubtful_at(self) -> float:
-        """When to say that the host does not answer."""
+        """When to report that the host does not answer."""
         return self._answered + self._seconds / 2
 
     @property
     def over_at(self) -> float:
-        """When the workers of the host are gone for certain."""
+        """When the workers of the host are certainly gone."""
         return self._answered + self._seconds + _MARGIN

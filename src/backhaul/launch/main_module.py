@@ -1,9 +1,9 @@
 """Gives a worker the driver's ``__main__``, so that functions of a script are callable there.
 
-As multiprocessing's spawn does, the worker runs the driver's script again, under the
-name ``__mp_main__``: what stands below ``if __name__ == "__main__"`` does not run. Where
-a script has no such guard, running it again would start a cluster again; so
-`stop_if_loading` ends the run right there, and what was defined above stays.
+As in multiprocessing's spawn, the worker runs the driver's script again under the
+name ``__mp_main__``, so the block below ``if __name__ == "__main__"`` does not run. If
+a script has no such guard, running it again would start a cluster again. So
+`stop_if_loading` ends the run right there, and everything defined above stays.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ LOADED_NAME = "__mp_main__"
 
 @dataclass(frozen=True)
 class MainModule:
-    """Where ``__main__`` can be had from: a module's ``name``, a ``path``, or neither."""
+    """Where to load ``__main__`` from: a module's ``name``, a ``path``, or neither."""
 
     name: str | None = None
     path: str | None = None
 
 
 class LoadingStopped(BaseException):
-    """The script has come to where it starts the cluster. Not an Exception: no handler should catch it."""
+    """The script has reached the line that starts the cluster. Not an Exception, so that no handler catches it."""
 
 
-# What this process is, whatever thread asks, and for good once it loads: a worker that
+# The role of this process, for all threads. It never changes back: a worker that
 # started a cluster would start clusters without end.
 _role: Literal["driver", "loading", "worker"] = "driver"
 
 
 def describe(main: ModuleType) -> MainModule:
-    """How to make ``main`` again in another process.
+    """How to load ``main`` again in another process.
 
-    Neither name nor path for a notebook or an interpreter, whose ``__main__`` is no file,
-    and for ``python -m package``: a ``__main__.py`` rarely has a guard, and running
+    Neither name nor path for a notebook or an interpreter, whose ``__main__`` is not a file.
+    Nor for ``python -m package``: a ``__main__.py`` rarely has a guard, and loading
     unittest's again would run the tests again.
     """
     spec = getattr(main, "__spec__", None)
@@ -52,12 +52,12 @@ def describe(main: ModuleType) -> MainModule:
 def load(main: MainModule) -> ModuleType:
     """Run the driver's ``__main__`` and install it as this process's.
 
-    Raises whatever the script raises. Without name or path, ``__main__`` will be empty.
+    Raises whatever the script raises. Without name or path, ``__main__`` is empty.
     """
     global _role
     module = ModuleType(LOADED_NAME if main.name or main.path else "__main__")
     code = code_for(main, module)
-    # Installed first: the script may look itself up, as dataclasses and pickle do.
+    # Installed first, because the script may look itself up, as dataclasses and pickle do.
     sys.modules["__main__"] = sys.modules[LOADED_NAME] = module
     _role = "loading"
     try:
@@ -70,9 +70,9 @@ def load(main: MainModule) -> ModuleType:
 
 
 def stop_if_loading() -> None:
-    """Called where a cluster starts: ends the script if a worker is running it.
+    """End the script if a worker is running it. Called where a cluster starts.
 
-    Raises `MisuseError` in a worker that has its script already.
+    Raises `MisuseError` in a worker that has already run its script.
     """
     if _role == "loading":
         raise LoadingStopped
@@ -81,7 +81,7 @@ def stop_if_loading() -> None:
 
 
 def code_for(main: MainModule, module: ModuleType) -> CodeType:
-    """The code to run in ``module``, which is told where it comes from."""
+    """The code to run in ``module``, whose attributes then say where it comes from."""
     if main.name is not None:
         spec = importlib.util.find_spec(main.name)
         if spec is None or spec.loader is None:

@@ -1,14 +1,14 @@
 """The worker processes of a cluster, from the driver's side: start, watch, stop.
 
-How a worker starts, told over one pipe::
+How a worker starts, with the messages on its pipe::
 
     driver                              worker
       Start: main, argv, options  ──>     runs the driver's script up to cluster()
       <── the names it has then
       JOIN, when all are that far ──>     joins the group, and serves
 
-A worker that fails on the way ends, which its sentinel tells; the others are stopped. Later, a worker may be restarted:
-another process takes its place in the same way, and the others go on meanwhile.
+A worker that fails on the way exits, and its sentinel reports that; the others are stopped. Later, a worker may be
+restarted: another process takes its place in the same way, while the others continue.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ beginning: list[str] = []
 
 @dataclass(frozen=True)
 class Start:
-    """The first message to a worker: what it needs to become one."""
+    """The first message to a worker: everything that the process needs to become one."""
 
     main: MainModule
     argv: list[str]
@@ -52,13 +52,13 @@ class Start:
     world_size: int
     options: RpcOptions
     definitions: Sequence[Definition] = ()
-    """What the driver has sent to the others before."""
+    """The definitions that the driver has sent to the other workers before."""
 
 
 class Members:
-    """Worker processes, with a thread that carries their output and notices their end.
+    """Worker processes, with a thread that carries their output and notices when they end.
 
-    Whatever happens, call `stop`: it also gives back what was made before the first process.
+    Always call `stop`: it also releases what was made before the first process.
     """
 
     def __init__(self, session: Session, sink: Sink) -> None:
@@ -74,14 +74,14 @@ class Members:
         self._ended: list[Process] = []
         self._expected = True
         self._stopping = False
-        self._dismissed: set[int] = set()  # processes that end because they are replaced
+        self._dismissed: set[int] = set()  # processes that end because others replace them
         promise(session.directory)
 
     def start(self, entry: str, starts: Sequence[Start], env: Mapping[str, str], timeout: float) -> set[str]:
-        """Start the workers and let them join; returns the names that all have in their ``__main__``.
+        """Start the workers and let them join; returns the names that all of them have in their ``__main__``.
 
         ``entry`` is the ``module:function`` that a worker calls with its end of the pipe. Raises
-        `WorkerLostError` if a worker ends, `RpcTimeoutError` if one is not up in time.
+        `WorkerLostError` if a worker ends, and `RpcTimeoutError` if one is not up in time.
         """
         deadline = time.monotonic() + timeout
         pipes: list[Connection] = []
@@ -113,9 +113,9 @@ class Members:
         return set.intersection(*loaded)
 
     def restart(self, entry: str, start: Start, env: Mapping[str, str], timeout: float) -> Process:
-        """End the worker of that name, if it runs, and let another process take its place; returns that.
+        """End worker ``start.name`` if it runs, and start another process in its place; returns the new process.
 
-        It has been told to join the group when this returns. Raises as `start` does.
+        The new process has been told to join the group when this returns. Raises as `start` does.
         """
         deadline = time.monotonic() + timeout
         place = next(place for place, process in enumerate(self.processes) if process.name == start.name)
@@ -144,7 +144,7 @@ class Members:
         return process
 
     def lost_at_start(self, process: Process, when: str) -> WorkerLostError:
-        """The error for a process that has ended too early."""
+        """The error for a process that ended too early."""
         return WorkerLostError(
             f"worker {process.name!r} {process.ending} {when}. Its last output:\n{process.stderr_tail or '(none)'}",
             process.name,
@@ -152,11 +152,11 @@ class Members:
 
     @contextmanager
     def blamed(self) -> Iterator[None]:
-        """If the block fails, and that because a worker ended, raise what that worker said."""
+        """If the block fails because a worker ended, raise an error with that worker's last output."""
         try:
             yield
         except Exception as error:
-            # A pipe's end may be seen a moment before that of the process which closed it.
+            # A pipe's end may be visible a moment before the end of the process that closed it.
             process = self._first_ended(patience=1.0 if isinstance(error, OSError | EOFError) else 0.0)
             if process is None:
                 raise
@@ -168,18 +168,18 @@ class Members:
             raise EOFError("a worker ended")
 
     def serving(self) -> None:
-        """From now on, a worker that ends by itself is worth a warning."""
+        """From now on, log a warning when a worker ends by itself."""
         self._expected = False
 
     def wait(self, timeout: float = GRACE) -> None:
-        """Let the processes end by themselves."""
+        """Wait for the processes to end by themselves."""
         self._expected = True
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.over.wait(max(0.0, deadline - time.monotonic()))
 
     def stop(self, grace: float = GRACE) -> None:
-        """End the processes that are left, wait for them, and clean up."""
+        """End the remaining processes, wait for them, and clean up."""
         self._expected = True
         self._stopping = True
         if self._thread.ident is not None:
@@ -194,8 +194,8 @@ class Members:
     ) -> tuple[Process, Connection]:
         ours, theirs = Pipe()
         with theirs:
-            # The search path first, and whole: -m would put the current directory, and a script
-            # its own, before the standard library.
+            # The search path comes first, and whole: -m would put the current directory, and a script
+            # its own directory, before the standard library.
             path = [item for item in sys.path if isinstance(item, str)]
             module, _, function = entry.partition(":")
             start_path, serve = f"import sys; sys.path[:] = {path!r}", f"from {module} import {function}"

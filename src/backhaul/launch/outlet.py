@@ -1,7 +1,7 @@
-"""Outlet: a thread that writes what workers print, so that a terminal that stands still holds up nothing else.
+"""Outlet: a thread that writes the workers' output, so that a blocked terminal delays nothing else.
 
-The launcher of several hosts has to answer their stewards while nobody reads its output (Ctrl-S, a pager). What is
-under way is bounded: a steward sends more only when the thread has written what it sent before (`protocol.Credit`).
+The launcher of several hosts must answer their stewards even while nobody reads its output (Ctrl-S, a pager). The
+amount in flight is bounded: a steward sends more only when its earlier output is written (`protocol.Credit`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import BinaryIO
 
 
 class Outlet:
-    """Writes in the order of the calls. ``wake`` is called from its thread when something was written."""
+    """Writes in the order of the calls. Calls ``wake`` from its thread after each write."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.error: OSError | None = None
-        """Why nothing is written any more: the reader has gone."""
+        """The error if writing has failed because the reader is gone; nothing is written after that."""
         self._wake = wake
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._written: SimpleQueue[tuple[int, int]] = SimpleQueue()
@@ -25,7 +25,7 @@ class Outlet:
         self._thread.start()
 
     def writer(self, stream: BinaryIO) -> Callable[[bytes], None]:
-        """What has bytes written to ``stream``."""
+        """A function that queues bytes for ``stream``."""
 
         def write(data: bytes) -> None:
             def do() -> None:
@@ -41,7 +41,7 @@ class Outlet:
         self._jobs.put(lambda: self._written.put((host, size)))
 
     def written(self) -> list[tuple[int, int]]:
-        """The marks that were come to since."""
+        """The marks passed since the last call."""
         found = []
         while True:
             try:
@@ -50,7 +50,7 @@ class Outlet:
                 return found
 
     def finish(self, seconds: float) -> bool:
-        """Wait until all is written, for at most ``seconds``; whether it is."""
+        """Wait at most ``seconds`` until all is written; returns whether it is."""
         self._jobs.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()

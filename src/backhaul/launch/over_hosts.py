@@ -1,4 +1,4 @@
-"""``backhaul run --hosts a:2,b:2 script.py``: the command line becomes terms, which are carried out or only shown."""
+"""``backhaul run --hosts a:2,b:2 script.py``: turns the command line into terms, and runs or shows them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from backhaul.security.keys import KEY_FILE_VARIABLE, read_key_file
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the command line says. None is what it leaves out."""
+    """The options of the command line. None means not given."""
 
     version: str
-    """That of Backhaul here."""
+    """The version of Backhaul here."""
     script: str
     module: bool = False
     argv: Sequence[str] = ()
-    """What Python is given, the script and its arguments included."""
+    """The arguments of Python: the script and its own arguments included."""
     hosts: str | None = None
     hostfile: str | None = None
     ssh: str | None = None
@@ -60,7 +60,7 @@ def hosts_of(wishes: Wishes) -> list[Host]:
 def terms_of(
     wishes: Wishes, hosts: Sequence[Host], names: Sequence[str], environment: Mapping[str, str], *, named: bool
 ) -> Terms:
-    """What is launched, with the key of the cluster and ``environment`` for all workers. Raises `OptionError`."""
+    """The terms of the launch, with the cluster's key and ``environment`` for all workers. Raises `OptionError`."""
     key_file = wishes.key_file or os.environ.get(KEY_FILE_VARIABLE)
     secret = read_key_file(key_file).hex() if key_file else secrets.token_hex(32)
     return Terms(
@@ -83,14 +83,14 @@ def terms_of(
 
 
 def run(wishes: Wishes, terms: Terms, *, colour: bool) -> Outcome:
-    """Start the workers and stay until the last has ended. Raises `BrokenPipeError` if the output has no reader."""
+    """Start the workers and wait until the last has ended. Raises `BrokenPipeError` if the output has no reader."""
     inherited = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
     way = Way(wishes.ssh or ssh.DEFAULT, wishes.python or sys.executable, inherited)
     return Fleet(terms, way, colour=colour).run()
 
 
 def describe(wishes: Wishes, terms: Terms) -> str:
-    """What `run` would start, for people. Shows neither the key nor the values of variables that are passed on."""
+    """What `run` would start, for people. Shows neither the key nor the values of variables passed on."""
     python = wishes.python or sys.executable
     first = terms.hosts[0]
     address = terms.master_addr or first.address or f"<the address of {first.name}>"

@@ -1,6 +1,6 @@
-"""Which hosts there are, and which worker goes where: ``--hosts`` and hostfiles become seats. Pure.
+"""Which hosts there are, and which worker runs where: turns ``--hosts`` and hostfiles into seats. Pure.
 
-Ranks follow the order of the hosts: the first host has the first ranks, and so rank 0.
+Ranks follow the order of the hosts. The first host has the first ranks, and so rank 0.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ LOCALHOST = "localhost"
 """The host that needs no ssh: the launcher's own."""
 
 _MOST = 4096
-_EXAMPLE = "write them as --hosts a:2,b:2, with the number of workers behind each"
+_EXAMPLE = "write them as --hosts a:2,b:2, with the number of workers after each"
 _FIELDS = ("slots", "address", "python", "workdir", "ssh")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host, as ssh knows it, and what is different there from what the command line says for all."""
+    """A host, as ssh names it, and its deviations from the options of the command line."""
 
     target: str
-    """What ssh is given: a name, an address, or ``user@name``."""
+    """The argument for ssh: a name, an address, or ``user@name``."""
     slots: int = 1
     """The number of workers there."""
     address: str | None = None
-    """Where the workers of other hosts reach those of this one."""
+    """The address at which workers of other hosts reach the workers of this one."""
     python: str | None = None
     workdir: str | None = None
     ssh: str | None = None
 
     @property
     def name(self) -> str:
-        """What people call it: the target without the user."""
+        """The host's name for people: the target without the user."""
         return self.target.rpartition("@")[2]
 
     @property
@@ -46,12 +46,12 @@ class Host:
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of one worker."""
+    """One worker's place."""
 
     rank: int
     name: str
     host: int
-    """Which of the hosts, by its number."""
+    """The number of its host."""
     local_rank: int
     local_world_size: int
 
@@ -83,9 +83,9 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def parse_hostfile(text: str, path: str) -> list[Host]:
-    """The hosts of a file: one on each line, ``b:2`` or ``b slots=2``, with ``#`` before remarks.
+    """The hosts of a file: one on each line, ``b:2`` or ``b slots=2``; ``#`` starts a comment.
 
-    ``address=``, ``python=``, ``workdir=`` and ``ssh=`` say what is different there. Raises `OptionError`.
+    ``address=``, ``python=``, ``workdir=`` and ``ssh=`` override the command line. Raises `OptionError`.
     """
     found = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -140,7 +140,7 @@ def _checked(hosts: list[Host], where: str) -> list[Host]:
     for host in hosts:
         if host.target in seen:
             raise OptionError(
-                f"{where}: host {host.target!r} is named twice; give it all of its workers at once, as in "
+                f"{where}: host {host.target!r} is named twice; name it once with all its workers, as in "
                 f"{host.target}:2"
             )
         seen.add(host.target)

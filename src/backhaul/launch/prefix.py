@@ -1,6 +1,6 @@
 """The worker's name in front of every line that it prints.
 
-Everything is bytes: what a worker prints need not be text, and goes out unchanged.
+Everything is bytes: a worker's output need not be text, and passes unchanged.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ Write = Callable[[bytes], None]
 
 OUT, ERR = 1, 2
 
-# A line without an end is cut here, so that memory stays bounded.
+# A line without an end is cut at this length, so that memory stays bounded.
 _LONGEST_LINE = 1 << 16
 
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
 def prefix(name: str, index: int, colour: bool) -> bytes:
-    """``[name] ``; coloured by ``index`` if wished."""
+    """``[name] ``; coloured by ``index`` if ``colour``."""
     plain = f"[{name}] "
     return f"\x1b[{_COLOURS[index % len(_COLOURS)]}m{plain}\x1b[0m".encode() if colour else plain.encode()
 
 
 def wants_colour(stream: IO[str], environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``stream`` is a terminal and the user did not say NO_COLOR."""
+    """Whether ``stream`` is a terminal and NO_COLOR is not set."""
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and stream.isatty()
 
 
@@ -38,7 +38,7 @@ class LinePrefixer:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that ``data`` completed."""
+        """The lines that ``data`` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LONGEST_LINE:
             lines.append(self._rest)
@@ -46,7 +46,7 @@ class LinePrefixer:
         return b"".join(self._prefix + line + b"\n" for line in lines)
 
     def finish(self) -> bytes:
-        """The last line, if it had no end."""
+        """The last line, if it has no line end."""
         rest, self._rest = self._rest, b""
         return self._prefix + rest + b"\n" if rest else b""
 

@@ -1,4 +1,4 @@
-"""What the launcher and the steward of a host say to each other, over the two pipes of one ssh connection. No I/O.
+"""The messages between the launcher and the steward of a host, over the two pipes of one ssh connection. No I/O.
 
 ::
 
@@ -16,8 +16,8 @@
       Credit: output that was written     ──>   bounds what is under way
       end of input                        ──>   the launcher is gone: all workers are killed
 
-After the mark all is frames: a length of 4 bytes, the highest first, and as many bytes of msgpack. The two
-pipes are as trusted as ssh is: whoever can write to them can run any program as that user anyway.
+After the mark come frames: a length of 4 bytes, big-endian, and that many bytes of msgpack. The two
+pipes are as trusted as ssh: anyone who can write to them can run any program as that user anyway.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from backhaul.errors import ProtocolError
 
 VERSION = 1
 MARK = b"\0backhaul steward\0"
-"""Before the first frame: what a host's shell prints comes before it."""
+"""Precedes the first frame. Everything before it is output of the host's shell."""
 
 WINDOW = 1 << 18
-"""Bytes of output that a steward may have under way."""
+"""Bytes of output that a steward may have in flight."""
 CHUNK = 1 << 15
 """The most output in one frame."""
 
@@ -42,17 +42,17 @@ _LENGTH_BYTES = 4
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What all messages have in common."""
+    """Base of all messages."""
 
 
 class Setup(Message, frozen=True):
     host: str
-    """What the launcher calls this host."""
+    """The launcher's name for this host."""
     environment: dict[str, str]
     """Variables for all workers, the key among them."""
     workdir: str
     script: str | None
-    """The script whose presence is looked for; None for a module."""
+    """The script that must exist on the host; None for a module."""
     lease: float
 
 
@@ -97,7 +97,7 @@ class Hello(Message, frozen=True):
     protocol: int
     version: str
     address: str
-    """The host's own address of the ssh connection; empty if there is none."""
+    """The host's own address on the ssh connection; empty if there is none."""
 
 
 class Ready(Message, frozen=True):
@@ -115,7 +115,7 @@ class Listening(Message, frozen=True):
 
 class Reached(Message, frozen=True):
     own_address: str
-    """This host's address on the way there."""
+    """This host's address on the route to it."""
     error: str = ""
 
 
@@ -158,7 +158,7 @@ def frame(message: Message) -> bytes:
 
 
 class Reader:
-    """Bytes -> messages of one kind. Raises `ProtocolError` for what is none."""
+    """Bytes -> messages of one kind. Raises `ProtocolError` for other bytes."""
 
     def __init__(self, kind: Any) -> None:
         self._decode = msgspec.msgpack.Decoder(kind).decode
@@ -183,7 +183,7 @@ class Reader:
 
 
 class StewardReader:
-    """What comes from a host -> messages. What its shell prints before the mark is kept apart."""
+    """A host's bytes -> messages. Keeps the shell's output before the mark apart."""
 
     def __init__(self) -> None:
         self.noise = b""

@@ -1,4 +1,4 @@
-"""What the workers of one launch share, and the environment that tells them."""
+"""What the workers of one launch share, and the environment variables that tell them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ LOOPBACK = "127.0.0.1"
 INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
 NAME_VARIABLE = "BACKHAUL_NAME"
 RESTARTS_VARIABLE = "BACKHAUL_RESTARTS"
-"""Tells a worker how often it has been restarted, if it has."""
+"""Tells a restarted worker how many restarts it has had."""
 RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"
 SECRET_VARIABLE = "BACKHAUL_SECRET"
 
 NOT_INHERITED = (KEY_FILE_VARIABLE, NAME_VARIABLE, RESTARTS_VARIABLE)
-"""What workers on other hosts do not get from the login there: it would win over what the launch says."""
+"""Variables that workers on other hosts must not inherit from their login: they would override those of the launch."""
 
 
 class Session:
@@ -36,7 +36,7 @@ class Session:
         return f"file://{self.directory}/store"
 
     def environment(self, rank: int, world_size: int) -> dict[str, str]:
-        """The variables of worker ``rank``: torchrun's, and ours."""
+        """The variables of worker ``rank``: torchrun's and ours."""
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
@@ -60,10 +60,10 @@ class Session:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now.
+    """A loopback port on which nothing listens now.
 
-    Another program may take it before a worker binds it. Backhaul itself meets
-    through a file and does not depend on the port; it is there for scripts that
+    Another program may take the port before a worker binds it. Backhaul itself meets
+    through a file and does not depend on the port. The port is for scripts that
     also use ``torch.distributed``.
     """
     with socket.socket() as probe:

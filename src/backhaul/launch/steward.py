@@ -1,13 +1,13 @@
-"""The steward: one process on each host, which starts the workers there for a launcher elsewhere, and ends them.
+"""The steward: one process on each host that starts and ends the workers there, for a launcher elsewhere.
 
-It speaks with the launcher over its standard input and output (`protocol`), which are an ssh connection as a rule.
-Three things end all workers of the host at once:
+The steward talks to the launcher over its standard input and output (`protocol`), usually an ssh connection.
+Three events end all workers of the host at once:
 
-- the end of its input: the launcher or the connection is gone;
-- the end of its lease (`lease`): the launcher has not answered for so long that it counts the workers as lost;
-- its own death, or that it is stopped: then its guardian does it.
+- the end of the steward's input: the launcher or the connection is gone;
+- the end of its lease (`lease`): the launcher has not answered for so long that it takes the workers for lost;
+- the steward's own death or suspension: its guardian then ends the workers.
 
-One thread does all of it, in the loop of a `Supervisor`.
+One thread does all the work, in the loop of a `Supervisor`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from backhaul.news import promise, tell
 from backhaul.transport.hosts import address_towards
 
 _READ = 1 << 16
-_FIRST_LEASE = 60.0  # seconds within which the launcher has to set this steward up
-_AFTER_LEASE = 0.5  # seconds that the guardian gives this process to act by itself
+_FIRST_LEASE = 60.0  # seconds within which the launcher must set up this steward
+_AFTER_LEASE = 0.5  # seconds that this process has to act before its guardian does
 _BACKLOG = 64
 
 
@@ -53,12 +53,12 @@ class Steward:
         self._environment: dict[str, str] | None = None
         self._workdir = ""
         self._listener: socket.socket | None = None
-        self._reached: SimpleQueue[protocol.Reached] = SimpleQueue()  # from the threads that try
+        self._reached: SimpleQueue[protocol.Reached] = SimpleQueue()  # from the threads that connect
         self._leaving: list[Process] = []
         self._launcher_gone = False
 
     def run(self) -> None:
-        """Serve the launcher until it is gone; then all workers are gone, too."""
+        """Serve the launcher until it is gone. All workers are gone when this returns."""
         self._supervisor.attend(self._source, self._on_input)
         self._feed.send(protocol.MARK)
         self._send(protocol.Hello(protocol.VERSION, self._version, _ssh_address()))
@@ -67,8 +67,8 @@ class Steward:
                 self._look_after_lease()
                 for process in self._supervisor.poll(max(0.0, self._next_time() - clock())):
                     self._on_end(process)
-                self._tell_what_was_found()
-                self._tell_who_is_over()
+                self._report_reached()
+                self._report_over()
         finally:
             self._supervisor.close()
             self._guardian.close()
@@ -113,7 +113,7 @@ class Steward:
     def _look_after_lease(self) -> None:
         now = clock()
         if self._lease.is_over(now):
-            # Nobody may hear this; if somebody does, the connection works and the launcher is stopped.
+            # Perhaps nobody reads this. If somebody does, the connection works and the launcher is suspended.
             print("backhaul: the launcher has not answered; the workers of this host are killed", file=sys.stderr)
             self._launcher_gone = True
             return
@@ -132,7 +132,7 @@ class Steward:
         if refusal:
             self._send(protocol.Refused(refusal))
             return
-        self._lease = Lease(setup.lease, self._greeted_at)  # from before the launcher's answer, as any grant
+        self._lease = Lease(setup.lease, self._greeted_at)  # counts from before the launcher's answer, like any grant
         self._guardian.expect(setup.lease + _AFTER_LEASE)
         promise(self._directory, of_all_hosts=True)
         inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
@@ -142,7 +142,7 @@ class Steward:
         self._send(protocol.Ready())
 
     def _listen(self, address: str, port: int) -> None:
-        """Take the port on which the group will meet, to see that it is free and can be reached."""
+        """Take the port on which the group will meet, to check that it is free and reachable."""
         try:
             family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -156,7 +156,7 @@ class Steward:
         self._send(protocol.Listening(sock.getsockname()[1]))
 
     def _reach(self, address: str, port: int, seconds: float) -> None:
-        """On a thread of its own: connecting takes time."""
+        """Try to connect, on a thread of its own because connecting takes time."""
         error = ""
         try:
             socket.create_connection((address, port), seconds).close()
@@ -165,7 +165,7 @@ class Steward:
         self._reached.put(protocol.Reached(address_towards(address) or "", error))
         self._supervisor.wake()
 
-    def _tell_what_was_found(self) -> None:
+    def _report_reached(self) -> None:
         while True:
             try:
                 self._send(self._reached.get_nowait())
@@ -176,7 +176,7 @@ class Steward:
 
     def _start(self, start: protocol.Start) -> None:
         if self._environment is None:
-            raise ProtocolError("the launcher starts a worker before it has set this host up")
+            raise ProtocolError("the launcher started a worker before it set up this host")
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -191,7 +191,7 @@ class Steward:
         self._send(protocol.Started(start.rank, process.pid, process.identity))
 
     def _carry(self, name: str, index: int, stream: int, data: bytes) -> None:
-        """The sink of the supervisor; an index is a rank."""
+        """The sink of the supervisor; ``index`` is a rank."""
         for begin in range(0, len(data), protocol.CHUNK) or (0,):
             self._send(protocol.Output(index, stream, data[begin : begin + protocol.CHUNK]))
         self._credit -= len(data)
@@ -202,43 +202,43 @@ class Steward:
         self._leaving.append(process)
         self._send(protocol.Ended(process.index, process.returncode or 0, process.ending))
 
-    def _tell_who_is_over(self) -> None:
+    def _report_over(self) -> None:
         for process in [process for process in self._leaving if process.over.is_set()]:
             self._leaving.remove(process)
             self._send(protocol.Over(process.index))
 
 
 def _refusal(setup: protocol.Setup) -> str:
-    """Why no workers can be started here; empty if they can."""
+    """Why workers cannot start here; empty if they can."""
     if not os.path.isdir(setup.workdir):
         return (
             f"it has no directory {setup.workdir}, in which the launcher runs: make it, or name another with --workdir"
         )
     if setup.script is not None and not os.path.exists(os.path.join(setup.workdir, setup.script)):
         return (
-            f"it has no script {os.path.join(setup.workdir, setup.script)}: copy it there, or name the directory that "
+            f"it has no script {os.path.join(setup.workdir, setup.script)}: copy it there, or give the directory that "
             "has it with --workdir"
         )
     return ""
 
 
 def _ssh_address() -> str:
-    """This host's address of the ssh connection; empty without one."""
+    """This host's address on the ssh connection; empty without one."""
     parts = os.environ.get("SSH_CONNECTION", "").split()  # the client's address and port, then the server's
     return parts[2] if len(parts) == 4 else ""
 
 
 def main(version: str) -> None:
-    """Be the steward of this host, which has that version of Backhaul.
+    """Be the steward of this host. ``version`` is the version of Backhaul here.
 
-    Standard input and output belong to the launcher; no print may hit them.
+    Standard input and output belong to the launcher, so no print may reach them.
     """
     source, target = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
-    # A connection that breaks is noticed by writing; the signal would end this process before its workers.
+    # The steward notices a broken connection when it writes; the signal would end it before its workers.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     directory = PrivateDirectory()

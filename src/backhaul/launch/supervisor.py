@@ -1,4 +1,4 @@
-"""Starts processes, carries their output, notices their end and stops them.
+"""Starts processes, carries their output, notices when they end, and stops them.
 
 One thread drives a supervisor by calling `Supervisor.poll` in a loop; everything
 happens on that thread. Other threads may only call `stop`, `start_soon` and `wake`, signal handlers only `stop` and
@@ -8,10 +8,10 @@ The life of a process::
 
     running ──(its leader exits)──> leaving ──(output at its end, or a second)──> over
 
-Each process leads a session, and so a group, of its own: a signal reaches its
-children too, and a terminal's Ctrl-C reaches none of them behind our back. While
-*leaving*, the leader stays a zombie, so that the group's number cannot be reused
-before the last of the group was killed; then it is reaped.
+Each process leads a session, and so a group, of its own. A signal to the group reaches the
+process's children too, and a terminal's Ctrl-C reaches none of them directly. While a process is
+*leaving*, its leader stays a zombie, so that the group's number cannot be reused
+before the rest of the group is killed. Then the leader is reaped.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from backhaul.transport.processes import name_of
 GRACE = 5.0
 """Seconds between asking a process to end and killing it."""
 
-_LINGER = 1.0  # seconds that children of an ended process have, to end and finish their output
+_LINGER = 1.0  # seconds that children of an ended process have to end and finish their output
 _CHUNK = 1 << 16
 _TAIL = 4096
 
 Sink = Callable[[str, int, int, bytes], None]
-"""Takes a process's name, index, stream (1 or 2) and output; empty output is the end."""
+"""Receives a process's name, index, stream (1 or 2) and output; empty output marks the end."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Command:
     pass_fds: Sequence[int] = ()
     cwd: str | None = None
     fed: bool = False
-    """Whether its standard input is a `Feed`; otherwise it is empty."""
+    """Whether the process's standard input is a `Feed`; otherwise it is empty."""
 
 
 @dataclass(eq=False)
 class Process:
-    """A started command. ``sentinel`` is readable once it has ended, until the supervisor is closed."""
+    """A started command. ``sentinel`` becomes readable when the process ends, until the supervisor is closed."""
 
     name: str
     index: int
@@ -66,7 +66,7 @@ class Process:
     sentinel: int
     popen: subprocess.Popen[bytes]
     identity: str = ""
-    """Names the process as `transport.processes` does, on its machine and on others."""
+    """The process's name as in `transport.processes`, on its machine and on others."""
     feed: Feed | None = None
     over: threading.Event = field(default_factory=threading.Event)
     returncode: int | None = None
@@ -76,17 +76,17 @@ class Process:
 
     @property
     def stderr_tail(self) -> str:
-        """The last lines that it wrote to its standard error."""
+        """The last lines of the process's standard error."""
         return self._tail.decode(errors="backslashreplace").strip("\n")
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """How the process ended, in words."""
         return "is running" if self.returncode is None else ending(self.returncode)
 
 
 def ending(returncode: int) -> str:
-    """How a process with that code ended, in words."""
+    """How a process with that return code ended, in words."""
     if returncode >= 0:
         return f"exited with code {returncode}"
     try:
@@ -97,7 +97,7 @@ def ending(returncode: int) -> str:
 
 
 class Supervisor:
-    """Runs commands until they are over. A context manager: leaving it kills what is left."""
+    """Runs commands until they are over. A context manager: leaving it kills the remaining processes."""
 
     def __init__(self, sink: Sink, guardian: Guardian) -> None:
         self._sink = sink
@@ -107,7 +107,7 @@ class Supervisor:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
-        # SimpleQueue.put may be interrupted by a signal handler that calls it again.
+        # SimpleQueue.put is reentrant: a signal handler may interrupt it and call it again.
         self._stops: SimpleQueue[tuple[int, float, Process | None]] = SimpleQueue()
         self._starts: SimpleQueue[tuple[Command, int, Future[Process]]] = SimpleQueue()
         self._kill_at: float | None = None
@@ -118,13 +118,13 @@ class Supervisor:
 
     @property
     def active(self) -> bool:
-        """Whether some process is not over yet."""
+        """Whether any process is not over yet."""
         return bool(self._active)
 
     def start(self, command: Command, index: int | None = None) -> Process:
-        """Start ``command``. Only before or between polls.
+        """Start ``command``. Call only before or between polls.
 
-        ``index`` is that of the process whose place it takes, if there is one.
+        ``index`` is that of the process whose place the new one takes, if any.
         """
         popen = subprocess.Popen(
             list(command.argv),
@@ -154,20 +154,20 @@ class Supervisor:
         return process
 
     def attend(self, fd: int, callback: Callable[[], None]) -> None:
-        """Have `poll` call ``callback`` when ``fd`` can be read, until it is `ignore`d."""
+        """Make `poll` call ``callback`` when ``fd`` is readable, until `ignore` is called for it."""
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def ignore(self, fd: int) -> None:
         self._selector.unregister(fd)
 
     def feed(self, fd: int) -> Feed:
-        """Writes to ``fd``, which it owns, whenever there is room; `poll` does it."""
+        """A `Feed` that owns ``fd``; `poll` writes its bytes whenever there is room."""
         return Feed(fd, self._selector)
 
     def hold_output(self, held: bool) -> None:
-        """Leave the output of all processes in their pipes, or read it again.
+        """Leave the output of all processes in their pipes, or resume reading it.
 
-        Meanwhile no process is over whose output is not at its end, so none of it is lost.
+        While output is held, a process with unread output does not become over, so none of it is lost.
         """
         if held == self._held:
             return
@@ -185,30 +185,30 @@ class Supervisor:
                         process._leaving_until = time.monotonic() + _LINGER
 
     def start_soon(self, command: Command, index: int) -> Future[Process]:
-        """A future of the process that the next `poll` starts, in the place of another. Safe from any thread."""
+        """A future of the process that the next `poll` starts in the place of another. Safe from any thread."""
         future: Future[Process] = Future()
         self._starts.put((command, index, future))
         self.wake()
         return future
 
     def stop(self, signum: int = signal.SIGTERM, grace: float = GRACE, only: Process | None = None) -> None:
-        """Send ``signum`` to every process, and SIGKILL to those still there after ``grace`` seconds.
+        """Send ``signum`` to every process, and SIGKILL to those still running after ``grace`` seconds.
 
-        With ``only``, send it to that one, and nothing later. Safe from any thread and from a signal handler; returns
-        at once, `poll` does it.
+        With ``only``, send it to that process alone, and no SIGKILL later. Safe from any thread and from a signal
+        handler. Returns at once; `poll` sends the signals.
         """
         self._stops.put((signum, time.monotonic() + grace, only))
         self.wake()
 
     def wake(self) -> None:
-        """Have `poll` return. Safe from any thread and from a signal handler."""
+        """Make `poll` return. Safe from any thread and from a signal handler."""
         try:
             os.write(self._wake_write, b"!")
         except BlockingIOError:
-            pass  # full: it wakes anyway
+            pass  # full: `poll` wakes anyway
 
     def poll(self, seconds: float | None = None) -> list[Process]:
-        """Wait for something to happen, for at most ``seconds``; return the processes that ended, in their order."""
+        """Wait at most ``seconds`` for an event; return the processes that ended, in their order."""
         for key, _ in self._selector.select(self._patience(seconds)):
             key.data()
         self._start_requested()
@@ -218,8 +218,8 @@ class Supervisor:
         return exited
 
     def close(self) -> None:
-        """Kill what is left, wait for it, and give everything back. Its last output is dropped."""
-        self._sink = drop  # the sink may be what failed
+        """Kill the remaining processes, wait for them, and release everything. Their last output is dropped."""
+        self._sink = drop  # the sink may be the part that failed
         self.hold_output(False)
         if self.active:
             self.stop(signal.SIGKILL, grace=0.0)
@@ -282,12 +282,12 @@ class Supervisor:
                 self._finish(process)
 
     def _is_leaving(self, process: Process) -> bool:
-        """Whether it has ended, and is over in a moment."""
+        """Whether the process has ended and will be over in a moment."""
         return process.returncode is not None and not (self._held and process._open)
 
     def _on_output(self, process: Process, stream: int) -> None:
         pipe = process.popen.stdout if stream == OUT else process.popen.stderr
-        if pipe is None or pipe.closed or self._held:  # since the selector looked
+        if pipe is None or pipe.closed or self._held:  # changed since the selector looked
             return
         data = os.read(pipe.fileno(), _CHUNK)
         if not data:
@@ -309,7 +309,7 @@ class Supervisor:
     def _on_exit(self, process: Process) -> None:
         self._selector.unregister(process.sentinel)
         process.returncode = _peek_returncode(process.pid)
-        # What the leader left behind may clean up for a moment, then it is killed.
+        # Processes that the leader left behind get a moment to clean up, then they are killed.
         _signal_group(process, signal.SIGTERM)
         process._leaving_until = time.monotonic() + _LINGER
         self._exited.append(process)
@@ -327,13 +327,13 @@ class Supervisor:
 
 
 def drop(name: str, index: int, stream: int, data: bytes) -> None:
-    """The sink that keeps nothing."""
+    """The sink that drops all output."""
 
 
 def _sentinel(pid: int) -> int:
-    """A descriptor that becomes readable when child ``pid`` has exited; it is not reaped.
+    """A descriptor that becomes readable when child ``pid`` has exited; the child is not reaped.
 
-    A thread and a pipe, since pidfd_open is newer than kernels that are still about.
+    Made of a thread and a pipe, since some kernels in use lack pidfd_open.
     """
     read_end, write_end = os.pipe()
 
@@ -341,7 +341,7 @@ def _sentinel(pid: int) -> int:
         try:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         except ChildProcessError:
-            pass  # reaped by somebody else: it has exited all the same
+            pass  # another reaped it: it has exited all the same
         finally:
             os.close(write_end)
 
@@ -350,13 +350,13 @@ def _sentinel(pid: int) -> int:
 
 
 def _peek_returncode(pid: int) -> int:
-    """The exit code of a zombie; minus the signal's number if one killed it."""
+    """The exit code of a zombie; minus the signal's number if a signal killed it."""
     try:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:
         result = None
     if result is None:
-        return 255  # somebody else reaped it and knows the code; not a success that we can claim
+        return 255  # something else reaped it and got the code; never report that as success
     return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 

@@ -15,17 +15,17 @@ class Terms:
     """What is launched, where and how."""
 
     version: str
-    """That of Backhaul, which all hosts have to have."""
+    """The version of Backhaul that all hosts must have."""
     hosts: Sequence[Host]
     seats: Sequence[Seat]
     argv: Sequence[str]
-    """What Python is given on each host."""
+    """The arguments of Python on each host."""
     environment: Mapping[str, str]
     """Variables for all workers, the key among them."""
     workdir: str
     script: str | None = None
     named: bool = False
-    """Whether workers are told their names."""
+    """Whether workers get their names from the launcher."""
     restarts: int = 0
     rejoin: bool = False
     host_timeout: float = 30.0
@@ -34,7 +34,7 @@ class Terms:
     master_addr: str | None = None
     master_port: int = 0
     listen_on: str | None = None
-    """What all workers listen on; None means the address of their host that leads to the first one."""
+    """The address that all workers listen on; None means the address of their host that faces the first host."""
 
     def worker_environment(self, seat: Seat, address: str, port: str, listen_on: str) -> dict[str, str]:
         """The variables that only the worker at ``seat`` gets."""

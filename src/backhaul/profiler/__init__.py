@@ -1,4 +1,4 @@
-"""Profiler: one profile over all workers of a cluster: `profile`."""
+"""Profiler: `profile`, one profile over all workers of a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages: the operators of all workers, added up by name and worker, and printed as torch prints its own."""
+"""Averages: the operators of all workers, summed by name and worker, and printed in torch's layout."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Average(msgspec.Struct):
 
     @property
     def cpu_time(self) -> float:
-        """Of one call, on average."""
+        """The average time of one call."""
         return self.cpu_time_total / self.count
 
     @property
@@ -53,7 +53,7 @@ class Averages(list[Average]):
     """What `profile.key_averages` returns. Prints as `table` does."""
 
     def table(self, sort_by: str | None = "self_cpu_time_total", row_limit: int = 100) -> str:
-        """The rows as text, the largest of ``sort_by`` first; at most ``row_limit``, or all if that is -1."""
+        """The rows as text, sorted by ``sort_by``, largest first; at most ``row_limit`` rows, or all if that is -1."""
         rows = list(self)
         if sort_by is not None:
             if sort_by not in _SORTABLE:
@@ -68,7 +68,7 @@ class Averages(list[Average]):
 def average(
     operators: Iterable[Operator], *, group_by_input_shape: bool = False, group_by_stack_n: int = 0
 ) -> Averages:
-    """Operators with the same name on the same worker become one row; with the same shapes or stacks if asked to."""
+    """One row for each operator name and worker; if asked to, also for each shape or stack."""
     found: dict[tuple[str, str, str, tuple[str, ...]], Average] = {}
     for operator in operators:
         shapes = operator.input_shapes if group_by_input_shape else ""
@@ -125,7 +125,7 @@ def _table(rows: Sequence[Average], everything: Iterable[Average]) -> str:
 
 
 def columns(headers: Sequence[str], cells: Sequence[Sequence[str]], left: int = 2) -> str:
-    """A plain table; the first ``left`` columns begin at their left edge, the others end at their right one."""
+    """A plain table. The first ``left`` columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
 
     def line(row: Sequence[str]) -> str:

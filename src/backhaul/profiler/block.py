@@ -1,12 +1,12 @@
-"""profile: a block whose time is profiled on all workers at once. It holds the parts of the others (`session`).
+"""profile: a block that is profiled on all workers at once. It drives the parts of the other workers (`session`).
 
     with profile() as prof:      introduce, align the clocks, arm, record  ──► the window begins
         …                        prof.step()
                                  the window ends  ──► stop and fetch, on every worker; disarm
     prof.export_chrome_trace("trace.json")
 
-Control goes by ordinary calls that are not recorded. They run outside of the autograd context that the block may be in.
-A worker that cannot be reached any more is left out, with a warning.
+The holder controls the workers with ordinary calls that are not recorded. They run outside the autograd context that
+the block may be in. A worker that becomes unreachable is left out, with a warning.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ Schedule = Callable[[int], ProfilerAction]
 class profile:
     """Profiles the time of a ``with`` block on all workers, with torch's profiler and Backhaul's own events.
 
-    - ``workers``: ``"all"``, or names, ranks, `WorkerInfo` or handles. This worker takes part in any case.
-    - ``activities``: those of `torch.profiler.ProfilerActivity`; all that the process supports if left out.
+    - ``workers``: ``"all"``, or names, ranks, `WorkerInfo` or handles. This worker always takes part.
+    - ``activities``: of `torch.profiler.ProfilerActivity`; by default all that the process supports.
     - ``schedule``, ``on_trace_ready``: as in torch. Call `step` after each step; all workers step together.
-    - ``clock_rounds``: how many round trips are made to align each clock.
-    - ``max_events``: of a worker, Backhaul's events and torch's operators beyond this many are dropped, with a warning.
-    - all others are options of `torch.profiler.profile`. ``experimental_config`` is a dict of its fields.
+    - ``clock_rounds``: the number of round trips for aligning each clock.
+    - ``max_events``: beyond this number, a worker's Backhaul events and torch operators are dropped, with a warning.
+    - all other arguments are options of `torch.profiler.profile`. ``experimental_config`` is a dict of its fields.
 
-    The results are there after the block, or in ``on_trace_ready``: `export_chrome_trace`, `key_averages`, `table`,
-    `events`, `summary`. An exception in the block is raised as ever; what was recorded until then is there.
+    The results are available after the block, or in ``on_trace_ready``: `export_chrome_trace`, `key_averages`, `table`,
+    `events`, `summary`. An exception in the block propagates; everything recorded before it is available.
 
-    Raises `MisuseError` in a federation, and if a worker is being profiled already. Not thread-safe.
+    Raises `MisuseError` in a federation, and if a worker is already being profiled. Not thread-safe.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class profile:
         worker = workers.current()
         if not worker.options.policy.shows:
             raise MisuseError(
-                "the members of a federation do not let each other look inside, so they cannot be profiled together; "
+                "the members of a federation do not share internal data, so they cannot be profiled together; "
                 "use torch.profiler on each of them"
             )
         if torch.autograd._profiler_enabled():
             raise MisuseError(
-                "a profiler of torch runs on this thread already, and torch has one for a process; end it"
+                "a torch profiler already runs on this thread, and torch has only one for each process; end it"
             )
         action = ProfilerAction.RECORD if self._schedule is None else self._schedule(0)
         self._used = True
@@ -120,7 +120,7 @@ class profile:
             holder.close()
 
     def step(self) -> None:
-        """The next step begins, on all workers."""
+        """Begin the next step, on all workers."""
         holder = self._require_running("step")
         holder.mark(f"ProfilerStep#{self._step}")
         self._step += 1
@@ -157,13 +157,13 @@ class profile:
             listed = ", ".join(map(repr, disturbed))
             text = (
                 f"the profile has no operators of worker {listed}: another torch.profiler was started in that process "
-                "during the block, and torch has one for a process"
+                "during the block, and torch has only one for each process"
             )
             warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def _require_running(self, what: str) -> Holder:
         if self._holder is None:
-            raise MisuseError(f"cannot {what}: the profile runs only inside of its with block")
+            raise MisuseError(f"cannot {what}: the profile runs only inside its with block")
         return self._holder
 
     def _members(self, worker: Worker) -> list[WorkerInfo]:
@@ -203,12 +203,12 @@ class profile:
 
     def export_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write one trace of all workers, for Perfetto or chrome://tracing. A name that ends in .gz is compressed."""
-        # Perfetto shows escaped characters as they are escaped.
+        # Not escaped, because Perfetto shows escape sequences literally.
         name = os.fspath(path)
         trace = self.chrome_trace()
         rows = trace.pop("traceEvents")
         with gzip.open(name, "wb") if name.endswith(".gz") else open(name, "wb") as file:
-            # Some rows at a time: to encode all would keep the interpreter from other threads for seconds.
+            # A few rows at a time: encoding all at once would hold the GIL for seconds.
             file.write(json.dumps(trace, ensure_ascii=False).encode()[:-1] + b', "traceEvents": [')
             for at in range(0, len(rows), _ROWS_AT_ONCE):
                 part = json.dumps(rows[at : at + _ROWS_AT_ONCE], ensure_ascii=False).encode()[1:-1]
@@ -216,7 +216,7 @@ class profile:
             file.write(b"]}")
 
     def chrome_trace(self) -> dict[str, Any]:
-        """What `export_chrome_trace` writes."""
+        """The content that `export_chrome_trace` writes."""
         return chrome_trace(*self._result())
 
     def events(self) -> list[Operator]:
@@ -224,7 +224,7 @@ class profile:
         return list(self._result()[0].operators)
 
     def key_averages(self, group_by_input_shape: bool = False, group_by_stack_n: int = 0) -> Averages:
-        """The operators of all workers, added up by name and worker."""
+        """The operators of all workers, summed by name and worker."""
         return average(
             self._result()[0].operators, group_by_input_shape=group_by_input_shape, group_by_stack_n=group_by_stack_n
         )
@@ -234,7 +234,7 @@ class profile:
         return self.key_averages().table(sort_by, row_limit)
 
     def summary(self) -> Summary:
-        """What the time of each worker went to, and the longest chain of a step. Prints as a table."""
+        """Where the time of each worker went, and the longest chain of a step. Prints as a table."""
         return summarise(*self._result())
 
     def __repr__(self) -> str:
@@ -258,7 +258,7 @@ def _checked(activities: Iterable[ProfilerActivity] | None, options: Mapping[str
     config = options.get("experimental_config")
     if config is not None and not isinstance(config, Mapping):
         raise OptionError(
-            "experimental_config must be a dict of its fields, as in {'verbose': True}: torch's object cannot travel"
+            "experimental_config must be a dict of its fields, as in {'verbose': True}: torch's object cannot be sent"
         )
     found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in options.items()}
     if activities is not None:

@@ -1,18 +1,19 @@
-"""Chain: what a step waited for, from its end back to its begin, across threads and workers.
+"""Chain: what a step waited for, from its end back to its beginning, across threads and workers.
 
-The profiling worker's own thread has the end of the step. Where a thread worked, the chain goes back along it. Where it
-waited, the chain goes on at what ended the wait: the write of the peer whose bytes it read, or the thread of its own
-worker that woke it. So the segments follow each other without gaps, and their times add up to the step's.
+The chain starts at the end of the step, on the profiling worker's own thread. While that thread worked, the chain goes
+back along it. Where it waited, the chain continues at the event that ended the wait: the write of the peer whose bytes
+it read, or the thread of its own worker that woke it. So the segments follow each other without gaps, and their times
+add up to the step's time.
 
     Read        ◄── the last write of that peer to this worker
     Began       ◄── the thread that had read the message, and had another one to handle first
     Starts      ◄── the thread that queued the message
     Resumes     ◄── the thread that read the reply
     GateOpens, RunBegan ◄── the thread that the gradients came to
-    FinishedLate ◄── the begin of that call: in between it had no thread
+    FinishedLate ◄── the beginning of that call: in between it had no thread
 
-If what ended a wait was not recorded, or was done by a thread that had been idle for long, the wait itself is in the
-chain.
+If the event that ended a wait was not recorded, or came from a thread that had long been idle, the chain contains the
+wait itself.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ BETWEEN_THREADS = "between threads"
 WITHOUT_THREAD = "a call without a thread"
 
 _IDLE_SHARE = 0.05
-"""The chain goes along an idle thread for at most this share of the step."""
+"""The chain follows an idle thread for at most this share of the step."""
 _MOST_LOOKS = 200
-"""How many events are looked at for the one that ended a wait."""
+"""How many events are searched for the one that ended a wait."""
 
 Place = tuple[str, int]
-"""A worker, and a thread of it."""
+"""A worker and one of its threads."""
 
 _CAUSES: dict[type[Any], tuple[type[Any], ...]] = {
     Began: (Read,),
@@ -64,7 +65,7 @@ _CAUSES: dict[type[Any], tuple[type[Any], ...]] = {
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A stretch of the chain. ``what`` is the name of the function that ran there, or what else went on."""
+    """A stretch of the chain. ``what`` is the name of the function that ran, or another activity."""
 
     worker: str
     state: str
@@ -83,8 +84,8 @@ class Chain(msgspec.Struct, frozen=True):
 class _Index:
     """The moments of some kinds in order of time: a kind and a worker -> [(earliest effect, thread, moment)].
 
-    What a thread does has its effect before it is recorded, and the thread may lose the interpreter in between: at the
-    earliest just after the thread's event before that.
+    An action of a thread takes effect before it is recorded, and the thread may lose the GIL in between. The earliest
+    possible time of the effect is just after the thread's previous event.
     """
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
@@ -103,7 +104,7 @@ class _Index:
             row.sort(key=lambda each: each[0])
 
     def back_from(self, kind: type[Any], worker: str, since: int, until: int) -> Iterator[tuple[int, int, Moment]]:
-        """Those that may have had their effect after ``since`` and up to ``until``, the last first."""
+        """The moments that may have taken effect after ``since`` and up to ``until``, latest first."""
         row = self._found.get((kind, worker), [])
         place = bisect_right(row, until, key=lambda each: each[0]) - 1
         for number in range(place, max(-1, place - _MOST_LOOKS), -1):
@@ -113,7 +114,7 @@ class _Index:
 
 
 class Walk:
-    """Walks back through what all workers did."""
+    """Walks back through the activities of all workers."""
 
     def __init__(self, recordings: Sequence[Recording], told: Mapping[str, Told], home: Place) -> None:
         self._index = _Index(recordings)
@@ -126,7 +127,7 @@ class Walk:
         found: list[tuple[str, str, str, int, int]] = []
         place, now = self._home, end
         jumped: set[tuple[Place, int]] = set()
-        jumps: list[tuple[Place, int, int]] = []  # from where, and how much of the chain there was
+        jumps: list[tuple[Place, int, int]] = []  # the origin, and the length of the chain then
         while now > begin:
             piece = self._piece(place, now)
             if piece is None:
@@ -151,7 +152,7 @@ class Walk:
                     continue
             since = max(piece.begin, begin)
             if piece.state == IDLE and jumps and now - since > _IDLE_SHARE * (end - begin):
-                # A thread that had done nothing for long did not end that wait: the wait itself is in the chain.
+                # A thread that had long been idle did not end that wait, so the chain contains the wait itself.
                 place, now, length = jumps.pop()
                 del found[length:]
                 continue
@@ -160,7 +161,7 @@ class Walk:
         return Chain(step, (end - begin) / 1e9, _merge(found[::-1]))
 
     def _piece(self, place: Place, at: int) -> Piece | None:
-        """What a thread did just before a moment."""
+        """What a thread did just before this time."""
         row = self._pieces.get(place, [])
         number = bisect_left(row, at, key=lambda piece: piece.begin) - 1
         return row[number] if number >= 0 and row[number].end >= at else None
@@ -171,7 +172,7 @@ class Walk:
         return row[number].end if number >= 0 else 0
 
     def _cause(self, place: Place, piece: Piece, now: int) -> tuple[Place, int, str] | None:
-        """Where, and when, that was done which ended a wait."""
+        """Where and when the cause that ended a wait happened."""
         worker, thread = place
         assert piece.ended_by is not None
         event: Any = piece.ended_by.event
@@ -197,7 +198,7 @@ class Walk:
 
 
 def _merge(found: list[tuple[str, str, str, int, int]]) -> list[Segment]:
-    """As segments; neighbours that are alike become one."""
+    """The segments, with equal neighbours merged."""
     merged: list[tuple[str, str, str, int]] = []
     for worker, state, what, begin, end in found:
         if merged and merged[-1][:3] == (worker, state, what):

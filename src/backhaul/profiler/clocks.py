@@ -1,9 +1,9 @@
-"""Clocks: how far a worker's clock is from that of the worker that profiles, and how sure that is.
+"""Clocks: how far a worker's clock is from the profiling worker's clock, and how certain that is.
 
-A round trip asks for the time of the other clock. It was read between the question and the answer: if in the middle,
-the offset is its difference to the middle. It may have been anywhere, so the error is half of the round trip. The
-shortest of several round trips has the least error. Workers of one host have one clock: then the offset is 0, unless
-what was measured says otherwise.
+A round trip asks for the time of the other clock, which is read between the question and the answer. The offset is the
+difference to the middle of the round trip. The true moment may be anywhere inside, so the error is half of the round
+trip. The shortest of several round trips has the smallest error. Workers of one host have one clock: their offset is 0,
+unless the measurement contradicts that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 
 class Alignment(msgspec.Struct, frozen=True):
-    """All in nanoseconds. ``offset`` is what the other clock is ahead; it is right to within ``error``."""
+    """All in nanoseconds. ``offset`` is how far the other clock is ahead, correct to within ``error``."""
 
     offset: int
     error: int
@@ -25,7 +25,7 @@ class Alignment(msgspec.Struct, frozen=True):
     method: str
 
     def to_home(self, at: int) -> int:
-        """A time of the other clock, as the clock of the profiling worker says it."""
+        """A time of the other clock, converted to the clock of the profiling worker."""
         return at - self.offset
 
 
@@ -43,7 +43,7 @@ class RoundTrip(msgspec.Struct, frozen=True, gc=False):
 
 
 def align(trips: Iterable[RoundTrip], *, same_host: bool) -> Alignment:
-    """The alignment that these round trips show."""
+    """The alignment computed from these round trips."""
     found = list(trips)
     best = min(found, key=lambda trip: trip.delay)
     error = (best.delay + 1) // 2
@@ -54,7 +54,7 @@ def align(trips: Iterable[RoundTrip], *, same_host: bool) -> Alignment:
 
 
 def trips(ask: Callable[[], int], rounds: int) -> list[RoundTrip]:
-    """Ask for the other clock's time this often."""
+    """Ask for the other clock's time ``rounds`` times."""
     found = []
     for _ in range(rounds):
         asked = time.perf_counter_ns()

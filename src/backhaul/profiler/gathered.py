@@ -1,4 +1,4 @@
-"""Gathered: what the workers have recorded in one profile, with all times on the clock of the profiling worker."""
+"""Gathered: the recordings of all workers in one profile, with all times on the profiling worker's clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backhaul.profiler.recorder import KINDS
 
 
 class Moment(msgspec.Struct, gc=False):
-    """An event of a thread. ``processor`` is what the thread had computed by then, in nanoseconds."""
+    """An event of a thread. ``processor`` is the thread's processor time until then, in nanoseconds."""
 
     event: Event
     at: int
@@ -26,14 +26,14 @@ class Moment(msgspec.Struct, gc=False):
 
 
 class Thread(msgspec.Struct):
-    """A thread of a worker, and what happened on it, in order of time."""
+    """A thread of a worker, and its events in order of time."""
 
     worker: str
     native: int
     name: str
     moments: list[Moment]
     serves: bool
-    """It belongs to Backhaul: what it does outside of calls is to wait."""
+    """Whether the thread belongs to Backhaul; outside calls it only waits."""
 
 
 class Operator(msgspec.Struct):
@@ -56,11 +56,11 @@ class Operator(msgspec.Struct):
     stack: list[str]
     is_user_annotation: bool
     inner: bool
-    """Another operator encloses it."""
+    """Whether another operator encloses it."""
 
 
 class Recording(msgspec.Struct):
-    """What one worker has recorded."""
+    """The recording of one worker."""
 
     worker: str
     rank: int
@@ -72,13 +72,13 @@ class Recording(msgspec.Struct):
     threads: list[Thread]
     dropped: int
     disturbed: bool
-    """Another profiler of torch was started in its process, which has ended ours."""
+    """Whether another torch profiler was started in the process, which ended ours."""
     looks: list[tuple[int, int]]
-    """Of the probe of its process: when, and how long it waited for the interpreter; 0 if that was free."""
+    """Samples of the probe of its process: when, and how long it waited for the GIL; 0 if the GIL was free."""
     sizes: list[tuple[int, int, int]]
     kineto: dict[str, Any] | None
     unix: int
-    """Unix time less the clock of the profiling worker, in nanoseconds, as the clocks of this worker have it."""
+    """Unix time minus the profiling worker's clock, in nanoseconds, according to this worker's clocks."""
 
 
 class Gathered(msgspec.Struct):
@@ -97,7 +97,7 @@ class Gathered(msgspec.Struct):
 def unpack(
     worker: str, rank: int, host: str, alignment: Alignment, blocks: list[bytes]
 ) -> tuple[Recording, list[dict[str, Any]]]:
-    """The recording of a worker, and its operators, still without workers: others may share its process."""
+    """The recording of a worker, and its operators, not yet assigned to workers: others may share its process."""
     data = parcel.unpack(blocks)
     monotonic, unix = data["clock"]
     recording = Recording(
@@ -138,7 +138,7 @@ def _moment(row: Sequence[Any], alignment: Alignment) -> Moment:
 
 
 class Owners:
-    """Which worker of a process a thread worked for at a moment, by the events on it. Several may share a process."""
+    """Which worker of a process a thread worked for at a time, according to its events. Several may share a process."""
 
     def __init__(self, recordings: Iterable[Recording]) -> None:
         self._moments: dict[int, list[tuple[int, str]]] = {}
@@ -169,7 +169,7 @@ class Owners:
 
 
 def operators_of(rows: Iterable[Mapping[str, Any]], recording: Recording, owners: Owners) -> list[Operator]:
-    """The operators that the profiler of a process has recorded, each with its worker."""
+    """The operators that a process's profiler recorded, each with its worker."""
     found = []
     for row in rows:
         begin, end = row["begin"] - recording.unix, row["end"] - recording.unix

@@ -1,7 +1,7 @@
-"""Holder: drives the parts of all workers in a profile (`session`), and gathers what they have recorded.
+"""Holder: drives the parts of all workers in a profile (`session`), and gathers their recordings.
 
-Control goes by ordinary calls that are not recorded. They run outside of the autograd context that the block may be in.
-A worker that cannot be reached any more is left out, with a warning.
+The holder controls the workers with ordinary calls that are not recorded. They run outside the autograd context that
+the block may be in. A worker that becomes unreachable is left out, with a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from backhaul.profiler.gathered import Gathered, Operator, Owners, Recording, op
 from backhaul.worker import Worker
 
 _PATIENCE = 120.0
-"""Seconds that a worker has to do what the holder of a profile asks for."""
+"""Seconds that a worker has to answer a request of the holder."""
 
 _ASK_EVERY = 5.0
 """Seconds between two questions whether a worker has packed its recording."""
@@ -33,7 +33,7 @@ _LOSSES = (WorkerLostError, RpcTimeoutError, MisuseError)
 
 
 class Holder:
-    """Used by one thread, in the order `warm`, `record`, `mark`, `collect`; `close` at the end."""
+    """For one thread, in the order `warm`, `record`, `mark`, `collect`; call `close` at the end."""
 
     def __init__(
         self, worker: Worker, members: list[WorkerInfo], options: dict[str, Any], rounds: int, max_events: int
@@ -61,7 +61,7 @@ class Holder:
 
     @property
     def marked(self) -> bool:
-        """There were steps in this recording."""
+        """Whether this recording contains steps."""
         return bool(self._steps)
 
     def _start(self, options: dict[str, Any], rounds: int, max_events: int) -> None:
@@ -71,7 +71,7 @@ class Holder:
         taken: set[tuple[str, int]] = set()
         orders = {}
         for name in (self._me, *(info.name for info in self._others)):
-            # Torch has one profiler for a process. Among workers that share one, the first runs it.
+            # Torch has only one profiler for each process. Among workers that share a process, the first runs it.
             process = self._places[name]["host"], self._places[name]["pid"]
             orders[name] = {"options": options, "max_events": max_events, "torch": process not in taken}
             taken.add(process)
@@ -92,7 +92,7 @@ class Holder:
             self._on_others(session.warm, lambda info: (self._id,))
 
     def record(self) -> None:
-        """The window begins."""
+        """Begin the window."""
         self._steps = []
         with self._unheard() as mine:
             self._on_others(session.record, lambda info: (self._id,))
@@ -100,14 +100,14 @@ class Holder:
             self._begin = self._mark = time.perf_counter_ns()
 
     def mark(self, name: str) -> None:
-        """A step ends here."""
+        """End a step here."""
         now = time.perf_counter_ns()
         if self._begin:
             self._steps.append((name, self._mark, now))
         self._mark = now
 
     def collect(self) -> Gathered:
-        """The window ends: stop the recording everywhere, and fetch it."""
+        """End the window: stop recording everywhere, and fetch the recordings."""
         end = time.perf_counter_ns()
         begin, self._begin = self._begin, 0
         with self._unheard() as mine:
@@ -122,7 +122,7 @@ class Holder:
             parcels[self._me] = [mine.fetch(number) for number in range(mine.packed(None) or 0)]
         if self._lost:
             listed = "; ".join(f"worker {name!r}: {reason}" for name, reason in self._lost.items())
-            text = f"the profile is without workers that were lost during it: {listed}"
+            text = f"the profile lacks workers that were lost during it: {listed}"
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         recordings, operators = self._unpack(parcels)
         return Gathered(
@@ -137,7 +137,7 @@ class Holder:
         )
 
     def _unpack(self, parcels: dict[str, list[bytes]]) -> tuple[list[Recording], list[Operator]]:
-        """The recordings, that of this worker first, and the operators in order of time."""
+        """The recordings, this worker's first, and the operators in order of time."""
         recordings: list[Recording] = []
         rows: dict[str, list[dict[str, Any]]] = {}
         for name in sorted(parcels, key=lambda name: (name != self._me, self._members[name].id)):
@@ -160,18 +160,18 @@ class Holder:
 
     @contextmanager
     def _unheard(self) -> Iterator[session.Session]:
-        """Inside, what this thread does is not recorded."""
+        """A context in which this thread's activity is not recorded."""
         mine = self._mine
         if mine is None:
-            raise RuntimeError("a holder that was not started")
+            raise RuntimeError("the holder was not started")
         with mine.recorder.deaf():
             yield mine
 
     def _fetch(self, info: WorkerInfo) -> list[bytes] | None:
-        """What a worker has recorded, as soon as it is packed; None if the worker is lost."""
+        """A worker's recording, as soon as it is packed; None if the worker is lost."""
         try:
             count = None
-            while count is None:  # a worker may pack for minutes: it is lost only if it does not say so
+            while count is None:  # packing may take minutes: a worker is lost only if it does not answer
                 count = self._call(info, session.packed, self._id, _ASK_EVERY)
             return [self._call(info, session.fetch, self._id, number) for number in range(count)]
         except BackhaulError as error:
@@ -184,9 +184,9 @@ class Holder:
     def _on_others(
         self, function: Any, args: Callable[[WorkerInfo], tuple[Any, ...]] = lambda info: (), *, strict: bool = False
     ) -> dict[str, Any]:
-        """Call it on all others at once. A worker that is lost, or has ended its part, is left out from now on.
+        """Call the function on all other workers at once. Workers that are lost or have left are skipped from then on.
 
-        ``strict``: raise that, too.
+        ``strict``: raise such errors too.
         """
         futures: list[tuple[WorkerInfo, Any]] = []
         found: dict[str, Any] = {}
@@ -195,7 +195,7 @@ class Holder:
         def attempt(info: WorkerInfo, act: Callable[[], Any]) -> Any:
             try:
                 return act()
-            except Exception as error:  # the others are called all the same
+            except Exception as error:  # still call the others
                 if strict or not isinstance(error, _LOSSES):
                     errors.append(error)
                 self._lose(info, error)

@@ -1,10 +1,10 @@
-"""Parcel: what one worker has recorded, as blocks of bytes, made and read a piece at a time.
+"""Parcel: one worker's recording as blocks of bytes, made and read piece by piece.
 
-A recording may have a million rows. To encode them in one go would keep the interpreter from all other threads of the
-worker for seconds, and a worker that answers nobody counts as lost. So no block has more than a few thousand rows.
+A recording may have a million rows. Encoding them in one go would hold the GIL for seconds, and a worker that answers
+nothing for so long counts as lost. So no block has more than a few thousand rows.
 
     block 0        msgpack of the head: small figures, and the threads without their rows
-    other blocks   msgpack of (kind, data):  ROWS       number of a thread, and rows of it
+    other blocks   msgpack of (kind, data):  ROWS       number of a thread, and some of its rows
                                              OPERATORS  operators
                                              KINETO     bytes of Kineto's own trace
 """
@@ -75,10 +75,10 @@ _was_on = False  # before the first pause
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Inside, Python's garbage collector does not run by itself.
+    """A context in which Python's garbage collector does not run by itself.
 
-    Torch makes an object for each operator and keeps all of them. The collector would look through these again and
-    again, with the interpreter in its hands: for 2.5 s at a time with 300,000 operators.
+    Torch makes an object for each operator and keeps all of them. The collector would scan these again and
+    again while holding the GIL: for 2.5 s at a time with 300,000 operators.
     """
     global _pauses, _was_on
     with _lock:

@@ -1,11 +1,11 @@
 """Recorder: an observer that keeps the events of one worker in memory, thread by thread, up to a limit.
 
-With each event it notes how much processor time the thread has had: where a function runs for longer than it computes,
-it has waited for something.
+With each event it notes the thread's processor time: a function that runs for longer than it computes
+has waited for something.
 
-The calls that control a profile are not part of it. The worker that holds the profile is deaf on its calling thread
-while it makes them (`Recorder.deaf`). The thread that serves such a call forgets how it began, and hears nothing until
-its next message (`Recorder.hide`).
+The calls that control a profile are not part of it. While the holder makes such a call, its calling thread is not
+recorded (`Recorder.deaf`). The thread that serves such a call discards the record of its beginning, and records nothing
+until its next message (`Recorder.hide`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from backhaul.agent import observing
 from backhaul.agent.observing import Began, Event, Read, Resumes, Starts, Waits
 
 Row = list[Any]
-"""The name of a kind of event, its time, the thread's processor time, and the other fields of the event by name."""
+"""The name of the event's kind, its time, the thread's processor time, and the event's other fields by name."""
 
 KINDS: dict[str, type[Event]] = {
     name: kind
@@ -34,7 +34,7 @@ _clock = time.thread_time_ns
 
 
 class _Log:
-    """What one thread has recorded."""
+    """The events that one thread has recorded."""
 
     __slots__ = ("deaf", "name", "native", "rows", "woken")
 
@@ -44,7 +44,7 @@ class _Log:
         self.rows: list[tuple[Event, int, int]] = []
         self.deaf = False
         self.woken = False
-        """The next message ends the deafness."""
+        """Whether the next message ends the deafness."""
 
 
 class Recorder:
@@ -54,7 +54,7 @@ class Recorder:
         self.on = False
         self.dropped = 0
         self._most = most
-        self._count = 0  # of several threads at once: it may be wrong by a few
+        self._count = 0  # updated by several threads without a lock, so it may be off by a few
         self._logs: list[_Log] = []
         self._mine = threading.local()
 
@@ -73,14 +73,14 @@ class Recorder:
         self._count += 1
         call = 0
         if kind is Waits or kind is Resumes:
-            # A slot refers to its reply, and so to tensors that are to be freed.
+            # A slot refers to its reply and so to tensors, which must not be kept alive.
             call = getattr(event.slot, "id", 0)  # type: ignore[attr-defined]
             event = kind(at=event.at, thread=event.thread)
         log.rows.append((event, _clock(), call))
 
     def hide(self) -> None:
-        """The calling thread serves a call that is not part of the profile."""
-        if not self.on:  # nor has its beginning been recorded
+        """Hide the call that the calling thread serves: it is not part of the profile."""
+        if not self.on:  # then its beginning was not recorded either
             return
         log = self._log()
         rows = log.rows
@@ -96,7 +96,7 @@ class Recorder:
 
     @contextmanager
     def deaf(self) -> Iterator[None]:
-        """Inside, nothing that the calling thread does is recorded."""
+        """A context in which nothing that the calling thread does is recorded."""
         log = self._log()
         log.deaf, log.woken = True, False
         try:
@@ -105,7 +105,7 @@ class Recorder:
             log.deaf = False
 
     def take(self) -> list[dict[str, Any]]:
-        """What has been recorded since the last time, as plain data: a dict for each thread."""
+        """The events recorded since the last call, as plain data: a dict for each thread."""
         taken = []
         for log in list(self._logs):
             rows, log.rows = log.rows, []

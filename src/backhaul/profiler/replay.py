@@ -1,15 +1,15 @@
-"""Replay: goes through the events of a thread and tells what the thread did, piece by piece and span by span.
+"""Replay: goes through the events of a thread and derives what the thread did, piece by piece and span by span.
 
 A **span** lies between two events that belong together; the spans of a thread nest. A **piece** is the time between two
-events that follow each other, with the state that the thread was in. The innermost span that is open decides the state,
-but for stretches between two events that only Backhaul's own work leads from one to the other: packing, encoding,
+consecutive events, with the state that the thread was in. The innermost open span decides the state. The exceptions are
+stretches between two events with only Backhaul's own work in between: packing, encoding,
 writing, reading and decoding.
 
-    compute     a function of the user's runs, or torch's engine does
+    compute     a user function or torch's engine runs
     wire        Backhaul works: it packs, encodes, writes, reads, decodes, plans
-    gates       waits for gradients, in the middle of a run
-    replies     waits for what peers do: for a reply, or for the end of a pass
-    idle        nothing of this
+    gates       waits for gradients during a run
+    replies     waits for peers: for a reply, or for the end of a pass
+    idle        none of these
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ COMPUTE, WIRE, GATES, REPLIES, IDLE = "compute", "wire", "gates", "replies", "id
 FUNCTION, SERVE, RUN, ENGINE, GATE, PASS = "function", "serve", "run", "engine", "gate", "pass"
 WAIT, GRADIENTS, CALL, LATE, STEP = "wait", "gradients", "call", "late", "step"
 REPLY, RESULT, OPENS = "reply", "result", "opens"
-"""The last part of an execution, of a call and of a gate: arrows begin and end there. It begins just after the event
-before it, so that it does not touch the slice that ends then."""
+"""The last part of an execution, of a call and of a gate, where arrows begin and end. It begins just after the
+previous event, so that it does not touch the slice that ends there."""
 
 STATES = {
     FUNCTION: COMPUTE,
@@ -86,9 +86,9 @@ _ALSO_WORK: frozenset[tuple[type[Event], type[Event]]] = frozenset(
         *((before, Resumes) for before in (Read, Came, HandedOut)),
         *((HandedOut, after) for after in (Starts, Queued)),
         (Settled, HandedOut),
-        (Queued, HandedOut),  # not what comes after another Queued: the watch thread may have slept in between
+        (Queued, HandedOut),  # not (Queued, Queued): the watch thread may have slept in between
         (Read, Began),
-        (Read, Read),  # only part of a message had come
+        (Read, Read),  # only part of a message had arrived
     )
 )
 
@@ -111,7 +111,7 @@ class Piece(msgspec.Struct, gc=False):
     state: str
     what: str
     processor: int
-    """What the thread has computed meanwhile, in nanoseconds."""
+    """The thread's processor time during the span, in nanoseconds."""
     ended_by: Moment | None
 
 
@@ -129,27 +129,27 @@ class Request(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """A request has its outcome."""
+    """The outcome of a request."""
 
     since: int
-    """The event before that on the same thread."""
+    """The time of the previous event on the same thread."""
     at: int
     thread: int
     failed: bool
 
 
 class Told(msgspec.Struct):
-    """What a worker's threads tell, together."""
+    """The findings from all threads of a worker together."""
 
     worker: str
     spans: list[Span] = []
     requests: list[Request] = []
     settled: dict[int, Outcome] = {}
-    """By the number of the request."""
+    """By request number."""
     late: dict[tuple[str, int], int] = {}
-    """Peer and number of a call that ended after its request was handled -> when."""
+    """Peer and number of a call that ended after its request was handled -> its end."""
     pieces: dict[int, list[Piece]] = {}
-    """Thread -> what it did, without gaps from the begin of the window to its last event."""
+    """Thread -> its pieces, without gaps from the beginning of the window to its last event."""
 
 
 class _Frame(msgspec.Struct):
@@ -160,7 +160,7 @@ class _Frame(msgspec.Struct):
 
 
 def replay(threads: list[Thread], worker: str, begin: int, end: int, home_thread: int | None = None) -> Told:
-    """What the threads of a worker did. On its ``home_thread`` the user's code runs wherever nothing else does."""
+    """What the threads of a worker did. On its ``home_thread``, all time without other activity is user code."""
     told = Told(worker)
     for thread in threads:
         _Replay(told, thread, COMPUTE if thread.native == home_thread else IDLE).run(begin, end)
@@ -175,7 +175,7 @@ class _Replay:
         self._base_name = "the block" if base == COMPUTE else ""
         self._stack: list[_Frame] = []
         self._opened = 0
-        """Gates that have opened while their wait had not ended."""
+        """Gates that have opened before their wait ended."""
         self._issued: Request | None = None
         self._answered: Span | None = None
 
@@ -210,12 +210,12 @@ class _Replay:
         frame = self._stack.pop()
         thread = self._thread
         span = Span(thread.worker, thread.native, frame.kind, frame.name, frame.begin, at, {**frame.details, **details})
-        if not frame.details.get("gate"):  # the span of its gate tells the same
+        if not frame.details.get("gate"):  # the gate's span says the same
             self._told.spans.append(span)
         return span
 
     def _close_to(self, kind: str, at: int, **details: Any) -> Span | None:
-        """Close the innermost span of a kind, and all inside of it. None if there is none: it began before."""
+        """Close the innermost span of a kind, and all inside. None if none is open: it began before the window."""
         if not any(frame.kind == kind for frame in self._stack):
             return None
         while self._stack[-1].kind != kind:
@@ -257,7 +257,7 @@ class _Replay:
             case Returned():
                 self._close_to(FUNCTION, at, failed=event.failed)
             case Encoded():
-                # The reply of a request that is handled apart leaves before its span ends.
+                # The reply of a request that is handled asynchronously leaves before its span ends.
                 if self._stack and self._stack[-1].kind == SERVE:
                     self._stack[-1].details["encoded"] = [before.at, at]
             case Waits():
@@ -299,7 +299,7 @@ class _Replay:
                 pass
 
     def _add_reply(self, execution: Span | None, since: int, at: int, *, late: bool) -> None:
-        """The last part of an execution makes the frame of the reply; or it was sent in the middle of it.
+        """Add the last part of an execution, which sends the reply; unless the reply was sent earlier.
 
         ``late``: there is no reply at the end.
         """
@@ -319,7 +319,7 @@ class _Replay:
         return bool(self._stack) and self._stack[-1].kind == GATE
 
     def _resume(self, at: int) -> None:
-        if self._opened:  # the gate that it waited at has opened, which has ended the wait
+        if self._opened:  # its gate has opened, which ended the wait
             self._opened -= 1
             return
         wait = self._close_to(WAIT, at)
@@ -328,7 +328,7 @@ class _Replay:
 
     def _sent(self, event: Any, at: int, before: int) -> None:
         if self._stack and self._stack[-1].kind == SERVE and event.replies:
-            # The owner of a new reference confirms it, and makes its value after that.
+            # The owner of a new reference first confirms the reference, then makes its value.
             self._stack[-1].details.setdefault("sent", [before, at])
         if self._stack and self._stack[-1].kind == GRADIENTS:
             self._close(at, bytes=event.size)

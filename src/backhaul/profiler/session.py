@@ -1,11 +1,11 @@
-"""Session: a worker's part in a profile of the cluster. The functions here are what its holder calls by rpc.
+"""Session: a worker's part in a profile of the cluster. The holder calls the functions here by rpc.
 
     introduce ─► arm ─► (warm) ─► record ─► stop ─► packed … ─► fetch … ─► record or disarm
 
-All that they take and give back is plain data. A worker takes part in one profile at a time. If the holder of the
+All their arguments and results are plain data. A worker takes part in one profile at a time. If the holder of the
 profile is lost, the worker ends its part by itself.
 
-A large recording takes minutes to pack. A thread of its own does that. The holder asks again and again whether it is
+Packing a large recording takes minutes, so it runs on its own thread. The holder keeps asking whether it is
 done, which tells a worker that packs from one that hangs.
 """
 
@@ -29,7 +29,7 @@ from backhaul.worker import Worker
 
 
 class Session:
-    """One worker's part. The calls that drive it come one after the other."""
+    """One worker's part. Its calls must come one after the other."""
 
     def __init__(self, worker: Worker, holder: str, id: str, order: Mapping[str, Any]) -> None:
         self.id = id
@@ -51,7 +51,7 @@ class Session:
         if isinstance(event, LinkLost) and event.served and event.peer == self.holder and not self.abandoned:
             self.abandoned = True
             self.recorder.on = False
-            # Not here: an observer is called in the middle of things.
+            # Not on this thread: an observer runs in the middle of other work.
             name = f"backhaul-{self._worker.info.name}-profile-end"
             threading.Thread(target=_remove, args=(self._worker, self), name=name, daemon=True).start()
         self.recorder.observe(event)
@@ -98,7 +98,7 @@ class Session:
         return parcel.pack(head, threads, operators, trace)
 
     def packed(self, seconds: float | None) -> int | None:
-        """How many blocks the recording has; None if it is not packed within that time. Raises what packing raised."""
+        """The number of blocks of the recording; None if it is not packed within ``seconds``. Raises packing errors."""
         packing = self._packing
         if packing is None:
             raise MisuseError(f"worker {self._worker.info.name!r} has not stopped its part in this profile")
@@ -106,7 +106,7 @@ class Session:
         return None if blocks is None else len(blocks)
 
     def fetch(self, number: int) -> bytes:
-        """A block. It is forgotten here."""
+        """A block. The session forgets it."""
         blocks = None if self._packing is None else self._packing.wait(0)
         if blocks is None:
             raise MisuseError(f"worker {self._worker.info.name!r} has not packed its part in this profile")
@@ -173,7 +173,7 @@ def take_part(worker: Worker, holder: str, id: str, order: dict[str, Any]) -> Se
         other = _sessions.get(worker)
         if other is not None and not other.abandoned:
             raise MisuseError(
-                f"worker {worker.info.name!r} is being profiled already, by worker {other.holder!r}: a worker takes "
+                f"worker {worker.info.name!r} is already being profiled by worker {other.holder!r}: a worker takes "
                 "part in one profile at a time"
             )
         session = _sessions[worker] = Session(worker, holder, id, order)
@@ -183,37 +183,37 @@ def take_part(worker: Worker, holder: str, id: str, order: dict[str, Any]) -> Se
 
 
 def leave(worker: Worker, id: str) -> None:
-    """End the worker's part in that profile, if it has one."""
+    """End the worker's part in the profile, if it has one."""
     session = _sessions.get(worker)
     if session is not None and session.id == id:
         _remove(worker, session)
 
 
 def _hidden(id: str) -> Session:
-    """The current worker's part in that profile. The call that asks for it is not recorded."""
+    """The current worker's part in the profile. The call that asks for it is not recorded."""
     worker = workers.current()
     session = _sessions.get(worker)
     if session is None or session.id != id:
-        raise MisuseError(f"worker {worker.info.name!r} has no part in this profile any more")
+        raise MisuseError(f"worker {worker.info.name!r} no longer takes part in this profile")
     session.recorder.hide()
     return session
 
 
-# What the holder of a profile calls.
+# Functions for the holder of a profile.
 
 
 def introduce() -> dict[str, Any]:
-    """Which process the current worker lives in."""
+    """The process in which the current worker lives."""
     return {"host": host_id(), "pid": os.getpid()}
 
 
 def read_clock() -> list[int]:
-    """The time here: in nanoseconds of the clock that events have, and in those of Unix time."""
+    """The time here, in nanoseconds: on the clock of events, and as Unix time."""
     return [time.perf_counter_ns(), time.time_ns()]
 
 
 def arm(holder: str, id: str, order: dict[str, Any]) -> None:
-    """Take part in a profile. Nothing is recorded yet."""
+    """Take part in a profile. Recording does not begin yet."""
     take_part(workers.current(), holder, id, order)
 
 

@@ -1,12 +1,12 @@
-"""Shares: what the time of each worker went to.
+"""Shares: where the time of each worker went.
 
 At each moment the threads of a worker are in the states that `replay` finds. If some of them work (compute or wire),
-the moment is divided evenly among those. If none works, the moment belongs to the gates that threads wait at; if there
-are none, to the replies that they wait for; else the worker is idle. So the shares of a worker add up to the wall time.
+the moment is divided evenly among those. Otherwise it belongs to the gates that threads wait at; if there
+are none, to the replies that threads wait for; else the worker is idle. So a worker's shares add up to the wall time.
 
-**Waiting for the interpreter** is an estimate. A thread that works but has no processor time meanwhile waits for
-something. That part of its time counts as waiting for the interpreter in the proportion in which the probe of its
-process, around that time, did not get the interpreter at once either. The rest stays where it is: a function that
+**Waiting for the interpreter** is an estimate. A thread that works but gets no processor time waits for
+something. A part of that time counts as waiting for the interpreter: the proportion of samples, around that time, in
+which the probe of its process did not get the interpreter at once either. The rest stays where it is: a function that
 sleeps or reads a file counts as compute.
 """
 
@@ -35,7 +35,7 @@ class Shares(msgspec.Struct, frozen=True):
 
 
 class Interpreter:
-    """How often the interpreter of a process was held, from the looks of its probe."""
+    """How often the interpreter of a process was held, according to the samples of its probe."""
 
     def __init__(self, looks: Iterable[tuple[int, int]]) -> None:
         ordered = sorted(looks)
@@ -45,7 +45,7 @@ class Interpreter:
             self._held.append(self._held[-1] + (waited > 0))
 
     def held(self, begin: int, end: int) -> float:
-        """The part of the looks in that time, or else of the two around it, that had to wait."""
+        """The fraction of samples that had to wait: of those in that time, else of the two around it."""
         if not self._times:
             return 0.0
         first, last = bisect_left(self._times, begin), bisect_right(self._times, end)

@@ -1,4 +1,4 @@
-"""Summary: what the time of each worker went to, and the longest chain of a step, as data that prints as a table."""
+"""Summary: where the time of each worker went, and the longest chain of a step, as data that prints as a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TITLES = {
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What `profile.summary` returns. ``chains`` has one for each step, ``chain`` is that of the longest step."""
+    """The result of `profile.summary`. ``chains`` has one for each step; ``chain`` is that of the longest step."""
 
     seconds: float
     workers: list[Shares]
@@ -62,7 +62,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def _added_up(chain: Chain) -> list[list[str]]:
-    """The segments of a long chain, those that are alike in one line."""
+    """The segments of a long chain, with equal ones summed in one line."""
     found: dict[tuple[str, str], tuple[int, float]] = {}
     for each in chain.segments:
         count, seconds = found.get((each.worker, each.what or each.state), (0, 0.0))
@@ -95,7 +95,7 @@ def summarise(gathered: Gathered, told: Mapping[str, Told]) -> Summary:
 def _threads(
     gathered: Gathered, recording: Recording, told: Told, operators: Sequence[Operator]
 ) -> list[Sequence[Piece]]:
-    """What each thread of a worker did, in the whole window."""
+    """The pieces of each thread of a worker, for the whole window."""
     busy: dict[int, list[tuple[int, int]]] = {}
     for operator in operators:
         if not operator.inner:
@@ -114,7 +114,7 @@ def _threads(
 
 
 def _filled(pieces: Sequence[Piece], begin: int, end: int, state: str) -> list[Piece]:
-    """With the time before the first piece and after the last one."""
+    """The pieces, with the time before the first and after the last filled in."""
     if not pieces:
         return [Piece(begin, end, state, "", end - begin, None)]
     first, last = pieces[0].begin, pieces[-1].end
@@ -127,9 +127,9 @@ def _filled(pieces: Sequence[Piece], begin: int, end: int, state: str) -> list[P
 
 
 def _with_operators(pieces: Sequence[Piece], busy: list[tuple[int, int]], *, own: bool) -> list[Piece]:
-    """Where a thread is idle as far as Backhaul knows, its operators say when it computes.
+    """The pieces, with computing time from operators where Backhaul's events show an idle thread.
 
-    ``own``: the thread is the user's. Between two events its processor time tells how long it has computed.
+    ``own``: the thread is the user's. Between two events its processor time shows how long it computed.
     """
     busy = sorted(busy)
     found: list[Piece] = []

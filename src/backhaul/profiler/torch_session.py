@@ -1,11 +1,11 @@
 """TorchSession: torch's profiler for one process, over all its threads; and a probe that watches the interpreter.
 
-Torch has one profiler for a process. It is told to record every thread (``profile_all_threads``): the functions of
-peers run on threads that were there before it began. It is started and stopped on any thread.
+Torch has only one profiler for each process. It must record every thread (``profile_all_threads``), because the
+functions of peers run on threads that existed before it started. Any thread may start and stop it.
 
-The **probe** is a thread that sleeps for a few milliseconds, again and again. To sleep, it gives up its processor once.
-If it does so more often, another thread held the interpreter when it woke. Being late alone would not tell: on a busy
-machine every thread is.
+The **probe** is a thread that repeatedly sleeps for a few milliseconds. Going to sleep gives up its processor once.
+If the thread gave it up more often, another thread held the interpreter when the probe woke. Lateness alone would prove
+nothing: on a busy machine every thread is late.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ PROBE_SECONDS = 0.005
 _QUIET = "KINETO_LOG_LEVEL"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MEMORY_EVERY = 4
-"""Looks at memory at every fourth look at the interpreter."""
+"""Memory is sampled at every fourth sample of the interpreter."""
 
 
 # Torch has one profiler in a process.
 _claiming = threading.Lock()
 _active: weakref.ref[TorchSession] | None = None
-"""The session that records in this process now."""
+"""The session that is recording in this process."""
 
 
 class TorchSession:
-    """One recording of torch's profiler. `warm` may come first; then `record`; then `stop`."""
+    """One recording of torch's profiler. Call `warm` if wanted, then `record`, then `stop`."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         options = dict(options)
@@ -58,7 +58,7 @@ class TorchSession:
             activities=None if activities is None else [ProfilerActivity.__members__[name] for name in activities],
             schedule=lambda step: self._action,
             experimental_config=_ExperimentalConfig(**{**config, "profile_all_threads": True}),
-            acc_events=True,  # or torch warns that it forgets the cycle before, which is not there
+            acc_events=True,  # else torch warns that it forgets the previous cycle, though there is none
             **options,
         )
         self._profile: profile | None = None
@@ -70,7 +70,7 @@ class TorchSession:
         self._go(ProfilerAction.RECORD)
 
     def stop(self) -> bool:
-        """End the recording. False if there is nothing, because another profiler was started in this process."""
+        """End the recording. False if there is none, because another profiler was started in this process."""
         if self._began and self._profile is not None:
             self._began = False
             self._profile.stop()
@@ -79,7 +79,7 @@ class TorchSession:
         return self.recorded
 
     def _start(self) -> int:
-        """When the recording began, in nanoseconds of Unix time; 0 if there is none, and reading it would crash."""
+        """When the recording began, in nanoseconds of Unix time; 0 if there is none, since reading it would crash."""
         inner = None if self._profile is None else self._profile.profiler
         return 0 if inner is None or inner.kineto_results is None else inner.kineto_results.trace_start_ns()
 
@@ -89,7 +89,7 @@ class TorchSession:
             if self._profile is None:
                 self._claim()
                 self._profile = self._make()
-                self._profile.record_steps = False  # a profile of the cluster has steps of its own
+                self._profile.record_steps = False  # a profile of the cluster has its own steps
                 self._profile.start()
                 self._began = True
             else:
@@ -100,7 +100,7 @@ class TorchSession:
         with _claiming:
             if _active is not None and _active() is not None:
                 raise MisuseError(
-                    "torch has one profiler for a process, and another profile of the cluster uses that of this "
+                    "torch has only one profiler for each process, and another profile of the cluster uses it in this "
                     "process: end it first"
                 )
             _active = weakref.ref(self)
@@ -125,7 +125,7 @@ class TorchSession:
             os.unlink(path)
 
     def operators(self, most: int) -> tuple[Iterator[dict[str, Any]], int]:
-        """The operators as plain data, and how many were left out. Times are nanoseconds of Unix time."""
+        """The operators as plain data, and how many were dropped. Times are nanoseconds of Unix time."""
         if self._profile is None or not self.recorded:
             return iter(()), 0
         start = self._start()
@@ -157,7 +157,7 @@ def _plain(event: Any, start: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Kineto writes a line to stderr when it starts and stops, unless it is told not to before its first use."""
+    """A context without Kineto's output: Kineto writes to stderr at start and stop unless told before its first use."""
     if _QUIET in os.environ:
         yield
         return
@@ -169,7 +169,7 @@ def _quiet() -> Iterator[None]:
 
 
 class Probe:
-    """Looks every few milliseconds whether the interpreter is free, and at memory if asked to."""
+    """Samples every few milliseconds whether the interpreter is free, and memory if asked to."""
 
     def __init__(self, name: str, *, memory: bool) -> None:
         self._memory = memory
@@ -180,7 +180,7 @@ class Probe:
         self._thread.start()
 
     def take(self) -> dict[str, Any]:
-        """Looks: when, and how many nanoseconds it waited for the interpreter. Sizes: when, resident, on devices."""
+        """Looks: when, and how many nanoseconds the probe waited for the GIL. Sizes: when, resident, on devices."""
         looks, self._looks = self._looks, []
         sizes, self._sizes = self._sizes, []
         return {"looks": [list(look) for look in looks], "sizes": [list(size) for size in sizes]}
@@ -205,7 +205,7 @@ class Probe:
 
 
 def _given_up() -> int:
-    """How often this thread has given up its processor to wait for something."""
+    """How many times this thread has given up its processor to wait for something."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 

@@ -1,14 +1,14 @@
-"""Trace: one file in Chrome's format of what all workers recorded, for Perfetto and chrome://tracing.
+"""Trace: one file in Chrome's format with the recordings of all workers, for Perfetto and chrome://tracing.
 
-Each worker is a process of the file, also if several share one process of the machine; the numbers of processes and
-threads are made up, and their names say what they are. The spans of a thread nest. A call that does not nest, because
-another thread had its outcome or the thread did something else meanwhile, is drawn in a lane of its own, and so is a
-call that went on after its request was handled.
+Each worker is a process of the file, even if several share one process of the machine. The numbers of processes and
+threads are made up, and their names say what they are. The spans of a thread nest. A call may not nest, because
+another thread received its outcome or its thread did something else in the meantime. Such a call is drawn in its own
+lane, and so is a call that continued after its request was handled.
 
-An arrow is a pair of events, ``s`` and ``f``, with an id that no other pair has. Kineto's ids begin anew in every
+An arrow is a pair of events, ``s`` and ``f``, with a unique id. Kineto's ids start over in every
 process, so its arrows get new ones. Chrome's viewer binds an arrow to the innermost slice that is open at its time,
-Perfetto to the slice that began last on its thread. An arrow that begins or ends at the begin of a slice means the same
-to both.
+Perfetto to the slice that began last on its thread. An arrow that starts or ends at the beginning of a slice means the
+same to both.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Names:
         self._rows.append(_meta("process_sort_index", pid, 0, sort_index=order))
 
     def thread(self, worker: str, native: int, *, python: bool = False) -> tuple[int, int]:
-        """``python``: the row of its Python functions, which do not nest with Backhaul's spans."""
+        """``python``: the row for its Python functions, which do not nest with Backhaul's spans."""
         name = f"{self._named.get(native, 'thread')} ({native}{', Python' if python else ''})"
         return self._number(self.pids[worker], (native, python), name, 1000)
 
@@ -66,7 +66,7 @@ class _Names:
     def _number(self, pid: int, key: Any, name: str, order: int) -> tuple[int, int]:
         tid = self._tids.get((pid, key))
         if tid is None:
-            # No other process of the file has it either: some readers take threads of one number for one.
+            # Unique in the whole file, because some readers treat equal thread numbers as one thread.
             tid = self._tids[pid, key] = next(self._count)
             self._rows.append(_meta("thread_name", pid, tid, name=name))
             self._rows.append(_meta("thread_sort_index", pid, tid, sort_index=order + tid))
@@ -109,7 +109,7 @@ class _Writer:
 
 
 def chrome_trace(gathered: Gathered, told: Mapping[str, Told]) -> dict[str, Any]:
-    """The whole file, as what `json` writes."""
+    """The whole file, as data for `json`."""
     writer = _Writer(gathered, told)
     places: dict[int, tuple[int, int]] = {}
     calls = [span for each in told.values() for span in calls_of(each)]
@@ -142,7 +142,7 @@ def chrome_trace(gathered: Gathered, told: Mapping[str, Told]) -> dict[str, Any]
     counters = [row for recording in gathered.recordings for row in _sizes(writer, recording)]
     slices = [*writer.slices, *(row for row in kineto if row["ph"] == "X")]
     slices.sort(key=lambda row: (row["ts"], -row["dur"]))
-    # After all slices: an arrow belongs to the slice that is open at its time, which may have begun just then.
+    # After all slices: an arrow belongs to the slice that is open at its time, which may have begun at that moment.
     others = [*writer.arrows, *_whole(row for row in kineto if row["ph"] != "X")]
     others.sort(key=lambda row: row["ts"])
     return {
@@ -155,7 +155,7 @@ def chrome_trace(gathered: Gathered, told: Mapping[str, Told]) -> dict[str, Any]
 
 
 def metadata(gathered: Gathered) -> dict[str, Any]:
-    """What the file says about itself. Times are in nanoseconds."""
+    """The file's description of itself. Times are in nanoseconds."""
     return {
         "profiled_by": gathered.home,
         "seconds": (gathered.end - gathered.begin) / 1e9,
@@ -182,7 +182,7 @@ def metadata(gathered: Gathered) -> dict[str, Any]:
 
 
 def calls_of(told: Told) -> list[Span]:
-    """A span for each request that had its outcome, from its issue to that."""
+    """A span for each request with an outcome, from its issue to the outcome."""
     found = []
     for request in told.requests:
         outcome = told.settled.get(request.call)
@@ -205,7 +205,7 @@ def calls_of(told: Told) -> list[Span]:
 
 
 def late_of(told: Told) -> list[Span]:
-    """A span for each call that went on without a thread, from the end of its function's first part."""
+    """A span for each call that continued without a thread, from the end of its function's first part."""
     found = []
     for span in told.spans:
         end = told.late.get((span.details.get("peer", ""), span.details.get("call", 0)))
@@ -216,7 +216,7 @@ def late_of(told: Told) -> list[Span]:
 
 
 def nest(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
-    """Those that nest on their threads, and the calls that do not. Kineto's spans are only in the way."""
+    """The spans that nest on their threads, and the calls that do not. Kineto's spans only take up room."""
     nested: list[Span] = []
     apart: list[Span] = []
     threads: dict[int, list[Span]] = {}
@@ -247,7 +247,7 @@ def nest(spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
 
 
 def lanes(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Each span with the first lane that is free then."""
+    """Each span with the first free lane."""
     free: list[int] = []
     for span in sorted(spans, key=lambda span: span.begin):
         number = next((number for number, until in enumerate(free) if until <= span.begin), len(free))
@@ -268,7 +268,7 @@ def _write(writer: _Writer, span: Span, where: tuple[int, int]) -> None:
 def _draw_calls(
     writer: _Writer, calls: list[Span], late: list[Span], spans: list[Span], places: Mapping[int, tuple[int, int]]
 ) -> None:
-    """From each call to its execution, and back from its reply to its result."""
+    """Draw arrows from each call to its execution, and back from its reply to its result."""
     served: dict[tuple[str, str, int, str], Span] = {}
     for span in [*spans, *late]:
         if span.details.get("call") and span.kind in (SERVE, REPLY, LATE):
@@ -288,7 +288,7 @@ def _draw_calls(
 
 
 def _draw_gradients(writer: _Writer, spans: list[Span], places: Mapping[int, tuple[int, int]]) -> None:
-    """From each message with gradients to the runs that it starts and the gates that it opens; else to its arrival."""
+    """Draw arrows from each gradient message to the runs it starts and the gates it opens; else to its arrival."""
     runs: dict[tuple[str, int, int], Span] = {}
     gates: dict[tuple[str, int, int], Span] = {}
     arrivals: dict[tuple[str, int, int], Span] = {}
@@ -317,7 +317,7 @@ def _draw_gradients(writer: _Writer, spans: list[Span], places: Mapping[int, tup
             writer.arrow("gradients", source, (places[id(target)], at))
 
 
-# What Kineto recorded.
+# Kineto's rows.
 
 _DROPPED_PROCESSES = ("Spans", "Traces", "")
 
@@ -337,7 +337,7 @@ def _kineto(writer: _Writer, gathered: Gathered) -> Iterator[Row]:
 
 
 def _whole(rows: Iterable[Row]) -> list[Row]:
-    """Without halves of arrows: Kineto writes the end of some whose begin it has not recorded."""
+    """The rows without halves of arrows: Kineto writes the end of some whose beginning it has not recorded."""
     found = list(rows)
     begun = {row["id"] for row in found if row["ph"] == "s"}
     ended = {row["id"] for row in found if row["ph"] == "f"}
@@ -345,7 +345,7 @@ def _whole(rows: Iterable[Row]) -> list[Row]:
 
 
 def _kineto_spans(rows: Iterable[Row]) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Thread of the file -> begin and end of what Kineto has there, in nanoseconds since the window began."""
+    """Thread of the file -> beginning and end of Kineto's slices, in nanoseconds since the window began."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row in rows:
         if row["ph"] == "X":

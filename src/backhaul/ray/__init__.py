@@ -1,8 +1,8 @@
 """Workers on a Ray cluster.
 
-``cluster(n)`` starts one actor for each worker, and ends them with its block. ``group(n)`` and ``init_rpc(group=...)``
-make workers of actors that exist, such as those of Ray Train. Ray starts the processes and knows when they have ended;
-calls go over Backhaul's own connections. Needs Ray: ``pip install 'backhaul[ray]'``.
+``cluster(n)`` starts one actor for each worker, and ends the actors with its block. ``group(n)`` and
+``init_rpc(group=...)`` make workers of existing actors, such as those of Ray Train. Ray starts the processes and
+knows when they end; calls use Backhaul's own connections. Needs Ray: ``pip install 'backhaul[ray]'``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The actors of a cluster: created in their bundles, asked for something, ended.
+"""The actors of a cluster: creating them in their bundles, sending them requests, ending them.
 
-What is asked of an actor goes through Ray, and fails with a `WorkerLostError` that says what Ray says.
+Requests to an actor go through Ray. A failed one raises a `WorkerLostError` with Ray's explanation.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ PAUSE = 0.05
 GRACE = 5.0
 _PROBE_SECONDS = 1.0
 _THREADS = 8
-"""Tasks that an actor has at a time: `Host.outlast`, and what the driver asks of it."""
+"""Tasks that an actor may run at a time: `Host.outlast`, and requests of the driver."""
 
 
 class Actor:
-    """An actor that hosts a worker, from its creation to its end."""
+    """An actor that hosts a worker, from creation to end."""
 
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name
@@ -37,9 +37,9 @@ class Actor:
         self.over: Any = None
         """Ray's reference to the end of `Host.outlast`."""
         self.ending = ""
-        """How it has ended, if it has."""
+        """How the actor ended, if it has."""
         self.dismissed = False
-        """It ends because another one replaces it."""
+        """The actor ends because another one replaces it."""
         self._spot: Spot | None = None
 
     @property
@@ -56,17 +56,17 @@ class Actor:
 
 
 class Actors:
-    """All actors of a cluster that may still run, and the room that Ray has set aside for them."""
+    """All actors of a cluster that may still run, and the resources that Ray reserved for them."""
 
     def __init__(self, placement: Placement, env: Mapping[str, str]) -> None:
         self.stopping = threading.Event()
-        """The cluster ends: nothing is waited for any more."""
+        """The cluster is closing: stop waiting for anything."""
         self._placement = placement
         self._env = dict(env)
         self._all: list[Actor] = []
 
     def create(self, name: str, bundle: int) -> Actor:
-        """Have Ray start an actor in that bundle."""
+        """Ask Ray to start an actor in this bundle."""
         options = {
             **self._placement.options(bundle),
             "max_restarts": 0,
@@ -78,7 +78,7 @@ class Actors:
         return actor
 
     def require(self, asked: Sequence[tuple[Actor, Any]]) -> None:
-        """Raise if what an actor was asked for has failed."""
+        """Raise if a request to an actor has failed."""
         ready, _ = ray.wait([reference for _, reference in asked], num_returns=len(asked), timeout=0)
         for actor, reference in asked:
             if reference in ready:
@@ -87,7 +87,7 @@ class Actors:
     def await_all(
         self, asked: Sequence[tuple[Actor, Any]], deadline: float, keep: Callable[[Actor, Any], None]
     ) -> None:
-        """Wait for what actors were asked for. Raises for the first that fails, and at the deadline."""
+        """Wait for requests to actors. Raises the error of the first that fails, or at the deadline."""
         left = {reference: actor for actor, reference in asked}
         while left:
             ready, _ = ray.wait(list(left), timeout=LOOK_SECONDS)
@@ -99,12 +99,12 @@ class Actors:
             if left and time.monotonic() >= deadline:
                 late = ", ".join(repr(actor.name) for actor in left.values())
                 raise RpcTimeoutError(
-                    f"worker {late} did not start in time: its node is slow, or is gone and Ray has no other place for "
-                    "it. Give a longer timeout, or look at `ray status` and at Ray's logs"
+                    f"worker {late} did not start in time: its node is slow, or is gone and Ray has no room "
+                    "elsewhere. Give a longer timeout, or look at `ray status` and Ray's logs"
                 )
 
     def end(self, actor: Actor, deadline: float) -> None:
-        """Kill an actor; returns when nobody listens where its worker did, so that another one can take its place."""
+        """Kill an actor. Returns when nothing listens at its worker's address, so that another can take its place."""
         ray.kill(actor.handle)
         while actor.joined is not None and is_listening(actor.joined.addresses, time.monotonic() + _PROBE_SECONDS):
             if time.monotonic() >= deadline:
@@ -113,11 +113,11 @@ class Actors:
         actor.ending = actor.ending or "was replaced"
 
     def forget(self, actor: Actor) -> None:
-        """It has ended."""
+        """Note that the actor has ended."""
         self._all.remove(actor)
 
     def dismantle(self) -> None:
-        """End all, and give back what Ray has set aside."""
+        """End all actors, and release the resources that Ray reserved."""
         if ray.is_initialized():
             for actor in self._all:
                 ray.kill(actor.handle)
@@ -130,7 +130,7 @@ class Actors:
 
 
 def value_of(actor: Actor, reference: Any) -> Any:
-    """What an actor has answered. Raises what it raised there, and `WorkerLostError` if Ray does not reach it."""
+    """An actor's answer. Raises its exception, or `WorkerLostError` if Ray does not reach the actor."""
     try:
         return ray.get(reference)
     except RayActorError as error:
@@ -138,6 +138,6 @@ def value_of(actor: Actor, reference: Any) -> Any:
 
 
 def ending_of(error: RayError) -> str:
-    """What Ray says about the end of an actor, without the list of what may have caused it."""
+    """Ray's explanation for the end of an actor, without its list of possible causes."""
     lines = [line for line in str(error).splitlines() if line and not line.startswith("\t")]
     return first_sentence(lines[-1]) if lines else type(error).__name__

@@ -2,17 +2,17 @@
 
 Theory of operation
 -------------------
-A placement group sets resources aside for all workers, or none. Each worker lives in the process of an actor
-(`host.Host`), whose place, name and rank never change. The driver hosts the store in which all meet, so it lives as
-long as any of them: Ray ends the actors when the driver ends.
+A placement group reserves resources for all workers, or for none. Each worker lives in the process of an actor
+(`host.Host`), whose place, name and rank never change. The driver hosts the store in which all workers meet. The store
+lives as long as any worker, because Ray ends the actors when the driver ends.
 
-Ray carries what starts and ends a worker: where it is, how it joins, that it shall leave. One more task of each actor,
-`Host.outlast`, returns when the worker has been shut down, and fails when its process ends before that. One thread
-of the driver waits for all of these. A worker that has ended is replaced as often as ``restarts`` says: another actor
-with the same name, rank and bundle joins the group, which takes it for a new incarnation.
+Ray carries the messages that start and end a worker: where it is, how to join, when to leave. One more task of each
+actor, `Host.outlast`, returns when the worker is shut down, and fails when its process ends before that. One thread
+of the driver waits for all of these tasks. A worker that ends is replaced up to ``restarts`` times: another actor
+with the same name, rank and bundle joins the group, which treats it as a new incarnation.
 
-What the driver's script defines is sent to the workers when a call first needs it (`launch.interactive`). The script
-itself does not run there, as ``cluster()`` of one machine has it: it need not exist on other nodes.
+Definitions from the driver's script are sent to the workers when a call first needs them (`launch.interactive`). Unlike
+with ``cluster()`` on one machine, the script itself does not run there: it need not exist on other nodes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OnRejoin = Callable[["RayWorker"], Any]
 
 
 class RayWorker(WorkerHandle):
-    """A worker in an actor of Ray's, as the driver sees it."""
+    """A worker in a Ray actor, as the driver sees it."""
 
     def __init__(self, cluster: RayCluster, driver: Worker | None, info: WorkerInfo, actor: Actor) -> None:
         super().__init__(driver, info)
@@ -69,22 +69,22 @@ class RayWorker(WorkerHandle):
 
     @property
     def pid(self) -> int:
-        """Its process, on its node."""
+        """The id of the worker's process, on its node."""
         return self._actor.spot.pid
 
     @property
     def node(self) -> str:
-        """Ray's id of its node."""
+        """Ray's id of the worker's node."""
         return self._actor.spot.node
 
     @property
     def address(self) -> str:
-        """The address of its node."""
+        """The address of the worker's node."""
         return self._actor.spot.address
 
     @property
     def alive(self) -> bool:
-        """Whether its process runs, as far as Ray has told."""
+        """Whether the worker's process runs, as far as Ray has reported."""
         return not self._actor.ending
 
     def run(
@@ -94,7 +94,7 @@ class RayWorker(WorkerHandle):
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """The value of ``func(*args, **kwargs)`` there. See `RayCluster.run`."""
+        """The value of ``func(*args, **kwargs)`` on this worker. See `RayCluster.run`."""
         return self._cluster._run([self], func, args, kwargs, timeout)[0]
 
 
@@ -115,24 +115,26 @@ def cluster(
     """Start ``n`` workers on the Ray cluster that this process is connected to, or starts.
 
     Use it as ``with backhaul.ray.cluster(4) as workers:``, or call `RayCluster.close` at the end. Each worker lives in
-    an actor that has ``resources`` (by default one CPU), in a placement group of that ``strategy``. This process
-    becomes rank 0, called ``name``, and the workers are ``worker1``, ``worker2``, … by node, or as ``names`` says. With
-    ``driver=False`` this process stays outside of the group: the workers are ``worker0``, ``worker1``, …, and
-    `RayCluster.run` starts functions on them.
+    an actor that has ``resources`` (by default one CPU), in a placement group with that ``strategy``. This process
+    becomes rank 0, with the name ``name``. The workers' names are ``worker1``, ``worker2``, … by node, or those in
+    ``names``. With ``driver=False`` this process stays outside the group: the workers are ``worker0``, ``worker1``, …,
+    and `RayCluster.run` runs functions on them.
 
-    A worker that ends is replaced up to ``restarts`` times; ``on_rejoin(worker)`` is then called here, to restore what
-    the worker had. ``env`` is added to the workers' environment.
+    A worker that ends is replaced up to ``restarts`` times. ``on_rejoin(worker)`` is then called here, to restore the
+    worker's state. ``env`` is added to the workers' environment.
 
-    Raises `RpcTimeoutError` if Ray has no room, or a worker is not up, within ``timeout`` seconds, and says what is
-    missing; `WorkerLostError` if a worker does not start; `MisuseError` if this process is a worker already.
+    Raises `RpcTimeoutError`, saying what is missing, if Ray has no room or a worker is not up within ``timeout``
+    seconds; `WorkerLostError` if a worker does not start; `MisuseError` if this process is already a worker.
     """
     stop_if_loading()
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise OptionError(f"cluster() needs a number of workers, at least 1; got {n!r}")
     if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-        raise OptionError(f"restarts={restarts!r} must be a number, at least 0: how often each worker is restarted")
+        raise OptionError(
+            f"restarts={restarts!r} must be a number, at least 0: how many times each worker may be restarted"
+        )
     if on_rejoin is not None and not callable(on_rejoin):
-        raise OptionError(f"on_rejoin={on_rejoin!r} must be a function of a worker")
+        raise OptionError(f"on_rejoin={on_rejoin!r} must be a function that takes a worker")
     first = 1 if driver else 0
     names = [f"worker{rank}" for rank in range(first, first + n)] if names is None else list(names)
     if len(names) != n or len({*names, *([name] if driver else [])}) != n + first:
@@ -146,7 +148,7 @@ def cluster(
     if driver and existing is not None:
         raise MisuseError(
             f"this process is already worker {existing.info.name!r} of a group; close that cluster, call "
-            "rpc.shutdown(), or leave this process outside of the new group with driver=False"
+            "rpc.shutdown(), or keep this process outside the new group with driver=False"
         )
     require_ray("cluster()")
     return RayCluster(
@@ -204,19 +206,19 @@ class RayCluster(Workers[RayWorker]):
     ) -> list[Any]:
         """Call ``func(*args, **kwargs)`` on all workers at once; returns the values by rank.
 
-        A driver in the group makes ordinary calls, without a limit of time unless ``timeout`` says so. A driver outside
-        of the group has Ray start the function, in which the workers call each other. Raises what ``func`` raises, and
+        A driver in the group makes ordinary calls, without a time limit unless ``timeout`` is given. A driver outside
+        the group lets Ray run the function, in which the workers call each other. Raises what ``func`` raises, and
         `WorkerLostError` or `RpcTimeoutError`.
         """
         return self._run(self._workers, func, args, kwargs, timeout)
 
     def restart(self, name: str, timeout: float = _RESTART_SECONDS) -> RayWorker:
-        """Start another actor in the place of worker ``name``, under its name and rank; returns that worker.
+        """Start another actor in the place of worker ``name``, with its name and rank; returns the new worker.
 
-        If the old one still runs, it is ended first. What it had is gone: references to its values raise
-        `WorkerLostError`, and calls go to the new one. Returns when it can be called and ``on_rejoin`` has run. If the
-        worker is being restarted already, waits for that. Raises `WorkerLostError` if it does not start, and
-        `RpcTimeoutError` if it takes longer than ``timeout`` seconds.
+        If the old actor still runs, it is ended first. Its values are gone: references to them raise
+        `WorkerLostError`. Calls go to the new actor. Returns when the new worker is ready for calls and ``on_rejoin``
+        has run. If a restart of the worker is in progress, waits for that one. Raises `WorkerLostError` if the worker
+        does not start, and `RpcTimeoutError` if that takes longer than ``timeout`` seconds.
         """
         worker = self._of_name(name)
         before = worker._actor
@@ -226,9 +228,9 @@ class RayCluster(Workers[RayWorker]):
         return worker
 
     def close(self, graceful: bool = True, timeout: float = 0) -> None:
-        """Leave the group, end the workers, and give back what Ray has set aside; nothing if that was done already.
+        """Leave the group, end the workers, and release the resources that Ray reserved. May be called again.
 
-        With ``graceful``, work that is still going on is waited for, for ``timeout`` seconds if that is not 0. Raises
+        If ``graceful``, wait for calls that still run, at most ``timeout`` seconds unless that is 0. Raises
         `RpcTimeoutError` at the timeout, and what ``on_rejoin`` raised; the workers are gone in any case.
         """
         # A process forked from the driver has this object, but not the workers.
@@ -240,7 +242,7 @@ class RayCluster(Workers[RayWorker]):
         try:
             if graceful:
                 self._await_revivals()
-            leaving = self._send_away(graceful, timeout)
+            leaving = self._ask_to_leave(graceful, timeout)
             self._leave(graceful, timeout)
             self._await_leaving(leaving, graceful and self._driver is None)
         finally:
@@ -276,10 +278,10 @@ class RayCluster(Workers[RayWorker]):
             for rank, actor in enumerate(actors, first)
         ]
 
-    # What becomes of the workers.
+    # The lives of the workers.
 
     def _watch(self) -> None:
-        """Notice workers that end. Run by a thread of its own."""
+        """Notice workers that end. Runs on its own thread."""
         while not self._actors.stopping.is_set():
             watched = {}
             for worker in self._workers:
@@ -319,7 +321,7 @@ class RayCluster(Workers[RayWorker]):
             "worker %r is lost: it has ended; Ray says: %s%s",
             worker.name,
             actor.ending,
-            ". It is restarted" if again else "",
+            ". Restarting it" if again else "",
         )
         if again:
             thread = threading.Thread(
@@ -329,7 +331,7 @@ class RayCluster(Workers[RayWorker]):
             thread.start()
 
     def _revive(self, worker: RayWorker, lost: Actor) -> None:
-        """Replace a worker that has ended, as long as it may be."""
+        """Replace a worker that has ended, while restarts are left."""
         name = worker.name
         with worker._replacing:
             while worker._actor is lost and self._restarted[name] < self._restarts:
@@ -346,7 +348,7 @@ class RayCluster(Workers[RayWorker]):
                         self._failures[name] = error
 
     def _replace(self, worker: RayWorker, deadline: float) -> None:
-        """End the actor of a worker, let another one take its place, and restore what the worker had."""
+        """End the actor of a worker, start another in its place, and restore the worker's state."""
         old = worker._actor
         old.dismissed = True
         self._actors.end(old, deadline)
@@ -376,13 +378,13 @@ class RayCluster(Workers[RayWorker]):
         with agent.presence.changed:
             while agent.membership.find(info).incarnation != incarnation:
                 if time.monotonic() >= deadline:
-                    raise RpcTimeoutError(f"worker {info.name!r} has not joined the group again in time")
+                    raise RpcTimeoutError(f"worker {info.name!r} did not rejoin the group in time")
                 agent.presence.changed.wait(LOOK_SECONDS)
 
     # Calls.
 
     def _before_call(self, target: WorkerInfo, func: Any, args: Any, kwargs: Any) -> None:
-        """Let the workers have what a call refers to. A hook of the driver's `Worker`."""
+        """Send the workers the definitions that a call refers to. A hook of the driver's `Worker`."""
         if self._driver is not None and target != self._driver.info:
             self._shipper(func, args, kwargs)
 
@@ -416,7 +418,7 @@ class RayCluster(Workers[RayWorker]):
         asked = [(worker._actor, worker._actor.handle.run.remote(request)) for worker in workers]
         values: dict[str, Any] = {}
         left = {reference: actor for actor, reference in asked}
-        while left:  # in the order in which they end: the first that fails tells why
+        while left:  # in the order in which they end, so that the first failure is raised
             seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait(list(left), timeout=seconds)
             if not ready:
@@ -429,15 +431,15 @@ class RayCluster(Workers[RayWorker]):
 
     # The end.
 
-    def _send_away(self, graceful: bool, timeout: float) -> list[tuple[Actor, Any]]:
-        """Have the workers shut down."""
+    def _ask_to_leave(self, graceful: bool, timeout: float) -> list[tuple[Actor, Any]]:
+        """Ask the workers to shut down."""
         if not ray.is_initialized():
             return []
         actors = [worker._actor for worker in self._workers if worker.alive]
         return [(actor, actor.handle.leave.remote(graceful, timeout)) for actor in actors]
 
     def _await_leaving(self, leaving: Sequence[tuple[Actor, Any]], patient: bool) -> None:
-        """Wait until the workers have left: as long as it takes if only they know of work that goes on."""
+        """Wait until the workers have left; if ``patient``, without a limit, because only they know of running work."""
         if not leaving or not ray.is_initialized():
             return
         ray.wait([reference for _, reference in leaving], num_returns=len(leaving), timeout=None if patient else GRACE)
@@ -454,23 +456,23 @@ class RayCluster(Workers[RayWorker]):
                 thread.join(seconds)
 
     def _leave(self, graceful: bool, timeout: float) -> None:
-        """This process leaves the group, if it is in it."""
+        """Make this process leave the group, if it is a member."""
         if self._driver is not None and not self._driver.closed:
             self._driver.before_call.remove(self._before_call)
             self._shut_down(self._driver, graceful, timeout)
 
     def _dismantle(self) -> None:
-        """End all actors and give their resources back."""
+        """End all actors and release their resources."""
         self._actors.stopping.set()
         if self._watching.ident is not None and self._watching is not threading.current_thread():
             self._watching.join()
-        self._await_revivals(GRACE)  # an `on_rejoin` that goes on does so without its worker
+        self._await_revivals(GRACE)  # an `on_rejoin` that still runs continues without its worker
         self._actors.dismantle()
         self._store = None
 
 
 def _environment(rank: int, spots: Sequence[Spot]) -> dict[str, str]:
-    """The variables of worker ``rank`` that torchrun would set. The secret is not among them."""
+    """The variables that torchrun would set for worker ``rank``. The secret is not among them."""
     here = [other for other, spot in enumerate(spots) if spot.node == spots[rank].node]
     return {
         "RANK": str(rank),

@@ -1,4 +1,4 @@
-"""The actor that hosts a worker. `driving` starts one for each, and talks to it through Ray until it has joined."""
+"""The actor that hosts a worker. `driving` starts one for each worker, and talks to it through Ray until it joins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a process of Ray's is."""
+    """The place of a Ray process."""
 
     node: str
     address: str
@@ -45,8 +45,8 @@ class Joined:
 
 @dataclass(frozen=True)
 class Start:
-    """What a process needs to become a worker. It has the secret, and so is given to a method: what an actor is
-    created with stays in Ray's control service."""
+    """What a process needs to become a worker. It contains the secret, so it is passed to a method: the arguments of an
+    actor's constructor stay in Ray's control service."""
 
     name: str
     rank: int
@@ -65,7 +65,7 @@ class Host:
         self._worker: Worker | None = None
 
     def __repr__(self) -> str:
-        """What Ray puts in front of each line that this process prints."""
+        """The prefix that Ray puts before each line that this process prints."""
         return self._name
 
     def spot(self) -> Spot:
@@ -75,7 +75,7 @@ class Host:
     def join(self, start: Start, definitions: Sequence[Definition] = ()) -> Joined:
         """Become a worker; returns when the group is complete.
 
-        ``definitions`` are those that the driver has sent before this process has come: others may call it at once.
+        ``definitions`` are those that the driver sent before this process joined: others may call it at once.
         """
         os.environ.update(start.environment)
         sys.argv[:] = start.argv
@@ -86,11 +86,11 @@ class Host:
         return Joined(agent.membership.incarnation, agent.membership.find(agent.me).addresses)
 
     def define(self, definitions: list[Definition]) -> None:
-        """Make what the driver's script defines."""
+        """Apply definitions from the driver's script."""
         apply(definitions)
 
     def run(self, request: bytes) -> bytes:
-        """Call a function that the driver, which is not in the group, starts here."""
+        """Call a function for a driver that is not in the group."""
         function, args, kwargs = pickle.loads(request)
         return pickle.dumps(function(*args, **kwargs), protocol=pickle.HIGHEST_PROTOCOL)
 
@@ -99,12 +99,12 @@ class Host:
         try:
             rpc.shutdown(graceful, timeout)
         except WorkerLostError:
-            pass  # the driver knows, or is the one that is lost
+            pass  # the driver knows, or the driver is the lost worker
         except NotInitializedError:
-            pass  # it has left by itself, or has never joined
+            pass  # the worker has left by itself, or never joined
 
     def outlast(self) -> None:
-        """Return when the worker is shut down. Fails when the process ends before that, which tells the driver."""
+        """Return when the worker is shut down. If the process ends first, the task fails, which tells the driver."""
         if self._worker is not None:
             self._worker.agent.closed.wait()
 

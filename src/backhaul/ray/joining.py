@@ -1,7 +1,7 @@
-"""How a process of Ray's becomes a worker: a meeting place that a group's maker hosts, and a rank for each actor.
+"""How a Ray process becomes a worker: the group's maker hosts a meeting place, and each actor gets a rank.
 
-The process that makes a group hosts its store; actors are given its address and the secret as an argument. `deal` is
-pure: it turns who came, and from which node, into ranks.
+The process that makes a group hosts its store. Actors get its address and the secret as an argument. `deal` is
+pure: it turns the arrivals and their nodes into ranks.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ _SECRET_BYTES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Where a group meets: the address of its store."""
+    """The address of a group's store."""
 
     host: str
     port: int
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A process that has come to a group without a rank."""
+    """A process that came to a group without a rank."""
 
     process: str
     node: str
 
 
 def deal(arrivals: list[Arrival]) -> dict[str, int]:
-    """The rank of each process: those of one node follow each other, in the order in which they came. Pure."""
+    """The rank of each process. Processes of one node have consecutive ranks, in the order of arrival. Pure."""
     order = list(dict.fromkeys(arrival.node for arrival in arrivals))
     ranked = sorted(range(len(arrivals)), key=lambda number: (order.index(arrivals[number].node), number))
     return {arrivals[number].process: rank for rank, number in enumerate(ranked)}
 
 
 class Group:
-    """A group for actors of this job, made by `group`. Give it to them as an argument; it has the group's secret.
+    """A group for actors of this job, made by `group`. Pass it to them as an argument; it contains the group's secret.
 
-    The process that made it hosts what the actors meet in, until `close` or its end.
+    The process that made the group hosts its store, until `close` or the end of the process.
     """
 
     def __init__(self, world_size: int, options: RpcOptions) -> None:
@@ -74,7 +74,7 @@ class Group:
         return {**self.__dict__, "_store": None}
 
     def close(self) -> None:
-        """Host its meeting place no longer. Workers that have met go on; none can join or come back."""
+        """Stop hosting the store. Workers that have met continue; none can join or come back."""
         self._store = None
 
     def __enter__(self) -> Group:
@@ -87,8 +87,8 @@ class Group:
 def group(world_size: int, *, options: RpcOptions | None = None) -> Group:
     """Make a group of ``world_size`` workers, for actors that call `init_rpc` with it.
 
-    ``options`` are those of all workers. Keep the group, or the ``with`` block, until the workers are done. Raises
-    `OptionError`, and `MisuseError` if this process is not a part of the Ray cluster.
+    ``options`` apply to all workers. Keep the group, or its ``with`` block, until the workers are done. Raises
+    `OptionError`, and `MisuseError` if this process is not part of the Ray cluster.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise OptionError(f"group() needs a number of workers, at least 1; got {world_size!r}")
@@ -99,17 +99,17 @@ def group(world_size: int, *, options: RpcOptions | None = None) -> Group:
 def init_rpc(
     name: str | None = None, *, group: Group, rank: int | None = None, rpc_backend_options: RpcOptions | None = None
 ) -> None:
-    """Make this process, an actor or a driver of Ray's, a worker of ``group``. Call `backhaul.rpc.shutdown` at the end.
+    """Make this Ray actor or driver a worker of ``group``. Call `backhaul.rpc.shutdown` at the end.
 
-    Returns when all workers of the group have come. ``rank`` is by default that of Ray Train, inside its training
-    function; elsewhere ranks are given by node to those that come. The name is ``worker<rank>`` if none is given. An
+    Returns when all workers of the group have joined. Inside a training function of Ray Train, ``rank`` defaults to
+    Train's rank; elsewhere ranks are assigned by node in the order of arrival. The default name is ``worker<rank>``. An
     actor that Ray restarts takes its old place. ``rpc_backend_options`` replace those of the group.
 
-    Raises `OptionError` for a rank or name that is taken, and `RpcTimeoutError` if others do not come.
+    Raises `OptionError` for a rank or name that is taken, and `RpcTimeoutError` if others do not join in time.
     """
     if not isinstance(group, Group):
         raise OptionError(
-            f"group={group!r} must be what backhaul.ray.group() has made, given to this actor as an argument"
+            f"group={group!r} must be made by backhaul.ray.group() and passed to this actor as an argument"
         )
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < group.world_size):
         raise OptionError(f"rank {rank!r} is not in 0..{group.world_size - 1}, the ranks of this group")
@@ -123,7 +123,7 @@ def init_rpc(
 
 
 def join(name: str | None, rank: int | None, world_size: int, meeting: Meeting, options: RpcOptions) -> Worker:
-    """Become a worker of the group that meets there; without a rank, wait for all to come and take one."""
+    """Become a worker of the group that meets there. Without a rank, wait until all have arrived, then take one."""
     return join_in(visit_store(meeting.host, meeting.port, JOIN_SECONDS), name, rank, world_size, options)
 
 
@@ -135,7 +135,7 @@ def join_in(
     options: RpcOptions,
     check: Callable[[], None] = lambda: None,
 ) -> Worker:
-    """The same, with a store that is at hand; ``check`` is called while others are waited for, and may raise."""
+    """The same, with an open store. ``check`` is called while this worker waits for the others, and may raise."""
     obituaries = Obituaries(store)
     obituaries.announce(own_life(os.getpid()))
     if rank is None:
@@ -172,11 +172,11 @@ def closed_options(options: RpcOptions | None, what: str) -> RpcOptions:
     if not isinstance(options, RpcOptions):
         raise OptionError(f"{what} takes RpcOptions, not {type(options).__name__}")
     if options.init_method != RpcOptions().init_method:
-        raise OptionError(f"{what} decides where its workers meet: leave init_method out of the options")
+        raise OptionError(f"{what} decides where its workers meet: leave out the option init_method")
     if not options.policy.is_one_user:
         raise OptionError(
-            f'{what} is for workers of one user, which trust each other: trust="federation" is for parties that each '
-            "start their own, with backhaul.rpc.init_rpc"
+            f'{what} is for workers of one user, which trust each other: trust="federation" is for parties that '
+            "each start their own workers, with backhaul.rpc.init_rpc"
         )
     if options.secret is None and options.key_file is None and options.tls is None:
         options = dataclasses.replace(options, secret=secrets.token_bytes(_SECRET_BYTES))
@@ -190,13 +190,13 @@ def _rank_of_train() -> int | None:
         return None
     try:
         rank = train.get_context().get_world_rank()
-    except Exception:  # Train has its own kinds of errors for "not inside a training function"
+    except Exception:  # Train has its own errors for "not inside a training function"
         return None
     return rank if isinstance(rank, int) else None
 
 
 def _take_rank(store: Store, world_size: int) -> int:
-    """A rank by node, when all have come; the one that it had for an actor that Ray has restarted."""
+    """A rank by node, when all have arrived. An actor that Ray restarted gets its old rank."""
     context = ray.get_runtime_context()
     process = context.get_actor_id() or context.get_worker_id()
     key = f"backhaul/came/{process}"
@@ -204,7 +204,7 @@ def _take_rank(store: Store, world_size: int) -> int:
         number = store.add("backhaul/arrived", 1) - 1
         if number >= world_size:
             raise OptionError(
-                f"the group has {world_size} places, and as many processes have taken one: make another group, or give "
+                f"all {world_size} places of the group are taken: make another group, or give "
                 "init_rpc a rank if this process replaces one of them"
             )
         store.set(f"backhaul/arrival/{number}", msgspec.json.encode(Arrival(process, context.get_node_id())).decode())
@@ -215,7 +215,7 @@ def _take_rank(store: Store, world_size: int) -> int:
         if time.monotonic() > deadline:
             came = sum(store.check([key]) for key in keys)
             raise RpcTimeoutError(
-                f"{came} of {world_size} workers have come to the group within {JOIN_SECONDS:g} s: call "
+                f"{came} of {world_size} workers have joined the group within {JOIN_SECONDS:g} s: call "
                 "init_rpc(group=...) in all of them at the same time, and check that Ray has room for all actors"
             )
         time.sleep(_LOOK_SECONDS)

@@ -1,11 +1,12 @@
-"""What Ray knows about the end of a worker's process, for peers that do not reach it (`Agent.ask_engine`).
+"""What Ray knows about the end of a worker's process, for peers that cannot reach it (`Agent.ask_engine`).
 
-Each worker writes into the store of its group which actor it is, under the name of its process. A worker that cannot
-reach a peer looks that up, and asks Ray's control service (GCS) about the actor. Nothing is asked while all is well.
+Each worker writes its actor into the store of its group, under the name of its process. A worker that cannot
+reach a peer looks up the peer's actor, and asks Ray's control service (GCS) about it. While all is well, nothing is
+asked.
 
-Ray's public functions tell about actors only through its dashboard, which need not run. So this module reads Ray's
-table of actors as Ray itself does; if a version of Ray has no such table, a worker on another node whose process has
-ended is suspected until ``lost_after``, or until its successor greets.
+Ray's public functions report on actors only through its dashboard, which need not run. So this module reads Ray's
+table of actors as Ray itself does. If a version of Ray has no such table, a worker on another node whose process has
+ended stays suspected until ``lost_after``, or until its successor greets.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _GOES_ON = ("ALIVE", "PENDING_CREATION", "DEPENDENCIES_UNREADY")
 
 
 class Life(msgspec.Struct, frozen=True):
-    """A process of Ray's, as it tells the others of its group. A driver has no actor."""
+    """A Ray process, as it describes itself to the group. A driver has no actor."""
 
     actor: str | None
     node: str
@@ -47,7 +48,7 @@ def own_life(pid: int) -> Life:
 
 
 def ending_of(life: Life, actor: Mapping[str, Any] | None, node_lives: bool) -> Ending | None:
-    """How that process has ended, from what Ray says about its actor and its node; None if it goes on. Pure."""
+    """How the process ended, from what Ray says about its actor and its node; None if it still runs. Pure."""
     if actor:
         state = actor.get("State")
         if state == "DEAD":
@@ -62,7 +63,7 @@ def ending_of(life: Life, actor: Mapping[str, Any] | None, node_lives: bool) -> 
 
 
 def cause_of(cause: Any) -> str:
-    """The first sentence of what Ray says about a death: the others list what may have caused it."""
+    """The first sentence of Ray's explanation for a death; the others list possible causes."""
     text = str(getattr(getattr(cause, "actor_died_error_context", None), "error_message", "") or "")
     return first_sentence(text) or "the actor is dead"
 
@@ -72,7 +73,7 @@ def first_sentence(text: str) -> str:
 
 
 class Obituaries:
-    """Answers how peers of one group have ended. Thread-safe."""
+    """Tells how peers of one group have ended. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -84,7 +85,7 @@ class Obituaries:
         self._store.set(_key(own_name()), msgspec.json.encode(life).decode())
 
     def __call__(self, addresses: Addresses) -> Ending | None:
-        """What Ray says about a peer at these addresses; None if Ray does not say that it has ended."""
+        """How the peer at these addresses ended, according to Ray; None if Ray does not report an end."""
         try:
             return _within(_ASK_SECONDS, lambda: self._ask(addresses.process))
         except TimeoutError:
@@ -92,7 +93,7 @@ class Obituaries:
         except Exception as error:
             if not self._complained:
                 self._complained = True
-                _log.warning("Ray does not tell whether a worker that does not answer has ended: %r", error)
+                _log.warning("Ray did not report whether an unresponsive worker has ended: %r", error)
             return None
 
     def _ask(self, process: str) -> Ending | None:
@@ -120,7 +121,7 @@ def _node_lives(id: str) -> bool:
 
 
 def _within(seconds: float, question: Callable[[], T]) -> T:
-    """The answer, or `TimeoutError`: Ray and the store wait for minutes for a host that is gone."""
+    """The answer, or `TimeoutError`: Ray and the store may wait minutes for a host that is gone."""
     answers: list[T] = []
     errors: list[Exception] = []
 

@@ -1,4 +1,4 @@
-"""Where Ray puts the workers: a placement group with one bundle for each, ranks by node, and what is missing.
+"""Where Ray puts the workers: a placement group with one bundle for each, ranks by node, and missing resources.
 
 `ranks`, `bundle_of` and `missing` are pure.
 """
@@ -18,12 +18,12 @@ from backhaul.errors import OptionError, RpcTimeoutError
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-_WAIT_SECONDS = 1  # Ray takes whole seconds
+_WAIT_SECONDS = 1  # Ray accepts whole seconds only
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the Ray cluster: what it has, and what of that is free; None if Ray does not tell."""
+    """A node of the Ray cluster: its resources, and the free ones; None if Ray does not tell."""
 
     address: str
     total: Mapping[str, float] = field(default_factory=dict)
@@ -31,10 +31,10 @@ class Node:
 
 
 class Placement:
-    """A placement group that is ready. `remove` it at the end."""
+    """A placement group that is ready. Call `remove` at the end."""
 
     def __init__(self, n: int, resources: Mapping[str, float], strategy: str, deadline: float) -> None:
-        """Wait for room until the deadline. Raises `RpcTimeoutError` that says what is missing."""
+        """Wait for room until the deadline. Raises `RpcTimeoutError`, saying what is missing."""
         self._bundle = bundle_of(resources)
         check_strategy(strategy)
         began = time.monotonic()
@@ -74,7 +74,7 @@ def check_strategy(strategy: str) -> None:
 
 
 def bundle_of(resources: Mapping[str, float]) -> dict[str, float]:
-    """What Ray has to set aside for one worker. Raises `OptionError`."""
+    """The resources that Ray must reserve for one worker. Raises `OptionError`."""
     if not isinstance(resources, Mapping):
         raise OptionError(f"resources {resources!r} must be a dict, as in {{'CPU': 1, 'GPU': 0}}")
     for name, amount in resources.items():
@@ -82,12 +82,12 @@ def bundle_of(resources: Mapping[str, float]) -> dict[str, float]:
             raise OptionError(f"resources: {name!r}: {amount!r} must be the name of a resource and an amount")
     found = {name: float(amount) for name, amount in resources.items() if amount}
     if not found:
-        raise OptionError("resources must ask for something, such as {'CPU': 1}: Ray places nothing that needs nothing")
+        raise OptionError("resources must ask for something, such as {'CPU': 1}: Ray does not place empty bundles")
     return found
 
 
 def ranks(nodes_of_bundles: Sequence[str], first: str | None = None) -> list[int]:
-    """The bundles in the order of ranks: those of one node follow each other; node ``first`` comes first."""
+    """The bundles in the order of ranks. Bundles of one node are consecutive; node ``first`` comes first."""
     order = list(dict.fromkeys([*([first] if first in nodes_of_bundles else []), *nodes_of_bundles]))
     return sorted(range(len(nodes_of_bundles)), key=lambda bundle: (order.index(nodes_of_bundles[bundle]), bundle))
 
@@ -103,22 +103,22 @@ def nodes() -> list[Node]:
 
 
 def _free_by_node() -> Mapping[str, Mapping[str, float]] | None:
-    # Ray offers only the sum over all nodes in its public functions.
+    # Ray's public functions give only the sum over all nodes.
     try:
         from ray._private.state import available_resources_per_node
 
         found: Mapping[str, Mapping[str, float]] = available_resources_per_node()
-    except Exception:  # another version of Ray: the message says less
+    except Exception:  # another version of Ray: the message has fewer details
         return None
     return found
 
 
 def missing(bundle: Mapping[str, float], n: int, strategy: str, nodes: Sequence[Node], seconds: float) -> str:
-    """What to tell a user whose workers find no room."""
+    """The message for a user whose workers find no room."""
     free = [node.total if node.free is None else node.free for node in nodes]
     now, ever = _room(bundle, strategy, free), _room(bundle, strategy, [node.total for node in nodes])
     lines = [
-        f"in {seconds:.0f} s Ray has found no room for {n} workers. Asked for: {n} times {_amounts(bundle)}, strategy "
+        f"Ray found no room for {n} workers within {seconds:.0f} s. Asked for: {n} times {_amounts(bundle)}, strategy "
         f"{strategy!r}; there is room for {min(now, n)} now, and for {min(ever, n)} when nothing else runs"
     ]
     lines += [f"  node {node.address}: {_offer(node, bundle)}" for node in nodes]
@@ -127,9 +127,9 @@ def missing(bundle: Mapping[str, float], n: int, strategy: str, nodes: Sequence[
         if all_free < n * amount:
             lines.append(f"  missing: {name}: {n * amount:g} asked for, {all_free:g} free, {there:g} in the cluster")
     if strategy == "STRICT_SPREAD" and len(nodes) < n:
-        lines.append(f"  missing: nodes: STRICT_SPREAD puts each worker on its own node, and there are {len(nodes)}")
+        lines.append(f"  missing: nodes: STRICT_SPREAD puts each worker on its own node, but there are {len(nodes)}")
     if strategy == "STRICT_PACK" and ever < n:
-        lines.append("  missing: one node that has all of it, which STRICT_PACK asks for")
+        lines.append("  missing: one node with room for all workers, as STRICT_PACK requires")
     lines.append("Ask for less, end other jobs, add nodes, or give cluster() a longer timeout.")
     return "\n".join(lines)
 

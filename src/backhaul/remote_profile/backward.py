@@ -17,9 +17,9 @@ _SPACE = "torch::distributed::autograd"
 
 @contextmanager
 def recorded(agent: Agent) -> Iterator[None]:
-    """A block that is a backward pass, for the profiler of this thread.
+    """A block that the profiler of this thread records as a backward pass.
 
-    Inside, each run that gradients of other workers start is a block as well: it is what a Send does.
+    Inside, each run that gradients of other workers start is also a block: the work of a Send.
     """
     thread = threading.get_ident()
     blocks: list[AbstractContextManager[Any]] = []
@@ -28,7 +28,7 @@ def recorded(agent: Agent) -> Iterator[None]:
         if event.thread != thread:
             return
         if type(event) is RunBegan:
-            from_a_send = any(event.sources)  # and not from the roots of the pass
+            from_a_send = any(event.sources)  # not from the roots of the pass
             block: AbstractContextManager[Any] = (
                 record_function(f"{_SPACE}::SendRpcBackward") if from_a_send else nullcontext()
             )

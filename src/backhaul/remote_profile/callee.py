@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RECORDED = "_backhaul_recorded"
-"""An attribute of a function that runs another: how it does so for a listener. ``recorded(listener, *args)``."""
+"""An attribute of a function that runs another one: how to do so for a listener, ``recorded(listener, *args)``."""
 
 MOST_KEPT = 1000
-"""Reports on values of `remote` that are kept for their creators, which may have died."""
+"""The most reports on values of `remote` that are kept; their creators may have died."""
 
 _SENDABLE = frozenset({type(None), bool, int, float, str, bytes, torch.Tensor})
 
@@ -52,7 +52,7 @@ class Reports:
 
 
 def run_profiled(options: Any, function: Any, args: Any, kwargs: Any) -> Future[Any]:
-    """Run a function; a future of its value, and of the report on it."""
+    """Run a function; a future of its value and of the report on it."""
     listener = Listener(Options(*options))
     future: Future[Any] = Future()
     value, later = _execute(listener, function, args, kwargs)
@@ -64,7 +64,7 @@ def run_profiled(options: Any, function: Any, args: Any, kwargs: Any) -> Future[
 
 
 def run_for_reference(options: Any, token: str, function: Any, args: Any, kwargs: Any) -> Future[Any]:
-    """Run a function whose value stays here; a future of the value. `collect` has the report on it."""
+    """Run a function whose value stays here; a future of the value. `collect` returns the report."""
     listener = Listener(Options(*options))
     reports = current_worker.get().reports
     future: Future[Any] = Future()
@@ -87,7 +87,7 @@ def run_for_reference(options: Any, token: str, function: Any, args: Any, kwargs
 
 
 def collect(rref: Any, token: str) -> Future[Any]:
-    """The report on how the value of a reference was made, once that is over. None if there is none."""
+    """The report on how the value of a reference was made, once the function is done. None if there is none."""
     future: Future[Any] = Future()
     reports = current_worker.get().reports
 
@@ -103,7 +103,7 @@ for _each in (run_profiled, run_for_reference, collect):
 
 
 def recorded(listener: Listener, function: Any) -> Callable[..., Any]:
-    """The function, with what it does recorded. Of a coroutine, all its steps are."""
+    """The function, with its work recorded. For a coroutine, all its steps are recorded."""
     if inspect.iscoroutinefunction(function):
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ async def _stepwise(listener: Listener, coroutine: Coroutine[Any, Any, Any]) -> 
 
 
 class _Steps:
-    """Runs a coroutine, and records it while it has the thread: between its steps, others have it."""
+    """Runs a coroutine, and records it while it has the thread; between its steps, other work has the thread."""
 
     def __init__(self, listener: Listener, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._listener = listener
@@ -162,23 +162,23 @@ class _Steps:
 
 
 def _sendable(value: Any) -> Any:
-    """The value, if it can travel. Otherwise raises an error that names it alone, and not the report beside it."""
+    """The value, if it can be sent. Otherwise raises an error that names the value alone, not the report beside it."""
     if type(value) not in _SENDABLE:
         current_worker.get().codec.pack(value)
     return value
 
 
 def _report(listener: Listener) -> Report | None:
-    """The report; None if something is wrong with it."""
+    """The report; None if making it failed."""
     return _try(lambda: listener.report(current_worker.get().info))
 
 
 def _try(step: Callable[[], T]) -> T | None:
-    """Do a step of profiling. What goes wrong with it must not become an error of the call."""
+    """Do a step of profiling. Its failure must not become an error of the call."""
     try:
         return step()
     except Exception:
-        _log.exception("a call could not be profiled; its result is what it is without a profiler")
+        _log.exception("a call could not be profiled; its result is not affected")
         return None
 
 

@@ -1,4 +1,4 @@
-"""Calls of a thread that a profiler records. `profilers.is_on` says when they go through here."""
+"""Calls from a profiled thread. `profilers.is_on` decides whether calls go through here."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 _operator: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
 _numbers = itertools.count(1)  # of spans, in profiles of torch, which are of the process
 _reports: WeakKeyDictionary[Any, Future[Any]] = WeakKeyDictionary()
-"""For references that were made while a profiler was on: futures that are done when their reports have come."""
+"""For references made while a profiler was on: futures that complete when their reports arrive."""
 
 
 class Request(NamedTuple):
-    """A call that is to be made."""
+    """A call to make."""
 
     to: To
     function: Any
@@ -39,9 +39,9 @@ class Request(NamedTuple):
     kwargs: Mapping[str, Any]
     seconds: float
     what: str | None = None
-    """What errors call it."""
+    """Its name in errors."""
     name: str | None = None
-    """What profiles call it."""
+    """Its name in profiles."""
 
     @property
     def plain(self) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ def remote(
         rref = None
         if options is not None:
             arguments = (tuple(options), token, function, tuple(args), dict(kwargs))
-            with contextlib.suppress(UnsendableError):  # said below, of the arguments as they were given
+            with contextlib.suppress(UnsendableError):  # raised below, with the original arguments
                 rref = create(request.to, run_for_reference, arguments, {}, timeout, name_for_people(function))
         if rref is None:
             rref = create(request.to, function, args, kwargs, timeout)
@@ -117,7 +117,7 @@ def remote(
 
     try:
         report = agent.call_async(rref.owner(), collect, (rref, token), {}, math.inf, "the profile of a value")
-    except BackhaulError:  # whoever uses the reference hears of it
+    except BackhaulError:  # using the reference raises the error
         finish(None)
     else:
         report.has_callbacks = True
@@ -126,7 +126,7 @@ def remote(
 
 
 def to_here(rref: RRef[Any], timeout: float) -> Any:
-    """See `RRef.to_here`. The report on how the value was made has come then, too."""
+    """See `RRef.to_here`. When it returns, the report on how the value was made has arrived too."""
     with record_function(f"to_here#({rref._references.me.name})->({rref.owner_name()})"):
         value = rref._references.fetch(rref._ref, timeout)
     reported = _reports.get(rref)
@@ -136,7 +136,7 @@ def to_here(rref: RRef[Any], timeout: float) -> Any:
 
 
 def reported(rref: Any) -> Future[Any] | None:
-    """A future that is done when the report on how the value was made has come. None if none will."""
+    """A future that completes when the report on how the value was made arrives. None if none will."""
     return _reports.get(rref)
 
 
@@ -156,13 +156,13 @@ def _begin(agent: Agent, mode: str, request: Request) -> tuple[Span, Options | N
 
 
 def _ask(agent: Agent, request: Request, options: Options | None) -> Future[Any] | None:
-    """A future of the value and the report. None if the callee is not to report, or the arguments cannot be sent."""
+    """A future of the value and the report. None if the callee should not report, or the arguments cannot be sent."""
     if options is None:
         return None
     try:
         return agent.call_async(*request.profiled(options))
     except UnsendableError:
-        return None  # without the profile, the error names the arguments as they were given
+        return None  # the call without a profile raises an error with the original arguments
 
 
 def _unwrapped(inner: Future[Any], span: Span) -> Future[Any]:
@@ -179,7 +179,7 @@ def _unwrapped(inner: Future[Any], span: Span) -> Future[Any]:
             span.finish(report)
             outer.settle(value)
 
-    inner.has_callbacks = True  # those of the outer one
+    inner.has_callbacks = True  # the callbacks of the outer future
     inner.when_done(settle)
     return outer
 
@@ -192,7 +192,7 @@ def _value_or_none(done: Any) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """What torch's profiles call a function: an operator has the name of its schema."""
+    """A function's name in torch's profiles: an operator has the name of its schema."""
     if isinstance(function, torch.jit.ScriptFunction):
         return str(torch._jit_internal._qualified_name(function))
     return _operator(function) or name_for_people(function)

@@ -1,4 +1,4 @@
-"""Chrome traces that Kineto has written: the calls in them get their names, times, and the events of their callees."""
+"""Chrome traces written by Kineto: adds names, times and the callees' events to their calls."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from backhaul.remote_profile.rows import REMOTE, Span, remote_rows, span_of
 _log = logging.getLogger(__name__)
 
 _PROCESSES = 1_000_000
-"""Above the ids of real processes: each other worker is shown as a process of this number plus its rank."""
+"""Above the ids of real processes: each other worker is shown as the process with this number plus its rank."""
 
 
 def extend(path: str, spans: Mapping[int, Span]) -> None:
-    """Add to a trace what other workers have recorded of these calls."""
+    """Add the recordings of other workers for these calls to a trace."""
     file = Path(path)
     try:
         trace: dict[str, Any] = json.loads(file.read_text(errors="replace"))
         events: list[dict[str, Any]] = trace["traceEvents"]
     except (ValueError, KeyError, TypeError) as error:
-        _log.warning("the trace %s gets no events of other workers, since it cannot be read: %s", path, error)
+        _log.warning("the trace %s gets no events of other workers, because it cannot be read: %s", path, error)
         return
     nodes: dict[int, str] = {}
     added: list[dict[str, Any]] = []
@@ -31,7 +31,7 @@ def extend(path: str, spans: Mapping[int, Span]) -> None:
         span = span_of(str(event.get("name", "")), spans)
         if span is not None:
             event["name"] = span.key
-            # Kineto shows a block on the timeline of its device too; the callee's events are wanted once.
+            # Kineto also shows a block on the timeline of its device, but the callee's events must appear once.
             if event.get("ph") == "X" and event.get("cat") != "gpu_user_annotation":
                 added += _of_call(event, span)
                 nodes.update({} if span.report is None else span.report.nodes)
@@ -45,7 +45,7 @@ def extend(path: str, spans: Mapping[int, Span]) -> None:
 def _of_call(event: Mapping[str, Any], span: Span) -> Iterator[dict[str, Any]]:
     start = float(event["ts"])
     if span.is_async and span.elapsed is not None:
-        # It overlaps with what its thread does next, so it is not drawn as a block among those.
+        # The call overlaps with its thread's next activity, so it is not drawn as a block among those.
         same = {"name": span.key, "cat": "rpc", "id": span.number, "pid": event["pid"], "tid": event["tid"]}
         yield {**same, "ph": "b", "ts": start}
         yield {**same, "ph": "e", "ts": start + span.elapsed}

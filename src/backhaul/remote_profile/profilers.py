@@ -1,11 +1,11 @@
-"""Torch's profilers: which one records this thread, how one is started for a peer, and how results get more events.
+"""Torch's profilers: which one records this thread, how to start one for a peer, and how to add events to results.
 
-Torch does not tell which profile is on, with which options, nor does it ask anybody when it reads one. So three steps
-of its profile classes get something to do besides: starting notes the profile, reading grafts the events of other
-workers, writing a trace does the same. Profiles with no calls in them are left as they are.
+Torch does not say which profile is on, or with which options, and has no hook for reading one. So three methods
+of its profile classes are wrapped: starting notes the profile, reading grafts the events of other
+workers, and writing a trace does the same. Profiles without calls are unchanged.
 
-A thread has at most one profiler. The `Listener`s of a thread share one: whenever one of them begins or ends, what was
-recorded so far is given to all.
+A thread has at most one profiler. The `Listener`s of a thread share one: whenever one of them begins or ends, all of
+them get what was recorded so far.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ except ImportError:  # deprecated by torch: without it, only the callers' own ev
     _legacy = None  # type: ignore[assignment]
 
 is_on: Callable[[], bool] = torch.autograd._profiler_enabled
-"""Whether a profiler records this thread. It is asked for each call."""
+"""Whether a profiler records this thread. Checked for each call."""
 
 _SPANS = "_backhaul_spans"
 _parse: Callable[[Any], list[Any]] | None = None if _legacy is None else _legacy._parse_legacy_records
@@ -42,7 +42,7 @@ _installed = False  # by the first worker
 
 
 class Options(NamedTuple):
-    """What of an operation is recorded besides its time."""
+    """What to record of an operation besides its time."""
 
     shapes: bool = False
     memory: bool = False
@@ -52,7 +52,7 @@ class Options(NamedTuple):
     cuda: bool = False
 
     def config(self) -> Any:
-        """What torch calls it."""
+        """Torch's object for these options."""
         made: Any = _legacy.profile(  # type: ignore[no-untyped-call]
             record_shapes=self.shapes,
             profile_memory=self.memory,
@@ -69,12 +69,12 @@ class _Thread(threading.local):
         self.profile: weakref.ref[Any] | None = None
         """The profile that was started last on this thread."""
         self.searched = False
-        """No profile was found that could have been started before `install`."""
+        """Whether the search for a profile started before `install` found none."""
         self.reading: Any = None
-        """The profile whose results are read at the moment."""
+        """The profile whose results are being read."""
         self.listeners: list[Listener] = []
         self.running = False
-        """The profiler of this thread is that of the listeners."""
+        """Whether the profiler of this thread belongs to the listeners."""
 
 
 # Torch's profilers are of a thread or of the process, and know no worker.
@@ -92,7 +92,7 @@ class Listener:
         self._records: dict[int, list[Any]] = {}
 
     def begin(self) -> None:
-        """Record this thread from now on. Does nothing if somebody else's profiler does so already."""
+        """Record this thread from now on. Does nothing if another profiler already does."""
         if _legacy is None or (is_on() and not _here.running):
             return
         if _here.running:
@@ -102,7 +102,7 @@ class Listener:
         _resume()
 
     def end(self) -> None:
-        """Stop it. Called on the same thread."""
+        """Stop recording. Call on the same thread."""
         if self not in _here.listeners:
             return
         try:
@@ -114,24 +114,24 @@ class Listener:
             _resume()
 
     def add(self, lists: Sequence[Sequence[Any]]) -> None:
-        """Take over what the profiler has recorded, by thread."""
+        """Add events that the profiler has recorded, by thread."""
         for records in lists:
             if records:
                 self._records.setdefault(records[0].thread_id(), []).extend(records)
 
     def events(self) -> list[Any]:
-        """What has been recorded, as torch's events, without those of other workers."""
+        """The recorded events, as torch's events, without those of other workers."""
         if _parse is None or not self._records:
             return []
         return _parse([_without_orphans(records) for records in self._records.values()])
 
     def report(self, me: WorkerInfo) -> Report:
-        """What has been recorded, as data."""
+        """The recorded events, as plain data."""
         return report_of(self.events(), self.spans, me, self._began or time.perf_counter_ns())
 
 
 def _without_orphans(records: Sequence[Any]) -> list[Any]:
-    """Leave out ends of blocks that began before they were recorded; torch does not expect any."""
+    """The records without ends of blocks that began before recording; torch does not expect such ends."""
     open: set[tuple[int, int]] = set()
     kept = []
     for record in records:
@@ -144,10 +144,10 @@ def _without_orphans(records: Sequence[Any]) -> list[Any]:
 
 
 def _cut() -> None:
-    """Stop the profiler of this thread's listeners, and give them what it has recorded."""
+    """Stop the profiler of this thread's listeners, and give them its recording."""
     if any(listener.options.cuda for listener in _here.listeners) and torch.cuda.is_available():
         torch.cuda.synchronize()
-    _here.running = False  # also if the function has stopped it itself, which raises here
+    _here.running = False  # even if the function stopped the profiler itself, which raises here
     records = torch.autograd._disable_profiler_legacy()
     for listener in _here.listeners:
         listener.add(records)
@@ -159,17 +159,17 @@ def _resume() -> None:
 
 
 def _wanted() -> Options:
-    """What at least one of this thread's listeners wants."""
+    """The union of what this thread's listeners want."""
     return Options(*map(any, zip(*(listener.options for listener in _here.listeners), strict=True)))
 
 
 def watching() -> tuple[list[dict[int, Span]], Options | None]:
-    """Where the spans of this thread's calls go, and what to record of them. None if nothing is recorded."""
+    """The destinations for spans of this thread's calls, and what to record of them. None if nothing is recorded."""
     if _here.running:
         return [listener.spans for listener in _here.listeners], _wanted()
     kind = torch._C._autograd._profiler_type()
     if kind not in (torch._C._profiler.ActiveProfilerType.LEGACY, torch._C._profiler.ActiveProfilerType.KINETO):
-        return [], None  # ranges for a profiler outside of torch
+        return [], None  # only emits ranges for an external profiler
     profile = _profile()
     if profile is None:
         return [], None
@@ -185,10 +185,10 @@ def watching() -> tuple[list[dict[int, Span]], Options | None]:
 
 
 def _profile() -> Any:
-    """The profile that records this thread, as far as that can be known."""
+    """The profile that records this thread, as far as it can be determined."""
     found = None if _here.profile is None else _here.profile()
     if found is None and _latest is not None:
-        found = _latest()  # torch passes the profiler of a thread on to those that work for it
+        found = _latest()  # torch passes a thread's profiler on to its helper threads
     if found is None and not _here.searched:
         _here.searched = True
         found = _find()
@@ -197,7 +197,7 @@ def _profile() -> Any:
 
 
 def _find() -> Any:
-    """A profile that was started before there was a worker in this process."""
+    """A profile that was started before this process had a worker."""
     kinds = (_kineto.profile,) if _legacy is None else (_kineto.profile, _legacy.profile)
     for each in gc.get_objects():
         if issubclass(type(each), kinds):
@@ -208,7 +208,7 @@ def _find() -> Any:
 
 
 def install() -> None:
-    """Have torch's profiles show what other workers do for calls. Calling it again changes nothing."""
+    """Make torch's profiles show the work of other workers for calls. Calling it again changes nothing."""
     global _installed
     with _installing:
         if _installed:
@@ -224,7 +224,7 @@ def install() -> None:
 
 
 def _replace(holder: Any, name: str, new: Callable[..., Any]) -> None:
-    """Put ``new``, which gets the old function as its first argument, in its place."""
+    """Replace a function by ``new``, which gets the old function as its first argument."""
     old = getattr(holder, name)
 
     @functools.wraps(old)
@@ -237,7 +237,7 @@ def _replace(holder: Any, name: str, new: Callable[..., Any]) -> None:
 def _starting(start: Callable[..., Any], profile: Any) -> Any:
     global _latest
     if _here.running:
-        _cut()  # a function that is recorded for its caller profiles itself: its own profile has precedence
+        _cut()  # a recorded function starts its own profile, which takes precedence
     _here.profile = _latest = weakref.ref(profile)
     _here.searched = False
     return start(profile)

@@ -1,8 +1,8 @@
-"""Rows: profiled events as plain data, which can travel, and how they come into another profile.
+"""Rows: profiled events as plain data that can be sent, and how to insert them into another profile.
 
 The times of a callee's events count from the start of the execution. On one host all processes share a clock, so the
-start is where it was. If it then lies outside of the call, the clocks are different ones, and the execution is put
-into the middle of the call.
+start is known exactly. If it lies outside the call, the clocks differ, and the execution is placed
+in the middle of the call.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.autograd.profiler import record_function
 from backhaul.ids import WorkerInfo
 
 REMOTE = "#remote_op: "
-"""Stands between the name of a call and that of an event of its callee."""
+"""Separates the name of a call from that of an event of its callee."""
 
 MOST_ROWS = 50_000
-"""Of one report. Those with the latest start are left out."""
+"""For one report. Rows with the latest start are dropped."""
 
 _LABEL = re.compile(r" \[call (\d+)\]$")
 _THREADS_OF_A_WORKER = 100_000
@@ -50,21 +50,21 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What was recorded of an execution."""
+    """The recording of an execution."""
 
     began: int
     """In nanoseconds, on the clock of the callee's host."""
     length: float
     """In microseconds."""
     nodes: dict[int, str]
-    """The names of the workers that rows are of, by rank."""
+    """The names of the rows' workers, by rank."""
     rows: list[tuple[Any, ...]]
 
 
 class Span:
-    """A call of a profiled thread: when it was, and the report of its callee once there is one.
+    """A call of a profiled thread: its time, and the report of its callee once available.
 
-    Its number is 0 if no profile is known that could ask for it.
+    Its number is 0 if no known profile could ask for it.
     """
 
     def __init__(self, number: int, mode: str, function: str, caller: WorkerInfo, callee: WorkerInfo) -> None:
@@ -80,7 +80,7 @@ class Span:
     def block(self) -> Iterator[None]:
         """A block that the profiler of this thread records as the call, or as its beginning."""
         with record_function(f"{self.key} [call {self.number}]" if self.number else self.key):
-            self.began = time.perf_counter_ns()  # entering the first block of a process takes its time
+            self.began = time.perf_counter_ns()  # after entering: the first block of a process takes long
             yield
 
     def finish(self, report: Any = None) -> None:
@@ -89,7 +89,7 @@ class Span:
         self.elapsed = (time.perf_counter_ns() - self.began) / 1000
 
     def offset(self) -> float:
-        """From the start of the call to that of the execution, in microseconds."""
+        """The time from the start of the call to the start of the execution, in microseconds."""
         if self.report is None or self.elapsed is None:
             return 0.0
         found = (self.report.began - self.began) / 1000
@@ -99,7 +99,7 @@ class Span:
 
 
 def span_of(name: str, spans: Mapping[int, Span]) -> Span | None:
-    """The span that a label belongs to."""
+    """The span to which a label belongs."""
     found = _LABEL.search(name)
     return None if found is None else spans.get(int(found[1]))
 
@@ -119,7 +119,7 @@ def _row(event: Any, me: WorkerInfo) -> Row:
     return Row(
         event.name,
         event.node_id if event.is_remote else me.id,
-        # Threads of different workers have the same numbers, and torch sorts events into trees by thread.
+        # Threads of different workers may have equal numbers, and torch sorts events into trees by thread.
         event.thread if event.is_remote else event.thread + (me.id + 1) * _THREADS_OF_A_WORKER,
         event.time_range.start,
         event.time_range.end,
@@ -137,7 +137,7 @@ def _row(event: Any, me: WorkerInfo) -> Row:
 
 
 def graft(events: list[Any], spans: Mapping[int, Span]) -> None:
-    """Give the events of calls their names and times, and put those of their callees beside them."""
+    """Give the events of calls their names and times, and insert the events of their callees."""
     found = [(event, span) for event in events if (span := span_of(event.name, spans)) is not None]
     if not found:
         return

@@ -1,6 +1,6 @@
-"""Seeing: looking at the workers of a running cluster, from inside or outside of it.
+"""Seeing: tools to look at the workers of a running cluster, from inside or outside.
 
-`why_stuck` says what the threads of all workers wait for. The commands ``backhaul top``, ``backhaul dashboard`` and
+`why_stuck` tells what the threads of all workers wait for. The commands ``backhaul top``, ``backhaul dashboard`` and
 ``backhaul stuck`` look from outside.
 """
 
@@ -15,11 +15,11 @@ __all__ = ["why_stuck"]
 
 
 def why_stuck(seconds: float = 2.0) -> Stuck:
-    """What each waiting thread waits for, over all workers, with cycles and dead ends named; print it to read it.
+    """What each waiting thread of all workers waits for, with cycles and dead ends named. Print the result to read it.
 
-    For a worker that stands still: call it on another thread, such as one that waits a minute first. Each worker has
-    ``seconds`` to answer; one that does not is named. Raises `NotInitializedError` outside of a worker, `MisuseError`
-    in a federation, whose members do not show each other what they do.
+    For a worker that hangs: call it on another thread, for example one that waits a minute first. Each worker has
+    ``seconds`` to answer; the result names those that do not. Raises `NotInitializedError` outside a worker, and
+    `MisuseError` in a federation, whose members do not show each other what they do.
     """
     from backhaul import current_worker
     from backhaul.errors import MisuseError

@@ -1,7 +1,7 @@
-"""Asking: the answers of all workers of a cluster at once, from outside or from inside of it.
+"""Asking: the answers of all workers of a cluster at once, from outside or inside the cluster.
 
-Each worker has the same short time for its answer. One that is lost or does not answer says so in its place, so that a
-cluster of which a part stands still can be looked at.
+Each worker has the same short time to answer. A worker that is lost or does not answer gets an error in place of its
+answers, so that a cluster that partly hangs can still be inspected.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from backhaul.transport.base import Transport
 from backhaul.wire.messages import Inspect
 
 Answers = dict[str, dict[str, Any]]
-"""By worker: the answers by topic; or ``error`` says why there are none, and ``lost`` whether the worker is gone."""
+"""By worker: the answers by topic; or ``error`` with the reason, and ``lost`` if the worker is gone."""
 
 PATIENCE = 2.0
-"""Seconds that each worker has."""
+"""Seconds that each worker has to answer."""
 
 
 def failure(error: BackhaulError) -> dict[str, Any]:
-    """What stands in the place of answers."""
+    """The entry for a worker that gave no answers."""
     if isinstance(error, RpcTimeoutError):
-        return {"error": "it does not answer: it hangs in code that holds the interpreter, is stopped, or is very busy"}
+        return {"error": "it does not answer: it hangs in code that holds the GIL, is stopped, or is very busy"}
     if isinstance(error, WorkerLostError):
         reason = str(error).rpartition(": ")[2]
-        return {"error": f"its process has ended, or cannot be reached ({reason})", "lost": True}
+        return {"error": f"its process has ended or is unreachable ({reason})", "lost": True}
     return {"error": str(error)}
 
 
 def ask_guests(
     members: Sequence[Member], transport: Transport, topics: Sequence[str], seconds: float = PATIENCE
 ) -> Answers:
-    """What these workers answer to somebody outside. Each is asked over a connection of its own."""
+    """The answers of these workers to a guest. Each worker is asked over its own connection."""
 
     def ask(member: Member) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
@@ -54,7 +54,7 @@ def ask_guests(
 
 
 def side_by_side(questions: Mapping[str, Callable[[], dict[str, Any]]], seconds: float) -> Answers:
-    """The answers to all of these, each asked on a thread of its own, in the order of the questions."""
+    """The answers to all questions, in their order. Each is asked on its own thread."""
     found: Answers = {}
 
     def answer(name: str, question: Callable[[], dict[str, Any]]) -> None:
@@ -66,7 +66,7 @@ def side_by_side(questions: Mapping[str, Callable[[], dict[str, Any]]], seconds:
     threads = [
         threading.Thread(target=answer, args=each, daemon=True, name=f"{ASKER}{each[0]}") for each in questions.items()
     ]
-    deadline = time.monotonic() + seconds + 1.0  # they have a limit of their own
+    deadline = time.monotonic() + seconds + 1.0  # each question also has its own limit
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -76,7 +76,7 @@ def side_by_side(questions: Mapping[str, Callable[[], dict[str, Any]]], seconds:
 
 
 def ask_from_inside(agent: Agent, topics: Sequence[str], seconds: float = PATIENCE) -> Answers:
-    """What the workers of a group answer to one of them. May be called on any thread, whatever the others do."""
+    """The answers of a group's workers to one of them. May be called on any thread, whatever the other threads do."""
 
     def ask(info: WorkerInfo) -> dict[str, Any]:
         if info == agent.me:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-# Nothing here imports torch before a command runs: this module belongs to the command line.
+# Nothing here imports torch before a command runs, because every command line imports this module.
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -15,9 +15,9 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="watch the workers of a running cluster",
         description="Show the workers of a running cluster: calls and bytes a second, what is running, waiting gates, "
         "contexts, references, memory, processor. Keys sort the workers, open one of them to see what each of its "
-        "threads does, and show what stands still. It changes nothing in the cluster.",
+        "threads does, and show what hangs. It changes nothing in the cluster.",
     )
-    top.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks (default: 1)")
+    top.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between updates (default: 1)")
     top.add_argument("--once", action="store_true", help="print one picture and exit; needs no terminal")
     top.add_argument("--json", action="store_true", help="with --once: print it as JSON")
     top.add_argument("--sort", choices=("name", "calls", "bytes", "memory", "processor", "running"), default="name")
@@ -28,7 +28,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         parents=[where],
         help="say what each waiting thread of a cluster waits for",
         description="Say what each waiting thread of a running cluster waits for, over all workers, and name cycles, "
-        "dead ends and lost workers: the answer to why a call or a backward pass hangs. The exit code is 1 if there "
+        "dead ends and lost workers. This explains why a call or a backward pass hangs. The exit code is 1 if there "
         "is a cycle, or a worker is lost.",
     )
     stuck.add_argument("--json", action="store_true", help="print the graph as JSON")
@@ -39,11 +39,13 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         parents=[where],
         help="the same and more as a web page, for this machine only",
         description="Serve a web page on loopback with the workers of a running cluster, the traffic between them, "
-        "latencies, the last backward passes, drawings of live contexts, stacks, and what stands still. The page "
-        "needs the address that is printed, which has a secret token in it. It changes nothing in the cluster.",
+        "latencies, the last backward passes, drawings of live contexts, stacks, and what hangs. The page "
+        "opens only with the printed address, which contains a secret token. It changes nothing in the cluster.",
     )
-    dashboard.add_argument("--port", type=int, default=0, metavar="P", help="the port (default: any that is free)")
-    dashboard.add_argument("--interval", type=_seconds, default=1.0, metavar="S", help="seconds between looks")
+    dashboard.add_argument("--port", type=int, default=0, metavar="P", help="the port (default: any free port)")
+    dashboard.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between updates (default: 1)"
+    )
     dashboard.add_argument("--no-browser", action="store_true", help="do not try to open a browser")
     dashboard.set_defaults(handle=_dashboard, parser=dashboard)
 
@@ -55,7 +57,7 @@ def _where() -> argparse.ArgumentParser:
         nargs="?",
         metavar="WHERE",
         help="host:port of one of the workers, or the directory with their sockets "
-        "(default: the only cluster of yours on this machine)",
+        "(default: your only cluster on this machine)",
     )
     parser.add_argument("--key-file", metavar="FILE", help="the cluster's key, for workers on other hosts")
     return parser

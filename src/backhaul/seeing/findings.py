@@ -1,15 +1,15 @@
-"""Findings: what waits for what in a cluster, as `stuck` has found it, and in sentences."""
+"""Findings: what waits for what in a cluster, as found by `stuck`, as data and in sentences."""
 
 from __future__ import annotations
 
 import msgspec
 
 LASTING = 1.0
-"""Seconds after which a wait is worth a sentence. In a cluster that works, threads wait a moment all the time."""
+"""Seconds after which a wait is reported. In a healthy cluster, threads wait briefly all the time."""
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A thread, or what a chain ends with."""
+    """A thread, or the end of a chain."""
 
     id: str
     worker: str
@@ -19,9 +19,9 @@ class Node(msgspec.Struct, frozen=True):
     """Such as "waits for f on worker1"."""
     seconds: float | None = None
     kind: str = "thread"
-    """Or, for an end that is not a thread, what kind of an end it is."""
+    """For an end that is not a thread: the kind of end."""
     at: str = ""
-    """The line of the user's that the thread is at."""
+    """The line of user code that the thread is at."""
 
 
 class Edge(msgspec.Struct, frozen=True):
@@ -40,18 +40,18 @@ class Chain(msgspec.Struct, frozen=True):
     sentence: str
     nodes: tuple[str, ...]
     seconds: float
-    """How long the first thread of it has waited."""
+    """How long the first thread of the chain has waited."""
 
 
 class Stuck(msgspec.Struct, frozen=True):
-    """The waiting threads of a cluster, as one graph. ``str()`` says it in sentences."""
+    """The waiting threads of a cluster, as one graph. ``str()`` describes it in sentences."""
 
     nodes: list[Node]
     edges: list[Edge]
     chains: list[Chain]
     """The worst first."""
     silent: dict[str, str]
-    """The workers that gave no answer, and why."""
+    """The workers that gave no answer, and the reasons."""
 
     @property
     def cycles(self) -> list[Chain]:
@@ -59,7 +59,7 @@ class Stuck(msgspec.Struct, frozen=True):
 
     @property
     def lasting(self) -> list[Chain]:
-        """Cycles, and what has lasted for a while; workers that wait in shutdown() are as they should be."""
+        """Cycles, and chains that have lasted for a while. Workers that wait in shutdown() are normal and left out."""
         return [
             chain
             for chain in self.chains
@@ -68,7 +68,7 @@ class Stuck(msgspec.Struct, frozen=True):
 
     @property
     def remark(self) -> str:
-        """What there is to say besides `lasting`."""
+        """What there is to report besides `lasting`."""
         if not self.chains:
             return "No thread of any worker waits for another worker."
         ending = [chain for chain in self.chains if chain.end == "shutdown"]

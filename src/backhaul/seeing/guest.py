@@ -1,6 +1,6 @@
-"""Guest: looks at the workers of a cluster from outside. It is not a member, makes no calls and changes nothing.
+"""Guest: looks at the workers of a cluster from outside. A guest is not a member, makes no calls and changes nothing.
 
-On the same machine the kernel vouches for the guest: a worker shows itself to processes of its own user. From another
+On the same machine the kernel identifies the guest: a worker answers processes of its own user. From another
 host, the guest needs the cluster's key, as a worker would.
 """
 
@@ -33,29 +33,29 @@ _codec = Codec(bounded=True)  # what a worker answers is data, and nothing of it
 
 
 class _NoNames:
-    """An answer names no function and no class: to find one would import its module, which runs it."""
+    """Rejects names: an answer contains no function or class, and resolving one would import and so run its module."""
 
     def name_of(self, obj: Any) -> str:
         raise MisuseError(f"{obj!r} has no name here")
 
     def find(self, name: str) -> Any:
-        raise ProtocolError(f"an answer that names {name[:200]!r}, and is not data")
+        raise ProtocolError(f"the answer refers to {name[:200]!r} and is not plain data")
 
 
 class Member(NamedTuple):
-    """A worker of the cluster, and where it can be reached."""
+    """A worker of the cluster, and its addresses."""
 
     info: WorkerInfo
     addresses: Addresses
 
 
 class Guest:
-    """A connection to one worker. Thread-safe; questions are asked one after another."""
+    """A connection to one worker. Thread-safe; questions are asked one at a time."""
 
     def __init__(self, addresses: Addresses, transport: Transport, seconds: float = PATIENCE) -> None:
-        """Connect. Raises `WorkerLostError` if nobody is there, `AuthenticationError` if the worker refuses.
+        """Connect. Raises `WorkerLostError` if no worker is there, `AuthenticationError` if the worker refuses.
 
-        A worker that is there and does not answer in time, such as one that is stopped, raises `RpcTimeoutError`.
+        A worker that exists but does not answer in time, for example because it is stopped, raises `RpcTimeoutError`.
         """
         hello = Hello("", GUEST, "guest", GUEST)
         self._lock = threading.Lock()
@@ -64,13 +64,13 @@ class Guest:
             self._channel, welcome = transport.connect(addresses, hello, time.monotonic() + seconds)
         except TimeoutError as error:
             where = addresses.unix or addresses.tcp
-            raise RpcTimeoutError(f"the worker at {where} has not answered in time") from error
+            raise RpcTimeoutError(f"the worker at {where} did not answer in time") from error
         except ChannelClosed as error:
             raise WorkerLostError(f"no worker answers at {addresses.unix or addresses.tcp}: {error}", "") from error
         self.info = WorkerInfo(welcome.id, welcome.name)
 
     def ask(self, topic: str, seconds: float = PATIENCE, **arguments: Any) -> Any:
-        """The answer of the worker. Raises `WorkerLostError`, `RpcTimeoutError`, or `RemoteError`."""
+        """The worker's answer. Raises `WorkerLostError`, `RpcTimeoutError`, or `RemoteError`."""
         deadline = time.monotonic() + seconds
         with self._lock:
             self._number += 1
@@ -94,7 +94,7 @@ class Guest:
                 continue
             reply = envelope.message
             if getattr(reply, "id", None) != number:
-                continue  # it answers a question that took too long
+                continue  # a late answer to an earlier question
             if isinstance(reply, Failure):
                 raise RemoteError(
                     f"{reply.type_name} on worker {reply.worker!r}: {reply.text}",
@@ -107,7 +107,7 @@ class Guest:
     def _left(self, deadline: float) -> float:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise RpcTimeoutError(f"worker {self.info.name!r} has not answered in time: it hangs, or is very busy")
+            raise RpcTimeoutError(f"worker {self.info.name!r} did not answer in time: it hangs, or is very busy")
         return left
 
     def close(self) -> None:
@@ -116,14 +116,14 @@ class Guest:
 
 
 def transport_for(options: RpcOptions | None = None) -> StreamTransport:
-    """How a guest reaches workers, with the key that the options or the environment name, if there is one."""
+    """A transport for a guest, with the key that the options or the environment name, if any."""
     transport = StreamTransport(RpcOptions() if options is None else options)
     transport.introduce("guest")
     return transport
 
 
 def members(guest: Guest) -> list[Member]:
-    """The workers of the cluster that a guest has a connection to."""
+    """The workers of the cluster to which a guest is connected."""
     found = guest.ask("members")
     try:
         return [
@@ -131,7 +131,7 @@ def members(guest: Guest) -> list[Member]:
             for each in found["members"]
         ]
     except (KeyError, TypeError, msgspec.ValidationError) as error:
-        raise ProtocolError(f"worker {guest.info.name!r} does not say who is in its group: {error}") from error
+        raise ProtocolError(f"worker {guest.info.name!r} does not list the members of its group: {error}") from error
 
 
 def sockets_here(where: str | None = None) -> list[Path]:
@@ -152,7 +152,7 @@ def sockets_here(where: str | None = None) -> list[Path]:
                 status = path.stat()
                 if stat.S_ISSOCK(status.st_mode):
                     found[path] = status.st_mtime
-        except OSError:  # it has just been removed
+        except OSError:  # just removed
             continue
     return sorted(found, key=lambda path: -found[path])
 
@@ -166,7 +166,7 @@ def clusters_here(transport: Transport, where: str | None = None) -> dict[str, l
             continue
         try:
             guest = Guest(Addresses(host=host_id(), unix=str(path)), transport, seconds=1.0)
-        except BackhaulError:  # its worker is dead or does not want to be seen
+        except BackhaulError:  # its worker is dead or refuses guests
             continue
         try:
             group = guest.ask("members")["group"]
@@ -199,11 +199,11 @@ def find_cluster(where: str | None, options: RpcOptions | None = None) -> list[M
         return next(iter(clusters.values()))
     if not clusters:
         raise MisuseError(
-            "no running cluster of yours was found on this machine"
+            "you have no running cluster on this machine"
             + (f" in {where}" if where is not None else "; give the host:port of a worker to look at another one")
         )
     listed = "\n".join(
         f"  {os.path.dirname(found[0].addresses.unix or '')}: {', '.join(member.info.name for member in found)}"
         for found in clusters.values()
     )
-    raise MisuseError(f"several clusters of yours run on this machine; name the directory of one:\n{listed}")
+    raise MisuseError(f"you have several running clusters on this machine; give the directory of one:\n{listed}")

@@ -1,7 +1,8 @@
-"""Lookout: asks the workers of a cluster again and again, and keeps a `View` of them.
+"""Lookout: polls the workers of a cluster, and keeps a `View` of them.
 
-One thread asks each worker, over a connection of its own: one that hangs or dies keeps nobody else waiting. It is asked
-again until it answers, or the lookout is closed. Newcomers to a dynamic group are found and asked as well.
+One thread polls each worker, over its own connection, so a worker that hangs or dies delays no other. Each thread keeps
+asking until its worker answers, or the lookout is closed. The lookout also finds and polls newcomers to a dynamic
+group.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from backhaul.seeing.view import View
 from backhaul.transport.base import Transport
 
 _MEMBERS_EVERY = 3
-"""At each of this many rounds it is asked who is in the group."""
+"""How many rounds pass between questions for the members of the group."""
 
 
 class Lookout:
@@ -30,7 +31,7 @@ class Lookout:
     def __init__(
         self, found: Sequence[Member], transport: Transport, interval: float = 1.0, *, metered: bool = False
     ) -> None:
-        """``metered``: also ask for latencies and passes, which the workers then count."""
+        """``metered``: also ask for latencies and passes, which the workers then start to count."""
         self._transport = transport
         self._interval = interval
         self._metered = metered
@@ -53,23 +54,23 @@ class Lookout:
         self.close()
 
     def close(self) -> None:
-        """Stop asking. Waits for questions that are under way, but not for workers that hang."""
+        """Stop polling. Waits for questions in progress, but not for workers that hang."""
         self._closed.set()
         deadline = time.monotonic() + 2 * PATIENCE + 1
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def look(self) -> View:
-        """The view, to be read inside of ``with lookout.reading:``."""
+        """The view. Read it only inside ``with lookout.reading:``."""
         return self._view
 
     @property
     def reading(self) -> threading.Condition:
-        """Nothing changes while it is held. It is notified after each answer."""
+        """Hold it to keep the view unchanged. It is notified after each answer."""
         return self._changed
 
     def wait_until(self, is_true: Callable[[View], Any], seconds: float) -> bool:
-        """Wait until ``is_true(view)``, which is asked after each answer of a worker. False if that takes too long."""
+        """Wait until ``is_true(view)``, which is checked after each answer. Returns False at the timeout."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: is_true(self._view), seconds))
 
@@ -92,7 +93,7 @@ class Lookout:
         return ask_guests(found, self._transport, topics)
 
     def ask_each(self, workers: Iterable[str], topic: str, **arguments: Any) -> dict[str, Any]:
-        """The answers of some workers, asked side by side. Those that give none are left out."""
+        """The answers of some workers, asked side by side. Workers that do not answer are left out."""
         found = side_by_side(
             {name: partial(self._ask_one, name, topic, arguments) for name in workers}, seconds=2 * PATIENCE
         )
@@ -128,7 +129,7 @@ class Lookout:
             self._start(f"backhaul-lookout-{name}", self._watch, name)
 
     def _watch(self, name: str) -> None:
-        """Ask one worker, until the end."""
+        """Poll one worker until the lookout is closed."""
         guest: Guest | None = None
         while not self._closed.is_set():
             try:
@@ -158,7 +159,7 @@ class Lookout:
         clock = guest.ask("clock", PATIENCE)
         after = time.time()
         offset = clock["time"] / 1e9 - (before + after) / 2
-        if abs(offset) <= after - before:  # as good as none
+        if abs(offset) <= after - before:  # within the error of the measurement
             offset = 0.0
         snapshot = guest.ask("snapshot", PATIENCE)
         meter = None
@@ -166,7 +167,7 @@ class Lookout:
             try:
                 meter = guest.ask("meter", PATIENCE)
             except RemoteError:
-                meter = None  # a worker that cannot count
+                meter = None  # this worker has no meter
         with self._changed:
             self._view.answered(name, after, snapshot, meter, offset)
             self._changed.notify_all()
@@ -193,7 +194,7 @@ class Lookout:
                 finally:
                     guest.close()
             except BackhaulError:
-                continue  # another one knows as well
+                continue  # another member can answer too
             present = {member.info.name for member in found}
             for member in found:
                 self._meet(member)

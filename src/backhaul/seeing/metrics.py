@@ -1,7 +1,7 @@
 """Metrics of this worker for Prometheus. Needs ``pip install 'backhaul[metrics]'``.
 
-The option ``metrics_port`` and ``backhaul run --metrics-port`` start the same server; see docs/seeing.md for what there
-is to see.
+The option ``metrics_port`` and ``backhaul run --metrics-port`` start the same server. docs/seeing.md lists the
+metrics.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def start(port: int, host: str = LOOPBACK, registry: CollectorRegistry | None = None) -> Exposition:
     """Serve the metrics of the current worker at ``http://host:port/metrics`` until its shutdown.
 
-    ``port`` 0 means any; the result has it as ``.port``, and ends the server with ``.close()``. ``host`` must be
-    loopback. ``registry`` is `prometheus_client.REGISTRY` unless given.
+    ``port`` 0 means any free port; ``.port`` of the result has its number. ``.close()`` ends the server. ``host`` must
+    be loopback. ``registry`` is `prometheus_client.REGISTRY` by default.
 
     Raises `OptionError` if the port is taken, and `MisuseError` if `prometheus_client` is not installed.
     """
@@ -29,9 +29,9 @@ def start(port: int, host: str = LOOPBACK, registry: CollectorRegistry | None = 
 
 
 def register(registry: CollectorRegistry | None = None) -> Callable[[], None]:
-    """Add the metrics of the current worker to a registry that you serve yourself; returns a function that ends this.
+    """Add the current worker's metrics to a registry that you serve yourself; returns a function to remove them.
 
-    They end with the worker's shutdown at the latest.
+    The worker's shutdown removes them too.
     """
     inspection = current().inspection
     end = metrics.register(inspection, registry)

@@ -1,4 +1,4 @@
-"""Screen: what ``backhaul top`` shows, and what its keys do. Pure: from a view and keys to something rich can print."""
+"""Screen: what ``backhaul top`` shows, and what its keys do. Pure: turns a view and keys into output for rich."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SORTS = {
     "p": ("processor", lambda row: -row.processor),
     "r": ("running", lambda row: -max((each["seconds"] for each in row.running), default=0.0)),
 }
-"""Keys that sort: what by, and how."""
+"""The keys that sort: by what, and in which order."""
 
 _NARROW = 116
 _LONGEST_NAME = 24
@@ -45,7 +45,7 @@ class Screen:
         self._number = ""
 
     def press(self, key: str, rows: Sequence[Row]) -> None:
-        """A key was pressed: a character, or "up", "down", "enter", "escape"."""
+        """Handle a key: a character, or "up", "down", "enter", "escape"."""
         names = [row.name for row in self.sorted(rows)]
         if key in ("q", "\x04"):
             self.over = True
@@ -86,9 +86,9 @@ class Screen:
     def draw(
         self, rows: Sequence[Row], detail: Any, height: int | None = None, width: int | None = None
     ) -> RenderableType:
-        """The picture. ``detail`` is what the open worker, or the stuck view, has to say; None if it is not there yet.
+        """The picture. ``detail`` is the content for the open worker or the stuck view; None while it is unknown.
 
-        ``height`` and ``width``: of the terminal, in lines and columns.
+        ``height`` and ``width`` are those of the terminal, in lines and columns.
         """
         if self.mode == "worker":
             body = draw_worker(next((row for row in rows if row.name == self.selected), None), detail)
@@ -133,11 +133,11 @@ _COLUMNS: tuple[tuple[str, str, bool, Callable[[Row], str]], ...] = (
     ("ctx", "", False, lambda row: str(row.contexts)),
     ("refs", "", False, lambda row: str(row.references)),
 )
-"""The title of each column of figures, the order that it belongs to, whether a narrow terminal has it, the figure."""
+"""For each column: its title, the sort order it belongs to, whether a narrow terminal shows it, and the figure."""
 
 
 def draw_workers(rows: Sequence[Row], selected: str = "", by: str = "", *, narrow: bool = False) -> Table:
-    """One line for each worker. ``by``: what they are sorted by."""
+    """One line for each worker. ``by``: the sort order."""
     table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1), show_edge=False)
     columns = [column for column in _COLUMNS if column[2] or not narrow]
     longest = min(max((len(row.name) for row in rows), default=6), _LONGEST_NAME)
@@ -164,7 +164,7 @@ def draw_workers(rows: Sequence[Row], selected: str = "", by: str = "", *, narro
 
 def _what_happened(row: Row) -> str:
     if row.since is None:
-        return "not heard of yet"
+        return "no answer yet"
     when = time.strftime("%H:%M:%S", time.localtime(row.since))
     return f"{row.state} since {when}: {clean(row.reason)}"
 
@@ -196,7 +196,7 @@ def draw_worker(row: Row | None, threads: Any) -> list[RenderableType]:
     if isinstance(threads, str):
         return [*lines, Text(clean(threads), style="red")]
     for thread in threads:
-        if not (thread["handles"] and thread["handles"][0]["kind"] == "Inspect"):  # that one answers us
+        if not (thread["handles"] and thread["handles"][0]["kind"] == "Inspect"):  # the thread that answers us
             lines += _thread(thread)
     return lines
 
@@ -224,7 +224,7 @@ def _thread(thread: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def relevant(stack: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """A stack without the frames that only start the thread; of one without the user's code, the innermost."""
+    """A stack without the frames that only start the thread. Without user code: the innermost frames."""
     first = next((number for number, frame in enumerate(stack) if frame.get("whose") == "user"), None)
     return stack[-3:] if first is None else stack[first:]
 
@@ -265,12 +265,12 @@ def draw_stuck(stuck: Stuck | str | None) -> list[RenderableType]:
 
 
 def clean(text: str) -> str:
-    """Without what a terminal might obey: names come from other machines."""
+    """The text without terminal control characters: names come from other machines."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def number(value: float) -> str:
-    """Such as 12, 3.4k, 5.6M."""
+    """A short number, such as 12, 3.4k, 5.6M."""
     if value < 9.95:
         return f"{value:.1f}" if value else "0"
     for unit in ("", "k", "M", "G"):
@@ -281,7 +281,7 @@ def number(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes, such as 12 B, 3.4 KiB."""
+    """A size in bytes, such as 12 B, 3.4 KiB."""
     if value < 1024:
         return f"{value:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):

@@ -1,7 +1,7 @@
 """OpenTelemetry spans for the calls and passes of this worker. Needs ``pip install 'backhaul[tracing]'``.
 
-``RpcOptions(tracing=True)`` does the same from the start. Do it on every worker that is to have spans: the context of a
-call travels with it, and a worker that does not trace ignores it.
+``RpcOptions(tracing=True)`` does the same from the start. Enable tracing on every worker that should have spans: the
+trace context travels with each call, and a worker that does not trace ignores it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def enable(provider: TracerProvider | None = None) -> Callable[[], None]:
-    """Trace the current worker until its shutdown; returns a function that ends this.
+    """Trace the current worker until its shutdown; returns a function that ends the tracing.
 
-    ``provider`` is the one of `opentelemetry.trace.get_tracer_provider` unless given. Raises `MisuseError` if
-    opentelemetry-api is not installed, or the worker is traced already.
+    ``provider`` is `opentelemetry.trace.get_tracer_provider()` by default. Raises `MisuseError` if
+    opentelemetry-api is not installed, or the worker is already traced.
     """
     return current().inspection.trace(provider)
 

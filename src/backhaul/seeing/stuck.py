@@ -1,6 +1,6 @@
-"""Stuck: what each waiting thread of a cluster waits for, in the end. Pure: made from what the workers answer.
+"""Stuck: what each waiting thread of a cluster ultimately waits for. Pure: computed from the workers' answers.
 
-Each worker says what its threads do (topic "threads") and gives its figures ("snapshot"). Here they are put together:
+Each worker reports what its threads do (topic "threads") and its figures ("snapshot"). This module combines them:
 
     thread ─ waits for the reply to call 7 of worker0 ─► the thread of worker1 that handles call 7 of worker0
            ─ waits at a gate for gradients of a pass ──► the threads of that peer that work on the pass
@@ -9,9 +9,9 @@ Each worker says what its threads do (topic "threads") and gives its figures ("s
            ─ waits until a peer takes a message ───────► that peer, if it does not answer
            ─ stands at a lock, or joins a thread ──────► the thread that holds the lock, or is joined
 
-and so on, until a **cycle** closes, or there is an **end**: a thread that runs, a lock whose holder is unknown, a
-worker that is lost. The answers of several workers are not of one moment. So while work goes on, a chain may be seen
-that never was; whatever stands still is seen as it is.
+and so on, until a **cycle** closes, or the chain **ends**: at a running thread, a lock with an unknown holder, a
+lost worker. The workers do not answer at the same moment. So while work continues, a reported chain may never have
+existed; threads that hang are reported correctly.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import msgspec
 from backhaul.seeing.findings import Chain, Edge, Node, Stuck
 
 INSPECTION = "what a worker does"
-"""What a member's own question about another worker is called; threads that wait for that are no finding."""
+"""How a member's question about another worker appears among the waits; threads that wait for it are not reported."""
 
 ASKER = "backhaul asks "
-"""What the names of threads that ask others begin with."""
+"""The prefix of the names of threads that ask other workers."""
 
 _MOST_CHAINS = 100
 _LONGEST = 100
@@ -37,11 +37,11 @@ _FAREWELL = ("the end of the group", "its readiness to shut down", "its tally")
 _SEVERITY = ("cycle", "lost", "blocked", "unknown", "late", "runs", "shutdown")
 
 Answer = Mapping[str, Any]
-"""Of one worker: ``threads`` and ``snapshot``, or ``error``, and ``lost`` if the worker is dead."""
+"""One worker's answers: ``threads`` and ``snapshot``, or ``error``, and ``lost`` if the worker is dead."""
 
 
 class _Item(msgspec.Struct, frozen=True):
-    """Something that a thread is in the middle of."""
+    """Something that a thread is doing."""
 
     kind: str  # "waits", "handles" or "runs"
     worker: str
@@ -75,7 +75,7 @@ class _Thread:
         self.items += [_Item(kind, worker, each) for each in found]
 
     def settle(self) -> None:
-        """What it does, the innermost first. A wait is inside of what began at the same moment."""
+        """Sort its items, innermost first. A wait is inside of an item that began at the same moment."""
         self.items.sort(key=lambda item: (item.seconds, item.kind != "waits"))
         if self.items:
             self.worker = self.items[0].worker
@@ -93,7 +93,7 @@ class _Thread:
 
     @property
     def looks(self) -> bool:
-        """It is there only because somebody looks."""
+        """Whether the thread exists only because someone inspects the worker."""
         item = self.innermost
         if self.name.startswith(ASKER):
             return True
@@ -101,7 +101,7 @@ class _Thread:
 
     @property
     def line(self) -> Mapping[str, Any] | None:
-        """The innermost frame of the user's code, or else of something installed."""
+        """The innermost frame of user code, else of an installed package."""
         for whose in ("user", "installed"):
             found = [frame for frame in self.stack if frame.get("whose", "user") == whose]
             if found:
@@ -118,7 +118,7 @@ class _Thread:
 
     @property
     def awaits_future(self) -> bool:
-        """It waits for a future that no reply completes: the user's code has to."""
+        """Whether the thread waits for a future that no reply completes: user code must complete it."""
         frame = self.stack[-1] if self.stack else None
         return (
             frame is not None
@@ -128,7 +128,7 @@ class _Thread:
 
 
 def explain(answers: Mapping[str, Answer]) -> Stuck:
-    """What the threads of these workers wait for. ``answers`` are by the names of the workers."""
+    """What the threads of these workers wait for. ``answers`` is keyed by worker name."""
     return _Explanation(answers).result()
 
 
@@ -147,7 +147,7 @@ class _Explanation:
         self._links: dict[str, list[_Link]] = {}
 
     def _key(self, worker: str, thread: int) -> str:
-        """Names a thread. One process may hold several workers."""
+        """Names a thread uniquely. One process may hold several workers."""
         about = self._snapshots[worker]["worker"]
         return f"{about.get('host', worker)}/{about.get('pid', 0)}/{thread}"
 
@@ -208,7 +208,7 @@ class _Explanation:
         ]
         if late:
             return self._late(does, peer, late[0])
-        says = f"{peer} has no thread that has begun with it: it is on its way, or no thread of {peer} is free"
+        says = f"no thread of {peer} has started it: it is on its way, or no thread of {peer} is free"
         return [_Link(does, end="unknown", says=says, worker=peer)]
 
     def _farewell(self) -> _Link:
@@ -223,9 +223,9 @@ class _Explanation:
         return _Link("waits in shutdown() for the others", end="shutdown", says=says)
 
     def _late(self, does: str, peer: str, late: Mapping[str, Any]) -> list[_Link]:
-        """A call that goes on without a thread may wait for calls of its worker's that no thread waits for."""
+        """A call that continues without a thread may wait for calls of its worker that no thread waits for."""
         says = (
-            f"{late['what']} goes on there without a thread since {late['seconds']:.1f} s: it is a coroutine, or has "
+            f"{late['what']} has run there without a thread for {late['seconds']:.1f} s: it is a coroutine, or has "
             "returned a future that is not done"
         )
         waited = {
@@ -238,7 +238,7 @@ class _Explanation:
         for asked in self._snapshots[peer].get("asked", ()):
             if (asked["peer"], asked["call"]) not in waited and asked["what"] != INSPECTION:
                 found += [
-                    msgspec.structs.replace(link, does=f"{does}, which without a thread, it seems, {link.does}")
+                    msgspec.structs.replace(link, does=f"{does}, which runs without a thread and probably {link.does}")
                     for link in self._reply(peer, asked)
                 ]
         return found or [_Link(does, end="late", says=says, worker=peer)]
@@ -261,7 +261,7 @@ class _Explanation:
         return found
 
     def _work(self, does: str, thread: _Thread, peer: str, backward: int, seen: tuple[str, ...] = ()) -> list[_Link]:
-        """The threads of a worker that work on a pass; or what the worker itself waits for."""
+        """The threads of a worker that work on a pass; else what the worker itself waits for."""
         if peer not in self._snapshots:
             return [self._gone(does, peer)]
         at_work = [
@@ -284,7 +284,7 @@ class _Explanation:
                     name = self._names.get(rank, f"rank {rank}")
                     if name in seen:
                         continue
-                    why = "cannot go on without gradients from" if rank in missing else "has given gradients to"
+                    why = "cannot continue without gradients from" if rank in missing else "has given gradients to"
                     links += self._work(f"{does}, which {why} {name}", thread, name, backward, (*seen, peer))
         says = f"no thread of {peer} works on that pass: its gradients are on their way to or from {peer}"
         return links or [_Link(does, end="unknown", says=says, worker=peer)]
@@ -299,7 +299,7 @@ class _Explanation:
             return [_Link("runs", end="runs", says=f"is at {thread.at}" if thread.at else "runs")]
         if item.kind == "runs":
             gates = self._gates_of(item)
-            if gates:  # torch's engine has threads of its own for devices
+            if gates:  # torch's engine has its own threads for devices
                 return [_Link("runs torch's engine", target=other.key) for other in gates]
         what = item.what
         if item.kind == "runs" or "backward" in what:
@@ -330,7 +330,7 @@ class _Explanation:
                 how = "held by" if kind == "lock" else "that is"
                 return [_Link(f"{does}, {how} {_named(self._threads[key])}", target=key)]
         says = {
-            "lock": "it cannot be told which thread holds it",
+            "lock": "its holder is unknown",
             "thread": "that thread has ended",
             "event": "no thread has set it",
         }.get(kind, "no thread has woken it")
@@ -361,11 +361,11 @@ class _Explanation:
         reason = self._silent.get(peer, "it is not known here")
         return _Link(does, end="lost" if peer in self._silent else "unknown", says=f"{peer}: {reason}", worker=peer)
 
-    # Putting it together.
+    # Assembling the result.
 
     def result(self) -> Stuck:
         waiting = [thread for thread in self._threads.values() if self._is_found(thread)]
-        # A cycle is told from a thread on that holds a lock in it, or else from the one that has waited for longest.
+        # Start a cycle at a thread that holds a lock in it, else at the thread that has waited longest.
         holders = {link.target for each in self._threads.values() if each.blocked for link in self._next(each)}
         waiting.sort(key=lambda thread: (thread.key not in holders, -_waited(thread)))
         chains: list[Chain] = []
@@ -380,7 +380,7 @@ class _Explanation:
         for thread in first:
             self._walk(thread, chains)
         seen = {key for chain in chains for key in chain.nodes}
-        for thread in waiting:  # the rest is in cycles that nobody else waits for
+        for thread in waiting:  # the rest form cycles that no other thread waits for
             if thread.key not in seen:
                 self._walk(thread, chains)
                 seen |= {key for chain in chains for key in chain.nodes}
@@ -389,14 +389,14 @@ class _Explanation:
         return Stuck(nodes, edges, chains, dict(self._silent))
 
     def _is_found(self, thread: _Thread) -> bool:
-        """Whether a thread waits for something that others have to do."""
+        """Whether a thread waits for something that other threads must do."""
         if thread.looks:
             return False
         item = thread.innermost
         return (item is not None and item.kind == "waits") or (item is None and thread.awaits_future)
 
     def _walk(self, first: _Thread, chains: list[Chain]) -> None:
-        """Add the chains that begin with a thread."""
+        """Add the chains that begin with this thread."""
         todo: list[tuple[list[_Thread], list[str]]] = [([first], [])]
         while todo and len(chains) < _MOST_CHAINS:
             path, said = todo.pop()
@@ -423,7 +423,7 @@ class _Explanation:
 
     def _cycle(self, path: list[_Thread], phrases: list[str], closing: _Thread) -> Chain:
         steps = ", which ".join(phrases)
-        members = "none of them can go on" if path[-1] is not closing else "it can never go on"
+        members = "none of them can continue" if path[-1] is not closing else "it can never continue"
         by = "" if phrases[-1].endswith(_named(closing)) else f", where {_named(closing)} waits for it in turn"
         sentence = f"{_named(path[0])} {steps}{by}: a cycle, {members}."
         return Chain("cycle", sentence, (*(thread.key for thread in path), closing.key), _waited(path[0]))
@@ -453,7 +453,7 @@ _ARTICLE = {"event": "an"}
 
 
 def _end_key(thread: _Thread, link: _Link) -> str:
-    """Threads that wait for the same lost worker end in one node."""
+    """The key of an end. Threads that wait for the same lost worker share one node."""
     if link.end == "runs":
         return thread.key
     return f"end:{link.says}" if link.end == "lost" else f"end:{thread.key}:{link.says}"

@@ -26,7 +26,7 @@ from backhaul.seeing.lookout import Lookout
 from backhaul.seeing.screen import Screen, draw_stuck
 from backhaul.transport.base import Transport
 
-_WIDTH = 140  # where there is no terminal
+_WIDTH = 140  # without a terminal
 _FIRST_SECONDS = 5.0
 
 _KEYS = {
@@ -46,7 +46,7 @@ _KEYS = {
 
 
 def reach(where: str | None, key_file: str | None) -> tuple[list[Member], Transport]:
-    """The members of a cluster, and how to reach them. Raises `BackhaulError`."""
+    """The members of a cluster, and a transport to reach them. Raises `BackhaulError`."""
     options = RpcOptions() if key_file is None else RpcOptions(key_file=key_file)
     return find_cluster(where, options), transport_for(options)
 
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json and not options.once:
         parser.error("--json needs --once")
     if not options.once and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        parser.error("this needs a terminal; --once prints one picture without")
+        parser.error("backhaul top needs a terminal; --once prints one picture without one")
     try:
         members, transport = reach(options.where, options.key_file)
     except BackhaulError as error:
@@ -93,11 +93,11 @@ def print_stuck(options: argparse.Namespace) -> int:
 
 
 def print_json(value: Any) -> None:
-    """Print a value. A reader that has seen enough, such as ``head``, may close its end."""
+    """Print a value as JSON. The reader, such as ``head``, may close its end early."""
     try:
         print(msgspec.json.encode(value).decode(), flush=True)
     except BrokenPipeError:
-        with open(os.devnull, "w") as nowhere:  # Python writes what is left when it ends
+        with open(os.devnull, "w") as nowhere:  # Python flushes the rest at exit
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
@@ -107,7 +107,7 @@ def _console() -> Console:
 
 
 def _print_once(lookout: Lookout, screen: Screen, *, as_json: bool) -> None:
-    # Two answers of each worker make rates.
+    # Rates need two answers of each worker.
     lookout.wait_until(
         lambda view: all(row.state in ("lost", "silent") or row.history for row in view.rows()), _FIRST_SECONDS
     )
@@ -121,7 +121,7 @@ def _print_once(lookout: Lookout, screen: Screen, *, as_json: bool) -> None:
 
 
 class _Detail:
-    """What the open worker, or all of them, have to say. Asked on a thread of its own: workers may hang."""
+    """The content of the detail view. Asked on its own thread, because workers may hang."""
 
     def __init__(self, lookout: Lookout) -> None:
         self._lookout = lookout
@@ -131,7 +131,7 @@ class _Detail:
         self._asked = 0.0
 
     def about(self, screen: Screen, every: float) -> Any:
-        """What is known now for this screen; asks again in the background."""
+        """The latest known content for this screen; asks again in the background."""
         about = f"{screen.mode} {screen.selected}" if screen.mode == "worker" else screen.mode
         if about != self._about:
             self._about, self._found, self._asked = about, None, 0.0
@@ -172,7 +172,7 @@ def _watch(lookout: Lookout, screen: Screen, interval: float) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], list[str]]]:
-    """Inside, keys can be read as they are pressed. The terminal is restored whatever happens."""
+    """A context in which keys can be read as they are pressed. The terminal is always restored."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     ends = (signal.SIGTERM, signal.SIGHUP)
@@ -193,7 +193,7 @@ def _keys() -> Iterator[Callable[[float], list[str]]]:
             signal.signal(number, end)
         tty.setcbreak(descriptor)
         mode = termios.tcgetattr(descriptor)
-        mode[6][termios.VSUSP] = b"\0"  # to be stopped here would leave the terminal as it is now
+        mode[6][termios.VSUSP] = b"\0"  # suspending here would leave the terminal in this mode
         termios.tcsetattr(descriptor, termios.TCSADRAIN, mode)
         yield read
     except KeyboardInterrupt:
@@ -205,7 +205,7 @@ def _keys() -> Iterator[Callable[[float], list[str]]]:
 
 
 def keys_of(text: str) -> list[str]:
-    """The keys that were pressed: characters, and names of others."""
+    """The pressed keys: characters, and names of special keys."""
     found = []
     while text:
         length = next((n for n in (4, 3) if text[:n] in _KEYS), 1)

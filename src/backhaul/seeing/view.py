@@ -1,7 +1,7 @@
-"""View: what is known of a running cluster: workers, rates, traffic between them, latencies, passes. Pure.
+"""View: the known state of a running cluster: workers, rates, traffic between them, latencies, passes. Pure.
 
-It is fed with what the workers answer (`lookout`), and keeps a bounded history. Workers count up from their start, so
-rates are differences of two answers. A worker that is lost stays in the view, with the time.
+`lookout` feeds it the workers' answers. It keeps a bounded history. Workers count up from their start, so
+rates are differences of two answers. A lost worker stays in the view, with the time of its loss.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 HISTORY = 240
-"""Points that are kept of each curve."""
+"""Points kept for each curve."""
 
 WINDOW = 10.0
-"""Seconds of calls that a point of a latency curve is about."""
+"""Seconds of calls that one point of a latency curve covers."""
 
 _MOST_PASSES = 20
 _MOST_FUNCTIONS = 100
@@ -25,7 +25,7 @@ Answer = Mapping[str, Any]
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """What one worker sends to another, a second."""
+    """What one worker sends to another, per second."""
 
     sender: str
     receiver: str
@@ -39,29 +39,29 @@ class Row(msgspec.Struct, frozen=True):
     name: str
     rank: int
     state: str = "unknown"
-    """"live", "silent" (it does not answer), "lost", or "unknown" (not heard of yet)."""
+    """"live", "silent" (does not answer), "lost", or "unknown" (no answer yet)."""
     since: float | None = None
-    """When it was lost or fell silent, in seconds since 1970."""
+    """When the worker was lost or fell silent, in seconds since 1970."""
     reason: str = ""
     host: str = ""
     pid: int = 0
     seconds: float = 0.0
     calls_sent: float = 0.0
-    """A second, as the three that follow."""
+    """Per second, like the next three."""
     calls_served: float = 0.0
     bytes_sent: float = 0.0
     bytes_received: float = 0.0
     processor: float = 0.0
-    """Per cent of one processor."""
+    """Percent of one processor."""
     memory: int = 0
     running: list[dict[str, Any]] = []
-    """The requests that it handles, the oldest first."""
+    """The requests that the worker handles, oldest first."""
     waiting: list[dict[str, Any]] = []
     gates: int = 0
     contexts: int = 0
     passes: int = 0
     references: int = 0
-    """Values that it keeps for references, and references that it has to values of others."""
+    """Values that the worker keeps for references, and references that it has to values of others."""
     outstanding: int = 0
     threads: int = 0
     history: list[dict[str, float]] = []
@@ -79,7 +79,7 @@ class _Worker:
         self.before: Answer | None = None
         self.meter: Answer | None = None
         self.offset = 0.0
-        self.at = 0.0  # of the last answer
+        self.at = 0.0  # time of the last answer
         self.history: deque[dict[str, float]] = deque(maxlen=HISTORY)
 
     @property
@@ -89,13 +89,13 @@ class _Worker:
         return float(self.last["time"] - self.before["time"])
 
     def rate(self, *path: str) -> float:
-        """The growth of a counter, a second."""
+        """The growth of a counter per second."""
         if self.last is None or self.before is None or self.elapsed <= 0:
             return 0.0
         return max(0.0, _at(self.last, path) - _at(self.before, path)) / self.elapsed
 
     def to_peer(self, peer: str, *names: str) -> float:
-        """The growth of counters about one peer, a second."""
+        """The growth of counters for one peer, per second."""
         if self.last is None or self.before is None or self.elapsed <= 0:
             return 0.0
         grown = _of_peer(self.last, peer, names) - _of_peer(self.before, peer, names)
@@ -103,7 +103,7 @@ class _Worker:
 
 
 class View:
-    """What is known of a cluster. Not thread-safe; times are given, in seconds since 1970."""
+    """The known state of a cluster. Not thread-safe. The caller passes times, in seconds since 1970."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
@@ -111,27 +111,27 @@ class View:
         self._curves: dict[str, deque[dict[str, float]]] = {}
         self._bounds: list[float] = []
 
-    # What comes in.
+    # Input.
 
     def met(self, name: str, rank: int) -> None:
-        """There is such a worker."""
+        """Note that this worker exists."""
         if name not in self._workers:
             self._workers[name] = _Worker(name, rank)
         self._workers[name].rank = rank
 
     def left(self, present: Iterable[str]) -> None:
-        """These are the members now: those that are lost and no member any more are forgotten."""
+        """Set the members. Lost workers that are no longer members are forgotten."""
         known = set(present)
         for name in [name for name, each in self._workers.items() if each.state == "lost" and name not in known]:
             del self._workers[name]
 
     def answered(self, name: str, at: float, snapshot: Answer, meter: Answer | None = None, offset: float = 0) -> None:
-        """A worker has given its figures. ``offset``: how many seconds its clock is ahead of ours."""
+        """Note a worker's figures. ``offset``: how many seconds its clock is ahead of ours."""
         worker = self._workers.get(name)
-        if worker is None:  # it has left since it was asked
+        if worker is None:  # the worker has left since the question
             return
         if worker.last is not None and worker.last["worker"].get("pid") != snapshot["worker"].get("pid"):
-            worker.last = None  # another process has taken its place
+            worker.last = None  # another process has replaced it
         worker.before, worker.last = worker.last, snapshot
         worker.state, worker.since, worker.reason = "live", None, ""
         worker.meter, worker.offset, worker.at = meter, offset, at
@@ -147,7 +147,7 @@ class View:
             )
 
     def failed(self, name: str, at: float, reason: str, *, lost: bool) -> None:
-        """A worker has not answered: it is ``lost``, or silent."""
+        """Note that a worker did not answer: it is ``lost``, or silent."""
         worker = self._workers.get(name)
         if worker is None:
             return
@@ -155,7 +155,7 @@ class View:
         if worker.state != state:
             worker.since = at
         worker.state, worker.reason = state, reason
-        worker.before = worker.last  # it has no rates
+        worker.before = worker.last  # no rates for this worker
 
     def tick(self, at: float) -> None:
         """Add a point to each latency curve."""
@@ -185,7 +185,7 @@ class View:
                     }
                 )
 
-    # What can be seen.
+    # Output.
 
     def rows(self) -> list[Row]:
         """The workers, by rank."""
@@ -237,13 +237,13 @@ class View:
         return found
 
     def curves(self) -> dict[str, list[dict[str, float]]]:
-        """For each function the points of its latency, as its callers see it: ``at``, ``calls``, ``p50``, ``p99``."""
+        """For each function the points of its latency, as callers see it: ``at``, ``calls``, ``p50``, ``p99``."""
         return {function: list(points) for function, points in self._curves.items()}
 
     def passes(self, most: int = _MOST_PASSES) -> list[dict[str, Any]]:
-        """The last backward passes, the latest first, each with what its workers did; times are those of this clock.
+        """The last backward passes, latest first, each with the shares of its workers; times are on this clock.
 
-        A pass is ``complete`` if it is over, and all workers have told of it.
+        A pass is ``complete`` if it has ended and all its workers have reported it.
         """
         asked = [worker.at for worker in self._workers.values() if worker.state == "live" and worker.meter is not None]
         found: dict[int, dict[str, Any]] = {}
@@ -266,7 +266,7 @@ class View:
         return sorted(found.values(), key=lambda one: -one["began"])[:most]
 
     def contexts(self) -> list[dict[str, Any]]:
-        """The live autograd contexts, the latest first: their ids, workers, and how much each has of them."""
+        """The live autograd contexts, latest first: their ids, workers, and how much each worker has recorded."""
         names = {worker.rank: worker.name for worker in self._workers.values()}
         found: dict[int, dict[str, Any]] = {}
         for worker in self._workers.values():
@@ -285,7 +285,7 @@ class View:
 
 
 def quantile(bounds: Sequence[float], buckets: Sequence[int], share: float) -> float:
-    """The latency that this share of the calls is below, by straight lines inside the buckets."""
+    """The latency below which this share of the calls lies, by linear interpolation inside buckets."""
     rank = share * sum(buckets)
     below = 0
     for number, count in enumerate(buckets):

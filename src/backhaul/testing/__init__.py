@@ -1,4 +1,4 @@
-"""Shipped for tests, ours and yours: clusters in one process, message order by seed, faults.
+"""Tools for tests, ours and yours: clusters in one process, message order by seed, faults.
 
 from backhaul.testing import InProcessCluster
 

@@ -21,13 +21,13 @@ from backhaul.worker import Worker
 class InProcessCluster(Sequence[Worker]):
     """N workers named worker0, worker1, … that live in this process.
 
-    - ``seed``: a `Scheduler` of this seed decides the order of messages; else they arrive at once.
-    - ``faults``: what goes wrong on the way.
-    - ``options``: those of all workers, or a list with those of each.
+    - ``seed``: a `Scheduler` with this seed decides the order of messages; without it they arrive at once.
+    - ``faults``: faults in the transport.
+    - ``options``: for all workers, or a list with options for each.
     - ``sockets``: use unix sockets instead of the memory transport.
 
-    Leaving the block shuts all of them down at once. Inside ``with worker.as_current():`` the functions
-    of `backhaul.rpc` act for that worker; remote functions run with theirs as the current one.
+    Leaving the block shuts all workers down at once. Inside ``with worker.as_current():`` the functions
+    of `backhaul.rpc` act for that worker. Remote functions run with their own worker as the current one.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class InProcessCluster(Sequence[Worker]):
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler of a cluster that was given a seed."""
+        """The scheduler of a cluster with a seed."""
         if not isinstance(self.network, Scheduler):
             raise TypeError("this cluster has no scheduler; give it a seed")
         return self.network
@@ -80,7 +80,7 @@ class InProcessCluster(Sequence[Worker]):
                 worker.shutdown(graceful=False)
 
     def restart(self, rank: int) -> Worker:
-        """End a worker at once, unless that has happened, and make another one of its name and rank."""
+        """End a worker at once, if it still runs, and make another one with its name and rank."""
         before = self._workers[rank]
         if not before.closed:
             before.shutdown(graceful=False)
@@ -109,7 +109,7 @@ class InProcessCluster(Sequence[Worker]):
         return transport if self._faults is None else FaultyTransport(transport, self._faults)
 
     def _join(self, size: int) -> list[Worker]:
-        """Make the workers side by side: each returns only when all have come."""
+        """Make the workers concurrently: each constructor returns only when all have joined."""
         made: dict[int, Worker] = {}
         errors: list[BaseException] = []
 

@@ -1,6 +1,6 @@
-"""Faults: a transport that loses, delays, repeats messages, or cuts connections, on purpose.
+"""Faults: a transport that deliberately loses, delays or repeats messages, or cuts connections.
 
-`Faults` decides, `FaultyTransport` carries it out over any other transport::
+`Faults` decides, `FaultyTransport` acts, over any other transport::
 
     faults = Faults(seed=3, drop=0.1, kinds=(Result,))
     with InProcessCluster(2, faults=faults) as workers: ...
@@ -35,7 +35,7 @@ class Faults:
 
     ``drop``, ``delay``, ``duplicate`` and ``cut`` are probabilities; ``kinds`` are the messages they
     apply to. A delayed message leaves after ``delay_seconds``, or when `release` is called; later
-    messages overtake it. ``counts`` says what has happened so far.
+    messages overtake it. ``counts`` counts the faults so far.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Faults:
         self._channels: weakref.WeakSet[FaultyChannel] = weakref.WeakSet()
 
     def next(self, action: Action, kind: type[Any]) -> None:
-        """Do this to the next message of that kind, whatever the chances are."""
+        """Do this to the next message of that kind, regardless of the probabilities."""
         with self._lock:
             self._next.append((action, kind))
 
     def part(self) -> None:
-        """Break all connections. Until `heal`, no worker can reach another one."""
+        """Break all connections. Until `heal`, no worker can reach another."""
         with self._lock:
             self._parted = True
             channels = list(self._channels)
@@ -79,12 +79,12 @@ class Faults:
             channel.shutdown()
 
     def heal(self) -> None:
-        """Let new connections be made."""
+        """Allow new connections again."""
         with self._lock:
             self._parted = False
 
     def made(self, channel: FaultyChannel) -> FaultyChannel:
-        """There is a new connection. Raises `ChannelClosed` if there can be none."""
+        """Note a new connection. Raises `ChannelClosed` if the workers are parted."""
         with self._lock:
             if not self._parted:
                 self._channels.add(channel)
@@ -99,7 +99,7 @@ class Faults:
             return action
 
     def hold(self, send: Callable[[], None]) -> None:
-        """Send it later."""
+        """Send the frame later."""
         with self._lock:
             self._held.append(send)
         if self.delay_seconds is not None:
@@ -108,7 +108,7 @@ class Faults:
             timer.start()
 
     def release(self) -> None:
-        """Send all that is delayed, now."""
+        """Send all delayed frames now."""
         for send in list(self._held):
             self._send_held(send)
 
@@ -134,12 +134,12 @@ class Faults:
 
 
 class FaultyChannel(Channel):
-    """Writes frames as `Faults` decides; reads as the channel inside does."""
+    """Writes frames as `Faults` decides; reads like the channel inside."""
 
     def __init__(self, inside: Channel, faults: Faults) -> None:
         self._inside = inside
         self._faults = faults
-        # The agent's writer and the sender of delayed frames take turns by whole frames.
+        # The agent's writer and the sender of delayed frames alternate by whole frames.
         self._turn = threading.Condition()
         self._unfinished = False
 
@@ -176,7 +176,7 @@ class FaultyChannel(Channel):
         return self._inside.way()
 
     def _suffer(self, frame: Frame) -> list[Frame]:
-        """What is left of a frame after the faults."""
+        """The frames that remain after the faults."""
         passed: list[Frame] = []
         for each in _split(frame):
             action = self._faults.decide(KINDS[kind_of(each.pieces[0])])
@@ -206,7 +206,7 @@ class FaultyChannel(Channel):
                     self._inside.wait(read=False, write=True, timeout=1.0)
                     done = self._inside.flush()
         except ChannelClosed:
-            pass  # delayed beyond the end of its channel
+            pass  # the channel closed during the delay
 
     def wait(self, *, read: bool, write: bool, timeout: float | None) -> bool:
         return self._inside.wait(read=read, write=write, timeout=timeout)
@@ -225,7 +225,7 @@ class FaultyChannel(Channel):
 
 
 def _split(frame: Frame) -> list[Frame]:
-    """The messages of a write, one by one: a server sends several replies at once."""
+    """The messages of a write, one by one: a server may send several replies at once."""
     _, _, _, metadata, table, payload = HEADER.unpack_from(frame.pieces[0])
     if HEADER.size + metadata + table + payload == frame.size:
         return [frame]
@@ -281,7 +281,7 @@ class _FaultyListener(Listener):
 
 
 class FaultyTransport(Transport):
-    """Another transport, with faults in what it sends, requests and replies alike."""
+    """Another transport, with faults in everything it sends, requests and replies alike."""
 
     def __init__(self, inside: Transport, faults: Faults) -> None:
         self._inside = inside

@@ -1,21 +1,21 @@
-"""Scheduler: a network that decides by a seed which message arrives next.
+"""Scheduler: a network that uses a seed to decide which message arrives next.
 
 Messages of one channel keep their order, as on a socket; everything else may happen in any order. The
-scheduler delivers one message, waits until its effects have died down, and picks the next at
-random among the channels that have one. With the same seed and a program that sends the
-same messages, the same order comes out: `log` lists it.
+scheduler delivers one message, waits until its effects have settled, and picks the next at
+random among the channels that have one. With the same seed, a program that sends the
+same messages gets the same order: `log` lists it.
 
-"Died down" means that every request that was delivered is over, its reply sent, or waits for a call of
-its own, and that every reply has reached the thread that waits for it, callbacks included. Messages that come among
-replies when no thread reads there any more are left unread. A request that
-blocks in another way (a lock, an event) is waited for at most `PATIENCE` seconds, since only another
-message may free it; `guesses` counts how often that was necessary. Coroutines are not waited for.
+"Settled" means that every delivered request has finished and its reply is sent, or it waits for a call of
+its own; and that every reply has reached its waiting thread, callbacks included. Messages that arrive among
+replies while no thread reads there stay unread. If a request
+blocks in another way (a lock, an event), the scheduler waits at most `PATIENCE` seconds, since only another
+message may free it; `guesses` counts how often that was necessary. The scheduler does not wait for coroutines.
 
-The threads of a worker run as the machine lets them. So the order of messages is the same each time only as long as no
+The machine schedules the threads of a worker. So the order of messages is reproducible only if no
 two threads send to one worker at the same moment, and no call is held back until a tick to leave with others.
 
-Threads of the test are not known to the scheduler. Put ``with scheduler.hold():`` around
-sends that are all to be there before the first is delivered; or have a thread counted, with
+The scheduler does not know threads of the test. Put ``with scheduler.hold():`` around
+sends that must all be queued before the first is delivered. Or register a thread, with
 ``with scheduler.follow(agent):``, so that messages are delivered only while it waits for a reply.
 """
 
@@ -54,10 +54,10 @@ _LOOK = 0.005
 
 
 class _Account:
-    """What of one worker's is under way."""
+    """One worker's unfinished activity."""
 
     def __init__(self) -> None:
-        self.running = 0  # requests and completions that run and do not wait
+        self.running = 0  # running requests and completions that do not wait
         self.awaited: list[Slot] = []  # what requests wait for
 
     def is_quiet(self) -> bool:
@@ -66,10 +66,10 @@ class _Account:
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.account = _Account()  # of the worker that this thread works for
+        self.account = _Account()  # of this thread's worker
         self.running = 0  # requests and completions that this thread is in, since it began to wait
-        self.waiting: list[int] = []  # the same for each of its waits: a thread that waits may run what comes
-        self.owed = 0  # requests that it has run and that count until their replies are sent
+        self.waiting: list[int] = []  # the same for each of its waits: a waiting thread may run incoming messages
+        self.owed = 0  # requests it has run, which count until their replies are sent
 
 
 class Scheduler(Network):
@@ -81,31 +81,31 @@ class Scheduler(Network):
         self.log: list[str] = []
         """Names of the receiving channels, in the order of delivery."""
         self.guesses = 0
-        """How many messages were delivered although it was not known whether the effects of others had died down: the
-        order may be another one the next time."""
+        """How many messages were delivered although the effects of earlier ones may not have settled: the
+        order may differ next time."""
         self.before_delivery: list[Callable[[], None]] = []
-        """Called before each delivery, on the scheduler's thread, when the effects of the last one have died down."""
+        """Called before each delivery, on the scheduler's thread, when the effects of the last one have settled."""
         self._random = random.Random(seed)
         self._changed = threading.Condition()
         # All guarded by _changed:
         self._queues: dict[MemoryChannel, deque[bytes]] = {}
-        self._unsettled: set[MemoryChannel] = set()  # delivered to, and not yet dealt with
+        self._unsettled: set[MemoryChannel] = set()  # channels with a delivered but unhandled message
         # By descriptor of the channel:
-        self._in_hand: Counter[int] = Counter()  # messages that were read among replies and not yet handed out
-        self._just_taken: Counter[int] = Counter()  # of those, by the read that is going on
-        self._delayed: dict[MemoryChannel, int] = {}  # for how many deliveries of others
+        self._in_hand: Counter[int] = Counter()  # messages read among replies but not yet handed out
+        self._just_taken: Counter[int] = Counter()  # of those, by the current read
+        self._delayed: dict[MemoryChannel, int] = {}  # for how many deliveries to others
         self._closed: weakref.WeakSet[MemoryChannel] = weakref.WeakSet()
         self._accounts: dict[Agent, _Account] = {}
         self._holds = 0
         self._free = False
-        self._waits_since = 0.0  # when the first message that has not been delivered was sent
+        self._waits_since = 0.0  # when the oldest undelivered message was sent
         self._idlers = 0  # threads in `await_idle`
         self._state = _ThreadState()
         self._thread = threading.Thread(target=self._deliver_all, name="backhaul-scheduler", daemon=True)
         self._thread.start()
 
     def attach(self, agent: Agent) -> None:
-        """Count what this agent does. Before anybody connects to it."""
+        """Count this agent's activity. Call before anyone connects to it."""
         account = self._accounts[agent] = _Account()
 
         def observe(event: Event) -> None:
@@ -117,7 +117,7 @@ class Scheduler(Network):
         agent.observers.add(observe)
 
     def detach(self, agent: Agent) -> None:
-        """Do not wait for what this agent does any more: it is dead, and what it was at ends without notice."""
+        """Stop waiting for this agent's activity: the agent is dead, and its activity ends without events."""
         with self._changed:
             self._accounts.pop(agent, None)
             self._notice()
@@ -151,7 +151,7 @@ class Scheduler(Network):
         running, self._state.running = self._state.running, 0
         self._state.waiting.append(running)
         if running:
-            self._pay()  # the thread that takes the lead sends those replies, and reads only then
+            self._pay()  # the new leader thread sends those replies before it reads
             with self._changed:
                 if event.slot is not None:
                     self._state.account.awaited.append(event.slot)
@@ -168,7 +168,7 @@ class Scheduler(Network):
 
     def _came(self, event: Came) -> None:
         with self._changed:
-            # Replies that came too late for their call need nothing more.
+            # Replies that came too late for their call need no further handling.
             self._in_hand[event.line] += event.count - self._just_taken.pop(event.line, 0)
             self._notice()
 
@@ -198,7 +198,7 @@ class Scheduler(Network):
 
     @contextmanager
     def follow(self, agent: Agent) -> Iterator[None]:
-        """Count the calling thread as a request of this agent's: nothing is delivered unless it waits for a reply."""
+        """Count the calling thread as a request of this agent: deliveries happen only while it waits for a reply."""
         self._state.account = self._accounts[agent]
         self._state.running += 1
         self._count(1)
@@ -210,7 +210,7 @@ class Scheduler(Network):
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
-        """Inside, the thread waits in a way that no event tells of, for what others do."""
+        """A context in which the thread waits for others in a way that emits no event."""
         running, self._state.running = self._state.running, 0
         self._count(-running)
         try:
@@ -220,15 +220,15 @@ class Scheduler(Network):
             self._count(running)
 
     def idle(self) -> bool:
-        """Nothing is on its way, and the effects of what has arrived have died down.
+        """Nothing is in flight, and the effects of all deliveries have settled.
 
-        What has arrived among replies, and nobody waits for any more, may be left unread.
+        Messages that arrived among replies, and that no thread waits for any more, may stay unread.
         """
         with self._changed:
             return self._is_idle()
 
     def await_idle(self, seconds: float) -> bool:
-        """Wait until it is `idle`. False if it is not in time."""
+        """Wait until the network is `idle`. Returns False at the timeout."""
         with self._changed:
             self._idlers += 1
             try:
@@ -241,7 +241,7 @@ class Scheduler(Network):
         return not (self._queues or unread) and all(account.is_quiet() for account in self._accounts.values())
 
     def describe(self) -> str:
-        """What keeps it from being idle, for people."""
+        """What keeps the network from being idle, for people."""
         with self._changed:
             waiting = {channel.name: len(queue) for channel, queue in self._queues.items()}
             unread = [channel.name for channel in self._unsettled]
@@ -251,28 +251,28 @@ class Scheduler(Network):
         return f"on the way: {waiting}; not read: {unread}; running: {busy}"
 
     def release(self) -> None:
-        """From now on deliver at once: the test is over, and all that counts is to end it."""
+        """From now on deliver at once: the test is over and only needs to end."""
         with self._changed:
             self._free = True
             self._notice()
         self._thread.join()
 
     def delay(self, channel: MemoryChannel, deliveries: int) -> None:
-        """Let that many messages on other channels arrive before the next one on this channel, if there are as many."""
+        """Deliver this many messages on other channels, if there are as many, before the next one on this channel."""
         with self._changed:
             self._delayed[channel] = deliveries
 
     def drop(self, channel: MemoryChannel) -> None:
-        """Lose what is on its way to this channel."""
+        """Lose the messages in flight to this channel."""
         with self._changed:
             self._queues.pop(channel, None)
             self._notice()
 
     def end(self, channel: MemoryChannel) -> None:
-        """End the connection, at both ends. What that does is over before the next message is delivered."""
+        """End the connection, at both ends. Its effects settle before the next message is delivered."""
         ends = [end for end in (channel, channel.peer) if end is not None]
         with self._changed:
-            # Nobody may be there to notice the end of a connection that nobody waits on.
+            # If no thread waits on a connection, none notices its end.
             self._unsettled.update(end for end in ends if end not in self._closed and not _has_replies(end))
         for end in ends:
             end.shutdown()
@@ -280,7 +280,7 @@ class Scheduler(Network):
     def post(self, to: MemoryChannel, data: bytes) -> None:
         with self._changed:
             if to in self._closed:
-                return  # nobody would read it
+                return  # no thread would read it
             if not self._free:
                 if not self._queues:
                     self._waits_since = time.monotonic()
@@ -293,7 +293,7 @@ class Scheduler(Network):
         if _has_replies(channel):
             return
         with self._changed:
-            # What has arrived since the thread dealt with the message before is still to be read.
+            # Messages that arrived after the thread handled the previous one are still unread.
             if not channel.unread:
                 self._unsettled.discard(channel)
                 self._notice()
@@ -336,7 +336,7 @@ class Scheduler(Network):
         )
 
     def _will_be_read(self, channel: MemoryChannel) -> bool:
-        """Whether some thread reads what has come. Asked when no request runs, so none is about to begin with it."""
+        """Whether some thread reads the delivered message. Call only when no request runs, so that none is about to."""
         if not _has_replies(channel):
             return True
         for agent in self._accounts:
@@ -350,17 +350,17 @@ class Scheduler(Network):
         return self._free or bool(self._queues and not self._holds and self._quiet())
 
     def _notice(self) -> None:
-        """Something has changed: wake the threads for which that makes a difference. Holds _changed.
+        """Wake the threads for which the change makes a difference. Call with _changed held.
 
-        Most changes make none, and to wake a thread costs more than all the rest of a delivery.
+        Most changes make no difference, and waking a thread costs more than the rest of a delivery.
         """
         if self._can_deliver() or (self._idlers and self._is_idle()):
             self._changed.notify_all()
 
     def _await_delivery(self) -> None:
-        """Wait until something can be delivered, or has waited for `PATIENCE`. Holds _changed.
+        """Wait until something can be delivered, or has waited for `PATIENCE`. Call with _changed held.
 
-        That a thread stops reading is no event, so this looks now and then.
+        No event announces that a thread stops reading, so this polls now and then.
         """
         while not self._can_deliver():
             self._changed.wait(_LOOK if self._queues and not self._holds else PATIENCE)
@@ -391,7 +391,7 @@ class Scheduler(Network):
                     self._deliver_one()
 
     def _deliver_one(self) -> None:
-        """Holds _changed. Channels are drawn by name: their order must not depend on memory addresses."""
+        """Call with _changed held. Channels are drawn by name: their order must not depend on memory addresses."""
         channels = sorted(self._queues, key=lambda channel: channel.name)
         if not channels:
             return
@@ -406,16 +406,16 @@ class Scheduler(Network):
         if not queue:
             del self._queues[channel]
         self._waits_since = time.monotonic()
-        # Nobody may be there to read the end of a connection that nobody waits on.
+        # If no thread waits on a connection, none reads its end.
         if data != END or not _has_replies(channel):
             self._unsettled.add(channel)
         self.log.append(channel.name)
         channel.deliver(data)
-        self._notice()  # nobody may be there to read it, and it was the last
+        self._notice()  # it may be the last message, with no thread to read it
 
 
 def _has_replies(channel: MemoryChannel) -> bool:
-    """Whether it is the end that requests leave from."""
+    """Whether requests leave from this end of the connection."""
     return "->" in channel.name
 
 

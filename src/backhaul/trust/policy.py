@@ -70,18 +70,18 @@ class Federation(Trust):
     def check_group(self, world_size: int | None) -> None:
         if world_size is None:
             raise OptionError(
-                'trust="federation" needs a group whose members are known: give world_size, and each its rank'
+                'trust="federation" needs a group of known members: give world_size, and give each member its rank'
             )
 
     def transport_options(self, options: RpcOptions) -> RpcOptions:
         """TLS with certificates, and no memory in common."""
         if options.tls is None:
             raise OptionError(
-                'trust="federation" needs certificates that tell the peers apart, which a shared secret does not: give '
+                'trust="federation" needs a certificate for each peer, since a shared secret cannot tell peers apart: give '
                 "tls=TLS(ca=..., cert=..., key=...)"
             )
         if options.transport == "unix":
-            raise OptionError('trust="federation" goes over TCP: leave out transport="unix"')
+            raise OptionError('trust="federation" uses TCP: leave out transport="unix"')
         if options.fabric == "plain":
             raise OptionError(
                 'trust="federation" encrypts all connections, since its members do not trust the network between them: '
@@ -89,7 +89,7 @@ class Federation(Trust):
             )
         if (options.connections or 1) > 1:
             raise OptionError(
-                'trust="federation" has one connection for each direction, on which what a member sends is bounded: '
+                'trust="federation" uses one connection for each direction, so that it can bound what a member sends: '
                 f"leave out connections={options.connections}"
             )
         return dataclasses.replace(options, transport="tcp", segment_pool_bytes=0)

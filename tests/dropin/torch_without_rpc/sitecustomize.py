@@ -1,10 +1,10 @@
-"""With this directory in PYTHONPATH, a process has a torch without RPC, from its beginning.
+"""With this directory in PYTHONPATH, a process has a torch without RPC from its start.
 
-Which kind of one, TORCH_WITHOUT_RPC says:
+TORCH_WITHOUT_RPC says which kind:
 
-- ``built``: as with ``USE_RPC=0``: nothing of it in C++; the Python files say that it is not available
-- ``gone``: the Python files are gone, too. Torch's other modules import one of them still, so while torch is imported
-  something empty is in its place
+- ``built``: as with ``USE_RPC=0``: no C++ part; the Python files say that RPC is not available
+- ``gone``: the Python files are gone too. Torch's other modules still import one of them, so an empty module
+  takes its place while torch is imported
 """
 
 import os
@@ -26,7 +26,7 @@ def within(name, packages=GONE):
 
 
 class Nothing:
-    """Loads a module that says of itself that it is not available."""
+    """Loads a module that says that it is not available."""
 
     def create_module(self, spec):
         return None
@@ -39,7 +39,7 @@ class Finder(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         if name == "torch._jit_internal":
-            # Torch's C++ part is there, and of its Python part nothing yet that looks for RPC in it.
+            # At this point torch's C++ part is loaded, and no Python part yet that looks for RPC in it.
             for each in IN_C:
                 if hasattr(sys.modules["torch._C"], each):
                     delattr(sys.modules["torch._C"], each)

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.rpc`` has, private names included, over `backhaul.rpc`."""
+"""The contents of ``torch.distributed.rpc``, private names included, over `backhaul.rpc`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """See `backhaul.rpc.init_rpc`. Takes torch's options."""
+    """See `backhaul.rpc.init_rpc`. Accepts torch's options."""
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
@@ -109,7 +109,7 @@ def init_rpc(
 
 
 def _require_rank(rank: int, init_method: str) -> None:
-    """A rank has to be given, or be in the environment."""
+    """Raise unless a rank is given or in the environment."""
     if rank != -1:
         return
     if not init_method.startswith("env://"):
@@ -122,13 +122,13 @@ def _require_rank(rank: int, init_method: str) -> None:
 
 
 def _backend_of(options: Any) -> Any:
-    """The backend whose options these are."""
+    """The backend to which these options belong."""
     if options is None:
         return backend_registry.BackendType.TENSORPIPE
     for candidate in backend_registry.BackendType:
         try:
             theirs = type(backend_registry.construct_rpc_backend_options(candidate))
-        except TypeError:  # it wants more options
+        except TypeError:  # this backend needs more options
             continue
         if isinstance(options, theirs):
             return candidate
@@ -167,9 +167,10 @@ def _init_rpc_backend(
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """How many references there are of which kind.
+    """How many references of each kind there are.
 
-    In torch those in the arguments of a function are confirmed before it runs, here meanwhile: they get a moment.
+    Torch confirms references in arguments before the function runs. Here that happens concurrently, so this waits
+    briefly.
     """
     references = current().references
     deadline = time.monotonic() + _CONFIRMED_WITHIN
@@ -193,7 +194,7 @@ def _get_debug_info() -> dict[str, Any]:
 
 
 def _enable_jit_rref_pickle() -> None:
-    """torch would pickle RRefs inside TorchScript modules; these cannot hold ours."""
+    """Does nothing: torch would pickle RRefs inside TorchScript modules, which cannot hold ours."""
 
 
 def _disable_jit_rref_pickle() -> None:
@@ -201,4 +202,4 @@ def _disable_jit_rref_pickle() -> None:
 
 
 def _set_profiler_node_id(rank: int) -> None:
-    """The events of a profile get the rank of their worker when it is read, if there are calls in it."""
+    """Does nothing: events get the rank of their worker when a profile with calls is read."""

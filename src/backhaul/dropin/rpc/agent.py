@@ -1,4 +1,4 @@
-"""The agent object that torch hands out, over a `Worker`; and the one that is current."""
+"""Torch's agent object, over a `Worker`; and the current agent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from backhaul.worker import Worker, set_process_worker
 
 
 class RpcAgent:
-    """What a backend makes. A backend of the user's own derives from it."""
+    """The product of a backend. Users' own backends derive from it."""
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Nothing is to be waited for."""
+        """Does nothing: there is nothing to wait for."""
 
     def sync(self) -> None:
-        """Nothing is to be waited for."""
+        """Does nothing: there is nothing to wait for."""
 
     def shutdown(self) -> None:
         """Stop."""
@@ -38,7 +38,7 @@ class RpcAgent:
 
 
 class TensorPipeAgent(RpcAgent):
-    """Backhaul's worker in the shape of torch's agent."""
+    """Backhaul's worker in the form of torch's agent."""
 
     def __init__(self, worker: Worker, options: Any) -> None:
         self.worker = worker
@@ -76,7 +76,7 @@ class TensorPipeAgent(RpcAgent):
 
 
 def print_failures(worker: Worker) -> None:
-    """As in torch, what a function raises is printed where it ran."""
+    """As in torch, print the exceptions of functions where they ran."""
 
     def show(error: BaseException, text: str) -> BaseException:
         print(f"On {worker.info}:\n{error!r}\n{text}", file=sys.stderr)
@@ -86,7 +86,7 @@ def print_failures(worker: Worker) -> None:
 
 
 def as_torch(error: BaseException, text: str) -> BaseException:
-    """What torch would raise: a RuntimeError for TorchScript, and for arguments that do not fit an operator."""
+    """The error as torch raises it: a RuntimeError for TorchScript, and for arguments that do not fit an operator."""
     if isinstance(error, torch.jit.Error):
         return RuntimeError(str(error))
     of_an_operator = isinstance(error, TypeError) and "  File " not in text
@@ -96,9 +96,9 @@ def as_torch(error: BaseException, text: str) -> BaseException:
 
 
 def meet_all(worker: Worker, seconds: float) -> None:
-    """Connect with all others, so that the first call to each does not have to: its timeout may be short."""
+    """Connect to all other workers, so that the first call, whose timeout may be short, does not have to."""
     for info in worker.get_worker_infos():
-        with contextlib.suppress(BackhaulError):  # it may have left already
+        with contextlib.suppress(BackhaulError):  # the worker may have left already
             worker.agent.is_reachable(info, seconds)
 
 
@@ -107,27 +107,27 @@ _gil_profiling = False  # of the process, as torch's switch and the GIL are
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Whether `get_debug_info` of the agent says how long a thread that lets go of the GIL waits to have it again."""
+    """Whether the agent's `get_debug_info` measures how long a thread that releases the GIL waits to get it back."""
     global _gil_profiling
     _gil_profiling = flag
 
 
 def _gil_wait() -> float:
-    """In seconds, on average. Measured now: Backhaul's threads do not note it call by call, as torch's do."""
+    """The average wait in seconds. Measured now: unlike torch's, Backhaul's threads do not record it for each call."""
     start = time.perf_counter()
     for _ in range(_GIL_SAMPLES):
-        time.sleep(0)  # lets go of the GIL
+        time.sleep(0)  # releases the GIL
     return (time.perf_counter() - start) / _GIL_SAMPLES
 
 
 # The worker of this process, as torch would have its agent.
 _agents: dict[Worker, RpcAgent] = {}
 _other: RpcAgent | None = None
-"""One of a backend that the user has registered."""
+"""The agent of a backend that the user registered."""
 
 
 def adopt(agent: TensorPipeAgent) -> None:
-    """The agent of the worker of this process."""
+    """Make this the agent of the process's worker."""
     _agents.clear()
     _agents[agent.worker] = agent
     set_process_worker(agent.worker)
@@ -140,7 +140,7 @@ def get_current() -> RpcAgent:
     if worker is None or worker.closed:
         raise NotInitializedError("RPC has not been initialized. Call torch.distributed.rpc.init_rpc first.")
     found = _agents.get(worker)
-    if found is None:  # made by backhaul.rpc itself
+    if found is None:  # initialized through backhaul.rpc itself
         from backhaul.dropin.rpc.options import TensorPipeRpcBackendOptions
 
         found = _agents[worker] = TensorPipeAgent(worker, TensorPipeRpcBackendOptions())
@@ -160,7 +160,7 @@ def set_other(agent: RpcAgent | None) -> None:
 
 
 def forget() -> None:
-    """No agent is current any more."""
+    """Forget the current agent."""
     set_other(None)
     _agents.clear()
     set_process_worker(None)

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.rpc.api`` has: the calls, and the gathering over them that libraries use."""
+"""The contents of ``torch.distributed.rpc.api``: the calls, and the gather functions that libraries use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _reset_current_rpc_agent = _agents.forget
 
 
 def _set_and_start_rpc_agent(agent: _agents.RpcAgent) -> None:
-    """Make it the current one."""
+    """Make ``agent`` the current one."""
     if isinstance(agent, _agents.TensorPipeAgent):
         _agents.adopt(agent)
     else:
@@ -51,7 +51,7 @@ def _set_and_start_rpc_agent(agent: _agents.RpcAgent) -> None:
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Inside, calls are pickled with this pickler. All workers have to use one of the kind."""
+    """A context in which calls are pickled with this pickler. All workers must use a compatible one."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -71,7 +71,7 @@ def _require_initialized(func: F) -> F:
 
 
 def _run_serialized(data: bytes, tensors: list[Any]) -> Any:
-    """Run a call that a pickler of the user's has pickled."""
+    """Run a call that a user's pickler pickled."""
     call = _default_pickler.deserialize(data, tensors)
     if isinstance(call, AttributeError):
         raise call
@@ -79,7 +79,7 @@ def _run_serialized(data: bytes, tensors: list[Any]) -> Any:
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A call as it is to be made: as it is, or pickled by the pickler of the user's."""
+    """The call to make: unchanged, or pickled by the user's pickler."""
     if isinstance(func, torch.jit.ScriptFunction):
         require_python(func, (args, kwargs))
     if _default_pickler is _internal_rpc_pickler:
@@ -103,7 +103,7 @@ def rpc_async(
     try:
         future = ours.rpc_async(to, *_call(func, args, kwargs), timeout)
     except (WorkerLostError, RpcTimeoutError) as error:
-        if "RRef creation" in str(error):  # of an argument
+        if "RRef creation" in str(error):  # of a reference in the arguments
             raise
         future = Future()
         future.settle(None, error)
@@ -129,7 +129,7 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """On leaving the block, wait for all futures that `rpc_async` has returned to this thread inside."""
+    """On leaving the block, wait for all futures that `rpc_async` returned to this thread inside."""
     _thread_local_var.future_list = []
     try:
         yield
@@ -141,7 +141,7 @@ def _wait_all() -> Iterator[None]:
 
 
 class AllGatherStates:
-    """What has been gathered, on the worker that gathers it and then on the others."""
+    """The objects gathered so far, on the leader and then on the others."""
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def _init_rpc_states(agent: _agents.RpcAgent) -> None:
 
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
-    """A worker's part arrives. Runs on the leader."""
+    """Receive one worker's object. Runs on the leader."""
     with _all_gather_dict_lock:
         names = worker_names or _ALL_WORKER_NAMES
         if worker_name not in names:
@@ -179,7 +179,7 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """All parts arrive. Runs on the others."""
+    """Receive all objects. Runs on the others."""
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     if states.proceed_signal.is_set():
@@ -190,9 +190,9 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 
 @_require_initialized
 def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
-    """The objects that these workers give, by their names; the worker with the first name gathers them.
+    """The objects of these workers, by name; the worker with the first name gathers them.
 
-    Returns when all have come. ``timeout`` is for each step; without one the calls have the default.
+    Returns when all have arrived. ``timeout`` applies to each step; by default calls have the default timeout.
     """
     names = set(worker_names or _ALL_WORKER_NAMES)
     leader = min(names)
@@ -218,7 +218,7 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
 
 
 def _await(states: AllGatherStates, names: set[str], patience: float | None) -> None:
-    """Wait for the rest of what is gathered, as long as all of these are alive who have not given their part."""
+    """Wait for the missing objects, as long as all workers that have not sent theirs are alive."""
     deadline = math.inf if patience is None else time.monotonic() + patience
     worker = current()
     start = time.monotonic()
@@ -256,7 +256,7 @@ def _tell_followers(names: set[str], sequence_id: str, states: AllGatherStates, 
 
 @_require_initialized
 def _barrier(worker_names: set[str]) -> None:
-    """Wait until all of these workers have come here. As in torch, a failure is logged and not raised."""
+    """Wait until all these workers have called it. As in torch, a failure is logged and not raised."""
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:
@@ -265,7 +265,7 @@ def _barrier(worker_names: set[str]) -> None:
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until all workers have come here."""
+    """Wait until all workers have called it."""
     try:
         _all_gather(None, timeout=timeout)
     except RuntimeError:
@@ -274,7 +274,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 0) -> None:
-    """Give up the references that this worker has."""
+    """Release the references that this worker holds."""
     current().references.release_all()
 
 
@@ -290,7 +290,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     worker.release = _delete_all_user_and_unforked_owner_rrefs
     try:
         if graceful and not worker.agent.membership.dynamic:
-            with contextlib.suppress(WorkerLostError):  # raised once more when the others are done
+            with contextlib.suppress(WorkerLostError):  # raised again when the others are done
                 _wait_all_workers(timeout)
         ours.shutdown(graceful, timeout)
     finally:
@@ -301,7 +301,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def get_rpc_timeout() -> float:
-    """The timeout of calls that say none, in seconds."""
+    """The default timeout of calls, in seconds."""
     return current().options.rpc_timeout
 
 

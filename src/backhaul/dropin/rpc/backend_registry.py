@@ -1,4 +1,4 @@
-"""What ``torch.distributed.rpc.backend_registry`` has: backends by name. Backhaul answers to the names of torch's."""
+"""The contents of ``torch.distributed.rpc.backend_registry``: backends by name. Torch's names mean Backhaul."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """How to make the options of a backend, and its agent."""
+    """How to make a backend's options and its agent."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
@@ -78,7 +78,7 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> BackendType:
-    """Make a backend known under a name. Its member of `BackendType`."""
+    """Register a backend under a name; returns its member of `BackendType`."""
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
     value = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)

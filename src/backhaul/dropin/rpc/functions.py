@@ -1,4 +1,4 @@
-"""What ``torch.distributed.rpc.functions`` has."""
+"""The contents of ``torch.distributed.rpc.functions``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.rpc.internal`` has: how calls are named, and the pickler that users may replace."""
+"""The contents of ``torch.distributed.rpc.internal``: names of calls, and the pickler that users may replace."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _tables = threading.local()  # of the message that a thread packs or unpacks
 
 
 class RPCExecMode(enum.Enum):
-    """How a call is made."""
+    """The kind of a call."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -44,7 +44,7 @@ class RemoteException(NamedTuple):
 
 
 class _InternalRPCPickler:
-    """Pickles values with the tensors beside the pickle. RRefs go beside it too: the codec underneath carries them."""
+    """Pickles values, with tensors and RRefs outside the pickle; the codec underneath carries those."""
 
     def __init__(self) -> None:
         self._dispatch_table: dict[Any, Any] = copyreg.dispatch_table.copy()
@@ -81,7 +81,7 @@ class _InternalRPCPickler:
             stack.pop()
 
     def deserialize(self, binary_data: bytes, tensor_table: list[Any]) -> Any:
-        """The value. One that cannot be found here is returned as the AttributeError that says so."""
+        """The value. A missing definition is returned as the AttributeError that describes it, not raised."""
         stack = _tables.__dict__.setdefault("received", [])
         stack.append(tensor_table)
         try:
@@ -110,5 +110,5 @@ def deserialize(binary_data: bytes, tensor_table: list[Any]) -> Any:
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """What the profiler calls a call."""
+    """The name of a call in profiles."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

@@ -14,7 +14,7 @@ Device = torch.device | str | int
 
 
 class RpcBackendOptions:
-    """Options of any backend: a timeout and where to meet."""
+    """Options of any backend: a timeout and the init method."""
 
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD) -> None:
         if isinstance(rpc_timeout, bool) or not isinstance(rpc_timeout, int | float):
@@ -26,7 +26,7 @@ class RpcBackendOptions:
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """torch's options, as far as they mean something here.
 
-    ``_transports`` and ``_channels`` name parts of torch's transport and are not looked at.
+    ``_transports`` and ``_channels`` name parts of torch's transport and are ignored.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = [_gpu(device) for device in devices or ()]
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
-        """Say to which device of a worker tensors of each device of this one go."""
+        """Map devices of this worker to devices of worker ``to``."""
         new = _device_map(device_map)
         known = self.device_maps.setdefault(to, {})
         for source, target in new.items():
@@ -57,7 +57,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             known[source] = target
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        """Say which devices of this worker take part."""
+        """Set the devices of this worker that take part."""
         self.devices = [_gpu(device) for device in devices]
 
     def ours(self) -> RpcOptions:

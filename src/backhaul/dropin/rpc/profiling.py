@@ -1,4 +1,4 @@
-"""Events for torch's profilers of calls that are made under torch's names."""
+"""Profiler events for calls made under torch's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backhaul.worker import current
 
 
 def recorded(mode: RPCExecMode, function: str, to: str) -> AbstractContextManager[Any]:
-    """A block whose time the profiler records as a call, if it is on."""
+    """A block whose time an active profiler records as a call."""
     if not torch.autograd._profiler_enabled():
         return nullcontext()
     return torch.autograd.profiler.record_function(_build_rpc_profiling_key(mode, function, current().info.name, to))

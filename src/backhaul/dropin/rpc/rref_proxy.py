@@ -1,4 +1,4 @@
-"""What ``torch.distributed.rpc.rref_proxy`` has."""
+"""The contents of ``torch.distributed.rpc.rref_proxy``."""
 
 from __future__ import annotations
 

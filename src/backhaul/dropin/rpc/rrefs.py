@@ -1,4 +1,4 @@
-"""RRefs as torch's users know them: what `adopt` changes of ours, for the whole process."""
+"""RRefs with torch's behaviour: `adopt` changes ours for the whole process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from backhaul.rpc import RRef
 
 _LOOK_AGAIN = 0.001
 _types: WeakKeyDictionary[RRef[Any], Any] = WeakKeyDictionary()
-"""Futures of the types of values, once somebody has asked."""
+"""Futures of the types of values, made at the first question."""
 
 _made: WeakKeyDictionary[RRef[Any], Any] = WeakKeyDictionary()
-"""Futures that are done when values of `remote` are there, where their time is limited."""
+"""Futures that complete when values of `remote` with a timeout are made."""
 
 _ids: WeakKeyDictionary[RRef[Any], tuple[int, int]] = WeakKeyDictionary()
-"""What torch calls the local ids of a reference and of its fork, for those that somebody has looked at."""
+"""The local ids, in torch's sense, of references and their forks; made when someone reads them."""
 
 _numbers = itertools.count()  # of these local ids
 
@@ -36,7 +36,7 @@ _local_value = RRef.local_value
 
 
 def confirmed_by_owner(self: RRef[Any]) -> bool:
-    """As in torch, a function finds the references in its arguments confirmed: waits for it, if need be."""
+    """As in torch, a function finds the references in its arguments confirmed: waits if necessary."""
     deadline = time.monotonic() + self._references.patience
     while not (confirmed := _is_confirmed(self)) and time.monotonic() < deadline:
         time.sleep(_LOOK_AGAIN)
@@ -44,14 +44,14 @@ def confirmed_by_owner(self: RRef[Any]) -> bool:
 
 
 def backward(self: RRef[Any], dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-    """As in torch, only the owner may leave the context out."""
+    """As in torch, only the owner may omit the context."""
     if dist_autograd_ctx_id == -1 and not self.is_owner():
         raise MisuseError("User RRefs require 'dist_autograd_ctx_id' to be specified")
     _backward(self, dist_autograd_ctx_id, retain_graph)
 
 
 def get_type(self: RRef[Any], timeout: float = -1.0, blocking: bool = True) -> Any:
-    """As in torch, the owner is asked once."""
+    """As in torch, the owner is asked only once."""
     future = _types.get(self)
     if future is None:
         with recorded(RPCExecMode.ASYNC, "_rref_typeof_on_owner", self.owner().name):
@@ -67,7 +67,7 @@ def get_type(self: RRef[Any], timeout: float = -1.0, blocking: bool = True) -> A
 
 
 def _local_ids(rref: RRef[Any]) -> tuple[int, int]:
-    """Ids in torch's form. They tell references of this process apart, and mean nothing to other workers."""
+    """Ids in torch's form. They are unique in this process, and mean nothing to other workers."""
     found = _ids.get(rref)
     if found is None:
         first = next(_numbers)
@@ -80,7 +80,7 @@ def _unique_id(rref: RRef[Any], local_id: int) -> str:
 
 
 def text(self: RRef[Any]) -> str:
-    """As torch writes a reference."""
+    """The reference in torch's notation."""
     own, fork = _local_ids(self)
     if self.is_owner():
         return f"OwnerRRef({_unique_id(self, own)})"
@@ -88,7 +88,7 @@ def text(self: RRef[Any]) -> str:
 
 
 def local_value(self: RRef[Any]) -> Any:
-    """As in torch, with its words for a reference that lives elsewhere."""
+    """As in torch, with torch's message for a reference that lives elsewhere."""
     if self.is_owner():
         return _local_value(self)
     own, fork = _local_ids(self)
@@ -100,12 +100,12 @@ def local_value(self: RRef[Any]) -> Any:
 
 
 def require_python(function: Any, value: Any) -> None:
-    """Raise if there is an RRef in the arguments of a TorchScript function. Its worker could only say that later."""
+    """Raise if a TorchScript function has an RRef in its arguments. Its worker could only report that later."""
     if isinstance(value, RRef):
         raise MisuseError(
             f"{function.name}, a TorchScript function, cannot take {value!r}: RRefs in TorchScript go through torch's "
-            "own RPC agent, written in C++, and backhaul.dropin has taken its place. Give it the value, or call a "
-            "Python function that takes the RRef and hands its local_value() on"
+            "own RPC agent, written in C++, and backhaul.dropin has replaced it. Give it the value, or call a "
+            "Python function that takes the RRef and passes on its local_value()"
         )
     if isinstance(value, tuple | list | dict):
         for each in value.values() if isinstance(value, dict) else value:
@@ -113,15 +113,15 @@ def require_python(function: Any, value: Any) -> None:
 
 
 def made_within(timeout: float, rref: RRef[Any]) -> RRef[Any]:
-    """As in torch, the timeout of `remote` is for making the value, and not only for the request to arrive."""
+    """As in torch, the timeout of `remote` covers making the value, not only the arrival of the request."""
     if timeout > 0 and not rref.is_owner():
-        with contextlib.suppress(BackhaulError):  # the request did not arrive: who uses the reference will hear of it
+        with contextlib.suppress(BackhaulError):  # the request did not arrive: using the reference raises
             _made[rref] = _get_type(rref, timeout, False)
     return rref
 
 
 def to_here(self: RRef[Any], timeout: float = -1.0) -> Any:
-    """As in torch, a value that was not made in time is not to be had any more."""
+    """As in torch, a value that was not made in time is not available any more."""
     made = _made.get(self)
     if made is not None and made.done():
         try:
@@ -134,12 +134,12 @@ def to_here(self: RRef[Any], timeout: float = -1.0) -> Any:
 
 
 def get_future(self: RRef[Any]) -> Any:
-    """As in torch, done when the value has been made, or has not been within the timeout of `remote`."""
+    """As in torch, a future that completes when the value is made, or at the timeout of `remote`."""
     return _made.get(self) or _get_future(self)
 
 
 def get_profiling_future(self: RRef[Any]) -> Any:
-    """A future that is done when the profile has the events of the owner that made the value."""
+    """A future that completes when the profile has the owner's events for making the value."""
     future = reported(self)
     if future is None:
         raise MisuseError(
@@ -150,7 +150,7 @@ def get_profiling_future(self: RRef[Any]) -> Any:
 
 
 class RRefProxy(Proxy):
-    """As in torch, a method that the value's type does not have is missed at once."""
+    """As in torch, a method that the value's type lacks raises at once."""
 
     def __getattr__(self, name: str) -> Any:
         type_ = self._rref._get_type(self._timeout)
@@ -173,13 +173,13 @@ def _proxy(call: str) -> Any:
 
 
 def _serialize(self: RRef[Any]) -> tuple[Any, ...]:
-    """What torch would send for a reference; here a check that it can be sent, and its id."""
+    """Check that the reference can be sent, and return its id. Torch would return what it sends."""
     self._references.require_sendable(self._ref)
     return self._ref.owner, self._ref.creator, self._ref.number
 
 
 def adopt() -> None:
-    """Have all references behave so, from now on."""
+    """Give all references this behaviour from now on."""
     members = {
         "confirmed_by_owner": confirmed_by_owner,
         "backward": backward,

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.rpc.server_process_global_profiler`` has: a profile of all requests that a worker serves."""
+"""The contents of ``torch.distributed.rpc.server_process_global_profiler``: a profile of all served requests."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _EventList: Any = profiler_util.EventList
 class _server_process_global_profile(profile):
     """Records every function that the current worker runs for others between `__enter__` and `__exit__`.
 
-    These two may run on different threads, so that another worker can call them by a reference. Then
+    These two may run on different threads, so that another worker can call them through a reference. Afterwards
     ``process_global_function_events`` has one list of events for each request, and the other members are those of
-    torch's legacy profile, over all of them. A function that still runs at the end is left out.
+    torch's legacy profile, over all requests. A function that still runs at the end is left out.
     """
 
     process_global_function_events: list[list[Any]]
 
     def __enter__(self) -> Any:
-        """Start to record."""
+        """Start recording."""
         if not self.enabled:
             return None
         if self.entered:
@@ -39,7 +39,7 @@ class _server_process_global_profile(profile):
         return self
 
     def __exit__(self, *_: object) -> Any:
-        """Stop, and read what was recorded."""
+        """Stop recording, and read the events."""
         if not self.enabled:
             return None
         found = [listener.events() for listener in self._requests.stop()]
@@ -63,13 +63,13 @@ class _Requests:
     def __init__(self, worker: Any, options: Options) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[Listener, int]] = {}  # by thread, and how deep one function runs inside another
+        self._open: dict[int, tuple[Listener, int]] = {}  # by thread, with the nesting depth of its functions
         self._done: list[Listener] = []
         self._stopped = False
         self._forget = worker.agent.observers.add(self._observe)
 
     def stop(self) -> list[Listener]:
-        """What was recorded of requests that are over. Those that are not are followed to their end for nothing."""
+        """The recordings of finished requests. Unfinished ones are followed to their end and dropped."""
         thread = threading.get_ident()
         with self._lock:
             self._stopped = True
@@ -113,7 +113,7 @@ class _Requests:
             self._done.append(listener)
 
     def _leave(self) -> None:
-        """Stop observing once no request is being recorded. Otherwise the observer would never go away."""
+        """Stop observing once no request is being recorded. Otherwise the observer would stay forever."""
         with self._lock:
             over = self._stopped and not self._open
         if over:

@@ -1,4 +1,4 @@
-"""WorkerInfo as torch makes it: the name first, and checked."""
+"""WorkerInfo with torch's constructor: the name comes first, and is checked."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class WorkerInfo(metaclass=_Kind):
 
 
 def checked(name: str) -> str:
-    """The name, if torch would take it."""
+    """The name, if torch accepts it."""
     if not name:
         raise MisuseError("Worker name must be non-empty.")
     if len(name) > _MAX_NAME:
-        raise MisuseError(f"Worker name must be shorter than {_MAX_NAME} characters, and {name[:20]!r}... is not.")
+        raise MisuseError(f"Worker name must be shorter than {_MAX_NAME} characters, but {name[:20]!r}... is not.")
     if not _NAME.fullmatch(name):
-        raise MisuseError(f"Worker name must match [A-Za-z0-9-_:]*, and {name!r} does not.")
+        raise MisuseError(f"Worker name must match [A-Za-z0-9-_:]*, but {name!r} does not.")
     return name

@@ -1,4 +1,4 @@
-"""What the page asks for, as plain data: the view of the cluster, stacks, what stands still, drawings."""
+"""The answers to the page's questions, as plain data: the view of the cluster, stacks, what hangs, drawings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHORTER_POINTS = 120
 
 
 class Answers:
-    """Thread-safe. Whatever is asked, workers that hang only keep the question about them waiting, and not for long."""
+    """Thread-safe. A worker that hangs delays only questions about itself, and only briefly."""
 
     def __init__(self, lookout: Lookout) -> None:
         self._lookout = lookout
@@ -41,7 +41,7 @@ class Answers:
             }
         for worker in found["workers"]:
             worker["history"] = worker["history"][-_SHORTER_POINTS:]
-        for one in found["passes"]:  # beyond what JavaScript's numbers can tell apart
+        for one in found["passes"]:  # too large for JavaScript's numbers
             one["backward"], one["context"] = str(one["backward"]), str(one["context"])
         for context in found["contexts"]:
             context["context"] = str(context["context"])
@@ -55,7 +55,7 @@ class Answers:
         return {"worker": worker, "threads": [thread for thread in found if not _looks(thread)]}
 
     def stuck(self) -> dict[str, Any]:
-        """What each waiting thread waits for. Several who ask at once get the same answer."""
+        """What each waiting thread waits for. Concurrent questions share one answer."""
         with self._lock:
             if self._stuck is None or time.monotonic() - self._made >= _REUSE_SECONDS:
                 self._stuck = self._lookout.stuck()
@@ -65,14 +65,14 @@ class Answers:
         return {**plain, "lasting": msgspec.to_builtins(found.lasting), "remark": found.remark}
 
     def drawing(self, context: int) -> str:
-        """A live context as SVG. Raises `BackhaulError` if no worker knows it."""
+        """A live context as SVG. Raises `BackhaulError` if no worker knows the context."""
         with self._lookout.reading:
             known = [one for one in self._lookout.look().contexts() if one["context"] == context]
         parts = self._parts(context, known[0]["workers"] if known else [])
         return self._draw(context, parts)
 
     def latest_drawing(self) -> str:
-        """The context that was opened last, as SVG. A loop that trains may leave it at once, so this tries again."""
+        """The context opened last, as SVG. A training loop may leave it at once, so this tries several times."""
         from backhaul import drawing
 
         best: list[dict[str, Any]] = []
@@ -94,11 +94,11 @@ class Answers:
             if parts and all(rank in ranks for part in parts for rank in drawing.mentioned(part)):
                 break
         if not best:
-            raise BackhaulError("no context is open just now, or each is left before it can be drawn")
+            raise BackhaulError("no context is open now, or each closes before it can be drawn")
         return self._draw(context, best)
 
     def _parts(self, context: int, workers: Iterable[str]) -> list[dict[str, Any]]:
-        """What the workers have of a context: these, and those that they mention."""
+        """The parts of a context on these workers, and on the workers that they mention."""
         from backhaul import drawing
 
         parts: dict[str, dict[str, Any]] = {}
@@ -115,10 +115,10 @@ class Answers:
         from backhaul import drawing
 
         if not parts:
-            raise BackhaulError(f"the context {context} is over, or the workers that know of it do not answer")
+            raise BackhaulError(f"the context {context} has ended, or its workers do not answer")
         return drawing.svg(parts)
 
 
 def _looks(thread: dict[str, Any]) -> bool:
-    """The thread only answers such questions as ours."""
+    """Whether the thread only answers questions like ours."""
     return bool(thread["handles"]) and thread["handles"][0]["kind"] == "Inspect"

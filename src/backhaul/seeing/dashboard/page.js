@@ -1,5 +1,5 @@
 "use strict";
-// All names come from the cluster: they are put into the page as text, never as markup.
+// All names come from the cluster, so they are inserted as text, never as markup.
 
 const token = new URLSearchParams(location.search).get("token");
 const SVG = "http://www.w3.org/2000/svg";
@@ -208,7 +208,7 @@ function drawTimeline(one, view) {
   const picture = s("svg", { width, role: "img", "aria-label": "timeline of a backward pass" });
   const below = s("g"), above = s("g");
   for (const share of shares) {
-    // Runs of several threads overlap: each thread has a line of its own.
+    // Runs of several threads overlap, so each thread has its own line.
     const threads = [...new Set(share.runs.map((run) => run.thread))];
     const lanes = Math.max(threads.length, 1);
     below.append(s("rect", { class: "lane", x: left, y: top, width: width - left - 14, height: lanes * (high + 2) + 4, rx: 4 }),
@@ -300,7 +300,7 @@ async function drawStacks() {
 const isBusy = (thread) => thread.handles.length || thread.waits.length
   || (thread.stack || []).some((frame) => frame.whose === "user");
 function relevant(stack) {
-  // What is above the user's first line only starts the thread.
+  // Frames above the user's first line only start the thread.
   const first = stack.findIndex((frame) => frame.whose === "user");
   return first < 0 ? stack.slice(-4) : stack.slice(first);
 }
@@ -340,7 +340,7 @@ function drawGraph(nodes, edges, chains) {
     const closing = chain.nodes.indexOf(chain.nodes[chain.nodes.length - 1]);
     for (let n = closing; n + 1 < chain.nodes.length; n++) inCycle.add(`${chain.nodes[n]}\n${chain.nodes[n + 1]}`);
   }
-  // Columns: as far from a thread that nobody waits for as possible; cycles begin anywhere.
+  // Columns: as far as possible from a thread that nobody waits for; cycles begin anywhere.
   const depth = new Map();
   const visit = (id, level, path) => {
     if (path.has(id) || (depth.get(id) ?? -1) >= level) return;
@@ -397,7 +397,7 @@ function wrap(text, most, lines) {
   return found.map((each) => cut(each, most + 2));
 }
 
-// The rhythm.
+// Polling.
 function draw() {
   const view = state.view;
   if (!view) return;

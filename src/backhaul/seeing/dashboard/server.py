@@ -1,8 +1,8 @@
-"""Server: the page and what it asks for, over HTTP on loopback.
+"""Server: the page and the answers to its questions, over HTTP on loopback.
 
-Other people of this machine, and web pages in the same browser, can reach a port on loopback, too. So every request
-needs the secret token of the address, which nobody else knows; the Host header must name loopback, so that a page
-whose name has been pointed there (DNS rebinding) is refused; and only GET is answered. The page may load nothing from
+Other users of this machine, and web pages in the same browser, can also reach a port on loopback. So every request
+needs the secret token in the address, which nobody else knows. The Host header must name loopback, so that a page
+whose name resolves to loopback (DNS rebinding) is refused. Only GET is answered. The page may load nothing from
 elsewhere and run no script but its own.
 """
 
@@ -52,7 +52,7 @@ _DRAWING_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestor
 
 
 class Dashboard:
-    """A dashboard that is being served, until `close`. ``address`` is what to open in a browser.
+    """A running dashboard, until `close`. Open ``address`` in a browser.
 
     Raises `OSError` if the port is taken.
     """
@@ -78,7 +78,7 @@ class Dashboard:
         self.close()
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
 
 @cache
 def _page() -> str:
-    """The page, in one file but for the nonce."""
+    """The page, in one file except for the nonce."""
     folder = resources.files("backhaul.seeing.dashboard")
     html, style, script = (folder.joinpath(name).read_text() for name in ("page.html", "page.css", "page.js"))
     return html.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script)
@@ -118,7 +118,7 @@ class _Server(ThreadingHTTPServer):
     answers: Answers
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error."""
+        """Ignore a browser that disconnects during an answer."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -136,7 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host", "") not in (f"{HOST}:{self._port}", f"localhost:{self._port}"):
             self._refuse(HTTPStatus.FORBIDDEN, "this page is only for loopback")
         elif not hmac.compare_digest(arguments.get("token", "").encode(), self.server.token.encode()):
-            self._refuse(HTTPStatus.FORBIDDEN, "open the address that `backhaul dashboard` has printed, token and all")
+            self._refuse(
+                HTTPStatus.FORBIDDEN, "open the address that `backhaul dashboard` printed, including its token"
+            )
         elif where.path == "/":
             nonce = secrets.token_urlsafe(16)
             page = _page().replace("__NONCE__", nonce)
@@ -184,20 +186,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not worth a line each; the token would be in it."""
+        """Log nothing: requests are frequent, and the line would contain the token."""
 
 
 def _context(text: str) -> int | None:
-    """The id of a context; 0 means the latest; None if it is neither."""
+    """The id of a context; 0 means the latest; None if the text is neither."""
     return 0 if text == "latest" else int(text) if text.isascii() and text.isdecimal() else None
 
 
 def _refuse_others(handler: type[_Handler]) -> None:
-    """Answer everything but GET with what is wrong."""
+    """Answer all methods but GET with an error."""
 
     def refuse(self: _Handler) -> None:
         self.close_connection = True
-        self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "this page only looks: GET")
+        self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "this page is read-only: use GET")
 
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "CONNECT", "TRACE"):
         setattr(handler, f"do_{method}", refuse)

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.rpc._testing`` has: a backend that loses and delays messages."""
+"""The contents of ``torch.distributed.rpc._testing``: a backend that loses and delays messages."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ _KINDS: dict[str, type[Any]] = {
     "CLEANUP_AUTOGRAD_CONTEXT_REQ": Leave,
     "BACKWARD_AUTOGRAD_REQ": Gradients,
 }
-"""torch's names of messages -> ours that do the same."""
+"""torch's names of messages -> our messages for the same purpose."""
 
 
 _RETRIED = 0.3
-"""Seconds until a message that torch would send again, because it was lost, gets through."""
+"""Seconds until a lost message that torch would send again gets through."""
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
@@ -57,7 +57,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 
 class NamedFaults(Faults):
-    """Faults by torch's names of messages."""
+    """Faults, by torch's names of messages."""
 
     def __init__(self, options: FaultyTensorPipeRpcBackendOptions) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class NamedFaults(Faults):
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
-    """One with faults."""
+    """A `TensorPipeAgent` with faults."""
 
 
 def _options(
