@@ -1,6 +1,6 @@
 """Run the tests with several Pythons and releases of torch, and print a table of what passed.
 
-    python matrix/run.py                              the pairs that README.md lists
+    python matrix/run.py                              the pairs that docs/versions.md lists
     python matrix/run.py --pairs 3.12:2.11.0 3.13:2.15.0
     python matrix/run.py --sets pure                  some of the tests only; see SETS
     python matrix/run.py --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple
