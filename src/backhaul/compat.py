@@ -1,8 +1,8 @@
 """Compat: what one Python or torch does differently from another that Backhaul runs with.
 
 Each difference is one function, or one name, here, and has a test in ``tests/test_compat.py``. ``make matrix`` runs the
-tests with the Pythons and torches that docs/versions.md lists. What a torch can do is looked at rather than its version:
-a build between two releases may have it or not.
+tests with the Pythons and torches in docs/versions.md. What a torch can do is looked at rather than its version: a
+build between two releases may have it or not.
 """
 
 from __future__ import annotations
