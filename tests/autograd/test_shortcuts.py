@@ -1,4 +1,4 @@
-"""Shortcuts: if the starter of a pass has sent a tensor back to its maker as it came, its gradient stays there."""
+"""Shortcuts: the gradient of a tensor that the starter has only sent on does not go through the starter."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from models import W, await_no_leftovers, call, check, layer, leaf
+from acts import Latch, work
+from endings import backward_later
+from models import WITHIN, W, await_no_leftovers, call, check, layer, leaf
 from torch import Tensor
 
 import backhaul.autograd as dist_autograd
-from backhaul.agent.observing import Event, GradientsCame
+from awaiting import await_events
+from backhaul import rpc
+from backhaul.agent.observing import Began, Event, GradientsCame, Starts
 from backhaul.autograd.local_pass import MOST_SHORTCUTS
 from backhaul.testing import InProcessCluster
 
@@ -43,6 +47,11 @@ def along(hops: list[Hop], x: Tensor, between: Callable[[Tensor], Tensor] = lamb
     return x.sum()
 
 
+def connect(workers: InProcessCluster, one: int, other: int) -> None:
+    for mine, theirs in ((one, other), (other, one)):
+        workers[mine].rpc_sync(f"worker{theirs}", torch.ones, args=(1,))
+
+
 def test_a_worker_that_gets_its_own_tensors_back_keeps_their_gradients(trio: InProcessCluster) -> None:
     x = leaf(3, 4)
     hops = [("worker1", name) for name in "abcd"]
@@ -51,13 +60,30 @@ def test_a_worker_that_gets_its_own_tensors_back_keeps_their_gradients(trio: InP
     assert seen == ["worker1"]  # for x
 
 
-def test_gradients_for_other_workers_go_through_the_starter(trio: InProcessCluster) -> None:
+def test_gradients_go_from_worker_to_worker(trio: InProcessCluster) -> None:
+    connect(trio, 1, 2)
     x = leaf(3, 4)
-    hops = [("worker1", "a"), ("worker2", "b"), ("worker2", "c"), ("worker1", "d")]
-    leaves = {0: [x], 1: [W["a"], W["d"]], 2: [W["b"], W["c"]]}
+    hops = [("worker1", "a"), ("worker2", "b"), ("worker1", "c"), ("worker2", "d")]
+    leaves = {0: [x], 1: [W["a"], W["c"]], 2: [W["b"], W["d"]]}
+    with gradients_to(trio, 0) as starter, gradients_to(trio, 1) as first, gradients_to(trio, 2) as second:
+        check(trio, lambda: [along(hops, x)], leaves)
+    assert starter == ["worker1"]
+    assert first == ["worker2", "worker2"]
+    assert second == ["worker0", "worker1"]
+
+
+def test_workers_that_do_not_know_each_other_are_connected_for_the_next_pass(trio: InProcessCluster) -> None:
+    x = leaf(3, 4)
+    hops = [("worker1", "a"), ("worker2", "b")]
+    leaves = {0: [x], 1: [W["a"]], 2: [W["b"]]}
+    assert trio[2].agent.connected(1) is None
     with gradients_to(trio, 0) as seen:
         check(trio, lambda: [along(hops, x)], leaves)
-    assert seen == ["worker1", "worker2", "worker1"]  # and not for what worker 2 has got back
+    assert seen == ["worker2", "worker1"]
+    assert await_events(trio[2], lambda: trio[2].agent.connected(1) is not None, 10)
+    with gradients_to(trio, 0) as seen:
+        check(trio, lambda: [along(hops, x)], leaves)
+    assert seen == ["worker1"]
 
 
 def test_a_tensor_that_is_used_again_goes_through_the_starter(trio: InProcessCluster) -> None:
@@ -160,3 +186,38 @@ def test_what_fails_behind_a_shortcut_reaches_the_starter(trio: InProcessCluster
         with pytest.raises(ValueError, match="no gradient for you"):
             dist_autograd.backward(context, [loss])
     await_no_leftovers(trio)
+
+
+def test_the_starter_of_a_chain_hears_of_it_once(trio: InProcessCluster) -> None:
+    """Each worker gives its report to the next one, together with the gradients."""
+    connect(trio, 1, 2)
+    x = leaf(3, 4)
+    hops = [("worker1", "a"), ("worker2", "b"), ("worker1", "c"), ("worker2", "d")]
+    kinds: list[str] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, Starts | Began):
+            kinds.append(event.kind)
+
+    remove = trio[0].agent.observers.add(note)
+    try:
+        check(trio, lambda: [along(hops, x)], {0: [x], 1: [W["a"], W["c"]], 2: [W["b"], W["d"]]})
+    finally:
+        remove()
+    assert [kind for kind in kinds if kind in ("Gradients", "Report")] == ["Gradients", "Report"]
+
+
+@pytest.mark.parametrize("dies", [1, 2])
+def test_a_worker_that_dies_behind_a_shortcut_is_named(trio: InProcessCluster, dies: int) -> None:
+    """Worker 1 works on a gradient that worker 2 has sent. Neither has said anything to the starter by then."""
+    connect(trio, 1, 2)
+    with Latch("a") as latch, trio[0].as_current(), dist_autograd.context() as context:
+        v = call("worker1", work, "a", leaf(3, 4))
+        loss = along([("worker2", "b")], v)
+        running = backward_later(trio, 0, context, loss)
+        latch.await_entered()
+        trio[dies].agent.close(0.0)
+        trio[dies].autograd.close()
+        error = running.exception(WITHIN)
+        assert isinstance(error, rpc.WorkerLostError)
+        assert error.worker == f"worker{dies}"

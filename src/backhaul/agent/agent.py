@@ -6,6 +6,7 @@ is opened when it is first needed; the lines that peers have opened; the table o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -78,6 +79,7 @@ _log = logging.getLogger(__name__)
 
 _CUT_OFF_SECONDS = 2.0
 _GREET_SECONDS = 2.0
+_REACH_OUT_SECONDS = 60.0
 _BREACHES = 16
 _BREACH_SECONDS = 4.0
 _FOR_GUESTS = (Inspect, Ping)
@@ -112,6 +114,7 @@ class Agent:
         self.forked = False
         self._links: dict[int, Link] = {}
         self._routes: dict[To, Link] = {}
+        self._reached_out: dict[int, float] = {}  # by rank: when this worker last tried
         self._lock = threading.Lock()
         self.on_connection_ended: list[Callable[[object, WorkerInfo, WorkerLostError], None]] = []
         """Called, on any thread, when a connection breaks, or its peer dies or leaves. For upper layers."""
@@ -399,6 +402,27 @@ class Agent:
         """Whether messages to that worker can leave without a new connection."""
         link = self._links.get(rank)
         return link is not None and link.open is not None
+
+    def connected(self, rank: int) -> WorkerInfo | None:
+        """That worker, if messages to it can leave without a new connection."""
+        link = self._links.get(rank)
+        return None if link is None or link.open is None else link.peer
+
+    def reach_out(self, rank: int) -> None:
+        """Connect to a worker in the background, if possible, since messages may be sent there later."""
+        now = time.monotonic()
+        if now < self._reached_out.get(rank, -math.inf) + _REACH_OUT_SECONDS:
+            return
+        self._reached_out[rank] = now
+
+        def connect() -> None:
+            try:
+                self._connect(self.membership.find(rank), time.monotonic() + _GREET_SECONDS)
+            except (BackhaulError, OSError) as error:
+                _log.debug("= rank %s cannot be reached directly: %s", rank, error)
+
+        with contextlib.suppress(RuntimeError):  # no thread is available
+            self.pool.run(connect)
 
     def post_failure(self, to: To, make: Callable[..., Any], error: BaseException) -> None:
         """Send a one-way message about an exception; see `Execution.tell_failure`. Raises `WorkerLostError`."""

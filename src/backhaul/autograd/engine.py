@@ -250,17 +250,23 @@ class Engine:
             except BaseException as error:
                 self.fail(local, error)
                 return
+        local.take_carried(consumed, emitted)
         if late is None:
             self._report(local, False, consumed, emitted)
             return
-        # The gradients that go to the starter take the report along.
-        message = late.message(local.backward, tuple(consumed), tuple(emitted))
+        if local.starter == self._me.id:
+            message = late.message(local.backward)
+        else:
+            message = late.message(local.backward, tuple(consumed), tuple(emitted))
         if self._observers:
             self._observers.emit(GradientsSent(backward=local.backward.id, peer=late.to.name, sources=message.sources))
         try:
-            self.send(local, local.starter, message, late.tensors)
+            self.send(local, late.to.id, message, late.tensors)
         except BackhaulError as error:
             self.fail(local, error)
+        else:
+            if local.starter == self._me.id:
+                self._report(local, False, consumed, emitted)
 
     def _run_observed(self, local: LocalPass, component: Component) -> Outcome | None:
         sources = tuple(component.sources)
@@ -527,7 +533,8 @@ class Engine:
             raise ProtocolError("gradients of places that are not in order")
         for source in message.sources:
             send = local.record.sends.get(source)
-            if send is None or send.to.id != line.peer.id:
+            # The starter may have sent on what it was sent: then a shortcut leads here from any worker.
+            if send is None or (send.to.id != line.peer.id and (self._strict or send.to.id != local.starter)):
                 raise ProtocolError(f"gradients for tensor {source}, which was not sent to {line.peer.name!r}")
         if message.shortcuts:
             if self._strict:
@@ -538,12 +545,19 @@ class Engine:
             came = GradientsCame(backward=local.backward.id, peer=line.peer.name, sources=message.sources)
             self._observers.emit(came)
         if message.consumed:
-            self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
+            if local.starter == self._me.id or self._strict:
+                self._on_reported(line, Report(message.backward, False, message.consumed, message.emitted))
+            else:
+                local.carry(message.consumed, message.emitted)
         sends = local.record.sends
         on_devices = type(envelope.tensors) is Later
         limit = self.agent.options.message_limit if message.coded else 0
         found = _gradients(message, envelope, lambda source: sends[source].device, limit)
-        if on_devices and self.agent.devices is not None:
+        if self.agent.devices is not None:
+            if not on_devices:  # by a shortcut, from a worker that has no GPU
+                for source, (gradient,) in found.items():
+                    if gradient is not None:
+                        found[source] = (gradient.to(sends[source].device),)
             self.agent.devices.streams.leave_word()  # another thread may use them
         if self._strict:
             found = checked_all(found, lambda source: sends[source].like)

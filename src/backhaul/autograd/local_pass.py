@@ -77,6 +77,7 @@ class LocalPass:
         self._waiting: dict[int, int] = {}  # sources that gates wait for -> rank of who is to send their gradients
         self._gave_to: set[int] = set()  # ranks that have got work of this pass from here
         self._got_from: set[int] = set()  # ranks that work of it has come from
+        self._carried: tuple[list[int], list[int]] | None = None  # what others have consumed and emitted
         self._asked = False
         self._error: BaseException | None = None
         self.round = 0
@@ -153,7 +154,7 @@ class LocalPass:
             return found[0]
 
     def find_shortcuts(self, me: int) -> None:
-        """At the starter: find the tensors that were sent back, as they had come, to the worker that made them.
+        """At the starter: find the tensors that were sent on as they had come, and where their gradients can go.
 
         Only tensors that were alone in their messages, both times: gradients of one message come together.
         """
@@ -168,7 +169,7 @@ class LocalPass:
                     send.message == source
                     and (following is None or following.message != source)
                     and send.node.next_functions[0][0] is node  # it was alone in its message when it came
-                    and send.to.id == recv.sender.id != me
+                    and me not in (send.to.id, recv.sender.id)
                     and recv.context == self.backward.context
                     and passes_on(node)
                 ):
@@ -193,6 +194,24 @@ class LocalPass:
         """At the starter: gradients have gone to these. If a shortcut led there, its source has been used up."""
         if self._passed and not self.backward.retain_graph:
             self.record.spend(self._passed[each] for each in emitted if each in self._passed)
+
+    def carry(self, consumed: Iterable[int], emitted: Iterable[int]) -> None:
+        """The report of another worker has come with gradients. The next report of this worker takes it along."""
+        with self._lock:
+            if self._carried is None:
+                self._carried = [], []
+            self._carried[0].extend(consumed)
+            self._carried[1].extend(emitted)
+
+    def take_carried(self, consumed: list[int], emitted: list[int]) -> None:
+        """Add to a report of this worker what it carries for others."""
+        if self._carried is None:
+            return
+        with self._lock:
+            carried, self._carried = self._carried, None
+        if carried is not None:
+            consumed += carried[0]
+            emitted += carried[1]
 
     def starts(self, component: Component) -> Starts:
         """Where the run of a component begins. Raises what the pass has failed with.

@@ -4,12 +4,16 @@ A Recv gives its gradients away as soon as they are complete, while the run goes
 the same sender, theirs are likely to follow at once, and a message for each would cost more than what is in it. So
 small gradients are *held* until the last of them, but not for long: not while a gate waits, not beyond the end of
 the run, and not beyond a tick or two of the watch thread. And not at all in a run that may wait for other processes
-at its end (``hold=False``). The last gradients of a small run with several Recvs, if they go to the starter of the
-pass, wait for the end of the run and take its report along: one message instead of two.
+at its end (``hold=False``).
 
-The starter may have got a tensor from this worker and sent it back as it came. If the starter has said so (`Shortcut`),
-the gradient is kept here (``mine``), and what it starts is run next, or at once by another thread if this run may wait
-for something.
+The last gradients of a small run wait for its end and take its report along (`Outcome.late`): one message instead of
+two. A worker that is not the starter gives such a report away with its own. So the starter of a pass over a chain of
+workers hears of it once, at the end.
+
+The starter may have sent on a tensor as it came. If the starter has said so (`Shortcut`), the gradient goes straight to
+the worker that made the tensor. If that is this worker, the gradient is kept here (``mine``), and what it starts is run
+next, or at once by another thread if this run may wait for something. If there is no connection to that worker, one is
+made for later passes, and the gradient goes through the starter.
 """
 
 from __future__ import annotations
@@ -43,13 +47,14 @@ Mine = dict[int, tuple[torch.Tensor | None]]
 class Parcel:
     """Gradients for one worker that have not left."""
 
-    __slots__ = ("nbytes", "present", "sources", "tensors", "to")
+    __slots__ = ("nbytes", "present", "shortcuts", "sources", "tensors", "to")
 
     def __init__(self, to: WorkerInfo) -> None:
         self.to = to
         self.sources: list[int] = []
         self.present: list[int] = []
         self.tensors: list[torch.Tensor] = []
+        self.shortcuts: tuple[Shortcut, ...] = ()
         self.nbytes = 0
 
     def add(self, source: int, gradient: torch.Tensor | None) -> None:
@@ -63,14 +68,8 @@ class Parcel:
             self.nbytes += gradient.nbytes if gradient.layout is torch.strided else 0
         self.sources.append(source)
 
-    def message(
-        self,
-        backward: Pass,
-        consumed: tuple[int, ...] = (),
-        emitted: tuple[int, ...] = (),
-        shortcuts: tuple[Shortcut, ...] = (),
-    ) -> Gradients:
-        return Gradients(backward, tuple(self.sources), tuple(self.present), consumed, emitted, (), shortcuts)
+    def message(self, backward: Pass, consumed: tuple[int, ...] = (), emitted: tuple[int, ...] = ()) -> Gradients:
+        return Gradients(backward, tuple(self.sources), tuple(self.present), consumed, emitted, (), self.shortcuts)
 
 
 class Outcome(NamedTuple):
@@ -79,16 +78,27 @@ class Outcome(NamedTuple):
     emitted: Sequence[int] = ()
     """The tensors that it has emitted gradients for."""
     late: Parcel | None = None
-    """The last of these gradients, for the starter of the pass. They have not left: the report goes with them."""
+    """The last of these gradients. They have not left: the report goes with them."""
     mine: Mine | None = None
 
 
-def shortcut_of(agent: Agent, local: LocalPass, recv: Recv) -> int | None:
-    """The tensor of this worker's that the gradient of a Recv is for, if a shortcut says so."""
+def destination(agent: Agent, local: LocalPass, recv: Recv) -> tuple[WorkerInfo | None, int]:
+    """The worker that the gradients of a Recv go to, and the first of that worker's tensors that they are for.
+
+    None if a shortcut leads back to this worker.
+    """
     shortcut = local.shortcuts.pop(recv.message, None)
     if shortcut is None or agent.execution.edges is not None:  # what crosses an edge must not go around it
-        return None
-    return shortcut.message if shortcut.to == agent.me.id else None
+        return recv.sender, recv.message
+    if shortcut.to == agent.me.id:
+        return None, shortcut.message
+    if agent.devices is not None:  # there may be no device map to that worker; there is one to the starter
+        return recv.sender, recv.message
+    to = agent.connected(shortcut.to)
+    if to is None:
+        agent.reach_out(shortcut.to)
+        return recv.sender, recv.message
+    return to, shortcut.message
 
 
 class Protocol(typing.Protocol):
@@ -123,8 +133,12 @@ class EngineRun:
         held: Callable[[EngineRun], None],
         hold: bool = True,
         waits: bool = False,
+        carried: bool = True,
     ) -> None:
-        """``waits``: this run may wait for something that depends on its own gradients."""
+        """``waits``: this run may wait for something that depends on its own gradients.
+
+        ``carried``: other workers than the starter may be given the report of this run.
+        """
         self.local = local
         self.backward = local.backward.id
         self.sources = component.sources
@@ -142,22 +156,21 @@ class EngineRun:
         self._max_held = _MAX_HELD_BYTES if hold else -1
         self._recvs = dict(component.recvs)  # that are to come
         self._is_alone = len(self._recvs) == 1
-        # A single gradient leaves at once: what the run still has to do goes on beside what the starter does with it.
-        self._rides = hold and not component.waits and not self._is_alone and component.size <= SMALL
+        self._rides = hold and not component.waits and component.size <= SMALL
+        self._carried = carried
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._left: dict[int, int] = {}  # Recvs to come, by the rank of their senders
+        self._left: dict[int, int] = {}  # Recvs to come, by the ranks that their gradients go to
         self._parcels: dict[int, Parcel] = {}
-        self._kept: dict[Any, int] = {}  # Recvs whose gradients stay here, and the tensors that they are for
-        for node in component.recvs if local.shortcuts else ():
-            source = shortcut_of(agent, local, node.recv)
-            if source is not None:
-                self._kept[node] = source
+        self._to: dict[Any, tuple[WorkerInfo | None, int]] = {}  # of Recvs, if there are shortcuts: see `destination`
+        if local.shortcuts:
+            for node in component.recvs:
+                self._to[node] = destination(agent, local, node.recv)
         if not self._is_alone:
             for node in component.recvs:
-                rank = node.recv.sender.id
-                if node not in self._kept:
-                    self._left[rank] = self._left.get(rank, 0) + 1
+                to = self._to[node][0] if self._to else node.recv.sender
+                if to is not None:
+                    self._left[to.id] = self._left.get(to.id, 0) + 1
 
     def take(self, source: int) -> Sequence[torch.Tensor | None]:
         if self._parcels and not self.local.has(source):
@@ -176,24 +189,26 @@ class EngineRun:
                 "torch.utils.checkpoint around a remote call, give it use_reentrant=False"
             )
         self._protocol.require(self.local, recv)
-        if self._kept and (source := self._kept.get(node)) is not None:
-            self._keep(source, gradients[0])
+        to: WorkerInfo | None
+        to, first = self._to[node] if self._to else (recv.sender, recv.message)
+        if to is None:
+            self._keep(first, gradients[0])
             return
-        rank = recv.sender.id
+        rank = to.id
         self.local.giving_to(rank)
         if self._is_alone:
-            parcel = Parcel(recv.sender)
+            parcel = Parcel(to)
             for output in sorted(outputs):
-                parcel.add(recv.message + output, gradients[output])
+                parcel.add(first + output, gradients[output])
             self.emitted += parcel.sources
             self._post(parcel, recv)
             return
         with self._lock:
             held = self._parcels.get(rank)
-            parcel = held or self._parcels.setdefault(rank, Parcel(recv.sender))
+            parcel = held or self._parcels.setdefault(rank, Parcel(to))
             for output in sorted(outputs):
-                parcel.add(recv.message + output, gradients[output])
-                self.emitted.append(recv.message + output)
+                parcel.add(first + output, gradients[output])
+                self.emitted.append(first + output)
             self._left[rank] -= 1
             full = not self._left[rank] or parcel.nbytes > self._max_held
             if full:
@@ -232,11 +247,14 @@ class EngineRun:
     def _post(self, parcel: Parcel, recv: Recv | None = None) -> None:
         """Send gradients, or have them wait for the report. ``recv`` is where all of them come from, if it is one."""
         to_starter = parcel.to.id == self.local.starter
-        if to_starter and self._rides and not self._recvs and not self._mine and parcel.nbytes <= _MAX_HELD_BYTES:
+        if not to_starter and self.local.shortcuts:
+            parcel.shortcuts = self.local.onward(self.sources[0], recv)
+        rides = self._rides and not self._recvs and not self._mine and parcel.nbytes <= _MAX_HELD_BYTES
+        # A single gradient leaves for the starter at once: what is left of the run goes on beside what follows there.
+        if rides and (not self._is_alone if to_starter else self._carried):
             self._late = parcel
             return
-        shortcuts = () if to_starter or not self.local.shortcuts else self.local.onward(self.sources[0], recv)
-        message = parcel.message(self.local.backward, shortcuts=shortcuts)
+        message = parcel.message(self.local.backward)
         if self._agent.observers:
             sent = GradientsSent(backward=self.local.backward.id, peer=parcel.to.name, sources=message.sources)
             self._agent.observers.emit(sent)

@@ -13,14 +13,14 @@ from functools import partial
 import torch
 
 from backhaul.agent.agent import Agent
-from backhaul.agent.observing import GradientsSent, RecvReached, Stored, TorchBegan, TorchEnded
+from backhaul.agent.observing import RecvReached, Stored, TorchBegan, TorchEnded
 from backhaul.autograd import functions, gradients, joint_hooks, node_hooks
 from backhaul.autograd.contexts import current_context
 from backhaul.autograd.functions import Recv
 from backhaul.autograd.graph import Component
 from backhaul.autograd.local_pass import LocalPass, Starts
 from backhaul.autograd.replicas import Replica, replicas
-from backhaul.autograd.run import EngineRun, Outcome, Parcel, Protocol, shortcut_of
+from backhaul.autograd.run import EngineRun, Outcome, Parcel, Protocol, destination
 from backhaul.devices.streams import use
 from backhaul.eager import without_compiled_autograd
 from backhaul.errors import BackhaulError
@@ -95,6 +95,7 @@ class Runner:
             waits=joint or component.waits,
             # What is held may be sent by another thread, which has other streams.
             hold=not joint and self._agent.devices is None,
+            carried=not self._strict,
         )
         self._runs.add(run)
         before, functions.thread.run = functions.thread.run, run
@@ -124,7 +125,7 @@ class Runner:
         return run.outcome
 
     def _pass_on(self, local: LocalPass, component: Component) -> Outcome | None:
-        """Send back the gradient of a tensor that was sent on as it had come. None if there is more to do."""
+        """The gradient of a tensor that was sent on as it had come, for its sender. None if there is more to do."""
         if self._strict or node_hooks.are_there():
             return None
         gradient = local.passed_on(component)
@@ -133,21 +134,17 @@ class Runner:
         (node,) = component.recvs
         recv: Recv = node.recv
         self._protocol.require(local, recv)
-        if local.shortcuts and (source := shortcut_of(self._agent, local, recv)) is not None:
+        to, source = destination(self._agent, local, recv) if local.shortcuts else (recv.sender, recv.message)
+        if to is None:
             return Outcome((source,), None, {source: (gradient,)})
-        local.giving_to(recv.sender.id)
-        parcel = Parcel(recv.sender)
-        parcel.add(recv.message, gradient)
-        to_starter = recv.sender.id == local.starter
-        shortcuts = () if to_starter or not local.shortcuts else local.onward(component.sources[0], recv)
-        message = parcel.message(local.backward, shortcuts=shortcuts)
+        local.giving_to(to.id)
+        parcel = Parcel(to)
+        parcel.add(source, gradient)
+        if to.id != local.starter and local.shortcuts:
+            parcel.shortcuts = local.onward(component.sources[0], recv)
         if self._observers:
             self._observers.emit(RecvReached(backward=local.backward.id, peer=recv.sender.name))
-            self._observers.emit(
-                GradientsSent(backward=local.backward.id, peer=recv.sender.name, sources=message.sources)
-            )
-        self._protocol.send(local, recv.sender.id, message, parcel.tensors)
-        return Outcome(message.sources)
+        return Outcome(parcel.sources, parcel)
 
     def _run_engine(
         self, local: LocalPass, starts: Starts, inputs: tuple[torch.Tensor, ...] = ()

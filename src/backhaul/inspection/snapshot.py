@@ -111,6 +111,7 @@ def contexts(autograd: Autograd) -> list[dict[str, Any]]:
                             "backward": local.backward.id,
                             "starter": local.starter,
                             "gates": local.gates,
+                            "given_to": sorted(local.helpers),
                             "missing": [{"source": source, "rank": rank} for source, rank in absent.items()],
                         }
                         for local, absent in missing.items()

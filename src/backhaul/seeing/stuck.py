@@ -277,12 +277,15 @@ class _Explanation:
         links: list[_Link] = []
         for context in self._snapshots[peer].get("autograd", {}).get("in_detail", ()):
             for each in context["passes"]:
-                missing = {gap["rank"] for gap in each.get("missing", ())} if each["backward"] == backward else ()
-                for rank in sorted(missing):
+                if each["backward"] != backward:
+                    continue
+                missing = {gap["rank"] for gap in each.get("missing", ())}
+                for rank in sorted({*missing, *each.get("given_to", ())}):
                     name = self._names.get(rank, f"rank {rank}")
-                    if name not in seen:
-                        further = f"{does}, which cannot go on without gradients from {name}"
-                        links += self._work(further, thread, name, backward, (*seen, peer))
+                    if name in seen:
+                        continue
+                    why = "cannot go on without gradients from" if rank in missing else "has given gradients to"
+                    links += self._work(f"{does}, which {why} {name}", thread, name, backward, (*seen, peer))
         says = f"no thread of {peer} works on that pass: its gradients are on their way to or from {peer}"
         return links or [_Link(does, end="unknown", says=says, worker=peer)]
 

@@ -224,9 +224,9 @@ class Pass(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Shortcut(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor that the starter of a pass has sent back, as it came, to the worker that made it.
+    """A tensor that the starter of a pass has sent on as it came: its gradient need not go through the starter.
 
-    The gradient for ``source``, a tensor of the starter's, is one for ``message`` of worker ``to``, and can stay there.
+    The gradient for ``source``, a tensor of the starter's, can go to worker ``to`` instead, for ``message`` there.
     """
 
     source: int
@@ -235,13 +235,14 @@ class Shortcut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Gradients(msgspec.Struct, frozen=True, array_like=True):
-    """The gradients of a message, to the worker that sent it. One-way.
+    """The gradients of a message, to the worker that sent it, or where a `Shortcut` leads. One-way.
 
     ``sources`` are its recorded tensors that take part in the pass, by id; the frame's tensors are the gradients of
     those at the places ``present``. Those of the others are undefined.
 
-    To the starter of the pass, the last gradients of a run may take the `Report` of that run along: then ``consumed``
-    is not empty. To others, they bring the shortcuts that the rest of the pass may take.
+    The last gradients of a run may take the `Report` of that run along: then ``consumed`` is not empty. A worker other
+    than the starter passes such a report on with its own. To those workers the gradients also bring the shortcuts that
+    the rest of the pass may take.
     """
 
     backward: Pass
