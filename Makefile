@@ -1,5 +1,5 @@
 # From a fresh clone with Python 3.10 to 3.13, pip and make: `make demo`, `make test`.
-# Everything lives in .venv. PYTHON chooses the interpreter, PIP_ARGS is handed to pip.
+# Everything lives in .venv. PYTHON chooses the interpreter, PIP_ARGS is passed to pip.
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -30,7 +30,7 @@ help: ## show this list
 demo: $(STAMP) ## train a model that lives in three processes, and check its gradients
 	@$(BIN)/python examples/demo.py
 
-test: lint ## everything that has to pass before a commit
+test: lint ## everything that must pass before a commit
 	@$(BIN)/python tests/suite.py
 
 quick: lint ## lint, and the tests that start no process and take no time: for every save
@@ -44,12 +44,12 @@ lint: $(STAMP) ## ruff and mypy
 slow: $(STAMP) ## the suites that take minutes: 10,000 simulated, 20,000 random and 2,000 adversarial programs, and more
 	$(BIN)/pytest -q -m slow --ignore=tests/faults --ignore-glob='tests/launch/test_hosts*'
 
-# Needs root, for network namespaces, and Debian's openssh-server; without them it is skipped, and says so.
-hosts: $(STAMP) ## backhaul run over hosts with a real sshd, hosts that vanish included; some ten minutes
+# Needs root, for network namespaces, and Debian's openssh-server. Without them the tests are skipped, and say so.
+hosts: $(STAMP) ## backhaul run over hosts with a real sshd, including hosts that vanish; some ten minutes
 	$(BIN)/pytest -q tests/launch/test_hosts*.py
 
-# Some need root, for network namespaces, TUN devices and cgroups; without it they are skipped, and say so.
-faults: $(STAMP) ## every row of docs/reliability.md, in real processes, with the table of what was measured; an hour
+# Some tests need root, for network namespaces, TUN devices and cgroups. Without root they are skipped, and say so.
+faults: $(STAMP) ## every row of docs/reliability.md, in real processes, with a table of the measured times; an hour
 	BACKHAUL_FAULT_TABLE=1 $(BIN)/pytest -q tests/faults
 
 chaos: $(STAMP) ## 20,000 simulated training runs under cuts, deaths and rejoins (CHAOS_SEEDS=...), and planted mistakes
@@ -59,17 +59,17 @@ chaos: $(STAMP) ## 20,000 simulated training runs under cuts, deaths and rejoins
 soak: $(STAMP) ## five processes, a kill every 15 s, resets in between, for 20 minutes (SOAK_SECONDS=...); needs root
 	$(BIN)/python tests/faults/soak.py $(SOAK_SECONDS)
 
-# What needs root, or a package of Debian's (slurmctld slurmd slurm-client munge, openmpi-bin, mpich), is skipped without.
+# Tests that need root, or a Debian package (slurmctld slurmd slurm-client munge, openmpi-bin, mpich), are skipped without.
 clusters: $(STAMP) $(CLUSTERS)/.stamp ## real Slurm, MPI and torchrun on two hosts, the manifests of deploy/, and the pages on them
 	PYTHONPATH=$(CLUSTERS) $(BIN)/pytest -q tests/clusters
 
-attacks: $(STAMP) ## a hostile member of a federation, half a minute for each attack: what it costs a good one
+attacks: $(STAMP) ## a hostile member of a federation, half a minute for each attack: its cost for a good member
 	PYTHONPATH=tests $(BIN)/python tests/security/attacks.py
 
 conformance: $(STAMP) ## torch's own RPC suites on Backhaul: 464 tests, some ten minutes
 	$(BIN)/python conformance/run.py
 
-# The virtual environment may have a torch without CUDA: CUDA_PYTHON names an interpreter whose torch has it, with
+# The virtual environment may have a torch without CUDA: CUDA_PYTHON names an interpreter whose torch has CUDA, with
 # msgspec, cryptography, rich, pytest, pytest-timeout, hypothesis and expecttest.
 cuda: ## what needs a GPU: tests, random programs, torch's own CUDA tests, speed beside torch RPC (CUDA_PYTHON=...)
 	PYTHONPATH=src $(CUDA_PYTHON) -m pytest -q tests/cuda
@@ -86,7 +86,7 @@ third-party: $(OTHER)/.stamp ## unmodified torch_geometric and torchrl, from PyP
 mutants: $(STAMP) ## mistakes in the core, made one at a time: which of them the tests do not notice; half an hour
 	$(BIN)/python tests/mutants/run.py
 
-# The test of two hosts needs root, for network namespaces; without it that test is skipped, and says so.
+# The test of two hosts needs root, for network namespaces. Without root that test is skipped, and says so.
 ray: $(RAY)/.stamp ## backhaul.ray on a real Ray of this machine, with several nodes and kills; some minutes
 	$(RAY)/bin/pytest -q tests/ray
 
@@ -106,7 +106,7 @@ bench: $(STAMP) ## measure calls and gradients beside torch.distributed and bare
 	$(BIN)/backhaul bench --looking
 	$(BIN)/backhaul bench --between --json bench-results/between.json
 
-bench-pinned: $(STAMP) ## the same with all processes on one processor, where nothing may be slower than torch
+bench-pinned: $(STAMP) ## the same with all processes on one processor, where no row may be slower than torch
 	$(BIN)/backhaul bench --pin --json bench-results/bench-pinned.json
 
 # What fails is measured once more before that counts: other work on the machine may have been in the way.
@@ -117,11 +117,11 @@ bench-check: $(STAMP) ## fail if a ratio to torch.distributed is below its floor
 coverage: $(STAMP) ## coverage of the whole package, as HTML in htmlcov/
 	$(BIN)/pytest -q -m "not slow" --cov=backhaul --cov-branch --cov-config=/dev/null --cov-report=term:skip-covered --cov-report=html
 
-clean: ## remove what tools left behind; .venv stays
+clean: ## remove the files of tools; .venv stays
 	rm -rf build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# constraints.txt pins torch: without it pip would choose a build of several gigabytes.
+# constraints.txt pins torch. Without it pip would choose a build of several gigabytes.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "backhaul needs Python 3.10 or later; try: make PYTHON=python3.12" >&2; exit 1; }

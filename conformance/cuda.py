@@ -2,8 +2,8 @@
 
     python conformance/cuda.py [--on torch] [--jobs 4] [PATTERN …]
 
-Importing the suites starts CUDA, and a process that has started it cannot fork: so each test has an interpreter of
-its own, and starts its ranks anew. Tests that need more GPUs than there are skip themselves.
+Importing the suites starts CUDA, and a process that has started CUDA cannot fork. So each test has its own interpreter,
+and starts its ranks anew. Tests that need more GPUs than available skip themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INTERNAL = "torch.testing._internal.distributed"
 
 
 def load() -> dict[str, type[unittest.TestCase]]:
-    """The suites by name. They stand in the main module, where the ranks of a test look for them."""
+    """The suites by name. They are in the main module, where the ranks of a test look for them."""
     utils: Any = importlib.import_module(f"{_INTERNAL}.rpc_utils")
     fixture: Any = importlib.import_module(f"{_INTERNAL}.rpc.tensorpipe_rpc_agent_test_fixture")
     found: dict[str, type[unittest.TestCase]] = {}
@@ -51,7 +51,7 @@ if __name__ == "__mp_main__":  # a rank of a test
 
 
 def runnable() -> list[str]:
-    """The tests that do not need more GPUs than there are. Each would take seconds to say so itself."""
+    """The tests that need no more GPUs than available. A test would take seconds to skip itself."""
     import torch
 
     loader = unittest.TestLoader()
@@ -65,7 +65,7 @@ def runnable() -> list[str]:
 
 
 def _gpus(test: Any) -> int:
-    """How many GPUs a test's ``skip_if_lt_x_gpu`` asks for."""
+    """How many GPUs a test's ``skip_if_lt_x_gpu`` requires."""
     found = 0
     while test is not None:
         cells = [cell.cell_contents for cell in getattr(test, "__closure__", None) or ()]

@@ -4,10 +4,10 @@
     python conformance/run.py RpcTest 'DistAutogradTest.test_back*'
     python conformance/run.py --on torch            the same on torch.distributed.rpc
 
-Each test runs in a process tree of its own with a time limit. ``not_passing.txt`` lists those that do not pass on
-Backhaul, each under its reason; the run fails if that list is wrong in either direction. A test that fails and is not
-listed is run once more, alone: some have races of their own, in torch's process groups for example. It is shown if it
-passes only then.
+Each test runs in its own process tree with a time limit. ``not_passing.txt`` lists those that do not pass on Backhaul,
+each under its reason. The run fails if a listed test passes or an unlisted one fails. An unlisted test that fails is
+run once more, alone, because some have their own races, in torch's process groups for example. The output shows tests
+that pass only then.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 def expected() -> dict[str, str]:
-    """The tests that are listed as not passing, and why."""
+    """The tests listed as not passing, with their reasons."""
     found: dict[str, str] = {}
     reason = ""
     for line in LIST.read_text().splitlines():
@@ -55,7 +55,7 @@ def expected() -> dict[str, str]:
 
 
 def run_here(suite: type[unittest.TestCase], test: str) -> str:
-    """Run one test in this process, which its ranks are forked from."""
+    """Run one test in this process, from which its ranks are forked."""
     stream = io.StringIO()
     result = unittest.TextTestRunner(stream=stream, verbosity=2).run(suite(test))
     print(stream.getvalue(), flush=True)
@@ -65,7 +65,7 @@ def run_here(suite: type[unittest.TestCase], test: str) -> str:
 
 
 def start(suite: type[unittest.TestCase], test: str, output: Path) -> int:
-    """Fork a process, the leader of its own group, that runs one test. Its id."""
+    """Fork a process, the leader of its own group, that runs one test. Returns its id."""
     child = os.fork()
     if child:
         return child
@@ -90,7 +90,7 @@ def start(suite: type[unittest.TestCase], test: str, output: Path) -> int:
 
 
 def end(pid: int) -> None:
-    """Kill the whole tree of a test: its group, whose leader this process has forked."""
+    """Kill the whole process tree of a test: the group whose leader this process has forked."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -98,7 +98,7 @@ def end(pid: int) -> None:
 def run_all(
     suites: dict[str, type[unittest.TestCase]], tests: Iterable[str], jobs: int, limit: float
 ) -> Iterator[Outcome]:
-    """Run tests, so many at a time."""
+    """Run tests, ``jobs`` at a time."""
     todo = list(reversed(list(tests)))
     running: dict[int, tuple[str, float, Path]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def run_all(
                     if time.monotonic() - began > limit and not output.with_suffix(".late").exists():
                         output.with_suffix(".late").touch()
                         end(other)
-                time.sleep(0.005)  # waitpid knows no timeout
+                time.sleep(0.005)  # waitpid has no timeout
                 continue
             if pid not in running:
                 continue
@@ -137,7 +137,7 @@ def matching(tests: list[str], patterns: list[str]) -> list[str]:
 
 
 def table(outcomes: list[Outcome], listed: dict[str, str]) -> str:
-    """Suites, and how many of their tests went how."""
+    """A table of the suites: how many tests passed, failed and were skipped."""
     lines = ["| suite | tests | pass | listed | skipped | else |", "|---|---|---|---|---|---|"]
     suites = list(dict.fromkeys(outcome.test.split(".")[0] for outcome in outcomes))
     for suite in [*suites, "all"]:

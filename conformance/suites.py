@@ -28,11 +28,11 @@ NAMES = (
 _INTERNAL = "torch.testing._internal.distributed"
 
 UNSKIPPED = {"RpcTest": ("test_profiler_rpc_key_names",)}
-"""Tests that torch skips on Linux, pointing at its issue 125365. They run here, and count as any other."""
+"""Tests that torch skips on Linux because of its issue 125365. They run here, and count like any other."""
 
 
 def load() -> dict[str, type[unittest.TestCase]]:
-    """The suites by their names. Imports torch, and what then stands for ``torch.distributed.rpc``."""
+    """The suites by their names. Imports torch, and the module that then replaces ``torch.distributed.rpc``."""
     utils: Any = importlib.import_module(f"{_INTERNAL}.rpc_utils")
     plain: Any = importlib.import_module(f"{_INTERNAL}.rpc.tensorpipe_rpc_agent_test_fixture")
     faulty: Any = importlib.import_module(f"{_INTERNAL}.rpc.faulty_rpc_agent_test_fixture")
@@ -42,7 +42,7 @@ def load() -> dict[str, type[unittest.TestCase]]:
         (faulty.FaultyRpcAgentTestFixture, utils.FAULTY_AGENT_TESTS),
     ):
         for suite in suites:
-            # torch is imported once, in the process that forks those of the test: half a second instead of fifteen.
+            # torch is imported once, in the process that forks the ranks of a test: half a second instead of fifteen.
             body: dict[str, Any] = {"_spawn_processes": _fork_processes, "__module__": __name__}
             name = suite.__name__
             for test in UNSKIPPED.get(name, ()):

@@ -1,8 +1,8 @@
-"""One model over all workers of a group: each has a layer, and the first one trains them all.
+"""One model over all workers of a group: each has a layer, and the first worker trains them all.
 
 It runs unchanged on a laptop (`backhaul run -n 3 deploy/train.py`), with torchrun, srun, mpirun, and in the pods of
-deploy/kubernetes: `init_rpc()` finds its place by itself. SIGTERM, which Kubernetes and Slurm send some time before
-they end a process, ends the training after the current step.
+deploy/kubernetes: `init_rpc()` finds its place by itself. SIGTERM ends the training after the current step: Kubernetes
+and Slurm send it some time before they end a process.
 """
 
 from __future__ import annotations

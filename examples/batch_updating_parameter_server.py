@@ -8,11 +8,11 @@
     │   and all three are answered ┼──── new model ──► │                    │
     └──────────────────────────────┘                   └────────────────────┘
 
-While a round is not complete, the trainers that have come wait for their answers. On the server nothing waits: `update`
-is marked with ``async_execution``, returns a future, and holds no thread until the future is set. So the number of
-trainers is not limited by the number of threads.
+Until a round is complete, its trainers wait for their answers. No thread waits on the server: `update` is marked with
+``async_execution``, returns a future, and occupies no thread until the future is set. So the number of threads does not
+limit the number of trainers.
 
-At the end the model is compared with synchronous data-parallel SGD in one process.
+At the end the program compares the model with synchronous data-parallel SGD in one process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_shard(trainer: str) -> tuple[Tensor, Tensor]:
-    """The data of one trainer, which no other one has."""
+    """The data of one trainer. No other trainer has it."""
     torch.manual_seed(1 + TRAINERS.index(trainer))
     inputs = torch.randn(200, 4)
     return inputs, torch.sin(inputs).sum(dim=1, keepdim=True)
@@ -61,13 +61,13 @@ class ParameterServer:
         self.model = make_model()
         self.optimizer = make_optimizer(self.model)
         self.rounds = 0
-        self.lock = threading.Lock()  # trainers come at the same time, each on a thread of its own
+        self.lock = threading.Lock()  # trainers call concurrently, each on its own thread
         self.come: dict[str, tuple[float, list[Tensor]]] = {}  # in this round
         self.updated: torch.futures.Future[dict[str, Tensor]] = torch.futures.Future()
 
     @rpc.functions.async_execution
     def update(self, trainer: str, loss: float, gradients: list[Tensor]) -> torch.futures.Future[dict[str, Tensor]]:
-        """Take the gradients of one trainer. Its answer is the model after the update of this round."""
+        """Take the gradients of one trainer. The answer is the model after the update of this round."""
         with self.lock:
             self.come[trainer] = loss, gradients
             updated = self.updated
@@ -76,14 +76,14 @@ class ParameterServer:
                 self.step(last=trainer)
                 self.come, self.updated = {}, torch.futures.Future()
         if complete:
-            # The tensors need not be copied for this: they change in the next round, for which every trainer has
-            # to send its gradients, and it does so after it has been answered.
+            # The tensors need no copy: they change in the next round, which needs new gradients of every trainer, and a
+            # trainer sends those only after this answer.
             updated.set_result(self.model.state_dict())
         return updated
 
     def step(self, last: str) -> None:
         self.optimizer.zero_grad()
-        for trainer in TRAINERS:  # not in the order in which they came: sums depend on it in the last digit
+        for trainer in TRAINERS:  # not in the order of arrival: the last digit of a sum depends on the order
             for parameter, gradient in zip(self.model.parameters(), self.come[trainer][1], strict=True):
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self.optimizer.step()
@@ -106,7 +106,7 @@ def train(server: rpc.RRef[ParameterServer]) -> None:
 
 
 def train_alone() -> nn.Module:
-    """The same in one process: the gradients of all shards are summed up, then comes one step."""
+    """The same in one process: one step with the sum of the gradients of all shards."""
     model = make_model()
     optimizer, shards = make_optimizer(model), [make_shard(trainer) for trainer in TRAINERS]
     for step in range(ROUNDS):

@@ -9,8 +9,8 @@
        └────────────────── gradients of dense, averaged by DDP ────────────────────────┘
 
 Users rate films. Each trainer has half of the ratings, and a copy of the dense layers. One backward pass averages the
-gradients of these with the other trainer, and brings those of the rows to the server. The table of a real system does
-not fit onto a trainer; this one does, so that at the end all can be compared with the same training in one process.
+gradients of the dense layers between the trainers, and sends the gradients of the rows to the server. The table of a
+real system does not fit on a trainer. This one does, so the program can compare everything with one process at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ torch.set_num_threads(1)  # the processes share the cores
 
 
 class Model(nn.Module):
-    """Ratings of (user, film) pairs. Its parts are modules of this process, or stand for modules elsewhere."""
+    """Ratings of (user, film) pairs. Its parts are local modules, or stand for modules on other workers."""
 
     def __init__(self, table: nn.Module, dense: nn.Module) -> None:
         super().__init__()
@@ -63,9 +63,9 @@ def make_dense() -> nn.Module:
 
 
 def make_ratings() -> tuple[Tensor, Tensor, Tensor]:
-    """For each trainer batches of pairs, and pairs that nobody trains with; the ratings of all users.
+    """Batches of pairs for each trainer, pairs that no trainer uses, and the ratings of all users.
 
-    Users and films are of some kinds, and how a film is liked is a matter of both.
+    Users and films have kinds, and a rating depends on both.
     """
     torch.manual_seed(0)
     taste = torch.randn(KINDS, KINDS)
@@ -81,14 +81,14 @@ def loss_of(model: nn.Module, pairs: Tensor, ratings: Tensor) -> Tensor:
 
 
 class Trainer:
-    """Lives on a worker of its own."""
+    """Lives on its own worker."""
 
     def __init__(self, number: int, table: RemoteModule, meeting_point: str) -> None:
         dist.init_process_group("gloo", init_method=meeting_point, rank=number, world_size=len(TRAINERS))
         everything, self.unseen, self.ratings = make_ratings()
         self.batches = everything[number]
         self.model = Model(table, DistributedDataParallel(make_dense()))
-        # DDP takes the mean of the trainers' gradients. The table is stepped by each trainer: the sum, at this rate.
+        # DDP averages the trainers' gradients. Each trainer steps the table, so this rate turns their sum into a mean.
         groups = [
             {"params": table.remote_parameters(), "lr": RATE / len(TRAINERS)},
             {"params": parameter_rrefs(self.model.dense), "lr": RATE},
@@ -102,29 +102,29 @@ class Trainer:
             with dist_autograd.context() as context_id:
                 loss = loss_of(self.model, pairs, self.ratings)
                 dist_autograd.backward(context_id, [loss])
-                # Averaging has made the trainers meet: all have their rows, and the table may change.
+                # After averaging, all trainers have read their rows, so the table may change.
                 self.optimizer.step(context_id)
-            dist.barrier()  # all have changed it: nobody reads rows that another trainer has yet to step
+            dist.barrier()  # all have stepped the table: no trainer reads rows that another one has yet to step
             losses.append(loss.item())
         return sum(losses) / len(losses)
 
     @torch.no_grad()
     def error(self) -> float:
-        """The mean square error of ratings that nobody trains with."""
+        """The mean square error of ratings that no trainer uses."""
         return loss_of(self.model, self.unseen, self.ratings).item()
 
     def finish(self) -> dict[str, Tensor]:
-        """What has become of the dense layers."""
+        """The trained dense layers."""
         wrapper = self.model.dense
         assert isinstance(wrapper, DistributedDataParallel)
         state: dict[str, Tensor] = wrapper.module.state_dict()
-        del wrapper, self.model  # a DDP module goes before its process group
+        del wrapper, self.model  # drop a DDP module before its process group
         dist.destroy_process_group()
         return state
 
 
 def train_alone() -> Model:
-    """The same in one process: batches of both trainers are one batch."""
+    """The same in one process: the batches of both trainers form one batch."""
     everything, _, ratings = make_ratings()
     model = Model(make_table(), make_dense())
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)

@@ -8,7 +8,7 @@
     └────────────┘                │ head, loss   │                 └────────────┘
                                   └──────────────┘
 
-At the end the gradients are compared with those of the same model in one process. The exit code is 1 if any
+At the end the program compares the gradients with those of the same model in one process. The exit code is 1 if any
 differs by more than 1e-9.
 """
 
@@ -37,7 +37,7 @@ torch.set_num_threads(1)  # the processes share the cores
 
 
 class Half(nn.Module):
-    """Half of the encoder, with an optimizer of its own. Lives on a worker."""
+    """Half of the encoder, with its own optimizer. Lives on a worker."""
 
     def __init__(self, seed: int, inputs: int, size: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def predict(first: Callable[..., Tensor], other: Callable[..., Tensor], head: nn
 
 
 def two_spirals(count: int) -> tuple[Tensor, Tensor]:
-    """Points on two spirals that wind around each other, and which of the two each is on."""
+    """Points on two intertwined spirals, and the spiral of each point."""
     torch.manual_seed(0)
     which = torch.arange(count) % 2
     angle = 10 * torch.rand(count).sqrt()

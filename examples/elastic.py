@@ -1,13 +1,13 @@
-"""Training goes on while workers are killed: four workers, kills at random, and the losses of a run without them.
+"""Training continues while workers are killed: four workers, random kills, and the losses of an undisturbed run.
 
     worker1       worker2       worker3       worker4           killed, with SIGKILL, in the middle of a step:
     ┌───────┐     ┌───────┐     ┌───────┐     ┌───────┐         - `workers.restart` starts another process,
     │ stage │ ──► │ stage │ ──► │ stage │ ──► │ stage │         - `checkpoint.Resume` makes the model anew, loads
     └───────┘     └───────┘     └───────┘     └───────┘           the last checkpoint, and repeats the steps since
 
-Each stage has dropout, so its random numbers count as well. Two runs from the same start, one of them disturbed, are
-drawn one above the other. The exit code is 1 if their losses are not the same, bit by bit. With ``--plot FILE`` both go
-into a picture too (.svg or .png), which needs matplotlib.
+Each stage has dropout, so its random numbers matter as well. The program draws the losses of two runs from the same
+start, one of them disturbed. The exit code is 1 if their losses are not equal, bit by bit. ``--plot FILE`` also draws
+both into a picture (.svg or .png), which needs matplotlib.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WORKERS, STEPS, EVERY, KILLS = 4, 40, 5, 2
 WIDTH, ROWS = 16, 8
 
 torch.set_num_threads(1)  # one core for each worker
-logging.getLogger("backhaul.launch").setLevel(logging.ERROR)  # that workers are killed is no surprise here
+logging.getLogger("backhaul.launch").setLevel(logging.ERROR)  # killed workers are expected here
 
 
 def stage(seed: int) -> nn.Module:
@@ -44,7 +44,7 @@ def stage(seed: int) -> nn.Module:
 
 
 def build() -> dict[str, Any]:
-    """The model, made anew on the workers: after a loss, too."""
+    """The model, newly made on the workers: at the start and after each loss."""
     model = nn.Sequential(*[RemoteModule(f"worker{number}", stage, (number,)) for number in range(1, WORKERS + 1)])
     return {"model": model, "optimizer": DistributedOptimizer(torch.optim.Adam, parameter_rrefs(model), lr=0.005)}
 
@@ -59,7 +59,7 @@ def step(objects: dict[str, Any], number: int) -> float:
 
 
 class Disturbed:
-    """The same step, with some worker killed in the middle of some of them, each time only once."""
+    """The same step; in the middle of some steps it kills a worker, once per step."""
 
     def __init__(self, workers: Cluster) -> None:
         self.chance = random.Random(0)
@@ -72,7 +72,7 @@ class Disturbed:
             victim = self.chance.choice(self.workers)
             print(f"step {number:3}   kill -9 {victim.name}")
             threading.Timer(self.chance.uniform(0, 0.01), os.kill, (victim.pid, signal.SIGKILL)).start()
-            while victim.alive:  # so that it happens in this step and not later
+            while victim.alive:  # so that the kill happens in this step and not later
                 step(objects, number)
         return step(objects, number)
 
@@ -87,7 +87,7 @@ def run(name: str, workers: Cluster, disturbed: bool) -> list[float]:
 
 
 def curve(losses: list[float]) -> str:
-    """A curve of text, a column for each step."""
+    """A text curve, with a column for each step."""
     low, high = min(losses), max(losses)
     heights = [round((loss - low) / (high - low or 1) * (ROWS - 1)) for loss in losses]
     rows = ["".join("█" if height >= row else " " for height in heights) for row in reversed(range(ROWS))]

@@ -1,4 +1,4 @@
-"""Asynchronous SGD: trainers with data of their own step one model on a parameter server, each at its own pace.
+"""Asynchronous SGD: trainers with their own data step one model on a parameter server, each at its own pace.
 
     server                                 trainer1, trainer2
     ┌────────────────┐                     ┌───────────────────────┐
@@ -8,9 +8,9 @@
     │                │ ◄────── step ────── │ DistributedOptimizer  │
     └────────────────┘                     └───────────────────────┘
 
-Nobody waits for anybody: between a trainer's forward pass and its step, others may have stepped the body. So the first
-phase comes out differently each time, and is only asked to learn. In the second phase the trainers take turns, and the
-model is compared with the same steps in one process.
+The trainers do not wait for each other: between a trainer's forward pass and its step, others may step the body. So the
+result of the first phase differs each time, and the program only checks that the loss falls. In the second phase the
+trainers take turns, and the program compares the model with the same steps in one process.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ torch.set_num_threads(1)  # the processes share the cores, and sums are made in 
 
 
 class SharedLinear(nn.Linear):
-    """A layer that may be stepped between the forward and the backward pass of somebody else.
+    """A layer that others may step between a forward pass and its backward pass.
 
-    The backward pass needs the weights of its forward pass, and autograd refuses to go on if they have changed. So each
-    forward pass works with a copy, and its gradient goes through the copy to the parameter.
+    The backward pass needs the weights of its forward pass, and autograd raises an error if they have changed. So each
+    forward pass uses a copy, and its gradient goes through the copy to the parameter.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def make_head() -> nn.Linear:
 
 
 def make_shard(trainer: str) -> tuple[Tensor, Tensor]:
-    """The data of one trainer. The waves are the same for all, but how they are mixed is not: hence the heads."""
+    """The data of one trainer. All trainers have the same waves, but mix them differently, so each has its own head."""
     torch.manual_seed(1 + TRAINERS.index(trainer))
     inputs, mixture = torch.randn(320, 4), torch.randn(4, 1)
     return inputs, torch.sin(inputs) @ mixture
@@ -73,7 +73,7 @@ class Trainer:
     def __init__(self, body: RemoteModule) -> None:
         self.name = rpc.get_worker_info().name
         self.shard = make_shard(self.name)
-        self.body = body  # a reference came, not the module
+        self.body = body  # a reference arrives, not the module
         self.head = make_head()
         self.optimizer = DistributedOptimizer(torch.optim.SGD, parameter_rrefs(body, self.head), lr=RATE)
 
@@ -97,12 +97,12 @@ class Trainer:
 
 
 def state_of(body: nn.Module, trainers: list[rpc.RRef[Trainer]]) -> list[dict[str, Tensor]]:
-    """All parameters, as they are now."""
+    """All current parameters."""
     return [body.state_dict(), *(trainer.rpc_sync().head_state() for trainer in trainers)]
 
 
 def take_turns_alone(state: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The second phase in one process, from the state in which it began."""
+    """The second phase in one process, from the same initial state."""
     body, *heads = make_body(), *(make_head() for _ in TRAINERS)
     for module, values in zip([body, *heads], state, strict=True):
         module.load_state_dict(values)

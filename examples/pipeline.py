@@ -1,11 +1,11 @@
-"""A model in two stages on two workers, with the batch in micro-batches, so that both work at the same time.
+"""A model in two stages on two workers. Micro-batches let both stages work at the same time.
 
     1 chunk     worker1  ████████                        4 chunks    worker1  ██ ██ ██ ██
                 worker2          ████████                            worker2     ██ ██ ██ ██
 
 Prints how long a step takes with 1, 2, 4 and 8 chunks, and how far its gradients are from those of the same model in
-one process. More chunks overlap more, and each costs a call: there is a best number, which depends on the model and the
-machine. Workers that share a core gain nothing, so expect little where others use this machine.
+one process. More chunks overlap more, but each costs a call, so there is a best number, which depends on the model and
+the machine. Workers that share a core gain nothing, so expect little on a busy machine.
 
 The exit code is 1 if a gradient differs by more than 1e-9 of the largest.
 """
@@ -28,7 +28,7 @@ from backhaul.nn import Pipeline, RemoteModule
 BATCH, WIDTH, LAYERS, REPEATS = 512, 256, 4, 3
 CLOSE = 1e-9
 
-torch.set_default_dtype(torch.float64)  # micro-batches sum up in another order: let it show only far behind the point
+torch.set_default_dtype(torch.float64)  # micro-batches sum in another order; this keeps the difference small
 torch.set_num_threads(1)  # one core for each worker
 
 

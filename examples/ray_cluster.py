@@ -1,8 +1,8 @@
-"""A model over workers on a Ray cluster, one of which dies on the way: ``python examples/ray_cluster.py``.
+"""A model over workers on a Ray cluster, one of which dies during training: ``python examples/ray_cluster.py``.
 
-Needs Ray (``pip install 'backhaul[ray]'``). It connects to the Ray cluster of ``RAY_ADDRESS``, or starts one here. A
-checkpoint is saved every five steps. When the worker is lost, it is replaced and the run goes on from there; the losses
-are, bit by bit, those of an undisturbed run.
+Needs Ray (``pip install 'backhaul[ray]'``). It connects to the Ray cluster of ``RAY_ADDRESS``, or starts one here. It
+saves a checkpoint every five steps. When the worker is lost, the program replaces it and continues from the checkpoint.
+The losses equal those of an undisturbed run, bit by bit.
 """
 
 from __future__ import annotations

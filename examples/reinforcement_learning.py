@@ -7,11 +7,11 @@
     │ an episode is over  │ ─── rewards ──► │ probability for the update   │
     └─────────────────────┘                 └──────────────────────────────┘
 
-The agent learns with REINFORCE. The environment is a corridor with a door at its right end, which opens only for those
-who have fetched the key from the left end: the best way is known, and the agent has to find it. With ``--gym`` it is
-gymnasium's CartPole instead, if you have installed that.
+The agent learns with REINFORCE. The environment is a corridor. The door at its right end opens only with the key from
+its left end. The best path is known, and the agent must find it. ``--gym`` uses gymnasium's CartPole instead, if it is
+installed.
 
-At the end the gradient of a round that was played by RPC is compared with that of the same moves in one process.
+At the end the program compares the gradient of a round played over RPC with that of the same moves in one process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from backhaul import rpc
 OBSERVERS = ["observer1", "observer2"]
 ROUNDS, EPISODES = 20, 5  # episodes of each observer in a round
 GYM = "--gym" in sys.argv
-# How many numbers the agent sees, the mean reward that it must reach, and the best one that there is.
+# The number of inputs of the agent, the mean reward that it must reach, and the best possible one.
 INPUTS, ENOUGH, BEST = (4, 60.0, 500.0) if GYM else (12, 0.8, 1 - 7 * 0.02)
 
 torch.set_default_dtype(torch.float64)
@@ -39,7 +39,7 @@ torch.set_num_threads(1)  # the processes share the cores
 
 
 class Corridor:
-    """Six cells. Start in the third; two moves to the key on the left, five to the door on the right; each costs."""
+    """Six cells. The start is the third, the key is at the left end, the door at the right end. Each move costs."""
 
     def reset(self, seed: int | None = None) -> tuple[Tensor, dict[str, Any]]:
         self.cell, self.key, self.moves = 2, False, 0
@@ -94,26 +94,26 @@ class Agent:
         torch.manual_seed(0)
         self.policy = nn.Sequential(nn.Linear(INPUTS, 32), nn.Tanh(), nn.Linear(32, 2))
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.02)
-        # Observers ask at the same time, in any order. With a generator for each, that makes no difference.
+        # Observers call concurrently, in any order. Each has its own generator, so the order does not matter.
         self.dice = {name: torch.Generator().manual_seed(number) for number, name in enumerate(OBSERVERS)}
         self.kept: dict[str, list[Tensor]] = {name: [] for name in OBSERVERS}
 
     def act(self, observer: str, observation: Tensor) -> int:
-        """What the observer should do. The observers call this."""
+        """The action for an observer. The observers call this."""
         log_probabilities = self.policy(observation).log_softmax(dim=0)
         action = int(torch.multinomial(log_probabilities.exp(), 1, generator=self.dice[observer]))
         self.kept[observer].append(log_probabilities[action])
         return action
 
     def loss(self, episodes: list[Episode]) -> Tensor:
-        """The loss of the round that has been played, with the graphs that `act` has kept."""
+        """The loss of the last round, with the graphs that `act` has kept."""
         log_probabilities = torch.stack([each for name in OBSERVERS for each in self.kept[name]])
         self.kept = {name: [] for name in OBSERVERS}
         return reinforce(log_probabilities, episodes)
 
 
 def reinforce(log_probabilities: Tensor, episodes: list[Episode]) -> Tensor:
-    """Makes actions more probable that were followed by more reward than others."""
+    """Makes actions with more reward than others more probable."""
     returns: list[float] = []
     for episode in episodes:
         to_come, backwards = 0.0, []

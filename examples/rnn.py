@@ -8,11 +8,11 @@
     │ loss  ◄───────────────┼── scores ──────── │               │
     └───────────────────────┘                   └───────────────┘
 
-The tables for a large vocabulary are the bulk of such a model; here they need not fit into the trainer. One step is one
-autograd context: forward, backward over both processes, clipping by the norm of all gradients, and the optimizer, each
-part of it where the parameters are. The state of the LSTM goes from one stretch of text to the next, detached.
+The tables for a large vocabulary are the bulk of such a model. Here they need not fit into the trainer. One step is one
+autograd context: forward, backward over both processes, clipping by the norm of all gradients, and the optimizer. Each
+worker does its part for its own parameters. The state of the LSTM goes from one piece of text to the next, detached.
 
-At the end the trained model is compared with the same model, trained in one process.
+At the end the program compares the trained model with the same model, trained in one process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ State = tuple[Tensor, Tensor]
 
 
 class LanguageModel(nn.Module):
-    """``embedding`` and ``decoder`` are modules of this process, or `RemoteModule`s for ones elsewhere."""
+    """``embedding`` and ``decoder`` are local modules, or `RemoteModule`s that stand for remote ones."""
 
     def __init__(self, embedding: nn.Module, decoder: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def make_text(sentences: int) -> Tensor:
 
 
 def stretches(text: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The text in parallel streams, cut into stretches; for each its words, and the word that follows each."""
+    """The text in parallel streams, cut into pieces: the words of each piece, and the word that follows each."""
     streams = text[: len(text) // STREAMS * STREAMS].view(STREAMS, -1).t().contiguous()
     starts = range(0, len(streams) - STRETCH, STRETCH)
     return [(streams[i : i + STRETCH], streams[i + 1 : i + 1 + STRETCH]) for i in starts]
@@ -92,7 +92,7 @@ def train(model: LanguageModel, text: Tensor) -> None:
     for epoch in range(EPOCHS):
         losses, norms, state = [], [], no_state()
         for words, following in stretches(text):
-            # Gradients end here, at the start of the stretch. They could not go further: the graph of the stretch
+            # Gradients end here, at the start of the piece. They could not go further: the graph of the piece
             # before belongs to a context that has ended.
             state = state[0].detach(), state[1].detach()
             with dist_autograd.context() as context_id:
@@ -122,7 +122,7 @@ def train_alone(model: LanguageModel, text: Tensor) -> None:
 
 @torch.no_grad()
 def continued(model: LanguageModel, start: str, count: int) -> str:
-    """What the model writes after a first word. No context is needed where no gradients are."""
+    """What the model writes after a first word. Without gradients, no context is needed."""
     text, state = [start], no_state(streams=1)
     for _ in range(count):
         scores, state = model(torch.tensor([[WORDS.index(text[-1])]]), state)
@@ -137,7 +137,7 @@ def main() -> int:
         print(f"text of {len(text)} words; chance would be a perplexity of {len(WORDS)}")
         train(model, text)
         print(f"it writes: {continued(model, 'Ada', 14)}")
-        trained = model.state_dict()  # also what is on ps, under the names of one process
+        trained = model.state_dict()  # includes the modules on ps, under the names of one process
 
     alone = LanguageModel(make_embedding(), make_decoder())
     train_alone(alone, text)

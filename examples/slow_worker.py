@@ -2,8 +2,8 @@
 
     worker1  encoder  →  worker2  codebook  →  worker3  decoder
 
-The codebook replaces each vector by a mixture of 32 codes, and adds up the entropy of the mixtures, as a statistic. It
-does so number by number in Python, and all other workers wait for that. ``--fixed`` lets torch do it.
+The codebook replaces each vector by a mixture of 32 codes, and sums the entropy of the mixtures, as a statistic. It
+sums number by number in Python, and all other workers wait for it. ``--fixed`` uses torch instead.
 
 ``--profile DIR`` prints the summary of a profile, and leaves a trace and a drawing of the graph in that directory.
 ``--steps N`` makes it run longer, to look at it from outside.

@@ -8,7 +8,7 @@ import backhaul.rpc as rpc
 
 
 def gradients(context_id: int, layer: rpc.RRef[nn.Linear]) -> list[torch.Tensor]:
-    """Runs on the layer's owner: gradients stay where the parameters are, until somebody asks."""
+    """Runs on the layer's owner: gradients stay on the worker of their parameters."""
     found = dist_autograd.get_gradients(context_id)
     return [found[parameter] for parameter in layer.local_value().parameters()]
 

@@ -7,10 +7,10 @@
     │ labels ──► loss ◄── last ◄── features ──── │          │
     └────────────────────┘                       └──────────┘
 
-What crosses the line is what the first and the middle part make, and the gradients of that. The server writes down
-what it was given. That no raw data leaves does not make the features secret: they are made of the data.
+Only the outputs of the first and the middle part, and their gradients, cross the line. The server records what it
+receives. No raw data leaves the client, but the features are not secret, because they are computed from the data.
 
-At the end the trained model is compared with the same model, trained in one process.
+At the end the program compares the trained model with the same model, trained in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ torch.set_num_threads(1)  # the processes share the cores, and sums are made in 
 
 
 class Middle(nn.Module):
-    """The server's part. It notes the shapes and types of all that comes."""
+    """The server's part. It records the shape and type of everything that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Middle(nn.Module):
 
 
 class Model(nn.Module):
-    """The whole of it. ``middle`` is a `Middle` of this process, or a `RemoteModule` for one elsewhere."""
+    """The whole model. ``middle`` is a local `Middle`, or a `RemoteModule` that stands for a remote one."""
 
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Model(nn.Module):
 
 
 def make_data(count: int) -> tuple[Tensor, Tensor]:
-    """Noisy images of stripes: across, down, and along both diagonals."""
+    """Noisy images of stripes: horizontal, vertical, and along both diagonals."""
     torch.manual_seed(2)
     labels = torch.randint(CLASSES, (count,))
     down, across = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
@@ -110,7 +110,7 @@ def main() -> int:
         middle = RemoteModule("server", Middle)
         model = Model(middle)
         train_split(model, images, labels)
-        trained = model.state_dict()  # also what is on the server, under the names of one process
+        trained = model.state_dict()  # includes the server's part, under the names of one process
         received = middle.get_module_rref().rpc_sync().what_came()
 
     print(f"the client has        images {tuple(images.shape[1:])}, labels {labels.dtype}")

@@ -9,15 +9,16 @@
     └───────────────────┘            └──────────────────────────────────────┘
 
 Neither trusts the other with code. They are two processes, in a *federation*: each has a certificate with its name, and
-may call only what the other has marked with ``@rpc.expose``; nothing that they send is pickled. The shop fills a
-`Party` with its encoder, its optimizer and its rows. The bank writes what it would write in a cluster: a `RemoteModule`
-for the shop's encoder, and a `DistributedOptimizer`. The rows of a party never leave its process, nor do its parameters
-or the bank's labels. Then the bank tries to get more than that.
+may call only what the other has marked with ``@rpc.expose``; nothing is pickled. The shop makes a `Party` from its
+encoder, its optimizer and its rows. The bank writes the same code as in a cluster: a `RemoteModule` for the shop's
+encoder, and a `DistributedOptimizer`. The rows of a party never leave its process, nor do its parameters or the bank's
+labels. Then the bank tries to get more than that.
 
-Activations are not secret: they are made of the rows, and gradients of the labels. So they train again, with something
-done to all that leaves a party: it is clipped, rounded, thinned out, or hidden under noise. See docs/federation.md.
+Activations are not secret: they are computed from the rows, and gradients from the labels. So the parties train again
+with edges: everything that leaves a party is clipped, rounded, thinned out, or hidden under noise. See
+docs/federation.md.
 
-At the end each compares its trained parameters with those of one process that has all the columns.
+At the end each party compares its trained parameters with those of one process that has all the columns.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ from backhaul.nn import RemoteModule, parameter_rrefs
 from backhaul.optim import DistributedOptimizer
 
 PEOPLE, BATCH, STEPS, WIDTH = 640, 32, 120, 4
-Book = Counter[tuple[str, tuple[int, ...]]]  # how often what was given or got, and of which shape
+Book = Counter[tuple[str, tuple[int, ...]]]  # how often each kind of tensor was sent or received, and its shape
 MAY_CROSS = {(f"gave {what}", (BATCH, WIDTH)) for what in ("activations", "gradients")} | {("gave ids", (BATCH,))}
 
 
 class Plan(NamedTuple):
-    """What the parties do to all that leaves them."""
+    """The transforms of everything that leaves a party."""
 
     shop: Edge
     bank: Edge
@@ -70,7 +71,7 @@ def both(*chain: Any) -> tuple[Edge, Edge]:
 
 
 def make_plans() -> dict[str, Plan]:
-    releases = max(1, STEPS // 4)  # of noise; one more would tell more than the parties have agreed on
+    releases = max(1, STEPS // 4)  # of noise; one more would reveal more than the parties have agreed on
     return {
         "as it is": Plan(OPEN, OPEN, STEPS),
         "clipped": Plan(
@@ -95,7 +96,7 @@ torch.set_num_threads(1)  # the processes share the cores, and sums are made in 
 def make_rows() -> tuple[Tensor, Tensor, Tensor]:
     """What the bank knows about each person, what the shop knows, and the bank's labels: who has paid a loan back.
 
-    It stands for files that each party has: each makes all of it, and keeps its own.
+    It stands for the files of each party: each party makes all of it, and keeps its own part.
     """
     torch.manual_seed(0)
     traits = torch.randn(PEOPLE, 4)
@@ -122,14 +123,14 @@ def ids_of(step: int) -> Tensor:
 
 @rpc.expose(to="shop")
 def batch(step: int) -> Tensor:
-    """Who is in a batch; the bank decides."""
+    """The people in a batch; the bank decides."""
     note("gave ids", ids := ids_of(step))
     return ids
 
 
 @rpc.expose(to="bank")
 class Shop(Party):
-    """The bank may call the methods of a Party, and those that are written here, but for those with an underscore."""
+    """The bank may call the methods of a Party, and the public methods defined here."""
 
     def __init__(self) -> None:
         self._rows = make_rows()[1]
@@ -150,7 +151,7 @@ latest: list[nn.Module] = []  # the shop's encoder
 
 
 class Model(nn.Module):
-    """The bank's. ``shop`` gives the shop's activations of a step: a `RemoteModule`, or a module of one process."""
+    """The bank's part. ``shop`` computes the shop's activations of a step: a `RemoteModule`, or a local module."""
 
     def __init__(self, shop: nn.Module) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ class Model(nn.Module):
 
 
 def train(model: Model, steps: int) -> None:
-    optimizer = DistributedOptimizer(torch.optim.Adam, parameter_rrefs(model), lr=0.01)  # the shop's steps by itself
+    optimizer = DistributedOptimizer(torch.optim.Adam, parameter_rrefs(model), lr=0.01)  # the shop has its own
     for step in range(steps):
         with dist_autograd.context() as context_id:
             loss = model(step)
@@ -180,7 +181,7 @@ def train(model: Model, steps: int) -> None:
 
 
 class Through:
-    """What an edge does, in one process: what a compression with feedback takes away comes with the next tensor."""
+    """An edge in one process: feedback adds what compression removed to the next tensor."""
 
     def __init__(self, chain: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self.chain, self.rest = chain, torch.zeros(())
@@ -219,7 +220,7 @@ def train_alone(plan: Plan) -> Model:
 
 
 def is_as_alone(name: str, plan: Plan, mine: dict[str, Tensor]) -> bool:
-    """Whether these parameters are those of one process that has done the same; noise is another one each time."""
+    """Whether these parameters equal those of one process; with noise they differ each time."""
     if not plan.exact:
         return True
     alone = train_alone(plan).state_dict()
@@ -240,7 +241,7 @@ def is_refused(what: str, attempt: Callable[[], Any]) -> bool:
 
 
 def try_to_get_more(shop: RemoteModule) -> bool:
-    """Whether the bank gets nothing of the shop that it is not meant to have."""
+    """Whether the bank gets nothing from the shop that it should not have."""
     party = shop.get_module_rref()
     attempts: dict[str, Callable[[], Any]] = {
         "the shop itself, and its rows with it": party.to_here,
@@ -254,7 +255,7 @@ def try_to_get_more(shop: RemoteModule) -> bool:
 
 
 def worth_of_noise(to: str) -> str:
-    """What a person's row may have told the other party, as a library for differential privacy says."""
+    """What the other party may have learnt about a person's row, computed by a library for differential privacy."""
     try:
         return f"epsilon {epsilon(to, 1e-5, releases=STEPS * BATCH // PEOPLE // 4):.1f} for each row, for delta 1e-5"
     except rpc.MisuseError as error:
@@ -264,7 +265,7 @@ def worth_of_noise(to: str) -> str:
 def certify(directory: Path, *names: str) -> None:
     """A certificate for each of these, from an authority that all of them trust.
 
-    In earnest each makes its own key, which nobody else gets to see, and has the authority sign it.
+    In production each party makes its own private key, and has the authority sign it.
     """
     now = datetime.datetime.now(datetime.timezone.utc)
     authority = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "loans and purchases")])
@@ -277,7 +278,7 @@ def certify(directory: Path, *names: str) -> None:
             authority, subject, key.public_key(), x509.random_serial_number(), now, now + datetime.timedelta(days=1)
         ).add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
         if not is_authority:
-            names_of_it = x509.SubjectAlternativeName([x509.DNSName(name)])  # what peers know this worker by
+            names_of_it = x509.SubjectAlternativeName([x509.DNSName(name)])  # the name by which peers know this worker
             certificate = certificate.add_extension(names_of_it, critical=False)
             (directory / f"{name}.key").touch(mode=0o600)
             (directory / f"{name}.key").write_bytes(
@@ -290,7 +291,7 @@ def certify(directory: Path, *names: str) -> None:
 
 
 def join(name: str, directory: Path, number: int, peer: str, edge: Edge) -> None:
-    """Make this process the party of that name. All that it sends to its peer goes over that edge."""
+    """Make this process the party of that name. Everything that it sends to its peer goes through that edge."""
     tls = rpc.TLS(ca=f"{directory}/ca.pem", cert=f"{directory}/{name}.pem", key=f"{directory}/{name}.key")
     meeting = f"file://{directory}/meeting{number}"
     options = rpc.RpcOptions(trust="federation", tls=tls, init_method=meeting, edges={peer: edge})
@@ -301,7 +302,7 @@ SAME, OTHER_PARAMETERS, LEAK = range(3)  # how a party's process ends
 
 
 def be_the_shop(directory: Path) -> int:
-    logging.basicConfig(stream=sys.stdout, format="shop's log: %(message).120s")  # it says what is refused, and why
+    logging.basicConfig(stream=sys.stdout, format="shop's log: %(message).120s")  # it logs what is refused, and why
     same = True
     for number, (name, plan) in enumerate(make_plans().items()):
         join("shop", directory, number, "bank", plan.shop)

@@ -42,14 +42,14 @@ class NotAvailable(Exception):
 
 
 def interpreter(version: str) -> Path:
-    """An interpreter of this version: on the PATH, of pyenv, or the one that runs this. Raises NotAvailable."""
+    """An interpreter of this version: on the PATH, from pyenv, or the one that runs this. Raises NotAvailable."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     own = Path(sys.executable)
     on_path = shutil.which(f"python{version}")
     candidates = [*([own] if _is(version, own) else []), *([Path(on_path)] if on_path else [])]
     candidates += sorted(pyenv.glob(f"{version}.*/bin/python{version}"), reverse=True)
     for candidate in candidates:
-        if _is(version, candidate):  # a shim of pyenv may stand for a version that is not chosen
+        if _is(version, candidate):  # a pyenv shim may refer to a version that is not active
             return candidate
     raise NotAvailable(f"no python{version} on the PATH or among pyenv's")
 
@@ -61,10 +61,9 @@ def _is(version: str, python: Path) -> bool:
 
 
 def set_up(pair: Pair, pip_args: list[str], *, stubs: bool, install: bool) -> Path:
-    """The interpreter of the environment of a pair, which is made if it is not there. Raises NotAvailable.
+    """The interpreter of a pair's environment, which is made if it does not exist. Raises NotAvailable.
 
-    ``stubs``: install torch without CUDA's libraries and put stubs in their place. ``install``: whether environments
-    may be made.
+    ``stubs``: install torch without CUDA's libraries, and stubs instead. ``install``: whether environments may be made.
     """
     python = pair.folder / "bin" / "python"
     done = pair.folder / ".done"

@@ -1,14 +1,14 @@
 """Run the tests with several Pythons and releases of torch, and print a table of what passed.
 
-    python matrix/run.py                              the pairs that README.md lists
+    python matrix/run.py                              the pairs that docs/versions.md lists
     python matrix/run.py --pairs 3.12:2.11.0 3.13:2.15.0
-    python matrix/run.py --sets pure                  some of the tests only; see SETS
+    python matrix/run.py --sets pure                  only some of the tests; see SETS
     python matrix/run.py --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple
     python matrix/run.py --stub-cuda                  PyPI's torch without gigabytes of CUDA's libraries; needs gcc
     python matrix/run.py -- -x -k sparse              what follows goes to pytest
 
-Each pair has an environment of its own in .venv-matrix/, which is made once. A pair for which there is no interpreter,
-or no torch, is shown as not run, with the reason. The exit status is 0 if all that was run passed, and something was.
+Each pair has its own environment in .venv-matrix/, which is made once. A pair without an interpreter or a torch is
+shown as not run, with the reason. The exit status is 0 if at least one pair was run and all tests passed.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ SETS: dict[str, list[str]] = {
         "tests/security/test_exposure.py",
         "tests/seeing/test_blocking.py",
     ],
-    # Real processes: FSDP, DDP and tensor parallelism inside of workers, torch's profilers, the drop-in.
+    # Real processes: FSDP, DDP and tensor parallelism inside workers, torch's profilers, the drop-in.
     "processes": [
         "tests/autograd/test_parallel.py",
         "tests/dropin",
         "tests/test_remote_profile.py",
     ],
 }
-"""Where torches and Pythons differ most. ``--sets all`` is every test that is not slow, which takes half an hour."""
+"""The tests in which torches and Pythons differ most. ``--sets all`` is every test that is not slow: half an hour."""
 
 
 class Outcome(NamedTuple):
-    """How the tests of a pair went; ``why`` if they were not run at all."""
+    """The outcome of a pair's tests; ``why`` says why they were not run at all."""
 
     pair: Pair
     why: str = ""
@@ -91,7 +91,7 @@ class Outcome(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what the command line asks for; the exit status."""
+    """Run what the command line requests. Returns the exit status."""
     argv, for_pytest = _split(argv)
     options = _parser().parse_args(argv)
     pip_args = [word for name in ("index_url", "extra_index_url") for word in _flag(name, getattr(options, name))]
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def files(sets: Iterable[str]) -> list[str]:
-    """The files and folders of some sets. Raises ValueError if there is none of a name: it may have been renamed."""
+    """The files and folders of some sets. Raises ValueError if a pattern matches nothing: a test may be renamed."""
     found: list[str] = []
     for pattern in (pattern for name in sets for pattern in SETS.get(name, ["tests"])):
         here = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
@@ -142,14 +142,14 @@ def files(sets: Iterable[str]) -> list[str]:
 
 
 def run(pair: Pair, python: Path, arguments: Sequence[str]) -> Outcome:
-    """Run pytest in the environment of a pair. Its output goes into a file beside the environment."""
+    """Run pytest in the environment of a pair. Its output goes into a file next to the environment."""
     report = FOLDER / f"{pair.folder.name}.xml"
     report.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", "-q", "-m", "not slow", f"--junitxml={report}", *arguments]
     began = time.monotonic()
     with (FOLDER / f"{pair.folder.name}.log").open("w") as log:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        # Pip has compiled nothing, and each process of a test would compile torch anew.
+        # pip compiles nothing, so each process of a test would compile torch again.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         status = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False).returncode
     seconds = time.monotonic() - began
@@ -184,7 +184,7 @@ def row(outcome: Outcome) -> str:
 
 
 def table(outcomes: Sequence[Outcome], sets: Iterable[str]) -> str:
-    """All of it, as Markdown; below it each test that failed, and why tests were skipped."""
+    """The table as Markdown; below it each failed test, and why tests were skipped."""
     lines = [f"Sets: {', '.join(sets)}", ""]
     lines += ["| Python | torch | passed | failed | skipped |", "|---|---|---|---|---|"]
     lines += [row(outcome) for outcome in outcomes]
@@ -199,7 +199,7 @@ def table(outcomes: Sequence[Outcome], sets: Iterable[str]) -> str:
 
 
 def is_good(outcomes: Sequence[Outcome]) -> bool:
-    """Whether something was run, and all that was run passed."""
+    """Whether at least one pair was run, and all tests passed."""
     ran = [outcome for outcome in outcomes if not outcome.why]
     return bool(ran) and all(outcome.passed for outcome in ran)
 

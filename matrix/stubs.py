@@ -1,8 +1,8 @@
-"""Stubs in the place of CUDA's libraries, so that PyPI's torch runs on processors without gigabytes of them.
+"""Stubs instead of CUDA's libraries, so that PyPI's torch runs on CPUs without gigabytes of them.
 
-PyPI has torch for Linux with CUDA only. Its libraries name a dozen of NVIDIA's that the loader wants to find, although
-no function of theirs is called where there is no GPU. The stubs have the same names, and define what torch's libraries
-look for as functions that return 100, which CUDA calls "no device".
+PyPI has torch for Linux only with CUDA. Its libraries name a dozen of NVIDIA's, which the loader must find, although no
+function of theirs is called without a GPU. The stubs have the same names, and define the symbols that torch's libraries
+need as functions that return 100, which CUDA calls "no device".
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections import defaultdict
 from pathlib import Path
 
 _NO_DEVICE = 100
-# Not the driver, libcuda.so: torch looks whether there is one.
+# Not the driver, libcuda.so: torch checks whether it exists.
 _THEIRS = re.compile(r"^lib(cu(?!da\.)|nv|nccl)")
 _SYMBOL = re.compile(r"^_*(cu|nccl|nv)\w*$")
 
 
 def stub_cuda(site_packages: Path) -> list[str]:
-    """Make the stubs that torch in this folder needs, beside torch's own libraries; their names."""
+    """Make the stubs that torch in this folder needs, next to torch's own libraries. Returns their names."""
     folder = site_packages / "torch" / "lib"
     libraries = sorted(path for path in folder.iterdir() if ".so" in path.name)
     needed = {name for path in libraries for name in re.findall(r"\(NEEDED\).*\[(.*)\]", _shown("readelf", "-d", path))}
@@ -69,7 +69,7 @@ def _symbols(path: Path, which: str) -> list[tuple[str, str]]:
 
 
 def _versions(path: Path) -> list[tuple[str, str]]:
-    """The versions that a library needs, each with the file that has to define it."""
+    """The versions that a library needs, each with the file that must define it."""
     found: list[tuple[str, str]] = []
     file = ""
     for line in _shown("readelf", "-V -W", path).splitlines():

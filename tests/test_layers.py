@@ -387,20 +387,49 @@ def test_an_unknown_name_of_the_package() -> None:
 
 
 DRAWING = (ROOT.parents[1] / "docs/architecture.md").read_text().split("    ┌─ ")[1].split("    └──")[0]
-SMALL_PACKAGES = ("agent", "autograd", "devices", "refs", "transport", "trust", "security", "wire")
-"""Those whose files are drawn one by one; of the others the name is enough."""
 
 
-def test_the_architecture_is_drawn_as_it_is() -> None:
-    """docs/architecture.md contains every module, and none that is gone."""
-    drawn = set(re.findall(r"[a-z_]+", DRAWING))
-    modules = {name for name in FILES if not name.split(".")[-1].startswith("__") and name not in DIRECTORIES}
-    missing = {
-        name
-        for name in modules
-        if (parts := name.split("."))[0] not in drawn or (parts[0] in SMALL_PACKAGES and parts[-1] not in drawn)
+def drawn_layers() -> set[str]:
+    """Folders and files of the first column, and titles that are folders: `launch/`, `rpc.py`, `├─ agent/ ─`."""
+    return set(re.findall(r"(?:│  |├─ )(\w+)(?:/|\.py) ", DRAWING))
+
+
+def drawn_files() -> dict[str, set[str]]:
+    """The files of each package that has its own section. A row alternates names and descriptions, two spaces apart."""
+    found: dict[str, set[str]] = {}
+    for section in DRAWING.split("├─")[1:]:
+        title, *rows = section.splitlines()
+        if package := re.match(r" (\w+)/ ", title):
+            cells = [re.split(r" {2,}", row.strip(" │")) for row in rows]
+            names = [name for row in cells for cell in row[::2] for name in cell.split(", ")]
+            assert len(set(names)) == len(names), f"{package[1]}/ is drawn with a file twice"
+            found[package[1]] = set(names) - {""}
+    return found
+
+
+def test_every_layer_is_drawn() -> None:
+    """A reader of docs/architecture.md finds each of them, and none that is gone."""
+    assert drawn_layers() == {layer(module) for module in FILES} - {"__init__", "__main__"}
+
+
+def test_the_packages_that_are_drawn_file_by_file() -> None:
+    """The layers below the public functions."""
+    assert set(drawn_files()) == {
+        "inspection",
+        "autograd",
+        "drawing",
+        "refs",
+        "agent",
+        "transport",
+        "devices",
+        "edges",
+        "security",
+        "trust",
+        "wire",
     }
-    assert not missing
 
 
-DIRECTORIES = {path.name for path in ROOT.iterdir() if path.is_dir()}
+@pytest.mark.parametrize(("package", "drawn"), drawn_files().items(), ids=drawn_files())
+def test_a_package_is_drawn_as_it_is(package: str, drawn: set[str]) -> None:
+    """A file that the drawing lacks fails, and so does a drawn file that is gone."""
+    assert drawn == {name.split(".")[1] for name in FILES if name.startswith(f"{package}.")}

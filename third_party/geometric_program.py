@@ -22,7 +22,7 @@ def features():
 
 
 def part_of_node():
-    """Nodes are dealt out in turn."""
+    """Nodes alternate between the processes."""
     return torch.arange(NODES) % PARTS
 
 
@@ -37,7 +37,7 @@ def make_store(part):
 
 
 class Scaled(graph_rpc.RPCCallBase):
-    """What a process offers to the other one."""
+    """What a process serves to the other one."""
 
     def __init__(self, part):
         self.factor = part + 1
@@ -55,7 +55,7 @@ def work(part, port):
     assert not graph_rpc.rpc_is_initialized()
     graph_rpc.init_rpc(context, "127.0.0.1", port, rpc_timeout=60)
     assert graph_rpc.rpc_is_initialized()
-    graph_rpc.init_rpc(context, "127.0.0.1", port)  # a second time it does nothing
+    graph_rpc.init_rpc(context, "127.0.0.1", port)  # the second call does nothing
 
     workers = graph_rpc.rpc_partition_to_workers(context, PARTS, part)
     router = graph_rpc.RPCRouter(workers)

@@ -1,9 +1,9 @@
-"""torchrl over RPC: a replay buffer that lives on another worker, and collectors that do.
+"""torchrl over RPC: a replay buffer, or collectors, on other workers.
 
     python rl_program.py buffer | sync | async          on torch's RPC
     python -m backhaul.dropin rl_program.py …           on Backhaul
 
-``sync`` collectors wait for each other; each batch is made with the parameters that the policy has then.
+``sync`` collectors wait for each other; each batch uses the current parameters of the policy.
 
 The first process writes a line of JSON.
 """
@@ -47,7 +47,7 @@ def frames(start, count):
 
 
 def collect(buffer, start):
-    """Runs on the collector: it fills the buffer, which lives elsewhere."""
+    """Runs on the collector, and fills the buffer of another worker."""
     return rpc.rpc_sync(buffer.owner(), RemoteTensorDictReplayBuffer.extend, args=(buffer, frames(start, 20)))
 
 

@@ -1,6 +1,6 @@
-"""Libraries that are written for torch.distributed.rpc, as they are, on Backhaul: `make third-party`.
+"""Unmodified libraries for torch.distributed.rpc, on Backhaul: `make third-party`.
 
-The programs use them as their documentation says; what they find on Backhaul is what they find on torch's RPC.
+The programs use the libraries as documented, and must get the same results on Backhaul as on torch's RPC.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def found(*argv: str) -> list[dict[str, Any]]:
-    """What a program has written, once it has ended well. Whatever happens, it leaves no process."""
+    """The output of a program that ended with 0. No process is left behind in any case."""
     program = subprocess.Popen(
         [sys.executable, *argv],
         cwd=HERE,
@@ -56,7 +56,7 @@ def test_a_library_on_backhaul_and_on_torch(program: str) -> None:
 
 
 def test_collectors_that_do_not_wait_for_each_other() -> None:
-    """Which parameters a batch is made with depends on who is first."""
+    """The parameters of a batch depend on which collector is first."""
     (line,) = found("-m", "backhaul.dropin", "rl_program.py", "async")
     assert line["agent"] == "backhaul.dropin.rpc.agent"
     assert [count for count, _ in line["batches"]] == [20, 20, 20]

@@ -1,7 +1,7 @@
 """Compat: the differences between the versions of Python and torch that Backhaul supports.
 
 Each difference is one function or name here, and has a test in ``tests/test_compat.py``. ``make matrix`` runs the
-tests with the versions that README.md lists. The code checks for a feature of torch, not for its version: a
+tests with the versions that docs/versions.md lists. The code checks for a feature of torch, not for its version: a
 build between two releases may or may not have the feature.
 """
 

@@ -47,7 +47,7 @@ def test_no_other_policy() -> None:
 def test_the_members_of_a_federation_are_known() -> None:
     CLUSTER.check_group(None)
     FEDERATION.check_group(2)
-    with pytest.raises(OptionError, match="whose members are known"):
+    with pytest.raises(OptionError, match="a group of known members"):
         FEDERATION.check_group(None)
 
 

@@ -77,8 +77,8 @@ class Federation(Trust):
         """TLS with certificates, and no memory in common."""
         if options.tls is None:
             raise OptionError(
-                'trust="federation" needs a certificate for each peer, since a shared secret cannot tell peers apart: give '
-                "tls=TLS(ca=..., cert=..., key=...)"
+                'trust="federation" needs a certificate for each peer, since a shared secret cannot tell peers apart: '
+                "give tls=TLS(ca=..., cert=..., key=...)"
             )
         if options.transport == "unix":
             raise OptionError('trust="federation" uses TCP: leave out transport="unix"')
