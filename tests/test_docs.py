@@ -214,7 +214,8 @@ AUTOGRAD = (ROOT / "docs" / "autograd.md").read_text()
 
 def raised_by_autograd() -> Iterator[tuple[str, str]]:
     """The user-facing errors of autograd/, with their texts without the filled-in parts."""
-    for path in (ROOT / "src" / "backhaul" / "autograd").glob("*.py"):
+    package = ROOT / "src" / "backhaul"
+    for path in [*(package / "autograd").glob("*.py"), package / "trust" / "checking.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or not node.args:
                 continue
