@@ -100,7 +100,7 @@ def test_gradients_that_wait_are_charged_until_the_pass_fails() -> None:
     local.arrive({sources[0]: GRADIENT}, PEER.id)
     assert charges.of(PEER.id) == BYTES
     local.arrive({sources[1]: GRADIENT}, PEER.id)
-    with pytest.raises(QuotaError, match="24 bytes of gradients of this peer"):
+    with pytest.raises(QuotaError, match="24 bytes of gradients from this peer"):
         local.arrive({sources[2]: GRADIENT}, PEER.id)
     local.fail(ValueError("wrong"), "worker1")
     assert charges.of(PEER.id) == 0

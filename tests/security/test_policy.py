@@ -54,7 +54,7 @@ def test_the_members_of_a_federation_are_known() -> None:
 def test_a_cluster_takes_its_options_as_they_are() -> None:
     options = RpcOptions(transport="unix")
     assert CLUSTER.transport_options(options) is options
-    with pytest.raises(OptionError, match="needs certificates"):
+    with pytest.raises(OptionError, match="needs a certificate for each peer"):
         FEDERATION.transport_options(options)
 
 
