@@ -67,7 +67,7 @@ def test_a_recv_that_finds_its_context_gone_says_so(trio: InProcessCluster) -> N
         latch.await_entered()
     with pytest.raises(ContextError, match=f"{GONE}: {ctx}") as caught:
         running.result(WITHIN)
-    assert "left" in str(caught.value)
+    assert "has ended" in str(caught.value)
     await_idle(trio)
     await_no_leftovers(trio)
 

@@ -46,7 +46,7 @@ def test_a_peer_may_tell_of_a_number_of_contexts_at_a_time() -> None:
     contexts = Contexts(ME, Quotas(contexts=2))
     for id in (1, 2):
         contexts.join(THEIRS + id, PEER)
-    with pytest.raises(ContextError, match="2 autograd contexts are known from this peer"):
+    with pytest.raises(ContextError, match="this peer has 2 open autograd contexts already"):
         contexts.join(THEIRS + 3, PEER)
     contexts.end(THEIRS + 1)
     assert contexts.join(THEIRS + 3, PEER) is not None
@@ -94,7 +94,7 @@ def test_without_gradients_only_the_values_leave() -> None:
 def test_messages_have_the_numbers_of_their_sender() -> None:
     contexts = Contexts(ME)
     tensors = [torch.ones(2, requires_grad=True)]
-    with pytest.raises(ProtocolError, match="that worker 'worker1' did not number"):
+    with pytest.raises(ProtocolError, match="does not belong to its sender, worker 'worker1'"):
         recorder(contexts).received(Mark(THEIRS + 1, (2 << ID_BITS) + 1), tensors, PEER)
     (received,) = recorder(contexts).received(Mark(THEIRS + 1, THEIRS + 2), tensors, PEER)
     assert received.grad_fn is not None

@@ -135,7 +135,7 @@ def test_what_is_below_its_floor_is_measured_again(capsys: pytest.CaptureFixture
     assert check(FILE, {"no-op p50": 2.5}, first, again) == 0
     assert asked == [["no-op"]]
     output = capsys.readouterr().out
-    assert "once more, for being below a floor: no-op\n" in output
+    assert "measuring again what is below a floor: no-op\n" in output
     assert "\nfloor: " not in output
 
 
@@ -154,7 +154,7 @@ def test_a_second_look_for_both_reasons(capsys: pytest.CaptureFixture[str]) -> N
     first = result(**{"no-op p50": 2.5, "chain of 4": 2.5})
     good = result(**{"no-op p50": 3.0, "chain of 4": 4.0})
     assert check(FILE, {"no-op p50": 2.5, "chain of 4": 4.0}, first, lambda names: good) == 0
-    said = "once more, for having lost more than 25% or being below a floor: no-op, chain of 4\n"
+    said = "measuring again what lost more than 25% or is below a floor: no-op, chain of 4\n"
     assert said in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ from backhaul.wire.messages import Unpin
 def test_notices_for_a_dead_worker_are_thrown_away() -> None:
     with InProcessCluster(3) as workers:
         holdings = workers[0].references._holdings
-        box = holdings._outboxes[2] = Outbox()
+        box = holdings._post._outboxes[2] = Outbox()
         box.add(Unpin(ShareId(2, 7)))
         assert box.next_batch() is not None
         box.add(Unpin(ShareId(2, 8)))

@@ -95,7 +95,7 @@ class Runner:
             waits=joint or component.waits,
             # Another thread, with other streams, may send held gradients.
             hold=not joint and self._agent.devices is None,
-            carried=self._believes,
+            carried=self._believes and local.starter != self._agent.me.id,
         )
         self._runs.add(run)
         before, functions.thread.run = functions.thread.run, run

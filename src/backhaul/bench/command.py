@@ -209,9 +209,9 @@ def check(
     failed = False
     if lost or below:
         names = compare.workloads_of([*(loss.work for loss in lost), *below])
-        reasons = [f"having lost more than {baseline.MOST_LOST:.0%}"] if lost else []
-        reasons += ["being below a floor"] if below else []
-        print(f"once more, for {' or '.join(reasons)}: {', '.join(names)}", flush=True)
+        reasons = [f"lost more than {baseline.MOST_LOST:.0%}"] if lost else []
+        reasons += ["is below a floor"] if below else []
+        print(f"measuring again what {' or '.join(reasons)}: {', '.join(names)}", flush=True)
         second = again(names)
         table.write(second, sys.stdout)
         later = baseline.ratios(second.rows)
