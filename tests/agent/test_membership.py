@@ -434,7 +434,7 @@ GARBAGE = {
 def test_a_record_that_is_none_ends_a_fixed_group(memory: dist.Store, name: str) -> None:
     memory.set("member/1", GARBAGE[name])
     with pytest.raises(
-        MisuseError, match="the store's record of rank 1 is not one; does another program use the store"
+        MisuseError, match="the record of rank 1 in the store is invalid; does another program use the store"
     ):
         Membership(memory, 2).join("a", 0, at("x"), soon())
 

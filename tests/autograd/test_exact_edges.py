@@ -105,7 +105,7 @@ def test_calls_inside_of_transforms_are_refused(pair: InProcessCluster, transfor
     context = dist_autograd.context() if in_context else nullcontext()
     with pair[0].as_current(), context:
         for requires_grad in (False, True):
-            with pytest.raises(UnsendableError, match=r"a remote call inside of torch\.func\.grad, vmap"):
+            with pytest.raises(UnsendableError, match=r"a remote call inside torch\.func\.grad, vmap"):
                 transform(call_it)(torch.ones(3, requires_grad=requires_grad))
         assert call_it(torch.ones(3)) == 6
 

@@ -154,7 +154,7 @@ def test_a_greeting_whose_incarnation_is_none_is_refused(three: InProcessCluster
     """Errors show the text, and the peer chooses it."""
     agent = three[0].agent
     hello = Hello(agent.membership.group, 2, "worker2", 0, incarnation=incarnation)
-    assert agent._reception.judge(hello).refused == "its incarnation is not one"
+    assert agent._reception.judge(hello).refused == "its incarnation is invalid"
     assert agent._reception.judge(msgspec.structs.replace(hello, incarnation="x" * 64)).refused == ""
 
 

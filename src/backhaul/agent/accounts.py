@@ -1,7 +1,7 @@
-"""Accounts: what a worker has exchanged with each peer over all lines that there were, and what went wrong.
+"""Accounts: what a worker has exchanged with each peer over all lines so far, and which errors occurred.
 
-Lines count for themselves, without a lock. A line that has ended is kept until its counters are final, and is then
-added to the sums of its peer. So the figures of a peer only grow, whatever becomes of its lines.
+Each line keeps its own counters, without a lock. A line that has ended is kept until its counters are final. Then they
+are added to the sums of its peer. So the figures of a peer only grow, whatever happens to its lines.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Accounts:
         self._lock = threading.Lock()
         # All guarded by _lock:
         self._lines: list[Line] = []
-        self._fold_at = _FEW  # lines: so that a new one costs the same however many there are
+        self._fold_at = _FEW  # number of lines; it doubles, so that add() has a constant amortised cost
         self._past: dict[WorkerInfo, Exchange] = {}
         self._heard: dict[WorkerInfo, tuple[int, float]] = {}
         self._lost: Counter[WorkerInfo] = Counter()
         self._errors: Counter[tuple[str, str]] = Counter()
 
     def add(self, line: Line) -> None:
-        """A line has been opened, by this worker or by the peer."""
+        """Count a new line that this worker or the peer has opened. Ignores the lines of guests."""
         if line.peer.id != GUEST:
             with self._lock:
                 if len(self._lines) >= self._fold_at:
@@ -50,12 +50,12 @@ class Accounts:
                 self._lines.append(line)
 
     def lines(self) -> list[Line]:
-        """The lines that are open, and those that have ended while something of theirs is not over."""
+        """The open lines, and the ended lines whose counters are not final."""
         with self._lock:
             return list(self._lines)
 
     def count_error(self, direction: str, error: BaseException) -> None:
-        """Something has failed: a call that was ``sent`` or ``served``, or the attempt to ``connect``."""
+        """Count an error. ``direction`` is ``sent`` or ``served`` for a call, or ``connect``."""
         key = (direction, type(error).__qualname__)
         with self._lock:
             if key not in self._errors and len(self._errors) >= MOST_KINDS:
@@ -63,12 +63,12 @@ class Accounts:
             self._errors[key] += 1
 
     def count_lost(self, peer: WorkerInfo) -> None:
-        """A peer is gone without a goodbye, or the connection with it has broken."""
+        """Count the loss of a peer: it left without a goodbye, or the connection broke."""
         with self._lock:
             self._lost[peer] += 1
 
     def errors(self) -> list[dict[str, Any]]:
-        """How often what has failed, by direction and type of the error."""
+        """The number of errors, by direction and type."""
         with self._lock:
             found = sorted(self._errors.items())
         return [{"direction": direction, "kind": kind, "count": count} for (direction, kind), count in found]
@@ -76,8 +76,8 @@ class Accounts:
     def exchanges(self) -> list[Exchange]:
         """The figures of each peer, by rank.
 
-        ``bytes`` has, for each path, the bytes that were sent and received. ``heard`` is how many seconds ago something
-        came from the peer, as far as can be seen by those who look: it is None at the first look.
+        ``bytes`` has the bytes sent and received for each path. ``heard`` is for how many seconds nothing has come from
+        the peer. It is measured between calls of this method, so it is None at the first call.
         """
         now = time.monotonic()
         with self._lock:

@@ -1,15 +1,15 @@
-"""Activity: what the threads of a worker do for peers at this moment, and what they wait for.
+"""Activity: what the threads of a worker are doing for peers at this moment, and what they wait for.
 
-This is for people who look at a running worker, and above all at one that stands still: whoever looks comes after the
-fact, so these notes are taken all the time. Each costs a fraction of a microsecond. They are written by the thread that
-they are about, without a lock, and read by other threads.
+This is for people who inspect a running worker, above all one that hangs. They look after the fact, so the notes are
+taken all the time. Each costs a fraction of a microsecond. Each thread writes its own notes without a lock, and other
+threads read them.
 
-- A thread that handles messages has a `Note`, one for all of them. It writes there what it handles.
-- A thread that waits for the reply to a call of its own writes that into the request's slot (`pending.Slot`), which is
-  gone when the reply has come.
+- A thread that handles messages has one `Note`, and writes there which message it handles.
+- A thread that waits for the reply to its own call writes this into the slot of the request (`pending.Slot`). The slot
+  disappears when the reply has come.
 - All other waits are in ``waiting``.
 
-A thread that waits may handle messages meanwhile, which may wait in turn: each note has the one that it hides.
+A waiting thread may handle messages meanwhile, and these may wait in turn. So each note keeps the one that it hides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FEW = 256
 
 
 class Handling(msgspec.Struct, frozen=True, gc=False):
-    """A thread handles a message of a peer."""
+    """What a thread handles: a message of a peer, since when, and what the thread had begun before."""
 
     peer: WorkerInfo
     message: Any
@@ -41,11 +41,11 @@ class Handling(msgspec.Struct, frozen=True, gc=False):
 
 
 Handled = tuple[WorkerInfo, Envelope, float] | tuple[WorkerInfo, Envelope, float, Any]
-"""What a thread handles, and since when. The fourth, if there is one, is what the thread had begun with before."""
+"""What a thread handles, and since when. The optional fourth item is what the thread had begun before."""
 
 
 class Note:
-    """What one thread handles, if it handles something. Only that thread writes here; see `Activity.new_note`."""
+    """What one thread handles, or None. Only that thread writes here; see `Activity.new_note`."""
 
     __slots__ = ("handles",)
 
@@ -54,7 +54,7 @@ class Note:
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """A thread waits. ``describe()`` says for what, as plain data with a ``kind``."""
+    """A wait of a thread. ``describe()`` returns what it waits for, as plain data with a ``kind``."""
 
     describe: Callable[[], Description]
     since: float
@@ -62,7 +62,7 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Late(msgspec.Struct, frozen=True, gc=False):
-    """A call goes on without a thread: its function is a coroutine, or has returned a future."""
+    """A call that continues without a thread: its function is a coroutine, or has returned a future."""
 
     peer: WorkerInfo
     message: Any
@@ -73,11 +73,11 @@ class Asking(Protocol):
     """A line on which threads wait for replies."""
 
     def waits(self) -> list[tuple[int, Wait]]:
-        """These threads, and what each waits for."""
+        """The threads that wait on this line, and what each one waits for."""
 
 
 class Activity:
-    """The notes of one worker, by thread. Times are those of `time.monotonic`."""
+    """The notes of one worker, by thread. Times are `time.monotonic` times. Any thread may read."""
 
     __slots__ = ("_forget_at", "_notes", "late", "lines", "waiting")
 
@@ -88,11 +88,11 @@ class Activity:
         self.lines: Callable[[], Iterable[Asking]] = lambda: ()
         """The lines on which threads may wait for replies."""
         self.late: dict[tuple[int, int], Late] = {}
-        """By the rank of the caller and the number of the call."""
+        """By the rank of the caller and the id of the call."""
 
     def new_note(self) -> Note:
-        """The note of the calling thread, which has none yet."""
-        if len(self._notes) >= self._forget_at:  # some are of threads that have ended
+        """A new note for the calling thread. Call once in each thread."""
+        if len(self._notes) >= self._forget_at:  # some notes belong to threads that have ended
             alive = {thread.ident for thread in threading.enumerate()}
             for thread, each in list(self._notes.items()):
                 if thread not in alive and each.handles is None:
@@ -112,7 +112,7 @@ class Activity:
         return None if note is None else _read(note.handles)
 
     def all_waits(self) -> dict[int, list[Wait]]:
-        """What each thread that waits waits for, by thread, the innermost first."""
+        """The waits of each waiting thread, the innermost first."""
         found: dict[int, list[Wait]] = {}
         for thread, innermost in list(self.waiting.items()):
             wait: Wait | None = innermost
@@ -128,7 +128,7 @@ class Activity:
 
     @contextmanager
     def waits(self, describe: Callable[[], Description]) -> Iterator[None]:
-        """Inside, the calling thread waits for what ``describe()`` says."""
+        """A context in which the calling thread waits for what ``describe()`` returns."""
         thread = get_ident()
         before = self.waiting.get(thread)
         self.waiting[thread] = Wait(describe, time.monotonic(), before)

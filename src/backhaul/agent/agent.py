@@ -1,7 +1,7 @@
 """Agent: makes calls to other workers and serves theirs.
 
-It ties the parts of this package together and holds what they share: the link with each peer, whose line for requests
-is opened when it is first needed; the lines that peers have opened; the table of message handlers.
+The agent ties the parts of this package together and holds what they share: the link with each peer, the lines that
+peers have opened, and the table of message handlers. A link's line for requests is opened on first use.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ T = TypeVar("T")
 
 
 class Agent:
-    """One worker's calls, both ways. All methods are thread-safe."""
+    """The calls that one worker makes and serves. All methods are thread-safe."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Agent:
         deadline: float,
         check: Callable[[], None],
     ) -> None:
-        """Listen, and join the group. ``enter`` runs first on every thread that this agent makes."""
+        """Listen, and join the group; call `start` next. ``enter`` runs first on each thread that this agent starts."""
         self.options = options
         self.trust = options.policy
         self.membership = membership
@@ -118,46 +118,46 @@ class Agent:
         self.forked = False
         self._links: dict[int, Link] = {}
         self._routes: dict[To, Link] = {}
-        self._reached_out: dict[int, float] = {}  # by rank: when this worker last tried
+        self._reached_out: dict[int, float] = {}  # rank -> when this worker last tried to connect
         self._lock = threading.Lock()
         self.on_connection_ended: list[Callable[[object, WorkerInfo, WorkerLostError], None]] = []
-        """Called, on any thread, when a connection breaks, or its peer dies or leaves. For upper layers."""
+        """Called on any thread when a connection breaks, or when its peer dies or leaves. For upper layers."""
 
         self.on_connected: list[Callable[[WorkerInfo], None]] = []
-        """Called, on any thread, when there is a new connection with a peer. For upper layers."""
+        """Called on any thread when a new connection with a peer is up. For upper layers."""
         self.on_replaced: list[Callable[[Member, Member], None]] = []
-        """Called, on any thread, when a process has taken the place of a member: what was known of the old one, and the
-        new one. Nothing of the old one is under way any more, and the new one has been given nothing yet."""
+        """Called on any thread with the old and the new member when a process has replaced a member. By then nothing of
+        the old process is under way, and the new process has been sent nothing."""
         self.inspect: Callable[[str, Mapping[str, Any]], Any] = _nothing_to_see
-        """What is answered to those who look at this worker: topic and arguments to plain data. For upper layers."""
+        """Answers an inspection of this worker: takes a topic and arguments, returns plain data. For upper layers."""
         self.idle_checks: list[Callable[[], bool]] = []
-        """Whether nothing of an upper layer's is under way; asked before a graceful shutdown ends."""
+        """Each returns True if its upper layer has nothing under way. Called before a graceful shutdown ends."""
         self.ask_engine: Callable[[Addresses], Ending | None] = lambda addresses: None
-        """How a worker that does not answer has ended, if the engine that started the workers knows that it has. Asked
-        on a thread that may wait for a moment."""
+        """Returns how an unresponsive worker ended, or None if the engine that started the workers knows of no end.
+        Called on a thread that may block briefly."""
 
         self._listeners: Sequence[Listener] = transport.listen()
         self.endings = Endings()
-        """How other processes of this launch have ended."""
+        """How other processes of this launch ended."""
         try:
-            if name is not None:  # what is wrong with its credentials, the others need not hear of
+            if name is not None:  # before it joins: bad credentials then fail before the group hears of this worker
                 transport.introduce(name)
             mine = own_devices(options.device_maps, options.devices)
             self.me = membership.join(name, rank, transport.addresses, deadline, check, mine)
             if name is None:
                 transport.introduce(self.me.name)
             self.devices = self._find_devices()
-            """The GPUs that tensors may be on in messages, if some worker has a device map."""
+            """The GPUs that tensors in messages may be on. None if no worker has a device map."""
         except BaseException:
             self.endings.close()
             transport.close()
             raise
         self.observers = Observers()
-        """Those who are told what happens here."""
+        """The observers that receive this agent's events."""
         self.activity = Activity()
         self.accounts = Accounts()
         self.activity.lines = self.accounts.lines
-        self._ids = itertools.count(1)  # of requests, over all lines: with this worker's name, they name a call
+        self._ids = itertools.count(1)  # request ids, over all lines: an id and this worker's name identify a call
         label = f"backhaul-{self.me.name}"
         self.pool = Pool(label, options.num_worker_threads, enter)
         self.watch = Watch(label + "-watch", options.unresponsive_after, enter)
@@ -165,7 +165,7 @@ class Agent:
         transport.when_used(self.watch.wake)
         limits = options.limits
         self.permissions = Permissions(self.me.name, options.message_limit)
-        """What peers may do, in a federation."""
+        """What each peer may do in a federation."""
         self.execution: Execution
         if self.trust.runs_any_function:
             self.execution = Execution(self.me, codec, enter, options.message_limit)
@@ -198,12 +198,12 @@ class Agent:
         self.completions = Completions(self.pool, self.watch, self.observers)
         self.presence = Presence(self.completions.add, {info.id for info in self.members()})
         self.leaving = False
-        """This worker has been told to shut down: that others leave is no news."""
+        """This worker has been told to shut down, so peers that leave are not reported."""
         self.vigils = Vigils(most_awake(options.busy_poll))
         self.listeners = Listeners(self.serving, self.watch, self.vigils, self._lines_to, self._handlers)
         self.watch.ticks = [self.serving.tick, self.completions.tick, self.listeners.tick]
         self.fates = Fates(self)
-        """What has become of peers that cannot be reached."""
+        """Tracks peers that cannot be reached: suspected, over, or back."""
         self.fates.on_suspected.append(self._losses.told)
         self.fates.on_over.append(lambda peer, _: membership.forget(peer.id))
         self.fates.on_over.append(lambda peer, reason: self._losses.told(peer, _lost(peer, reason)))
@@ -231,12 +231,12 @@ class Agent:
             raise OptionError("device maps need a group whose members are known: give world_size")
         check_maps(found)
         devices = WorkerDevices(self.me.name, found)
-        # Of the class, and so of the process: see there.
+        # A class attribute, so all agents of this process share it. See `Future.devices`.
         Future.devices = tuple(sorted({*Future.devices, *devices.streams.devices}))
         return devices
 
     def start(self) -> None:
-        """Let peers in. A newcomer greets all others, so that they know of it without the store."""
+        """Let peers in. A newcomer greets all other workers, so that they learn of it without the store."""
         self.watch.start()
         for listener in self._listeners:
             self.watch.add_listener(listener, self._reception.door.visit)
@@ -251,13 +251,13 @@ class Agent:
                     _log.info("could not greet %s: %s", info.name, error)
 
     def register(self, message: type[Any], handler: Handler) -> None:
-        """Let ``handler`` have the messages of this type. It must not raise, nor wait for peers."""
+        """Have ``handler`` handle all messages of this type. The handler must not raise and must not wait for peers."""
         self._handlers[message] = handler
 
     def intercept(self, message: type[Any], before: Callable[[Envelope], None]) -> Callable[[], None]:
-        """Have ``before`` called with each message of this type that has come; returns a function that ends this.
+        """Call ``before`` with each incoming message of this type. Returns a function that ends the interception.
 
-        It must be quick and must not raise.
+        ``before`` must be quick and must not raise.
         """
         handler = self._handlers[message]
 
@@ -283,7 +283,7 @@ class Agent:
     ) -> Any:
         """The value of ``function(*args, **kwargs)`` on worker ``to``.
 
-        ``timeout`` is in seconds, or infinity; ``what`` is what errors call it.
+        ``timeout`` is in seconds, or infinity. ``what`` names the call in errors.
         """
         name = what or name_for_people(function)
         if self.observers:
@@ -291,7 +291,7 @@ class Agent:
         line = self._route(to, time.monotonic() + timeout)
         id = next(self._ids)
         frame = self._call_frame(id, line, self._codec.pack_call(function, tuple(args), dict(kwargs)))
-        # From here on: packing the arguments does not count.
+        # The timeout starts here, so that packing the arguments does not count.
         return line.ask(id, frame, name, time.monotonic() + timeout, is_call=True)
 
     def call_async(
@@ -303,14 +303,14 @@ class Agent:
         timeout: float,
         what: str | None = None,
     ) -> Future[Any]:
-        """A future of that value."""
+        """`call`, but returns a future of the value."""
         name = what or name_for_people(function)
         if self.observers:
             return self._observed(Calling.ask_async, spanning_future, to, function, args, kwargs, timeout, name)
         line = self._route(to, time.monotonic() + timeout)
         id = next(self._ids)
         frame = self._call_frame(id, line, self._codec.pack_call(function, tuple(args), dict(kwargs)))
-        # From here on: packing the arguments does not count.
+        # The timeout starts here, so that packing the arguments does not count.
         return line.ask_async(id, frame, name, time.monotonic() + timeout, is_call=True)
 
     def _observed(
@@ -324,7 +324,7 @@ class Agent:
         timeout: float,
         name: str,
     ) -> T:
-        """`call` or `call_async`, told to observers, and in a span if there is a tracer."""
+        """`call` or `call_async` with events for observers, and in a span if there is a tracer."""
         self.observers.emit(Asked(peer=str(to), what=name))
         tracing = self.execution.tracing
 
@@ -339,7 +339,7 @@ class Agent:
         return call() if tracing is None else within(tracing.begin(name, to), call)
 
     def ask_now(self, to: WorkerInfo, make: Callable[[int, Mark | None], Any], what: str, timeout: float) -> Any:
-        """The answer to a request that counts as a call of the user's: ``make(id, mark)`` is the message."""
+        """The answer to the request ``make(id, mark)``, which counts as one of the user's calls."""
         deadline = time.monotonic() + timeout
         mark, _ = self.execution.recording.asking((), to)
 
@@ -360,7 +360,7 @@ class Agent:
         self._post(line, frame)
 
     def _encoded(self, frame: Frame, message: Any = None) -> Frame:
-        """A frame, told to observers. If there is a tracer, it has the mark of its pass or of this thread's call."""
+        """Report a frame to observers. A tracer adds the mark of the message's pass or of this thread's call."""
         tracing = self.execution.tracing
         if tracing is not None:
             frame = tracing.attach(frame) if message is None else tracing.attach_pass(frame, message)
@@ -375,19 +375,19 @@ class Agent:
         return Gradients(None) if self.devices.crosses else None
 
     def post_lazily(self, to: To, message: Any) -> None:
-        """Send a one-way message that is in no hurry: with the next one, or at a tick. Raises `WorkerLostError`."""
+        """Send a one-way message with the next message or at the next tick. Raises `WorkerLostError`."""
         line = self._route(to, math.inf)
         frame = encode(message)
-        # Observers see messages leave in the order in which they are made.
+        # Not with observers: they must see messages leave in the order in which they are made.
         if self.observers or not line.post_lazily(frame):
             self._post(line, frame)
 
     def post_frame(self, to: To, frame: Frame) -> None:
-        """Send a one-way message that is encoded. Raises `WorkerLostError`."""
+        """Send a one-way message that is already encoded. Raises `WorkerLostError`."""
         self._post(self._route(to, math.inf), frame)
 
     def post_awaited(self, to: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a one-way message that a thread of that worker waits for. Raises `WorkerLostError`."""
+        """Send a one-way message that a thread of worker ``to`` waits for. Raises `WorkerLostError`."""
         link = self._links.get(to)
         if self.devices is not None and any(tensor.is_cuda for tensor in tensors):
             served = None if link is None else link.served
@@ -411,17 +411,17 @@ class Agent:
         return [line for link in links if link is not None and (line := link.open) is not None]
 
     def is_connected(self, rank: int) -> bool:
-        """Whether messages to that worker can leave without a new connection."""
+        """Whether messages to the worker of this rank can leave without a new connection."""
         link = self._links.get(rank)
         return link is not None and link.open is not None
 
     def connected(self, rank: int) -> WorkerInfo | None:
-        """That worker, if messages to it can leave without a new connection."""
+        """The worker of this rank if messages to it can leave without a new connection, else None."""
         link = self._links.get(rank)
         return None if link is None or link.open is None else link.peer
 
     def reach_out(self, rank: int) -> None:
-        """Connect to a worker in the background, if possible, since messages may be sent there later."""
+        """Try to connect to a worker in the background, because messages may be sent to it later. Never raises."""
         now = time.monotonic()
         if now < self._reached_out.get(rank, -math.inf) + _REACH_OUT_SECONDS:
             return
@@ -453,13 +453,13 @@ class Agent:
             raise WorkerLostError(str(lost), line.peer.name) from error
 
     def pack(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedCall:
-        """What `create` sends. Raises if something of it cannot travel."""
+        """Pack a call for `create`. Raises if a part of the call cannot be sent."""
         return self._codec.pack_call(function, args, kwargs)
 
     def create(self, to: WorkerInfo, ref: RefId, packed: PackedCall, what: str, timeout: float) -> Future[Any]:
-        """Ask a worker to run a function and to keep its value under ``ref``: a future of its answer.
+        """Ask a worker to run a function and keep its value under ``ref``. Returns a future of the answer.
 
-        ``what`` is what errors call it, and ``timeout`` is in seconds, or infinity.
+        ``what`` names the call in errors. ``timeout`` is in seconds, or infinity.
         """
         deadline = time.monotonic() + timeout
         tree, packing = packed
@@ -478,16 +478,16 @@ class Agent:
         return ask() if tracing is None else spanning_future(tracing.begin(what, to), ask)
 
     def is_reachable(self, info: WorkerInfo, seconds: float) -> bool:
-        """Whether a worker answers, over a new connection if need be. Raises if it does not."""
+        """Return True if a worker answers, over a new connection if necessary. Raises if it does not answer."""
         self.insist(info, Ping, "an answer", seconds, suspected=True)
         return True
 
     def insist(
         self, to: WorkerInfo, make: Callable[[int], Any], what: str, seconds: float, *, suspected: bool = False
     ) -> Any:
-        """The answer to a question of our own, over new connections if need be. Raises if nobody is there.
+        """The answer to an internal request ``make(id)``, over new connections if necessary.
 
-        ``suspected``: a connection is tried even if the last attempts have failed.
+        Raises if no connection can be made. ``suspected``: try to connect even if the last attempts failed.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -496,16 +496,16 @@ class Agent:
                 id = self._issue(line, what, is_call=False)
                 return line.ask(id, self._question(make(id)), what, deadline, is_call=False)
             except WorkerLostError:
-                # That connection has broken, too. Only one that cannot be made says that nobody is there.
+                # A broken connection proves nothing. Only a failure to connect means that the worker is not there.
                 if time.monotonic() >= deadline:
                     raise
 
     def how_ended(self, info: WorkerInfo) -> str | None:
-        """How the process of a worker ended, if the machine, the launcher or the engine says that it did, else None."""
+        """How the process of a worker ended. None unless the machine, the launcher or the engine says that it ended."""
         return self._losses.how_ended(info)
 
     def is_elsewhere(self, info: WorkerInfo) -> bool:
-        """Whether a worker is on another machine, as far as is known."""
+        """Whether a worker is known to be on another machine."""
         return self._losses.is_elsewhere(info)
 
     def is_replaced(self, info: WorkerInfo) -> bool:
@@ -513,13 +513,13 @@ class Agent:
         return self._losses.is_replaced(info)
 
     def cut_off(self, rank: int) -> None:
-        """End the connections with a worker that is as good as dead; returns when they have been read to the end."""
+        """End the connections with a worker that counts as dead. Returns when they have been read to the end."""
         link = self._links.get(rank)
         name = "" if link is None else link.peer.name
         self._end_lines(rank, WorkerLostError(f"worker {name!r} is lost: it does not answer", name))
 
     def _end_lines(self, rank: int, lost: WorkerLostError) -> None:
-        """End the connections with a worker; returns when they have been read to the end."""
+        """End the connections with a worker. Returns when they have been read to the end."""
         link = self._links.get(rank)
         if link is not None and (line := link.open) is not None:
             line.lose(lost)
@@ -528,7 +528,7 @@ class Agent:
             served.over.wait(_CUT_OFF_SECONDS)
 
     def ask_later(self, to: WorkerInfo, make: Callable[[int], Any], what: str, deadline: float) -> Future[Any]:
-        """A future of the answer to a question of our own: ``make(id)`` is the message."""
+        """A future of the answer to the internal request ``make(id)``."""
         line = self._route(to, deadline)
         id = self._issue(line, what, is_call=False)
         return line.ask_async(id, self._question(make(id)), what, deadline, is_call=False)
@@ -540,7 +540,7 @@ class Agent:
         return self.execution.frame(Call(id, tree, cargo.refs, cargo.mark, modes, cargo.coded), cargo)
 
     def _issue(self, line: Calling, what: str, *, is_call: bool) -> int:
-        """The number of a new request."""
+        """The id of a new request, reported to observers."""
         id = next(self._ids)
         if self.observers:
             self.observers.emit(Issued(peer=line.peer.name, call=id, what=what, is_call=is_call))
@@ -553,7 +553,7 @@ class Agent:
         return frame
 
     def _route(self, to: To, deadline: float, *, suspected: bool = False) -> Calling:
-        """The line for requests to a worker, opened if need be. ``suspected``: see `insist`."""
+        """The line for requests to a worker, opened if necessary. ``suspected``: see `insist`."""
         link = self._routes.get(to)
         if link is not None and (line := link.open) is not None and not self.forked:
             return line
@@ -562,7 +562,7 @@ class Agent:
         try:
             line = self._connect(member, deadline, suspected=suspected)
         except WorkerLostError:
-            # Another process may have taken its place since this worker heard of it.
+            # Another process may have replaced the worker since this process last heard of it.
             successor = self.membership.successor(member)
             if successor is None:
                 raise
@@ -572,7 +572,7 @@ class Agent:
         return line
 
     def link(self, peer: WorkerInfo) -> Link:
-        """The link with a peer, new if need be. A peer of another name under the same rank is another peer."""
+        """The link with a peer, created if necessary. The same rank under another name is another peer."""
         with self._lock:
             link = self._links.get(peer.id)
             if link is None or link.peer != peer:
@@ -580,11 +580,11 @@ class Agent:
             return link
 
     def known_link(self, rank: int) -> Link | None:
-        """The link with the peer of a rank, if there is one."""
+        """The link with the peer of this rank, if there is one."""
         return self._links.get(rank)
 
     def require_usable(self) -> None:
-        """Raise unless calls can be made with this agent."""
+        """Raise `ForkedError` or `NotInitializedError` if this agent cannot make calls."""
         if self.forked:
             raise ForkedError(
                 f"this process was forked from worker {self.me.name!r} and cannot use its connections; call init_rpc "
@@ -608,7 +608,7 @@ class Agent:
                     link.came_up()
                     self.accounts.add(line)
                     self.listeners.opened(line)
-                    if self.closed.is_set():  # close() may not have seen it
+                    if self.closed.is_set():  # close() may have missed this line
                         line.lose(self._shut_down())
                 return line
         except BackhaulError as error:
@@ -658,7 +658,7 @@ class Agent:
         if (welcome.id, welcome.name) != (member.id, member.name):
             channel.close()
             raise AuthenticationError(
-                f"at the address of worker {member.name!r} (rank {member.id}) answers {welcome.name!r} "
+                f"the address of worker {member.name!r} (rank {member.id}) is answered by {welcome.name!r} "
                 f"(rank {welcome.id})"
             )
         self.greeted(msgspec.structs.replace(member, incarnation=welcome.incarnation), reached=True)
@@ -699,13 +699,14 @@ class Agent:
         message: Inspect = envelope.message
         try:
             return self.answer(message.id, self.inspect(message.topic, message.arguments))
-        except Exception as error:  # not a call, so it does not count as one that failed
+        except Exception as error:  # an inspection is not a call, so it does not count as a failed call
             return self.execution.tell_failure(lambda *what: Failure(message.id, *what), error, line)
 
     def greeted(self, member: Member, *, reached: bool) -> None:
-        """A member has proved who it is on a new line, which is not in use yet; ``reached``: this worker opened it.
+        """A member has proved its identity on a new line that is not in use yet.
 
-        If it has taken the place of another process, that one is over, and the layers above know it when this returns.
+        ``reached``: this worker opened the line. If the member has replaced another process, that process is over,
+        and the layers above have been told when this returns.
         """
         link = self.link(member.info)
         with link.greeting:
@@ -717,29 +718,29 @@ class Agent:
                     callback(before, member)
             for each in list(self.on_connected):
                 each(member.info)
-        if not link.fate.suspected:  # otherwise an examination says when it can be called
+        if not link.fate.suspected:  # an examination clears the suspicion and then calls presence.came
             self.presence.came(member.info)
 
     def members(self) -> list[WorkerInfo]:
         return self.membership.members()
 
     def peers_connected(self) -> bool:
-        """Some other worker can still make calls to this one."""
+        """Whether any other worker can still make calls to this one."""
         return any(
             line.peer != self.me and line.peer.id != GUEST and not line.said_goodbye
             for line in list(self.serving.lines)
         )
 
     def answer(self, id: int, value: Any) -> Frame:
-        """The frame that answers a question of our own with a value."""
+        """The frame that answers an internal request with a value."""
         tree, _ = self._codec.pack(value)
         return encode(Result(id, tree))
 
     def counts(self) -> Counts:
-        """Whether all calls of this worker are settled; calls sent to, and finished for, each peer.
+        """Whether all calls of this worker are settled; the calls sent to each peer; the calls finished for each peer.
 
-        In a federation no peer is told how often others call: whether all is settled, also of what is served here, and
-        a number that changes with the counts and says nothing else.
+        In a federation, peers must not learn how often others call. There this returns whether all calls made and
+        served here are settled, and a number that changes when the counts change and reveals nothing else.
         """
         idle, sent, finished = self._counts()
         if self._stamps is None:
@@ -763,12 +764,12 @@ class Agent:
         return idle, sent, finished
 
     def idle(self) -> bool:
-        """Nothing that this worker sent, or serves, is under way."""
+        """Whether nothing that this worker sent or serves is under way."""
         lines: list[Line] = [*self.serving.lines, *self.calling()]
         return self.counts()[0] and all(line.calls_started == line.calls_finished for line in lines)
 
     def calling(self) -> list[Calling]:
-        """The lines that this worker has opened, and that are not lost."""
+        """The lines that this worker has opened and not lost."""
         return [line for link in list(self._links.values()) if (line := link.open) is not None]
 
     def transport_memory(self) -> dict[str, int]:
@@ -781,7 +782,7 @@ class Agent:
         return lost
 
     def close(self, wait: float) -> None:
-        """Close everything, now. Waits at most ``wait`` seconds for functions that still run here."""
+        """Close everything now. Waits at most ``wait`` seconds for functions that still run here."""
         with self._lock:
             if self.closed.is_set():
                 return
@@ -810,7 +811,7 @@ class Agent:
         self.transport.close()
 
     def abandon(self) -> None:
-        """In a forked child: give up the descriptors, so that peers notice when the parent dies."""
+        """In a forked child: close the descriptors, so that peers notice when the parent dies."""
         self.forked = True
         for line in self.calling():
             line.abandon()

@@ -1,4 +1,4 @@
-"""Autocast: the mixed precision that a caller computes in, taken along to the worker that it calls."""
+"""Autocast: applies the caller's mixed precision on the worker that it calls."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 from backhaul.errors import ProtocolError
 
 Autocast = tuple[tuple[str, str], ...]
-"""The types of devices for which it is on, each with the name of its dtype."""
+"""The device types for which autocast is on, each with the name of its dtype."""
 
 _KINDS = ("cpu", "cuda")
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 is_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
-"""Whether the calling thread computes so, for any type of device. Quicker than `here`."""
+"""Whether autocast is on in the calling thread, for any device type. Faster than `here`."""
 
 
 def here() -> Autocast:
-    """That of the calling thread; ``()`` if it is off."""
+    """The autocast state of the calling thread; ``()`` if autocast is off."""
     return tuple(
         (kind, str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
         for kind in _KINDS
@@ -33,7 +33,7 @@ def here() -> Autocast:
 
 @contextmanager
 def entered(autocast: Autocast) -> Iterator[None]:
-    """Inside, the calling thread computes so, as far as it has such devices."""
+    """A context in which the calling thread uses this autocast state, for the device types that this machine has."""
     with ExitStack() as stack:
         for kind, dtype in autocast:
             if kind != "cuda" or torch.cuda.is_available():
@@ -42,12 +42,15 @@ def entered(autocast: Autocast) -> Iterator[None]:
 
 
 def under(autocast: Autocast, function: Any) -> Any:
-    """The function, computing so; it may be a coroutine function. Raises ProtocolError for what torch does not know."""
+    """A wrapper that runs a function, or a coroutine function, under an autocast state.
+
+    Raises `ProtocolError` for an unknown device type or dtype.
+    """
     for kind, dtype in autocast:
         if kind not in _KINDS or dtype not in _DTYPES:
             raise ProtocolError(f"autocast for {kind!r:.50} to {dtype!r:.50}")
 
-    @functools.wraps(function, updated=())  # it may be an object, whose attributes are its own
+    @functools.wraps(function, updated=())  # it may be a callable object, whose attributes must not be copied
     def run(*args: Any, **kwargs: Any) -> Any:
         with entered(autocast):
             value = function(*args, **kwargs)
@@ -59,5 +62,5 @@ def under(autocast: Autocast, function: Any) -> Any:
 
 
 async def _finish(coroutine: Coroutine[Any, Any, Any], autocast: Autocast) -> Any:
-    with entered(autocast):  # not for the other coroutines of the thread: see `steps`
+    with entered(autocast):  # other coroutines of this thread are not affected: see `steps`
         return await coroutine

@@ -1,21 +1,22 @@
-"""Calling: the line to a peer that this worker has opened. Its requests leave there. The thread that waits reads.
+"""Calling: the line that this worker has opened to a peer. Requests leave on it, and waiting threads read the replies.
 
 Theory of operation
 -------------------
-`link_state` decides; this file does it. There is no thread that only reads:
+`link_state` decides, and this file acts. There is no dedicated reader thread:
 
-- A thread that waits for a reply takes the role of the reader if it is free, reads, and hands out whatever arrives,
-  also what others wait for. When its own reply has come it wakes one of the others, which takes the role over.
-- A thread that finds the role taken sleeps until its reply or the role comes to it.
-- A thread that waits while futures to other peers are outstanding reads those as well (`waiting.Vigil`).
-- Futures that no thread waits for are read by the watch thread, once it has found them without a reader at a tick.
+- A thread that waits for a reply takes the reader role if the role is free. It reads and hands out everything that
+  arrives, including the replies of other threads. When its own reply has come, it wakes one of the other threads, which
+  takes over the role.
+- A thread that finds the role taken sleeps until it gets its reply or the role.
+- A thread that waits while futures to other peers are outstanding reads those lines as well (`waiting.Vigil`).
+- The watch thread reads the replies to futures that no thread waits for, once a tick has found them without a reader.
 - A thread whose request does not fit into the socket reads replies while it waits for room.
-  Otherwise two workers that send to each other could both wait without an end.
+  Otherwise two workers that send to each other could both wait forever.
 
-Messages other than replies may come here, too: the peer sends there what a thread of this worker waits for. Each goes
-to the thread that listens for it, or to the pool (``deliver``).
+Other messages may come on this line, too: the peer uses it for messages that a thread of this worker waits for. Each
+goes to the thread that listens for it, or to the pool (``deliver``).
 
-Nothing of the user's runs while a lock or a role is held. Futures with callbacks, and those that the watch thread
+No user code runs while a lock or a role is held. Futures with callbacks, and futures whose replies the watch thread
 reads, are completed elsewhere (`completions`).
 """
 
@@ -115,10 +116,10 @@ class Calling(Line):
         self._on_lost = on_lost
         self._explain = explain
         self._state: LinkState[Sleeper] = LinkState(self._patience)  # guarded by _lock
-        self._urgent: set[int] = set()  # slots whose futures have callbacks; some may be done
-        self._ending: list[Slot] = []  # the line is lost, and they end when it is known why; guarded by _lock
+        self._urgent: set[int] = set()  # ids of slots whose futures have callbacks; some slots may be done
+        self._ending: list[Slot] = []  # slots of a lost line; they end once the reason is known; guarded by _lock
         self.lost: WorkerLostError | None = None
-        """Why the connection has ended, if it has."""
+        """Why the connection ended; None while it is open."""
         watch.add(self)
 
     @property
@@ -134,13 +135,13 @@ class Calling(Line):
         return len(self._state)
 
     def unanswered(self) -> list[tuple[int, str]]:
-        """Those requests: their numbers, and what people call them."""
+        """The id and the readable name of each request that awaits its reply."""
         with self._lock:
             return [(slot.id, slot.what) for slot in self._state.unanswered()]
 
     @property
     def futures(self) -> int:
-        """How many of them are futures, which perhaps no thread waits for."""
+        """How many outstanding requests are futures. Perhaps no thread waits for them."""
         return self._state.futures
 
     @property
@@ -154,7 +155,7 @@ class Calling(Line):
     # Requests.
 
     def ask(self, id: int, frame: Frame, what: str, deadline: float, *, is_call: bool) -> Any:
-        """Send the request of that number, which no other has, and return its reply's value, or raise."""
+        """Send a request and return the value of its reply, or raise. No other request may have the same ``id``."""
         slot = Slot(id, what, deadline, is_call, thread=get_ident())
         self._request(slot, frame, watched=False)
         if not slot.done:
@@ -162,7 +163,7 @@ class Calling(Line):
         return self._open_observed(slot) if self._observers else self._open_reply(slot)
 
     def ask_async(self, id: int, frame: Frame, what: str, deadline: float, *, is_call: bool) -> Future[Any]:
-        """Send the request of that number, which no other has; return a future of its reply's value."""
+        """Send a request and return a future of its reply's value. No other request may have the same ``id``."""
         slot = Slot(id, what, deadline, is_call)
         future = _Reply(self, slot)
         slot.future = future
@@ -200,7 +201,7 @@ class Calling(Line):
         self._send(frame, math.inf, is_call=False)
 
     def post_lazily(self, frame: Frame) -> bool:
-        """Have a small one-way message leave with the next one, or at the next tick. False if it cannot wait."""
+        """Send a small one-way message with the next frame, or at the next tick. False if the message cannot wait."""
         if frame.keep or frame.size > SMALL:
             return False
         with self._sending, self._lock:
@@ -214,10 +215,10 @@ class Calling(Line):
     # Sending.
 
     def _hold(self, frame: Frame) -> bool:
-        """Hold a call back so that it leaves together with others. False if it is to be sent now.
+        """Hold a call back so that it leaves together with others. False if the caller must send it now.
 
-        It leaves when a thread waits for a reply or hangs a callback on one, when there are enough of them,
-        or at the next tick.
+        Held calls leave when a thread waits for a reply or adds a callback to a future, when enough calls are held, or
+        at the next tick.
         """
         if not self._state.may_hold(frame.size):
             return False
@@ -231,7 +232,7 @@ class Calling(Line):
         return True
 
     def send_held(self) -> bool:
-        """Send what is held back, without waiting. False if something has not left and no thread sees to it."""
+        """Send the held frames without waiting. False if some bytes have not left and no thread is sending them."""
         if not self._state.holds:
             return self.send_rest()
         try:
@@ -252,9 +253,9 @@ class Calling(Line):
             return list(self._state.take_held())
 
     def _send(self, frame: Frame | None, deadline: float, *, is_call: bool) -> None:
-        """Send a frame, if given, after what is held back.
+        """Send the held frames, and then ``frame`` if given.
 
-        Waits if the frame refers to memory that may change before it has left, or if too much waits already.
+        Waits if the frame refers to memory that may change before the frame has left, or if the outbox is full.
         """
         departure = None
         if self._unflushed:
@@ -288,7 +289,7 @@ class Calling(Line):
             self._see_off(departure, duty, deadline)
         except RpcTimeoutError:
             if is_call and not departure.begun:
-                with self._lock:  # it was counted as sent, and is about to be counted as settled
+                with self._lock:  # the call was counted as sent, and is about to be counted as settled
                     self._state.calls_sent -= 1
                     self._state.calls_settled -= 1
             raise
@@ -307,7 +308,7 @@ class Calling(Line):
         self.lose(error)
 
     def _send_held_first(self, slot: Slot) -> None:
-        """A thread is about to wait for this slot: send what is held back."""
+        """Send the held frames, because a thread is about to wait for this slot."""
         try:
             self._send(None, slot.deadline, is_call=False)
         except (ChannelClosed, ProtocolError) as error:
@@ -318,7 +319,7 @@ class Calling(Line):
     # Waiting.
 
     def wait(self, slot: Slot) -> None:
-        """Return when the slot is done, reading replies as long as it is not."""
+        """Return when the slot is done. Reads replies until then."""
         if self._state.holds:
             self._send_held_first(slot)
         unread = self._watch.unread
@@ -341,10 +342,10 @@ class Calling(Line):
                     self._sleep(slot, timeout)
                 if not slot.done:
                     began, now = now, time.monotonic()
-                    # At the call's deadline, too: shorter ones would never find out that the link is stuck.
+                    # Also at the deadline: otherwise calls with short timeouts would never notice a stuck link.
                     if self._state.reads == reads and (now - began >= self._patience / 4 or now >= slot.deadline):
                         self.check_alive()
-        except BaseException:  # the thread was interrupted: the slot stays, and the thread does not wait for it
+        except BaseException:  # the thread was interrupted: the slot stays, but no longer counts as waited for
             slot.since = 0.0
             raise
         finally:
@@ -356,7 +357,7 @@ class Calling(Line):
                 self._serving.resumed()
 
     def wait_noted(self, slot: Slot) -> None:
-        """`wait`, for the slot of a future: any thread may wait for it, and several at once."""
+        """`wait` for the slot of a future. Several threads may wait for the same slot at once."""
         waiting = self._serving.activity.waiting
         thread = get_ident()
         before = waiting.get(thread)
@@ -382,7 +383,7 @@ class Calling(Line):
         return {"kind": "reply", "peer": self.peer.name, "call": slot.id, "what": slot.what, "deadline": slot.deadline}
 
     def _sleep(self, slot: Slot, timeout: float) -> None:
-        """Sleep until the reply or the role of the reader comes to this thread."""
+        """Sleep until this thread gets its reply or the reader role."""
         waiter = Waiter()
         with self._lock:
             sleeps = self._state.wait(slot, waiter)
@@ -395,7 +396,7 @@ class Calling(Line):
             other.wake()
 
     def _other_readable(self, unread: set[Calling]) -> list[Calling]:
-        """The other lines on which futures are outstanding that may have no reader."""
+        """The other lines whose outstanding futures may have no reader."""
         others = []
         for line in list(unread):
             if not line.futures:
@@ -405,10 +406,10 @@ class Calling(Line):
         return others
 
     def _wait_for_all(self, slot: Slot, others: list[Calling], timeout: float) -> None:
-        """Wait for the slot, and read meanwhile whatever other futures there are."""
+        """Wait for the slot, and meanwhile read the other lines with outstanding futures."""
         try:
             vigil = self._vigils.take()
-        except OSError:  # there is no descriptor for it; the watch thread reads the others
+        except OSError:  # no descriptor is left for a vigil; the watch thread reads the other lines
             if token := self.begin_reading(slot):
                 self.finish_reading(token, None if timeout == math.inf else timeout)
             else:
@@ -424,12 +425,12 @@ class Calling(Line):
             self._vigils.give_back(vigil)
 
     def line_up(self, waiter: Sleeper) -> bool:
-        """Have a thread woken when it can read here. False if it can now, or never."""
+        """Have a thread woken when it can read this line. False if it can read now, or if the line is lost."""
         with self._lock:
             return self._state.line_up(waiter)
 
     def leave(self, waiter: Sleeper) -> None:
-        """The end of that."""
+        """Undo `line_up`."""
         with self._lock:
             other = self._state.leave(waiter)
         if other is not None:
@@ -438,15 +439,16 @@ class Calling(Line):
     # Reading.
 
     def begin_reading(self, slot: Slot | None = None) -> int:
-        """Take the role of the reader: a token, or 0 if another thread has it, or the line is lost.
+        """Take the reader role. Returns a token, or 0 if another thread has the role or the line is lost.
 
-        ``slot``: or if its reply has been read. Looked at with the role free, or a thread would wait for what has come.
+        Also returns 0 if the reply of ``slot`` has been read. The check and the taking of the role are one step:
+        otherwise a thread would wait for a reply that has already come.
         """
         with self._lock:
             return self._state.read() if slot is None or slot.id in self._state else 0
 
     def finish_reading(self, token: int, timeout: float | None, *, inline: bool = True) -> None:
-        """Read what comes within ``timeout`` seconds, give up the role, and hand out what was read.
+        """Read what arrives within ``timeout`` seconds, give up the reader role, and hand out what was read.
 
         ``inline``: this thread may complete futures.
         """
@@ -471,7 +473,7 @@ class Calling(Line):
             self.lose(problem)
 
     def stop_reading(self, token: int) -> bool:
-        """Give up the role. True if the line was lost meanwhile: this thread closes it."""
+        """Give up the reader role. True if the line was lost meanwhile: the caller must then close it."""
         state = self._state
         with self._lock:
             following = state.stop_reading(token)
@@ -481,7 +483,7 @@ class Calling(Line):
         return closes
 
     def end_vigil(self, token: int, *, comes: bool) -> None:
-        """A thread that waited for several lines gives up the role here, and reads first if something has come."""
+        """Give up the reader role after waiting for several lines. ``comes``: data is ready, so read it first."""
         if comes:
             self.finish_reading(token, 0)
         elif self.stop_reading(token):
@@ -499,9 +501,9 @@ class Calling(Line):
                 self._observers.emit(HandedOut(peer=self.peer.name, line=self.descriptor, count=count))
 
     def _receive(self, timeout: float | None, slots: list[Slot], others: list[Envelope]) -> bool:
-        """Read once. Has the role of the reader. False if nothing came.
+        """Read once. The caller holds the reader role. False if nothing came.
 
-        Slots are done before the role is given up: the next reader must not wait for a reply that has been read.
+        Slots are marked done before the role is given up: the next reader must not wait for a reply that has been read.
         """
         channel = self.channel
         if not channel.read(timeout):
@@ -519,7 +521,7 @@ class Calling(Line):
                 self._execution.traffic.arriving(message.refs, self.peer)
             with self._lock:
                 slot = self._state.answered(message.id, envelope)
-            if slot is None:  # it comes too late, or answers a ping
+            if slot is None:  # the reply is too late, or answers a ping
                 self._execution.discard(envelope)
                 continue
             for waiter in slot.waiters:
@@ -531,7 +533,7 @@ class Calling(Line):
     def _observed(
         self, following: Callable[[], Envelope | None], slots: list[Slot], others: list[Envelope]
     ) -> Callable[[], Envelope | None]:
-        """``following``, told to observers: something has been read now; all has come when nothing follows."""
+        """Wrap ``following``: emit `Read` now, and `Came` when no message is left."""
         self._observers.emit(Read(peer=self.peer.name, line=self.descriptor))
         frames = 0
 
@@ -548,7 +550,7 @@ class Calling(Line):
         return told
 
     def drain(self) -> bool:
-        """Read what is there without waiting. False if another thread is reading."""
+        """Read what has arrived, without waiting. False if another thread is reading."""
         while token := self.begin_reading():
             reads = self._state.reads
             self.finish_reading(token, 0, inline=False)
@@ -557,7 +559,7 @@ class Calling(Line):
         return self.lost is not None
 
     def _read_meanwhile(self) -> bool:
-        """The same, for a thread that pumps: the caller loses the line if this raises."""
+        """`drain`, for a pumping thread. If this raises, the caller loses the line."""
         token = self.begin_reading()
         if not token:
             return False
@@ -577,14 +579,14 @@ class Calling(Line):
         plain: list[tuple[Slot, Future[Any]]] = []
         for slot in finished:
             if slot.future is None:
-                self._count_settled(slot)  # it has failed
+                self._count_settled(slot)  # a blocking call that failed
             elif slot.future.has_callbacks:
                 self._completions.add(partial(self._settle, slot, slot.future))
             elif inline:
                 self._settle(slot, slot.future)
             else:
                 plain.append((slot, slot.future))
-        if plain:  # none of them waits for another
+        if plain:  # in one batch: without callbacks, none can wait for another
             self._completions.add(partial(self._settle_each, plain))
 
     def _settle_each(self, plain: list[tuple[Slot, Future[Any]]]) -> None:
@@ -592,7 +594,7 @@ class Calling(Line):
             self._settle(slot, future)
 
     def _fail(self, slot: Slot, error: BaseException | None, *, inline: bool = False) -> None:
-        """Finish a slot that was taken out, without a reply."""
+        """Finish a slot without a reply. The slot has been taken out already."""
         with self._lock:
             waiters = self._state.finish(slot, error)
         for waiter in waiters:
@@ -600,10 +602,10 @@ class Calling(Line):
         self._settle_all([slot], inline=inline)
 
     def _settle(self, slot: Slot, future: Future[Any]) -> None:
-        slot.future = None  # they refer to each other, and to tensors that must not wait for the garbage collector
+        slot.future = None  # break the cycle: their tensors must not wait for the garbage collector
         try:
             value = self._open_observed(slot) if self._observers else self._open_reply(slot)
-        except BaseException as error:  # it belongs to the thread that waits for the future
+        except BaseException as error:  # raised in the thread that waits for the future
             future.settle(None, error)
         else:
             future.settle(value)
@@ -633,7 +635,7 @@ class Calling(Line):
         try:
             raise error
         finally:
-            del error  # it refers to this frame now
+            del error  # break the cycle: its traceback refers to this frame
 
     def _count_settled(self, slot: Slot) -> None:
         if slot.is_call:
@@ -643,13 +645,13 @@ class Calling(Line):
     # For the watch thread.
 
     def attend(self, slot: Slot) -> None:
-        """Something is to happen when the reply comes, and no thread waits for it."""
+        """Have the watch thread read the reply at once: a callback depends on it, and no thread waits for it."""
         self._urgent.add(slot.id)
         self.send_held()
         self._watch.attend(self)
 
     def is_urgent(self) -> bool:
-        """Whether something happens as soon as one of the replies comes, though no thread waits for it."""
+        """Whether an outstanding reply has callbacks, so that it must be read as soon as it comes."""
         while self._urgent:
             id = self._urgent.pop()
             if id in self._state:
@@ -677,16 +679,16 @@ class Calling(Line):
         if ended:
             self._fail(slot, self._timeout_of(slot))
         else:
-            self._sleep(slot, math.inf)  # another thread has taken it out, and is about to finish it
+            self._sleep(slot, math.inf)  # another thread has taken the slot out and is about to finish it
 
     def _timeout_of(self, slot: Slot) -> RpcTimeoutError:
         return RpcTimeoutError(
             f"RPC ran for more than set timeout: {slot.what} on worker {self.peer.name!r} has not answered; "
-            "a longer one can be given as timeout=, 0 meaning none"
+            "pass a longer timeout=, or 0 for no timeout"
         )
 
     def check_alive(self) -> None:
-        """Ping a silent peer; lose it if a ping has gone unanswered for too long."""
+        """Ping a silent peer. Lose the line if a ping has gone unanswered for too long."""
         if self._patience == math.inf:
             return
         way = self.channel.way()
@@ -704,13 +706,13 @@ class Calling(Line):
             )
 
     def heard(self) -> None:
-        """The peer has said something on another line: it is alive."""
+        """Note that the peer is alive: it has sent something on another line."""
         self._state.heard()
 
     # The end.
 
     def lose(self, reason: Exception) -> None:
-        """Close the connection and fail everything that waits for it."""
+        """Close the connection and fail every request that waits for a reply. Later calls do nothing."""
         if not isinstance(reason, WorkerLostError):
             reason = WorkerLostError(f"worker {self.peer.name!r} is lost: {reason}", self.peer.name)
         with self._lock:
@@ -740,6 +742,6 @@ class Calling(Line):
         self._explain(self.peer, reason, end)
 
     def _loss(self) -> WorkerLostError | None:
-        """The loss as an exception of its own: one that several threads raise collects all their frames."""
+        """A fresh copy of the loss: an exception that several threads raise would collect the frames of all of them."""
         lost = self.lost
         return None if lost is None else type(lost)(str(lost), lost.worker)

@@ -1,10 +1,10 @@
-"""Completions: futures are completed here when the thread that read their reply should not do it.
+"""Completions: a queue of futures to complete when the thread that read the reply must not do it.
 
-User code may hang on a future (`then`, `collect_all`), and may block. So a thread that reads for
-others, and the watch thread above all, only queues the completion. One thread of the pool works
-the queue off in order; if one completion takes long while others wait, a tick of the watch thread gives
-the queue to another thread: running it is a `role`, as leading a line is. So a burst of callbacks needs one thread,
-and a callback that waits for another one's future gets it.
+Completing a future may run user code (`then`, `collect_all`), and that code may block. So a thread that reads for
+others, above all the watch thread, only queues the completion. One pool thread works off the queue in order. If one
+completion takes long while others wait, a tick of the watch thread gives the queue to another thread: running the queue
+is a `role`, like leading a line. So a burst of callbacks needs only one thread, and a callback that waits for the
+future of another callback gets its value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Job = Callable[[], None]
 
 
 class Completions:
-    """A queue of jobs that are run in order, by one thread unless one blocks. Thread-safe."""
+    """A queue of jobs. One thread runs them in order; if a job blocks, another thread continues. Thread-safe."""
 
     def __init__(self, pool: Pool, watch: Watch, observers: Observers) -> None:
         self._pool = pool
@@ -53,7 +53,7 @@ class Completions:
             self._watch.wake()
 
     def tick(self) -> bool:
-        """Give the queue to another thread if one job holds it up. False if there is none."""
+        """Give the queue to another thread if a job holds it up. False if no job is queued or running."""
         role = self._role
         with self._lock:
             stuck = self._jobs and role.turn == self._seen_turn
@@ -70,7 +70,7 @@ class Completions:
         try:
             self._pool.run(lambda: self._run(token))
         except Exception:
-            # No thread is available. The queue is free again, and the next tick tries again.
+            # No thread is available. Free the queue, so that the next tick tries again.
             _log.warning("no thread can be started to complete futures", exc_info=True)
             with self._lock:
                 self._role.release(token)

@@ -1,6 +1,6 @@
-"""Coroutines: the event loop of a worker, for functions that are coroutines.
+"""Coroutines: the event loop of a worker, which runs called functions that are coroutines.
 
-The loop has a thread of its own, which starts with the first coroutine.
+The loop has its own thread, which the first coroutine starts.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from backhaul.devices.streams import Streams
 
 
 class Coroutines:
-    """Of one worker. Thread-safe."""
+    """The event loop of one worker. Thread-safe."""
 
     def __init__(self, worker: str, enter: Callable[[], None]) -> None:
-        """``enter`` runs first on the thread."""
+        """``enter`` runs first on the thread of the loop."""
         self._worker = worker
         self._enter = enter
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself only has weak references to its tasks
+        self._tasks: set[asyncio.Task[None]] = set()  # strong references: the loop holds only weak ones
         self._lock = threading.Lock()
         # Guarded by _lock:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, coroutine: Coroutine[Any, Any, Any], streams: Streams | None) -> Future[Any]:
-        """Run a coroutine, in the context of the calling thread. ``streams``: of the worker's GPUs, if it has any."""
+        """Run a coroutine in the context of the calling thread. Returns a future of its value.
+
+        ``streams`` are the streams of the worker's GPUs, if it has any.
+        """
         future: Future[Any] = Future()
 
         async def run() -> None:
@@ -51,7 +54,7 @@ class Coroutines:
         return future
 
     def close(self, seconds: float) -> None:
-        """Cancel the coroutines, and wait that long for their loop to end."""
+        """Cancel the coroutines, and wait at most this many seconds for the loop to end."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None

@@ -1,16 +1,17 @@
-"""Door: greets those who connect, and lets the peers among them in.
+"""Door: greets everyone who connects, and admits the peers.
 
 Theory of operation
 -------------------
-Everybody may knock, and most who are not peers say nothing useful, or say it slowly. So nobody gets a thread of its
-own, nor more than a few seconds, nor a large buffer: a visitor is a greeting that goes on in steps (`Visitor.step`),
-and one thread makes the steps of all. It is started by the first visitor and ends when there has been none for
-a while, so an idle worker has none.
+Anyone can connect, and most visitors that are not peers send nothing useful, or send it slowly. So no visitor gets its
+own thread, more than a few seconds, or a large buffer. A visitor is a greeting that proceeds in steps (`Visitor.step`),
+and one thread makes the steps of all visitors. The first visitor starts this thread. The thread ends after a while
+without visitors, so an idle worker has none.
 
-There is room for a bounded number of them. When it is full, the one goes that has been there longest without anybody
-vouching for it: a peer's greeting takes milliseconds, so it is not that one.
+The number of visitors is bounded. When the door is full, the oldest visitor that is not yet trusted must go. A peer's
+greeting takes only milliseconds, so the oldest visitor is not a peer.
 
-Who is not let in is written down with the reason; each reason once in a while, and then how many more there were.
+Refused visitors are logged with the reason. Each reason is logged once in a while, followed by a count of the
+repetitions.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from backhaul.transport.sockets import no_descriptors
 _log = logging.getLogger(__name__)
 
 PATIENCE = 5.0
-"""Seconds that a greeting may take at most."""
+"""The longest time, in seconds, that a greeting may take."""
 
 MOST = 512
-"""So many greetings may be under way at once, if the process may have enough descriptors."""
+"""How many greetings may be under way at once, if the process has enough descriptors."""
 
 _ACCEPT_AT_ONCE = 64
 _LINGER = 5.0
@@ -47,17 +48,17 @@ _MAX_REASONS = 32
 _SHOWN_REASONS = 5
 _LONGEST_REASON = 300
 _NO_DESCRIPTORS_PAUSE = 0.01
-# What is in quotes, also if it has been cut off, and numbers.
+# Numbers, and text in quotes, even if the closing quote has been cut off.
 _CHOSEN = re.compile(r"""b?'(?:[^'\\]|\\.)*(?:'|$)|b?"(?:[^"\\]|\\.)*(?:"|$)|\d+""")
 _EVENTS: dict[Want, int] = {"read": select.EPOLLIN, "write": select.EPOLLOUT}
 
 
 class Refusals:
-    """What to write down about those who were not let in. Pure.
+    """Decides what to log about refused visitors. Pure: no lock, no clock.
 
-    A reason is written down when it first comes up; `summary` tells how often it has come up since, and forgets.
-    Whoever knocks chooses some of the words in them, those in quotes and the numbers: these do not make it another one,
-    or a flood of garbage would hide why a peer was not let in.
+    A reason is logged when it first occurs. `summary` says how often it has occurred since, and resets the counts.
+    Numbers and text in quotes are ignored when reasons are compared, because the visitor chooses them. Otherwise a
+    flood of garbage would hide why a peer was refused.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Refusals:
         self._others = 0
 
     def is_news(self, reason: str) -> bool:
-        """Whether this is to be written down now. If not, it counts for the summary."""
+        """Whether to log this reason now. If not, it counts towards the summary."""
         reason = _CHOSEN.sub("…", reason[:_LONGEST_REASON])
         if reason in self._known:
             self._more[reason] += 1
@@ -78,7 +79,7 @@ class Refusals:
         return False
 
     def summary(self) -> str | None:
-        """What to write down about the rest, if there is something."""
+        """The log line about the reasons that were only counted; None if there are none. Resets the counts."""
         shown = self._more.most_common(_SHOWN_REASONS)
         total = self._more.total() + self._others
         rest = total - sum(count for _, count in shown)
@@ -92,7 +93,7 @@ class Refusals:
 
 
 class _Guest(NamedTuple):
-    """A visitor, with what has to be known when its socket is closed already."""
+    """A visitor, with the fields that are still needed after its socket is closed."""
 
     visitor: Visitor
     descriptor: int
@@ -100,7 +101,7 @@ class _Guest(NamedTuple):
 
 
 class Door:
-    """See the module's docstring. `visit` is for one thread, and does not wait; the others are thread-safe."""
+    """See the module's docstring. Only one thread may call `visit`. All other methods are thread-safe."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Door:
         patience: float = PATIENCE,
         most: int | None = None,
     ) -> None:
-        """``judge`` decides about who says hello; ``let_in`` gets those that are welcome. Neither may wait or raise."""
+        """``judge`` decides about each greeting. ``let_in`` gets the admitted peers. Neither may wait or raise."""
         self._name = name
         self._judge = judge
         self._let_in = let_in
@@ -124,16 +125,19 @@ class Door:
         self._bell = -1
         self._crowded = False
         self._closed = False
-        # The thread's own; in the order of their deadlines:
+        # Used only by the door's thread. The guests are in the order of their deadlines:
         self._guests: dict[int, _Guest] = {}
         self._refusals = Refusals()
-        self._looks = Refusals()  # those who went again without a word
+        self._looks = Refusals()  # visitors that hung up without a greeting
         self._summary_at = 0.0
-        self._crowded_said = 0.0  # when to say that again; of the thread that calls `visit`
+        self._crowded_said = 0.0  # when to log that again; used only by the thread that calls `visit`
         self._epoll: select.epoll | None = None
 
     def visit(self, listener: Listener) -> None:
-        """Somebody is at the listener. Called by who watches it."""
+        """Accept the visitors at a listener. The thread that watches the listener calls this.
+
+        Does not wait for visitors. Sleeps briefly if the process is out of descriptors.
+        """
         arrived: list[Visitor] = []
         crowded = False
         try:
@@ -152,17 +156,17 @@ class Door:
             visitor.turn_away()
         if crowded:
             self._say_crowded()
-            # Who watches the listener will be told again at once, and can do nothing about it before others have gone.
+            # The listener stays readable, so the watching thread would spin until other visitors have gone.
             time.sleep(_NO_DESCRIPTORS_PAUSE)
 
     def _say_crowded(self) -> None:
         now = time.monotonic()
         if now >= self._crowded_said:
             self._crowded_said = now + _SUMMARY_SECONDS
-            _log.error("somebody connects and cannot be let in: %s", no_descriptors())
+            _log.error("a connection cannot be accepted: %s", no_descriptors())
 
     def close(self) -> None:
-        """Turn away who is there, and everybody from now on."""
+        """Turn away all visitors, now and from now on. Waits for the door's thread to end."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -182,7 +186,7 @@ class Door:
             self._epoll.close()
 
     def _wake(self) -> None:
-        """Holds ``_lock``."""
+        """Wake the door's thread, or start it. The caller holds ``_lock``."""
         if self._thread is None:
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -198,7 +202,7 @@ class Door:
                 pass
 
     def _receive(self, epoll: select.epoll) -> bool:
-        """Wait once, and go on with the greetings that can. False if this thread is to end, and has cleaned up."""
+        """Wait once, and continue the greetings that are ready. False if this thread must end; it has cleaned up."""
         with self._lock:
             arrived, self._arrived = self._arrived, deque()
             crowded, self._crowded = self._crowded, False
@@ -233,7 +237,7 @@ class Door:
         return True
 
     def _end(self) -> bool:
-        """Let the next visitor start another thread, unless one has just come to this one. The last thing it does."""
+        """Retire this thread; it must end next. False if a visitor has just arrived, so that it must go on."""
         with self._lock:
             if self._arrived:
                 return False
@@ -256,7 +260,7 @@ class Door:
     def _step(self, guest: _Guest, epoll: select.epoll) -> None:
         try:
             outcome = guest.visitor.step(self._judge)
-        except Exception as error:  # of whatever kind: without this thread nobody could connect any more
+        except Exception as error:  # any kind: without this thread no peer could connect any more
             self._refuse(guest, error)
             return
         if isinstance(outcome, str):
@@ -268,7 +272,7 @@ class Door:
             self._let_in(*outcome)
 
     def _make_room(self, most: int) -> None:
-        """Let the oldest go that nobody vouches for, until there are at most so many left."""
+        """Refuse the oldest untrusted visitors until at most ``most`` visitors are left."""
         excess = len(self._guests) - most
         for guest in [guest for guest in self._guests.values() if not guest.visitor.trusted][: max(0, excess)]:
             self._refuse(guest, TimeoutError(f"there were more than {most} others, and it had not said who it is"))
@@ -281,7 +285,7 @@ class Door:
         if not isinstance(error, AuthenticationError | ProtocolError | ChannelClosed | TimeoutError):
             _log.error("a greeting failed here: %s", reason, exc_info=error)
             return
-        # Who connects and goes again looked whether somebody listens, as this worker's peers do too.
+        # A visitor that hangs up without a greeting only checked whether a worker listens. Peers do that, too.
         looked = isinstance(error, ChannelClosed)
         if (self._looks if looked else self._refusals).is_news(reason):
             level = logging.INFO if looked else logging.WARNING
@@ -296,6 +300,6 @@ class Door:
 
 
 def _room() -> int:
-    """How many visitors there may be: at most a quarter of the descriptors that this process may have."""
+    """How many visitors to allow: `MOST`, but at most a quarter of the descriptors of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else max(8, min(MOST, soft // 4))

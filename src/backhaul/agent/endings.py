@@ -1,10 +1,11 @@
-"""Endings: how processes of this launch have ended, as their launcher tells (`news`).
+"""Endings: how processes of this launch ended, as reported by their launcher (`news`).
 
-A connection that breaks says only that it did. The launcher knows more, a moment later: the process was killed by a
-signal, or has exited with a code. So a worker that loses a peer of its own launch waits for that moment before it fails
-what waits for the peer, and never on a thread that others need. A loss is explained once: later ones do not wait.
+A broken connection does not say why it broke. A moment later the launcher knows more: a signal killed the process, or
+the process exited with a code. So a worker that loses a peer of its own launch waits for that moment before it fails
+the calls to the peer. It never waits on a thread that others need. Only the first loss of a process waits; later ones
+do not.
 
-The directory is closed to other users, so a datagram there is as good as a word of this user's.
+Other users cannot access the directory, so a datagram there comes from this user.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from backhaul.news import EXPECTED, OF_ALL_HOSTS, SOCKETS
 from backhaul.transport.stream import RUNTIME_DIR_VARIABLE
 
 PATIENCE = 0.25
-"""Seconds after a loss within which its cause is waited for."""
+"""For how many seconds after a loss to wait for its cause."""
 PATIENCE_OVER_HOSTS = 1.0
-"""The same where the news may come from another host, by way of the launcher's."""
+"""The same if the news may come from another host, through the launcher's host."""
 _LARGEST = 4096
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a process has ended, in words, and whether the launcher starts another one in its place."""
+    """How a process ended, in words, and whether the launcher starts a replacement."""
 
     process: str
     ending: str
@@ -40,13 +41,13 @@ _ending_decoder = msgspec.json.Decoder(Ending)
 
 
 class Endings:
-    """What the launcher of this worker has told. Thread-safe."""
+    """What the launcher of this worker has reported. Thread-safe."""
 
     def __init__(self) -> None:
         self.of_all_hosts = False
-        """Whether the launcher tells of processes on other machines, too."""
+        """Whether the launcher also reports processes on other machines."""
         self._told: dict[str, Ending] = {}
-        self._missed: dict[str, float] = {}  # process -> until when its news are waited for
+        self._missed: dict[str, float] = {}  # process -> until when to wait for news of it
         self._changed = threading.Condition()
         self._socket: socket.socket | None = None
         self._path = ""
@@ -61,7 +62,7 @@ class Endings:
         try:
             sock.bind(path)
         except OSError:
-            sock.close()  # a path that is too long, say: then causes are not known
+            sock.close()  # for example, the path is too long; then causes stay unknown
             return
         sock.setblocking(False)
         self._socket, self._path = sock, path
@@ -71,11 +72,11 @@ class Endings:
         return self._socket is not None
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `read` finds something; only if news are expected."""
+        """A descriptor that is readable when `read` finds something; -1 if no news is expected."""
         return -1 if self._socket is None else self._socket.fileno()
 
     def read(self) -> list[Ending]:
-        """What has come since. Does not wait."""
+        """The endings reported since the last call. Does not wait."""
         found: list[Ending] = []
         while self._socket is not None:
             try:
@@ -92,11 +93,11 @@ class Endings:
         return found
 
     def of(self, process: str) -> Ending | None:
-        """How a process has ended, if that is known."""
+        """How a process ended, if that is known."""
         return self._told.get(process)
 
     def is_awaited(self, process: str) -> bool:
-        """Whether `wait` may wait for news of a process that seems to have ended."""
+        """Whether `wait` would wait for news of a process that seems to have ended."""
         if self._socket is None or process in self._told:
             return False
         patience = PATIENCE_OVER_HOSTS if self.of_all_hosts else PATIENCE
@@ -104,7 +105,7 @@ class Endings:
             return time.monotonic() < self._missed.setdefault(process, time.monotonic() + patience)
 
     def wait(self, process: str) -> Ending | None:
-        """How a process that seems to have ended did so; None if no news come within a moment of its loss."""
+        """How a process that seems to have ended did end; None if no news comes shortly after its loss. May wait."""
         if self.is_awaited(process):
             with self._changed:
                 until = self._missed.get(process, 0.0)
@@ -119,7 +120,7 @@ class Endings:
                 os.unlink(self._path)
 
     def abandon(self) -> None:
-        """In a forked child: close the descriptor, and remove nothing."""
+        """In a forked child: close the descriptor without removing the parent's socket file."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

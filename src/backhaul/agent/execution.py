@@ -1,4 +1,4 @@
-"""Runs the user's function, and turns what it returns or raises into something that can travel."""
+"""Execution: runs the user's function, and turns its result or exception into a message."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ASYNC_MARK = "_backhaul_async_execution"
 
 
 class Peer(Protocol):
-    """The connection that a message is for."""
+    """The connection on which a message leaves."""
 
     @property
     def peer(self) -> WorkerInfo: ...
@@ -76,9 +76,10 @@ class Peer(Protocol):
 
 
 class Cargo(msgspec.Struct, frozen=True, gc=False):
-    """What a message takes along besides its tree. It is found first; then the message is made, and `Execution.frame`.
+    """Everything that a message carries besides its tree.
 
-    The references in it are pinned for this message: whoever gives the message up instead calls `Traffic.stayed`.
+    The cargo is made first, then the message, and then the frame (`Execution.frame`). The references in the cargo are
+    pinned for this message. A caller that drops the message instead must call `Traffic.stayed`.
     """
 
     mark: Mark | None
@@ -89,23 +90,23 @@ class Cargo(msgspec.Struct, frozen=True, gc=False):
 
 
 class Execution:
-    """Executes calls for one worker, and opens replies to its own."""
+    """Executes the calls that one worker serves, and opens the replies to the calls that it makes."""
 
     def __init__(self, me: WorkerInfo, codec: Codec, enter: Callable[[], None], max_message_bytes: int) -> None:
         self.traffic: Traffic = NoTraffic()
         self.observers = Observers()
         self.activity = Activity()
         self.devices: WorkerDevices | None = None
-        """The GPUs that tensors of messages may be on, if any."""
+        """The GPUs that tensors in messages may be on. None if no worker has a device map."""
         self.edges: Edges | None = None
-        """What tensors go through before they leave for some peers, if there are such."""
+        """The transformations of tensors that leave for some peers. None if no peer has any."""
         self.accounts = Accounts()
         self.closing = threading.Event()
-        """This worker is about to be closed: what peers ask for may not be there any more."""
+        """This worker is about to be closed, so what peers ask for may be gone."""
         self.recording: Recording = NoRecording()
         self.tracing: Tracing | None = None
         self.on_failure: Callable[[BaseException, str], BaseException] | None = None
-        """Told of each exception that goes to another worker, with the text of its traceback; what goes instead."""
+        """Called with each exception for a peer and its traceback text. Returns the exception to send instead."""
         self._max_message_bytes = max_message_bytes
         self._me = me
         self._codec = codec
@@ -114,8 +115,8 @@ class Execution:
     def run(self, envelope: Envelope, to: Peer, send_late: Callable[[Frame], None]) -> Frame | None:
         """Execute a Call that came from ``to``. Never raises.
 
-        Returns the reply, or None if ``send_late`` will get it: the function is a coroutine, or
-        returned a future and says so.
+        Returns the reply. Returns None if ``send_late`` gets the reply later: the function is a coroutine, or is marked
+        with `functions.async_execution` and returned a future.
         """
         id, asked = envelope.message.id, envelope.message.mark
         try:
@@ -140,8 +141,8 @@ class Execution:
         send_late(frame)
 
     def execute(self, envelope: Envelope, sender: WorkerInfo) -> tuple[Any, bool]:
-        """Run the function of a request. ``(value, False)``, or ``(a future of the value, True)``."""
-        # In a context of its own, so that what it sets does not reach the thread's next call.
+        """Run the function of a request. Returns ``(value, False)``, or ``(a future of the value, True)``."""
+        # In a separate context, so that context variables set by the function do not reach this thread's next call.
         context = contextvars.copy_context()
         mark = envelope.message.mark
         if mark is not None:
@@ -162,13 +163,13 @@ class Execution:
         envelope: Envelope,
         sender: WorkerInfo,
     ) -> tuple[Any, bool]:
-        """`invoke`, in a span if there is a tracer. A tracer observes, too: without observers there is none."""
+        """`invoke`, in a span if there is a tracer. A tracer is an observer, so without observers there is none."""
         tracing = self.tracing
         if tracing is None:
             return self.invoke(context, function, args, kwargs)
         found: tuple[Any, bool] = context.run(
             tracing.serve,
-            # The context cannot be entered twice: what the tracer has set there goes to the function in a copy.
+            # A context cannot be entered twice, so the function gets a copy with what the tracer has set.
             lambda: self.invoke(contextvars.copy_context(), function, args, kwargs),
             name_for_people(function),
             envelope,
@@ -177,7 +178,10 @@ class Execution:
         return found
 
     def invoke(self, context: contextvars.Context, function: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """Run a function in a context. ``(value, False)``, or ``(a future of the value, True)``."""
+        """Run a function in a context. Returns ``(value, False)``, or ``(a future of the value, True)``.
+
+        Raises what the function raises, and `MisuseError` if an ``async_execution`` function returns no future.
+        """
         grad = _is_grad_enabled()
         try:
             if self.observers:
@@ -204,7 +208,7 @@ class Execution:
         return None if self.devices is None else self.devices.streams
 
     def _switch_gradients(self, on: bool, function: Any) -> None:
-        """Set what a function has left to its thread back: the next call there may be another caller's."""
+        """Undo a function's change of the gradient mode, and warn: this thread's next call may be another caller's."""
         torch._C._set_grad_enabled(on)
         here, there = ("on", "off") if on else ("off", "on")
         warnings.warn(
@@ -227,7 +231,7 @@ class Execution:
         return value
 
     def unpack(self, envelope: Envelope, sender: WorkerInfo) -> Any:
-        """The value of a message's tree."""
+        """The value of a message's tree. Reports its references to `traffic` as arrived, even if this raises."""
         message = envelope.message
         try:
             land(envelope.tensors)
@@ -245,12 +249,12 @@ class Execution:
                 self.traffic.arrived(message.refs)
 
     def discard(self, envelope: Envelope) -> None:
-        """Nobody wants this reply any more."""
+        """Drop a message that is not unpacked. Reports its references to `traffic` as arrived."""
         if envelope.message.refs:
             self.traffic.arrived(envelope.message.refs)
 
     def load(self, tree: Any, packing: Packing, to: Peer) -> Cargo:
-        """What a request with this packed value takes along, made by the calling thread."""
+        """The cargo of a request with this packed value. Runs on the calling thread. Raises `UnsendableError`."""
         if _are_functorch_transforms_active() and any(map(_stands_for_another, packing.tensors)):
             raise inside_a_transform()
         try:
@@ -266,7 +270,7 @@ class Execution:
             raise
 
     def _cross(self, crossing: Crossing, tree: Any, packing: Packing, to: Peer) -> Cargo:
-        """`load`, for a peer that there is an edge to."""
+        """`load`, for a peer with an edge."""
         leaving = crossing.values(tree, packing.tensors)
         mark, recorded = self.recording.asking(leaving.tensors, to.peer)
         if mark is not None:
@@ -275,14 +279,14 @@ class Execution:
         return self._load(mark, tensors, packing, to, coded, reply=False)
 
     def _asks(self, mark: Mark, packing: Packing) -> None:
-        """A request is recorded. Raise if it has a tensor that would arrive without its history."""
+        """Report a recorded request. Raises if one of its tensors would arrive without its history."""
         if packing.unrecorded is not None and mark.grad:
             raise without_history(packing.unrecorded)
         if self.observers:
             self.observers.emit(SendRecorded())
 
     def result(self, id: int, value: Any, to: Peer, asked: Mark | None) -> Frame:
-        """The frame that answers request ``id`` of ``to``, which had the mark ``asked``, with a value."""
+        """The frame that answers request ``id`` of ``to`` with a value. ``asked`` is the mark of the request."""
         crossing = None if self.edges is None else self.edges.to(to.peer.name)
         if asked is None and crossing is None and type(value) in ATOMS:
             return encode(Result(id, value))
@@ -305,7 +309,7 @@ class Execution:
         return self._load(mark, tensors, packing, to)
 
     def _cross_back(self, crossing: Crossing, tree: Any, packing: Packing, to: Peer, asked: Mark | None) -> Cargo:
-        """`_load_reply`, for a peer that there is an edge to."""
+        """`_load_reply`, for a peer with an edge."""
         leaving = crossing.values(tree, packing.tensors)
         mark, recorded = None, leaving.tensors
         if asked is not None:
@@ -314,7 +318,7 @@ class Execution:
         return self._load(mark, tensors, packing, to, coded)
 
     def _answers(self, asked: Mark, tensors: Tensors, packing: Packing, to: Peer) -> tuple[Mark | None, Tensors]:
-        """The reply to a recorded request: its mark, and the tensors to send."""
+        """The mark and the tensors of the reply to a recorded request."""
         if packing.unrecorded is not None and asked.grad:
             raise without_history(packing.unrecorded)
         recorded = self.recording.answering(asked, tensors, to.peer)
@@ -334,7 +338,7 @@ class Execution:
     ) -> Cargo:
         staging = None
         if self.devices is not None:
-            # What is enqueued here may be what the message refers to.
+            # The message may refer to results of work that this thread has enqueued on a stream.
             self.devices.streams.leave_word()
         if self.devices is not None and tensors:
             staging = self.devices.staging(to.peer.name, to.channel.device_lending, tensors, reply=reply)
@@ -344,7 +348,7 @@ class Execution:
         return Cargo(mark, refs, tensors, staging, coded)
 
     def frame(self, message: Any, cargo: Cargo) -> Frame:
-        """The frame of a message that was made with this cargo. If there is none, its references stay here."""
+        """The frame of a message that was made with this cargo. If this raises, its references are unpinned."""
         try:
             return self._checked(encode(message, cargo.tensors, cargo.staging))
         except BaseException as error:
@@ -355,7 +359,7 @@ class Execution:
             raise
 
     def _checked(self, frame: Frame) -> Frame:
-        """The peer would refuse more, and close the connection."""
+        """The frame, unless it is over the size limit: then the peer would close the connection, so this raises."""
         if frame.size > self._max_message_bytes:
             raise UnsendableError(
                 f"a message of {frame.size} bytes is over the limit of {self._max_message_bytes}: send it in parts, or "
@@ -369,7 +373,11 @@ class Execution:
         return self.tell_failure(lambda *what: Failure(id, *what), error, to)
 
     def tell_failure(self, make: Callable[..., Any], error: BaseException, to: Peer) -> Frame:
-        """The frame of a message about an exception: ``make(worker, type name, text, traceback, tree, refs)``."""
+        """The frame of a message about an exception. Never raises.
+
+        The message is ``make(worker, type name, text, traceback, tree, refs)``. The last two are left out if the
+        exception itself cannot be sent.
+        """
         if isinstance(error, NotInitializedError) and self.closing.is_set():
             error = WorkerLostError(f"worker {self._me.name!r} has left the group", self._me.name)
         text = "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
@@ -382,16 +390,16 @@ class Execution:
             texts = (*texts[:2], crossing.text_of(error, texts[2]), "")
             if not crossing.may_tell(error):
                 return encode(make(*texts))
-            error = type(error)(texts[2])  # without what else hangs on it
+            error = type(error)(texts[2])  # without its attributes, notes and cause
         try:
             tree, packing = self._codec.pack(error)
             cargo = self._load(None, packing.tensors, packing, to)
             return self.frame(make(*texts, tree, cargo.refs), cargo)
-        except Exception:  # an exception that cannot travel: its texts do
+        except Exception:  # the exception cannot be sent, but its texts can
             return encode(make(*texts))
 
     def open(self, envelope: Envelope, sender: WorkerInfo) -> Any:
-        """The value of a reply; raises what the other side raised."""
+        """The value of a reply. Raises the exception that the other worker raised."""
         message = envelope.message
         if type(message) is Result:
             if type(message.tree) in ATOMS and not message.refs and message.mark is None:
@@ -400,7 +408,7 @@ class Execution:
         raise self.rebuild(envelope, sender)
 
     def close(self, seconds: float) -> None:
-        """Cancel the coroutines, and wait that long for them to end."""
+        """Cancel the coroutines, and wait at most this many seconds for them to end."""
         self._coroutines.close(seconds)
 
     def _reply(self, id: int, done: Any, to: Peer, asked: Mark | None) -> Frame:
@@ -410,19 +418,19 @@ class Execution:
             return self.failure(id, error, to)
 
     def rebuild(self, envelope: Envelope, sender: WorkerInfo) -> BaseException:
-        """The exception that a message from another worker tells of."""
+        """The exception in a message from another worker; a `RemoteError` if its type is not available here."""
         message: Failure | Failed = envelope.message
         error: Any = None
         if message.tree is not None:
             try:
                 error = self.unpack(envelope, sender)
-            except Exception:  # its type cannot be had here
+            except Exception:  # its type is not available here
                 error = None
-        # SystemExit and KeyboardInterrupt over there must not end this process.
+        # SystemExit and KeyboardInterrupt on the other worker must not end this process.
         if not isinstance(error, Exception):
             error = RemoteError(
                 f"{message.type_name} on worker {message.worker!r}: {message.text} (Original exception on remote side "
-                "was of this type, which cannot be had here)",
+                "was of this type, which is not available here)",
                 message.worker,
                 message.type_name,
                 message.traceback,
@@ -432,28 +440,28 @@ class Execution:
 
 
 def name_for_people(function: Any) -> str:
-    """What errors and pictures call a function."""
+    """The name of a function in errors and traces."""
     if isinstance(function, types.BuiltinFunctionType):
-        return function.__name__  # the qualified name of torch.add has a class in it that nobody knows
+        return function.__name__  # the qualified name of torch.add contains an internal class
     return getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or repr(function)
 
 
 def _stands_for_another(tensor: torch.Tensor) -> bool:
-    """Whether ``torch.func`` has wrapped a tensor. Such a one has no memory, or that of something else."""
+    """Whether ``torch.func`` has wrapped a tensor. A wrapped tensor has no memory, or that of another tensor."""
     return torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def inside_a_transform() -> UnsendableError:
-    """For a call with tensors that torch.func has wrapped."""
+    """The error for a call with tensors that torch.func has wrapped."""
     return UnsendableError(
-        "a remote call inside of torch.func.grad, vmap, jvp or another transform of torch.func: the tensors there "
-        "stand for others and cannot travel. Make the call outside of the transform, or apply the transform there, in "
-        "the function that is called; for gradients use backhaul.autograd"
+        "a remote call inside torch.func.grad, vmap, jvp or another transform of torch.func: the tensors there "
+        "stand for others and cannot be sent. Make the call outside the transform, or apply the transform in the "
+        "called function; for gradients use backhaul.autograd"
     )
 
 
 def without_history(kind: str) -> UnsendableError:
-    """For a tensor that requires grad, in a message of an autograd context."""
+    """The error for a tensor that requires grad but would lose its history, in a message of an autograd context."""
     return UnsendableError(
         f"a {kind} requires grad, and would arrive without its history: it is neither a plain subclass of torch.Tensor "
         "nor a wrapper that has __tensor_flatten__ and __tensor_unflatten__. Send a plain tensor, send it detached "
@@ -462,7 +470,7 @@ def without_history(kind: str) -> UnsendableError:
 
 
 def follow(future: Any, done: Callable[[Any], None]) -> None:
-    """Call ``done(future)`` when a future of torch's, or of ours, is complete."""
+    """Call ``done(future)`` when a torch future or a `Future` is complete."""
     if isinstance(future, Future):
         future.when_done(done)
     else:

@@ -1,26 +1,27 @@
-"""Farewell: when a fixed group may end. Every worker has asked for it, and no work is left.
+"""Farewell: decides when a fixed group may end: every worker has asked for the end, and no work is left.
 
 Theory of operation
 -------------------
-The living member of the lowest rank leads. Everybody else asks it `AwaitEnd`, a request that it
-answers at the very end; so a leader that dies is noticed, and the next one takes over.
+The living member of the lowest rank leads. All other members send it `AwaitEnd`, a request that it answers at the very
+end. So they notice if the leader dies, and the next member takes over.
 
-The leader asks every member `AwaitReady`, which is answered once that member has asked for
-the shutdown; so a member that dies first is noticed too. Then it takes tallies: how many
-calls each member has sent to each other one and how many it has finished for each. When two tallies
-in a row are the same, every member is idle, and what one sent the other finished, there was a
-moment between the two at which nothing ran and nothing was under way, and so nothing can start
-any more. (One tally is not enough: its parts are taken at different times.)
+The leader sends every member `AwaitReady`. A member answers once its own shutdown has been requested. So the leader
+notices a member that dies before that. Then the leader takes tallies: how many calls each member has sent to each other
+member, and how many it has finished for each. The leader stops when two tallies in a row are the same, every member is
+idle, and every call that one member sent was finished by the other. Then there was a moment between the two tallies at
+which nothing ran and nothing was under way, so nothing can start any more. (One tally is not enough: its parts are
+taken at different times.)
 
-There are two **stages**: first all work ends; then all give up their references, and that is over, too.
+There are two **stages**. In the first, all work ends. In the second, all members give up their references, and the
+messages about that end, too.
 
-The leader leaves last: it answers once all the living have asked `AwaitEnd`, and stays until they
-have hung up, so that none of them takes its going for a death.
+The leader leaves last. It answers once all living members have sent `AwaitEnd`, and stays until they have hung up, so
+that no member mistakes its departure for a death.
 
-A member that cannot be reached is waited for until it answers or is known to be dead (`fates`). Whoever waits says for
-whom, in the log. It is a warning, every ten seconds, if a member cannot be reached, or if all have asked for the end
-and work still goes on. That others have not asked for it yet is no warning: a server that has nothing else to do
-waits here for hours.
+The group waits for an unreachable member until the member answers or is known to be dead (`fates`). Every ten seconds a
+waiting worker logs which members it waits for. The log line is a warning if a member cannot be reached, or if all have
+asked for the end and work still goes on. It is no warning if others have not asked for the end yet: a server that has
+nothing else to do waits here for hours.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ _REMIND_SECONDS = 10.0
 _WHAT = "graceful shutdown"
 
 _UNREACHABLE = (WorkerLostError, RpcTimeoutError, AuthenticationError)
-"""What the attempt to ask a member can raise, whether it lives or not: a greeting can time out or be refused."""
+"""Errors of an attempt to ask a member that may still live: its greeting can time out or be refused."""
 
 PeerCounts = dict[int, int]
 """Rank of a peer -> number of calls."""
 
 Counts = tuple[bool, PeerCounts, PeerCounts]
-"""What a member tells: idle; calls sent to each peer; calls finished for each peer."""
+"""A member's tally: idle; calls sent to each peer; calls finished for each peer."""
 
 
 class Verdicts(Protocol):
@@ -84,7 +85,7 @@ class Asker(Protocol):
 
 
 def balanced(tallies: dict[int, Counts]) -> bool:
-    """All are idle, and what one sent to another that one has finished."""
+    """Whether all members are idle, and each call that one member sent has been finished by the other."""
     for rank, (idle, sent, _) in tallies.items():
         if not idle:
             return False
@@ -95,7 +96,7 @@ def balanced(tallies: dict[int, Counts]) -> bool:
 
 
 class _Promise:
-    """Answers requests once something has happened, or at once if it has."""
+    """Answers requests once something has happened, or at once if it has happened already. Thread-safe."""
 
     def __init__(self, answer: Callable[[int, Any], Frame]) -> None:
         self._answer = answer
@@ -105,7 +106,7 @@ class _Promise:
         self._waiting: list[tuple[Line, int]] = []
 
     def asked_by(self) -> set[int]:
-        """The ranks whose requests wait."""
+        """The ranks whose requests still wait for the answer."""
         with self._lock:
             return {line.peer.id for line, _ in self._waiting}
 
@@ -131,7 +132,7 @@ class Farewell:
     def __init__(self, agent: Asker, closed: threading.Event) -> None:
         self._agent = agent
         self._closed = closed
-        # The members whose answer this worker, if it leads, waits for, by rank; some may have come.
+        # By rank, the members whose answers the leader waits for; some answers may have come.
         self._awaited: dict[int, tuple[WorkerInfo, Future[Any] | None]] = {}
         self._ready = [_Promise(agent.answer) for _ in range(STAGES)]
         self._end = [_Promise(agent.answer) for _ in range(STAGES)]
@@ -144,9 +145,9 @@ class Farewell:
         )
 
     def run(self, stage: int, deadline: float) -> list[str]:
-        """Wait for the end of a stage; return the names of the members that died first.
+        """Wait for the end of a stage. Returns the names of the members that died before it.
 
-        Raises `RpcTimeoutError` if it does not come before the deadline.
+        Raises `RpcTimeoutError` if the stage does not end before the deadline.
         """
         agent = self._agent
         self._ready[stage].keep(None)
@@ -170,7 +171,7 @@ class Farewell:
         return names
 
     def _lead(self, stage: int, lost: dict[int, str], deadline: float) -> None:
-        """Return when all work of the living is over; add the dead to ``lost``."""
+        """Return when all work of the living members is over. Adds the dead members to ``lost``."""
         before: dict[int, Counts] = {}
         pause = _FIRST_PAUSE
         busy: list[str] = []
@@ -180,7 +181,7 @@ class Farewell:
             while True:
                 try:
                     tallies = self._ask_all(Tally, "its tally", lost, deadline)
-                except RpcTimeoutError as error:  # the deadline has passed in the middle of a round
+                except RpcTimeoutError as error:  # the deadline passed in the middle of a round
                     raise (self._still_busy(busy) if busy else error) from error
                 tallies[self._agent.me.id] = self._agent.counts()
                 everybody = self._end[stage].asked_by() >= tallies.keys() - {self._agent.me.id}
@@ -203,7 +204,7 @@ class Farewell:
         return [info.name for info, future in awaited if future is None or not future.done()]
 
     def _names_of_busy(self, tallies: dict[int, Counts]) -> list[str]:
-        """The members that work, or to which calls are under way; all if that cannot be told."""
+        """The members that work, or that calls are under way to. All members if the tallies do not tell."""
         names = {info.id: info.name for info in self._agent.members()}
         busy = {rank for rank, (idle, _, _) in tallies.items() if not idle}
         for rank, (_, sent, _) in tallies.items():
@@ -212,7 +213,7 @@ class Farewell:
 
     @contextmanager
     def _reminding(self, names: Callable[[], list[str]], level: int) -> Iterator[None]:
-        """Inside, say every ten seconds whom this worker waits for."""
+        """A context that logs every ten seconds which members this worker waits for."""
         over = threading.Event()
 
         def remind() -> None:
@@ -237,7 +238,7 @@ class Farewell:
             pause = min(pause * 2, _LONGEST_PAUSE)
 
     def _ask_all(self, make: Callable[[int], Any], what: str, lost: dict[int, str], deadline: float) -> dict[int, Any]:
-        """The answers of the living members other than this one, by rank."""
+        """The answers of all other living members, by rank. Adds the dead members to ``lost``."""
         agent = self._agent
         others = [info for info in agent.members() if info != agent.me and info.id not in lost]
         answers: dict[int, Any] = {}
@@ -246,7 +247,7 @@ class Farewell:
             try:
                 futures.append((info, agent.ask_later(info, make, what, deadline)))
             except _UNREACHABLE:
-                futures.append((info, None))  # it is asked again below
+                futures.append((info, None))  # asked again below
         self._awaited = {info.id: (info, future) for info, future in futures}
         for info, future in futures:
             try:
@@ -262,9 +263,10 @@ class Farewell:
     def _answer_of(
         self, info: WorkerInfo, future: Future[Any] | None, make: Callable[[int], Any], what: str, deadline: float
     ) -> Any:
-        """The answer of a member, asked again as long as only the connection is lost. Raises `WorkerLostError`.
+        """The answer of a member. Asks again as long as only the connection is lost.
 
-        A worker that takes a living member for dead would wait for others that wait for it.
+        Otherwise a worker could take a living member for dead, and wait for others that wait for it. Raises
+        `WorkerLostError` if the member has ended, and `RpcTimeoutError` at the deadline.
         """
         while True:
             try:
@@ -274,9 +276,9 @@ class Farewell:
             except _UNREACHABLE as error:
                 if time.monotonic() >= deadline:
                     raise RpcTimeoutError(
-                        f"{_WHAT}: worker {info.name!r} had not told {what} at the deadline: {error}"
+                        f"{_WHAT}: worker {info.name!r} had not reported {what} by the deadline: {error}"
                     ) from error
-                link_logger(info.name).debug("= it is asked again for %s: %s", what, error)
+                link_logger(info.name).debug("= asking again for %s: %s", what, error)
             future = None
             if not self._agent.fates.await_verdict(info, deadline, _WHAT) and not self._agent.is_replaced(info):
                 raise WorkerLostError(f"worker {info.name!r} has ended", info.name)
@@ -285,7 +287,7 @@ class Farewell:
     def _promise(promises: list[_Promise], envelope: Envelope) -> _Promise:
         stage: int = envelope.message.stage
         if not 0 <= stage < STAGES:
-            raise ProtocolError(f"stage {stage} of a shutdown, which has {STAGES}")
+            raise ProtocolError(f"a message for stage {stage} of a shutdown, but a shutdown has only {STAGES} stages")
         return promises[stage]
 
     def _on_tally(self, line: Line, envelope: Envelope) -> Frame:

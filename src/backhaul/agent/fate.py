@@ -1,9 +1,9 @@
-"""Fate: what this worker knows about the present incarnation of one peer. A pure state machine.
+"""Fate: what this worker knows about the current incarnation of one peer. A pure state machine.
 
 Theory of operation
 -------------------
-A worker is known by its name and its *incarnation*: random text that it draws when it starts, and tells in every
-greeting. A process that takes the place of another one has the same name and another incarnation.
+A worker is identified by its name and its *incarnation*: random text that it draws when it starts, and sends in every
+greeting. A process that replaces another one has the same name and a different incarnation.
 
 ::
 
@@ -11,13 +11,19 @@ greeting. A process that takes the place of another one has the same name and an
        ^                                 │
        └────────(it answers again)───────┘
 
-A broken connection is no death. A suspected peer may be stopped, cut off by the network, or dead. Calls to it fail at
-once, but nothing that it holds or owns is given up: after a while it may go on as if nothing had happened.
+A broken connection does not mean death. A suspected peer may be stopped, cut off by the network, or dead. Calls to it
+fail at once, but nothing that it holds or owns is given up: after a while it may continue as if nothing had happened.
 
-An incarnation is *over* only if that is known: the kernel of this machine says that its process has ended, the peer
-has said goodbye, its launcher or the engine that started it has said so, another incarnation of the same name has
-greeted, or the peer has been suspected for as long as the option ``lost_after`` says. The last one is a guess, and the
-only one: `certain` tells it from knowledge. What was over does not come back; the next greeting begins another fate.
+An incarnation is *over* in these cases:
+
+- The kernel of this machine says that its process has ended.
+- The peer has said goodbye.
+- Its launcher, or the engine that started it, says that it has ended.
+- Another incarnation of the same name has greeted.
+- The peer has been suspected for as long as the option ``lost_after`` says.
+
+Only the last case is a guess, and then `certain` is False. An incarnation that is over never comes back; the next
+greeting begins a new fate.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ State = Literal["present", "suspected", "over"]
 
 
 class Fate:
-    """See the module's docstring. Times are those of one clock, in seconds."""
+    """See the module's docstring. All times are seconds of one clock. Not thread-safe: `fates` holds a lock."""
 
     __slots__ = ("certain", "incarnation", "reason", "since", "state", "tries")
 
@@ -56,11 +62,11 @@ class Fate:
         return self.state == "over"
 
     def continues(self, incarnation: str) -> bool:
-        """Whether a peer that greets with that incarnation is still the one of this fate."""
+        """Whether a peer that greets with this incarnation is the peer of this fate."""
         return not self.over and self.incarnation in ("", incarnation)
 
     def doubt(self, now: float, reason: str) -> bool:
-        """The peer cannot be reached. True if that is news."""
+        """Note that the peer cannot be reached. True if it was present before."""
         if self.over:
             return False
         self.reason = reason
@@ -71,14 +77,14 @@ class Fate:
         return True
 
     def answered(self) -> bool:
-        """The peer has answered. True if it was suspected."""
+        """Note that the peer has answered. True if it was suspected."""
         was_suspected = self.suspected
         if was_suspected:
             self.state, self.since, self.reason, self.tries = "present", math.inf, "", 0
         return was_suspected
 
     def end(self, reason: str, *, certain: bool) -> bool:
-        """The incarnation is over. True if that is news."""
+        """Note that the incarnation is over. False if it was over already."""
         if self.over:
             return False
         self.state, self.reason, self.certain = "over", reason, certain
@@ -89,6 +95,6 @@ class Fate:
         return self.suspected and now - self.since >= lost_after
 
     def next_try(self, now: float, lost_after: float) -> float:
-        """When to look for a suspected peer again."""
+        """When to examine a suspected peer again."""
         pause = min(_FIRST_PAUSE * 2.0 ** min(self.tries, 10), _LONGEST_PAUSE)
         return min(now + pause, max(now, self.since + lost_after))

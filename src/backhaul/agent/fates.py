@@ -1,12 +1,12 @@
-"""Fates: finds out what has become of peers that cannot be reached, and tells the layers above. The driver of `fate`.
+"""Fates: decides whether unreachable peers are present, suspected or over, and tells the layers above. Drives `fate`.
 
-Whoever notices that a connection has ended, or cannot be made, asks for an examination. A thread of the pool then pings
-the peer, over a new connection if need be. A peer that answers is present. One that does not is over if that is
-known, else suspected; a timer then repeats the examination until the peer answers, is known to be over, or has been
-suspected for as long as ``lost_after`` says.
+A thread that notices that a connection has ended, or cannot be made, asks for an examination. A pool thread then pings
+the peer, over a new connection if necessary. A peer that answers is present. A peer that does not answer is over if the
+launcher, the engine or the machine says so; otherwise it is suspected. While it is suspected, a timer repeats the
+examination until the peer answers, is known to be over, or has been suspected for ``lost_after`` seconds.
 
-The layers above are told in this order: what a peer held is given up (`on_over`) only after everything that it sent has
-been read, and before a successor's first message is read.
+The layers above rely on this order: what a peer held is given up (`on_over`) only after everything that the peer sent
+has been read, and before the first message of its successor is read.
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ class Fates:
 
     def __init__(self, agent: Examiner) -> None:
         self.on_over: list[Callable[[WorkerInfo, str], None]] = []
-        """Called with a peer and how it ended, on a thread that may wait, once for each incarnation."""
+        """Called with a peer and how it ended, once for each incarnation, on a thread that may wait."""
         self.on_present: list[Callable[[WorkerInfo], None]] = []
-        """Called, on a thread that may wait, when a peer has answered after a connection with it had ended."""
+        """Called with a peer that answered after a connection with it had ended, on a thread that may wait."""
         self.on_suspected: list[Callable[[WorkerInfo, WorkerLostError], None]] = []
-        """Called with a peer that cannot be reached, and with what calls to it raise from now on."""
+        """Called with a peer that cannot be reached, and the error that calls to it raise from now on."""
         self.on_back: list[Callable[[WorkerInfo], None]] = []
-        """Called when a suspected peer has answered."""
+        """Called with a suspected peer that has answered."""
         self._agent = agent
         self._lost_after = math.inf if agent.options.lost_after is None else agent.options.lost_after
         self._changed = threading.Condition()
         # Guarded by _changed:
         self._examining: set[WorkerInfo] = set()
-        self._again: set[WorkerInfo] = set()  # to be examined once more: something has happened meanwhile
+        self._again: set[WorkerInfo] = set()  # examine once more: something happened meanwhile
         self._due: dict[WorkerInfo, float] = {}
         self._timer: threading.Thread | None = None
 
     # What happens.
 
     def examine(self, peer: WorkerInfo) -> None:
-        """Find out what has become of a peer, on another thread."""
+        """Examine a peer on another thread. Returns at once."""
         if peer == self._agent.me or peer.id == GUEST or self._agent.closed.is_set():
             return
         with self._changed:
@@ -92,12 +92,12 @@ class Fates:
             with self._changed:
                 self._examining.discard(peer)
                 self._schedule(peer, time.monotonic() + 0.1)
-            _log.warning("what has become of worker %r is looked at later: %s", peer.name, error)
+            _log.warning("worker %r will be examined later: %s", peer.name, error)
 
     def greeted(self, link: Link, member: Member, *, reached: bool) -> None:
-        """A peer has greeted, or answered a greeting (``reached``).
+        """Note that a peer has greeted this worker, or has answered a greeting (``reached``).
 
-        Returns when an earlier incarnation of it has been given up.
+        Returns when any earlier incarnation of the peer has been given up.
         """
         incarnation = member.incarnation
         with self._changed:
@@ -114,9 +114,10 @@ class Fates:
             self._answered(link)
 
     def end(self, peer: WorkerInfo, reason: str, *, certain: bool = True, incarnation: str = "") -> bool:
-        """An incarnation of a peer is over; if none is named, the one that is known here. False if it was known.
+        """Note that an incarnation of a peer is over: the named one, or by default the one that is known here.
 
-        Returns when the layers above have been told.
+        Returns True when the layers above have been told. False if it was over already, or if the named incarnation is
+        not the one that is known here.
         """
         link = self._agent.link(peer)
         with self._changed:
@@ -138,7 +139,7 @@ class Fates:
         return True
 
     def end_later(self, peer: WorkerInfo, reason: str, incarnation: str) -> None:
-        """The same, on another thread."""
+        """`end`, on another thread. Returns at once."""
 
         def end() -> None:
             self.end(peer, reason, incarnation=incarnation)
@@ -148,7 +149,7 @@ class Fates:
     # What is known.
 
     def refusal(self, link: Link) -> WorkerLostError | None:
-        """Why no connection with a peer is tried now, if it is suspected."""
+        """The error for calls to a suspected peer, to which no connection is tried; None if it is not suspected."""
         fate = link.fate
         if not fate.suspected:
             return None
@@ -160,16 +161,17 @@ class Fates:
         )
 
     def require(self, peer: WorkerInfo) -> None:
-        """Raise if a peer is known to be over. One that does not answer is examined, and waited for by the caller."""
+        """Raise `WorkerLostError` if a peer is known to be over, else have it examined. The caller does the waiting."""
         fate = self._agent.link(peer).fate
         if fate.over:
             raise WorkerLostError(f"worker {peer.name!r} is lost: {fate.reason}", peer.name)
         self.examine(peer)
 
     def await_verdict(self, peer: WorkerInfo, deadline: float, what: str) -> bool:
-        """Wait until a peer that could not be reached answers, or is known to be over: then False.
+        """Wait for the fate of an unreachable peer. True if the peer answers, False if it is known to be over.
 
-        Says every ten seconds for whom it waits. Raises `RpcTimeoutError` at the deadline, naming the peer.
+        Logs every ten seconds which peer it waits for. Raises `RpcTimeoutError` at the deadline, naming the peer, and
+        `NotInitializedError` if this worker is shut down.
         """
         link = self._agent.link(peer)
         self.examine(peer)
@@ -194,7 +196,7 @@ class Fates:
                 self._changed.wait(min(deadline, remind, now + 1.0) - now)
 
     def close(self) -> None:
-        """End the timer; the agent is closed."""
+        """End the timer. The agent must be closed."""
         with self._changed:
             self._due.clear()
             self._changed.notify_all()
@@ -222,7 +224,7 @@ class Fates:
         if link.fate.over:
             return
         if link.left:
-            if not link.up:  # otherwise the end of the last line asks for another examination
+            if not link.up:  # otherwise the end of its last line starts another examination
                 self.end(peer, "it has left the group")
             return
         seconds = agent.options.probe_timeout
@@ -278,7 +280,7 @@ class Fates:
                     callback(peer, refusal)
 
     def _schedule(self, peer: WorkerInfo, at: float) -> None:
-        """Holds ``_changed``."""
+        """Examine a peer at a given time. The caller holds ``_changed``."""
         self._due[peer] = at
         if self._timer is None:
             self._timer = threading.Thread(target=self._wait_for_due, name="backhaul-fates", daemon=True)

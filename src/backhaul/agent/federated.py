@@ -1,8 +1,8 @@
-"""Execution in a federation: a peer's request runs only what is exposed to it, and its replies are read as strictly.
+"""Execution in a federation: a peer's request runs only exposed functions, and its replies are read as strictly.
 
-The function of a request is looked up before anything else of it is looked at. Whatever is wrong with a request before
-the function runs is refused with one text. What the function itself raises goes to the peer as the name of its type and
-its text: a traceback shows paths and code.
+The function of a request is looked up before any other part of the request is read. Every error before the function
+runs is refused with the same text. An exception of the function goes to the peer only as its type name and its text,
+because a traceback shows paths and code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Entry = Callable[[WorkerInfo], Callable[..., Any]]
 
 
 class FederatedExecution(Execution):
-    """Executes calls of peers that may run no code of their own, and opens their replies."""
+    """Executes calls of peers that may not run their own code, and opens their replies."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class FederatedExecution(Execution):
         self._max_head_bytes = max_head_bytes
         self._permissions = permissions
         self.entries: dict[str, Entry] = {}
-        """Functions of upper layers that peers may call by these names; each is made for one peer, and judges it."""
+        """Functions of upper layers that peers may call by name. An entry makes the function for a peer, or raises."""
 
     def execute(self, envelope: Envelope, sender: WorkerInfo) -> tuple[Any, bool]:
         message = envelope.message
@@ -83,7 +83,7 @@ class FederatedExecution(Execution):
             opened = True
             args, kwargs = self._open(tree, envelope, sender)
             if type(args) is not tuple or type(kwargs) is not dict or not all(type(key) is str for key in kwargs):
-                raise ProtocolError("arguments that are none")
+                raise ProtocolError("malformed arguments")
             if message.autocast:
                 function = autocast.under(message.autocast, function)
         except RefusedError:
@@ -107,7 +107,7 @@ class FederatedExecution(Execution):
             raise
 
     def _open(self, tree: Any, envelope: Envelope, sender: WorkerInfo) -> Any:
-        """The value of a tree, as far as this peer may send it."""
+        """The value of a tree. Raises if this peer may not send it."""
         message = envelope.message
         try:
             land(envelope.tensors)
@@ -170,14 +170,14 @@ class FederatedExecution(Execution):
             self.discard(envelope)
         text = printable(message.text, _MAX_TEXT, lines=True)
         name = printable(message.type_name, _MAX_NAME)
-        # A message about a pass may be about what another worker has told, or is said to have told.
+        # A message about a pass may quote another worker, and the quotation may be false. So name both.
         who = sender.name if message.worker == sender.name else f"{printable(message.worker)}, says {sender.name}"
         kind = self._permissions.names(sender.name).exception(message.type_name)
         error: Any = None
         if kind is not None:
             try:
                 error = kind(text)
-            except Exception:  # of another text than it is given here
+            except Exception:  # the constructor does not accept a single text
                 error = None
         if not isinstance(error, Exception):
             error = RemoteError(f"{name} on worker {who!r}: {text}", who, name)
@@ -186,12 +186,12 @@ class FederatedExecution(Execution):
 
 
 def _split(tree: Any) -> tuple[str, Any]:
-    """The name of the function of a call, and the tree of ``(args, kwargs)``."""
+    """The function name of a call, and the tree of ``(args, kwargs)``. Raises `ProtocolError`."""
     if type(tree) is not list or len(tree) != 4 or tree[0] != trees.TUPLE:
-        raise ProtocolError("a call that is none")
+        raise ProtocolError("not a call")
     _, function, args, kwargs = tree
     if type(function) is not list or len(function) != 2 or function[0] != trees.NAMED or type(function[1]) is not str:
-        raise ProtocolError("a call of something that is not a function of a name")
+        raise ProtocolError("a call of something that is not a named function")
     if len(function[1]) > callables.MAX_NAME:
         raise ProtocolError("a call of a name that is too long")
     return function[1], [trees.TUPLE, args, kwargs]

@@ -1,8 +1,7 @@
 """Future: a `torch.futures.Future` that can also be awaited, and whose wait reads the reply itself.
 
-Torch's class does the storing and the waking. What we add is *help*: a thread that waits
-for a call takes part in reading the peer's replies (see `outbound`), so that no other
-thread has to be woken first.
+Torch's class stores the value and wakes the waiting threads. This class adds *help*: a thread that waits for a call
+takes part in reading the peer's replies (see `calling`), so that no other thread must be woken first.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from backhaul.errors import fresh, kept
 T = TypeVar("T")
 S = TypeVar("S")
 
-# What torch's own constructor, for a future of no device, and `set_result` come down to.
+# What torch's own constructor (for a future without devices) and `set_result` call in the end.
 _make: Any = torch._C.Future.__init__
 _complete: Any = torch._C.Future.set_result
 
@@ -32,26 +31,25 @@ _complete: Any = torch._C.Future.set_result
 class Future(torch.futures.Future[T]):
     """The value of a call, when it comes.
 
-    `wait()` returns it or raises; ``await future`` does so in asyncio; `then` and
-    `add_done_callback` chain, in the context variables of the thread that called them.
-    All methods may be called from any thread.
+    `wait()` returns the value or raises, and so does ``await future`` in asyncio. Callbacks of `then` and
+    `add_done_callback` run with the context variables of the thread that added them. All methods are thread-safe.
     """
 
     callback_error: Callable[[BaseException], BaseException] = staticmethod(lambda error: error)
-    """What becomes of an error that a callback of `then` raises."""
+    """Converts an error that a callback of `then` raises into the error of the resulting future."""
 
     has_callbacks = False
-    """User code hangs on this future: whoever completes it must hold nothing."""
+    """The future has user callbacks, so the thread that completes it must hold no lock or role."""
 
-    # Of the class, until an instance has its own: thousands of calls may be in flight.
+    # Class attributes until an instance sets its own, because thousands of calls may be in flight.
     _help: Callable[[], None] | None = None
     _attend: Callable[[], None] | None = None
     _settled = False
     devices: tuple[int, ...] = ()
-    """The GPUs that values may have tensors on. Of the class: those that the workers of this process use, since a
+    """The GPUs that tensors in the value may be on. On the class: the GPUs that the workers of this process use. A
     future that a user makes has no worker, and any worker may complete it."""
     _ready: Callable[[Any], None] | None = None
-    """Called with the value by each thread that gets it: makes tensors on GPUs ready on its current streams."""
+    """Makes GPU tensors in the value ready on the current streams. Each thread that gets the value calls it."""
     _value: Any = None
     _error: BaseException | None = None
 
@@ -72,7 +70,7 @@ class Future(torch.futures.Future[T]):
 
     @eager
     def wait(self) -> T:
-        """Return the value when it is there; raise what the call raised."""
+        """Wait for the value and return it. Raises what the call raised."""
         if not self._settled:
             self.help()
             if not self._settled:
@@ -80,7 +78,7 @@ class Future(torch.futures.Future[T]):
                 if self._ready is not None:
                     self._ready(found)
                 return found
-        # As torch would, which gives the interpreter away to see.
+        # The same as torch's wait(), but torch would release the interpreter lock first.
         if self._error is not None:
             raise fresh(self._error)
         if self._ready is not None:
@@ -88,27 +86,27 @@ class Future(torch.futures.Future[T]):
         return self._value  # type: ignore[no-any-return]
 
     def value(self) -> T:
-        """The value of a future that is done, ready on the current streams of GPUs; raises what the call raised."""
+        """The value of a future that is done, ready on the current GPU streams. Raises what the call raised."""
         found = super().value()
         if self._ready is not None:
             self._ready(found)
         return found
 
     def help(self) -> None:
-        """Do what this thread can towards completion; return when no more can be done."""
+        """Help to complete the future on this thread. Returns when this thread can do no more."""
         help = self._help
         if help is not None and not self.done():
             help()
 
     def attend(self) -> None:
-        """See to it that completion is noticed although no thread waits."""
+        """Make sure that completion is noticed although no thread waits."""
         attend = self._attend
         if attend is not None and not self.done():
             attend()
 
     @eager
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> Future[S]:
-        """A future of ``callback(self)``, which runs once this one is done."""
+        """A future of ``callback(self)``. The callback runs once this future is done."""
         _require_callable(callback)
         child: Future[S] = Future(devices=self.devices, help=self.help, attend=self.attend)
         context = contextvars.copy_context()
@@ -116,7 +114,7 @@ class Future(torch.futures.Future[T]):
         def run(_: torch.futures.Future[T]) -> None:
             try:
                 value = context.run(callback, self)
-            except BaseException as error:  # the child's waiter gets it
+            except BaseException as error:  # raised in the thread that waits for the child
                 child.settle(None, Future.callback_error(error))
             else:
                 child.settle(value)
@@ -135,7 +133,7 @@ class Future(torch.futures.Future[T]):
         self.attend()
 
     def _on_streams(self, callback: Callable[[Any], None]) -> Callable[[Any], None]:
-        """The callback of a user, with streams of its own on the GPUs, as torch has it."""
+        """Have a user callback run on fresh GPU streams, as torch does."""
         devices = self.devices
         if not devices:
             return callback
@@ -147,7 +145,7 @@ class Future(torch.futures.Future[T]):
         return run
 
     def when_done(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """`add_done_callback` for code of our own: quick, so that whoever completes this may run it."""
+        """`add_done_callback` for internal callbacks. They must be quick: any completing thread may run them."""
         super().add_done_callback(callback)
         self.attend()
 
@@ -157,7 +155,7 @@ class Future(torch.futures.Future[T]):
             woken = loop.create_future()
 
             def wake(_: Any) -> None:
-                # A loop that closed meanwhile has nobody left to wake.
+                # If the loop was closed meanwhile, no task is left to wake.
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(_resolve, woken)
 
@@ -166,20 +164,20 @@ class Future(torch.futures.Future[T]):
         return self.value()
 
     def set_result(self, result: T) -> None:
-        """Complete it with a value, which `wait` then returns."""
+        """Complete the future with a value, which `wait` then returns."""
         self.settle(result)
 
     def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
-        """Complete it with an error, which `wait` then raises."""
+        """Complete the future with an error, which `wait` then raises."""
         self.settle(None, result)
 
     def settle(self, value: T | None, error: BaseException | None = None) -> None:
-        """Complete it, with a value or an error."""
+        """Complete the future with a value or an error."""
         if self._help is not None:
-            self._help = self._attend = None  # they hold on to the call, or to the parent
+            self._help = self._attend = None  # they keep the call or the parent future alive
         if error is not None:
-            # The garbage collector cannot see through torch's object: what is kept there must not refer back
-            # to this future, by the frames that set it or by those that will raise it.
+            # The garbage collector cannot look inside torch's object. So the stored error must not refer back to this
+            # future, neither through the frames that set it nor through those that will raise it.
             worker = current_worker.get_or_none()
             stored = kept(error, "" if worker is None else worker.info.name)
 
@@ -201,7 +199,7 @@ def _index_of(device: int | str | torch.device) -> int:
 
 
 def _resolve(woken: asyncio.Future[None]) -> None:
-    if not woken.done():  # its task may have been cancelled
+    if not woken.done():  # the waiting task may have been cancelled
         woken.set_result(None)
 
 

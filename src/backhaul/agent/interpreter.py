@@ -1,12 +1,12 @@
-"""While a worker serves, the interpreter changes hands more often.
+"""Interpreter: shortens the interpreter's thread switch interval while a worker serves.
 
-A thread that computes in Python gives the interpreter away every 5 ms. A request that comes meanwhile has to wait for
-that, once to be read and once more to be answered. So while requests come in, a worker asks for a shorter interval. It
-costs nothing as long as no other thread wants the interpreter. What a computing thread next to calls loses is in
-`backhaul bench`, row "computing while called"; on a noisy machine that row cannot tell 1 % from nothing.
+A thread that computes in Python releases the interpreter every 5 ms. A request that comes meanwhile must wait for this
+twice: once to be read and once to be answered. So while requests come in, a worker asks for a shorter interval. That
+costs nothing as long as no other thread wants the interpreter. `backhaul bench` shows what a computing thread loses
+beside calls, in the row "computing while called". On a noisy machine that row cannot tell 1 % from nothing.
 
-The interval belongs to the interpreter, so all workers of a process share what is here. A value that the user has set
-meanwhile, or that is shorter already, stays.
+The interval belongs to the interpreter, so all workers of a process share this object. A value that the user has set
+meanwhile, or that is already shorter, is left alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHORT = 0.0005
 
 
 class SwitchInterval:
-    """Counts those who are in a hurry. Thread-safe."""
+    """Keeps the interval short while at least one user is in a hurry. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,7 +26,7 @@ class SwitchInterval:
         self._before: float | None = None
 
     def hurry(self) -> None:
-        """To be followed by one `rest`."""
+        """Ask for the short interval. Call `rest` once afterwards."""
         with self._lock:
             self._users += 1
             if self._users == 1 and sys.getswitchinterval() > SHORT:
@@ -37,10 +37,10 @@ class SwitchInterval:
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._before is not None:
-                if abs(sys.getswitchinterval() - SHORT) < SHORT / 10:  # it is stored in microseconds
+                if abs(sys.getswitchinterval() - SHORT) < SHORT / 10:  # it is rounded to microseconds
                     sys.setswitchinterval(self._before)
                 self._before = None
 
 
-# There is one interpreter, and one interval, for all workers of the process.
+# One for the process, because all workers share the interpreter and its interval.
 switch_interval = SwitchInterval()

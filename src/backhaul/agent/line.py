@@ -1,12 +1,13 @@
-"""Line: one channel to a peer, and what is sent on it.
+"""Line: one channel to a peer, and the frames that are sent on it.
 
-Between two workers there are up to two lines, one that each of them has opened. A line that this worker has opened is a
-`calling.Calling`: its requests leave there, and the replies to them come there. A line that the peer has opened is
-a `serving.Served`. Apart from that any message may come on either: whoever reads it sees that it is handled.
+Two workers share up to two lines, because each of them may open one. A line that this worker has opened is a
+`calling.Calling`: this worker's requests leave on it, and their replies come back on it. A line that the peer has
+opened is a `serving.Served`. Any other message may come on either line, and the thread that reads the message has it
+handled.
 
-A frame that the channel takes at once is written by the thread that sends it. What does not fit waits in the `outbox`,
-and a thread *pumps*: it writes whenever there is room. Sending never holds a lock while it waits, so a small message is
-not kept by a large one, and a deadline is kept whatever else is being sent.
+If the channel accepts a frame at once, the sending thread writes it. A frame that does not fit waits in the `outbox`,
+and one thread *pumps*: it writes whenever there is room. No thread holds a lock while it waits to send. So a large
+message does not delay a small one, and deadlines hold whatever else is being sent.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ if TYPE_CHECKING:
     from backhaul.agent.serving import Admission, Serving
 
 _SEND_POLL = 0.1
-_SLICES_AT_ONCE = 4  # then threads that wait to send get their turn
+_SLICES_AT_ONCE = 4  # after these, threads that wait to send get their turn
 
 
 def named(line: Line, envelope: Envelope) -> dict[str, Any]:
-    """What observers are told about a message."""
+    """The fields that name a message in observers' events."""
     message = envelope.message
     return {"peer": line.peer.name, "kind": type(message).__name__, "call": getattr(message, "id", 0)}
 
 
 class Stalled(ChannelClosed):
-    """The peer takes nothing of what is sent."""
+    """The peer accepts none of the bytes that are sent."""
 
 
 class Line:
@@ -55,31 +56,31 @@ class Line:
         self.peer = peer
         self.channel = channel
         self.descriptor = channel.fileno()
-        """What observers know the line by."""
+        """Identifies the line to observers."""
         self.said_goodbye = False
-        self.calls_started = 0  # of the user's, that came here; written by the thread that reads
+        self.calls_started = 0  # user calls received here; written by the reading thread
         self.calls_finished = 0  # guarded by _lock
         self._serving = serving
         self._observers = serving.observers
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        # Taken before _sending by pumping threads, and by others while there are some: they get _sending in turn.
+        # Pumping threads take _turn before _sending, and so do all others while frames wait. This makes _sending fair.
         self._turn = threading.Lock()
         # Guarded by _sending:
-        self._unflushed = False  # part of a frame has not left, and goes first
+        self._unflushed = False  # part of a frame has not left, and must leave first
         self._outbox: Outbox[Waiter] = Outbox(serving.max_unsent_bytes)
-        self._dead: str | None = None  # why nothing leaves any more
+        self._dead: str | None = None  # why sending has ended; None while it works
 
-    # What a line that the peer has opened has none of.
+    # Defaults for a line that the peer has opened: no requests leave on it.
 
     @property
     def calls_sent(self) -> int:
-        """Calls of the user's that have left here."""
+        """How many user calls have left on this line."""
         return 0
 
     @property
     def calls_settled(self) -> int:
-        """Those that are over."""
+        """How many of those calls are over."""
         return 0
 
     @property
@@ -88,33 +89,34 @@ class Line:
         return 0
 
     def silent(self, now: float) -> float:
-        """For how many seconds the peer has not answered a ping; 0 if it owes no answer to one."""
+        """For how many seconds a ping has gone unanswered; 0 if none has."""
         return 0.0
 
     def waits(self) -> list[tuple[int, Wait]]:
-        """The threads that wait for the replies to requests of their own, and what each waits for."""
+        """The threads that wait for replies on this line, and what each one waits for."""
         return []
 
     @property
     def ended(self) -> bool:
-        """The line has ended."""
+        """Whether the line has ended."""
         raise NotImplementedError
 
     @property
     def final(self) -> bool:
-        """Everything that came or left here is over, so that nothing more is counted."""
+        """Whether all calls on this line are over, so that its counts no longer change."""
         return self.calls_started <= self.calls_finished and self.calls_sent <= self.calls_settled
 
     def fileno(self) -> int:
         return self.channel.fileno()
 
-    # Sending. No thread waits while it has ``_sending``.
+    # Sending. No thread waits while it holds ``_sending``.
 
     def reply(self, frame: Frame, count: int = 1, releases: int = 0, *, late: bool = False) -> None:
-        """Send one frame, or ``count`` joined ones. A peer that is gone loses it.
+        """Send one frame, or ``count`` joined frames. Drops the frame if the peer is gone.
 
-        Waits until the frame has left if it refers to memory that may change, or if too much waits already.
-        ``releases``: how many calls of a peer's quota end when it has left. ``late``: see `send_late`.
+        Waits until the frame has left if it refers to memory that may change, or if the outbox is full.
+        ``releases``: how many calls to release from the peer's quota when the frame has left. ``late``: see
+        `send_late`.
         """
         afterwards = None
         if releases and (guard := self._serving.guard) is not None:
@@ -139,7 +141,7 @@ class Line:
             elif afterwards is not None:
                 afterwards()
         except (ChannelClosed, ProtocolError) as error:
-            link_logger(self.peer.name).debug("= a reply finds nobody")
+            link_logger(self.peer.name).debug("= a reply is dropped: the peer is gone")
             if departure is not None:
                 self._broke(error)
             elif afterwards is not None:
@@ -149,20 +151,20 @@ class Line:
             self._observers.emit(sent)
 
     def reply_late(self, frame: Frame, size: int = 0) -> None:
-        """Send the reply to a call after its request, of ``size`` bytes, has been handled. Never waits."""
-        if (guard := self._serving.guard) is not None:  # first: the peer may call again as soon as it has the reply
+        """Send the reply to a call whose request, of ``size`` bytes, was handled earlier. Never waits."""
+        if (guard := self._serving.guard) is not None:  # first: the peer may call again as soon as the reply arrives
             guard.let_go(self.peer, size)
         self.send_late(frame, releases=1)
         self.count_finished(releases=False)
 
     def send_late(self, frame: Frame, releases: int = 0) -> None:
-        """`reply`, for a thread that others wait for: what does not fit is copied, and leaves when there is room."""
+        """`reply` without waiting: what does not fit is copied and leaves later. For a thread that others wait for."""
         self.reply(frame, 1, releases, late=True)
 
     def count_finished(self, size: int = 0, *, releases: bool = True) -> None:
-        """A call that came here, in a request of ``size`` bytes, is over.
+        """Note that a call received in a request of ``size`` bytes is over.
 
-        Without ``releases`` it counts in the quota of calls until its reply has left.
+        Without ``releases`` the call counts against the peer's quota until its reply has left.
         """
         with self._lock:
             self.calls_finished += 1
@@ -172,23 +174,23 @@ class Line:
                 guard.finished(self.peer)
 
     def try_send(self, frame: Frame) -> bool:
-        """Send a small frame without waiting, before what is large. False if the channel has ended."""
+        """Send a small frame without waiting, ahead of large frames. False if the channel has ended."""
         try:
             with self._turn, self._sending:
                 departure = self._put(frame, waits=False)
                 duty = departure is not None and self._outbox.take_duty()
         except ChannelClosed:
-            return False  # the next read says so, too
+            return False  # the next read notices it, too
         if duty:
             self._pump_elsewhere()
         return True
 
     def send_held(self) -> bool:
-        """Send what is held back, without waiting. False if something has not left and no thread sees to it."""
+        """Send the held frames without waiting. False if some bytes have not left and no thread is sending them."""
         return self.send_rest()
 
     def send_rest(self) -> bool:
-        """See to it that what has not left will do so, without waiting. False if that is not possible now."""
+        """Make sure that a thread sends the unsent bytes, without waiting. False if no thread is available."""
         if not self._unflushed:
             return True
         with self._sending:
@@ -196,7 +198,7 @@ class Line:
         return not duty or self._pump_elsewhere()
 
     def await_room(self) -> None:
-        """Wait until there is less to send than the bound for a peer. The peer's next request begins then."""
+        """Wait until the outbox is no longer full. The peer's next request must not begin before."""
         while self._outbox.full:
             waiter = Waiter()
             with self._sending:
@@ -207,24 +209,24 @@ class Line:
 
     @property
     def unsent(self) -> int:
-        """Bytes that wait to be sent, besides the frame that is under way."""
+        """How many bytes wait behind the frame under way."""
         return self._outbox.waiting
 
     @property
     def under_way(self) -> int:
-        """Bytes of the frame of which the peer has not taken all."""
+        """The size in bytes of the frame that is partly sent; 0 if there is none."""
         departure = self._outbox.under_way
         return 0 if departure is None else departure.frame.size
 
     def _bounded(self, frame: Frame, guard: Admission) -> Frame:
-        """The reply to a call, or that it is refused: too many replies to this peer have not left."""
+        """The reply to a call, or a refusal if too many reply bytes to this peer are unsent."""
         waiting = self._serving.unsent_beside(self)
         if not waiting or waiting + frame.size <= self._serving.max_unsent_bytes:
             return frame
         return guard.refuse_reply(self, frame, waiting)
 
     def _put(self, frame: Frame, *, waits: bool) -> Departure | None:
-        """Write a frame, or have it wait behind others. Holds ``_sending``. None if it has left."""
+        """Write a frame, or queue it behind others. None if it has left. The caller holds ``_sending``."""
         if not self._unflushed and self.channel.write(frame):
             return None
         return self._depart(frame, waits=waits)
@@ -232,9 +234,10 @@ class Line:
     def _depart(
         self, frame: Frame, *, waits: bool, copies: bool = False, afterwards: Callable[[], None] | None = None
     ) -> Departure:
-        """A frame that the channel has not taken, or not all of it. Holds ``_sending``.
+        """Queue a frame that the channel has not accepted, or not completely. The caller holds ``_sending``.
 
-        ``waits``: its thread can wait for it. ``copies``: it has to be copied, since its thread cannot.
+        ``waits``: the sending thread can wait for the frame. ``copies``: the thread cannot wait, so the frame is
+        copied; if memory is short, the thread waits after all.
         """
         if self._dead is not None:
             raise ChannelClosed(self._dead)
@@ -260,9 +263,9 @@ class Line:
         return departure
 
     def _see_off(self, departure: Departure, duty: bool, deadline: float) -> None:
-        """Wait for a frame if that is necessary. ``duty``: the calling thread has to see to it that somebody pumps.
+        """Wait for a frame if necessary. ``duty``: the calling thread must pump, or have another thread pump.
 
-        Raises `RpcTimeoutError` at the deadline, and `ChannelClosed`.
+        Raises `RpcTimeoutError` at the deadline, and `ChannelClosed` if the channel ends.
         """
         if departure.waiter is None:
             if duty:
@@ -270,14 +273,14 @@ class Line:
             return
         try:
             handling = self._serving.about_to_wait()
-        except RuntimeError:  # the machine gives no more threads: nobody takes over what this one does
+        except RuntimeError:  # no thread is available to take over this thread's lead
             handling = False
         try:
             departure.pumps = departure.pumps or duty
             with self._serving.activity.waits(partial(self._describe_room, departure.frame.size, deadline)):
                 self._await_departure(departure, departure.waiter, deadline)
         except BaseException:
-            self._give_up(departure)  # if this thread was interrupted: another one pumps
+            self._give_up(departure)  # after an interrupt, another thread must pump
             raise
         finally:
             if handling:
@@ -298,13 +301,13 @@ class Line:
                 )
 
     def _describe_room(self, size: int, deadline: float) -> Description:
-        """What a thread waits for whose message does not fit."""
+        """Describes the wait of a thread whose message does not fit."""
         return {"kind": "room", "peer": self.peer.name, "bytes": size, "deadline": deadline}
 
     def _give_up(self, departure: Departure) -> bool:
-        """Its thread waits no longer. A frame that has begun leaves all the same: the peer needs all of it.
+        """Stop waiting for a frame. A frame that has begun to leave still leaves: the peer needs all of it.
 
-        False if it has left, or never will, or was given up before.
+        False if the frame has left, is lost, or was given up before.
         """
         with self._sending:
             if departure.left or departure.lost or departure.waiter is None:
@@ -318,10 +321,11 @@ class Line:
     # Pumping: writing whenever there is room.
 
     def _pump(self, departure: Departure | None, deadline: float) -> bool:
-        """Write until a frame, or everything, has left. Has the duty. False at the deadline: the duty is still there.
+        """Write until the given frame has left, or all frames if None. The caller has the duty to pump.
 
-        What `_read_meanwhile` finds is read on the way; so two workers that send to each other do not both wait for
-        room. Raises `ChannelClosed` if the peer takes nothing for too long.
+        Returns False at the deadline; the caller then still has the duty. Meanwhile `_read_meanwhile` reads, so two
+        workers that send to each other do not both wait for room. Raises `ChannelClosed` if the channel ends or the
+        peer accepts nothing for too long.
         """
         moved = time.monotonic()
         arrived = self.channel.way().arrived
@@ -364,7 +368,7 @@ class Line:
             raise
 
     def _advance(self, left: list[Departure]) -> Literal["done", "room", "full"]:
-        """Write what can be written without waiting. Holds ``_sending``; ``left`` gets what has left."""
+        """Write without waiting. Appends each frame that has left to ``left``. The caller holds ``_sending``."""
         channel, outbox = self.channel, self._outbox
         slices = interjected = 0
         out = not channel.between and channel.flush()
@@ -395,7 +399,7 @@ class Line:
                 return "full"
 
     def _stop_pumping(self, departure: Departure) -> None:
-        """The thread of a departure pumps no longer: another one does, if there is something left."""
+        """Stop pumping in this thread. Another thread takes over if anything is left to send."""
         with self._sending:
             if not self._unflushed or self._dead is not None:
                 return
@@ -407,10 +411,10 @@ class Line:
             waiter.wake()
 
     def _pump_elsewhere(self) -> bool:
-        """Have the pool pump. The calling thread has the duty. False if there is no thread: the watch tries again."""
+        """Pass the duty to pump to the pool. False if no thread is available: the watch thread then tries again."""
         try:
             self._serving.pool.run(self._pump_alone)
-        except RuntimeError:  # the machine gives no more threads
+        except RuntimeError:  # no thread is available
             with self._sending:
                 self._outbox.pumped = False
             self._serving.watch.remind(self)
@@ -424,15 +428,15 @@ class Line:
             self._broke(error)
 
     def _read_meanwhile(self) -> bool:
-        """Read what is there while this thread waits for room. False if that is not this thread's."""
+        """Read what has arrived while this thread waits for room. False if this thread must not read."""
         return False
 
     def _broke(self, error: Exception) -> None:
-        """Sending has failed, and no thread waits for what was sent."""
+        """Handle a failure to send that no waiting thread can report."""
         raise NotImplementedError
 
     def _end_sending(self, reason: str) -> None:
-        """Nothing leaves any more: the channel has ended, perhaps in the middle of a frame."""
+        """Stop sending for good: the channel has ended, perhaps in the middle of a frame. Fails all queued frames."""
         with self._sending:
             self._dead = self._dead or reason
             self._unflushed = True
@@ -445,26 +449,26 @@ class Line:
     # The end.
 
     def say_goodbye(self) -> None:
-        """Tell the peer that this worker leaves, if that can be done without waiting."""
+        """Tell the peer that this worker leaves. Never waits, and ignores a channel that has ended."""
         self.try_send(encode(Goodbye()))
 
     def shutdown(self) -> None:
-        """End the channel now; whoever reads it notices."""
+        """End the channel now. The reading thread notices."""
         self.channel.shutdown()
 
     def close(self) -> None:
-        """Free the channel. Nobody reads it any more, and it has been shut down."""
+        """Free the channel. It must be shut down, and no thread may still read it."""
         self._end_sending("the connection ended")
         with self._sending:
             self.channel.close()
 
     def abandon(self) -> None:
-        """In a forked child: close the descriptor, and leave the connection to the parent."""
+        """In a forked child: close the descriptor without ending the parent's connection."""
         self.channel.close()
 
 
 def _tell(departures: list[Departure]) -> None:
-    """Departures have left, or never will: tell the threads that wait for them."""
+    """Wake the threads that wait for departures that have left or are lost, and run ``afterwards``."""
     for departure in departures:
         if departure.waiter is not None:
             departure.waiter.wake()
@@ -473,7 +477,7 @@ def _tell(departures: list[Departure]) -> None:
 
 
 def _copy(frame: Frame) -> Frame:
-    """The frame with memory of its own."""
+    """A copy of the frame that owns its memory."""
     if not frame.keep:
         return frame
     return Frame([bytes(piece) for piece in frame.pieces], frame.size, frame.keep, frame.places)

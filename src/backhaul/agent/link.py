@@ -1,7 +1,8 @@
-"""Link: the relation with one peer, for as long as both are members, over whatever lines there are.
+"""Link: everything about one peer that outlives a single line.
 
-A line that this worker has opened ends with its connection, and the next request opens another one. What is true of the
-peer itself, and which line a message takes, is known here. Nothing above the link knows which line that is.
+A line that this worker has opened ends with its connection, and the next request opens a new line. The link lasts as
+long as both workers are members. It holds what is known about the peer itself, and decides which line a message takes.
+No layer above the link knows which line that is.
 """
 
 from __future__ import annotations
@@ -27,54 +28,54 @@ class Link:
     def __init__(self, peer: WorkerInfo) -> None:
         self.peer = peer
         self.connecting = threading.Lock()
-        """Held by the thread that opens a line."""
+        """Held by the thread that is opening a line."""
         self.greeting = threading.Lock()
-        """Held while it is found out whether the peer is another process than before."""
+        """Held by the thread that checks whether the peer is a different process than before."""
         self.calling: Calling | None = None
-        """The line that this worker has opened last. It may be lost."""
+        """The line that this worker opened last. The line may be lost."""
         self.left = False
         """The peer has said goodbye."""
         self.fate = Fate()
-        """What is known about the process at the other end; see `fates`, which changes it."""
+        """What is known about the process at the other end. Only `fates` changes it."""
         self.addresses: Addresses | None = None
-        """Where the peer was when it greeted last."""
+        """The addresses of the peer at its last greeting."""
         self._served: tuple[Served, ...] = ()
         self._up = False
 
     @property
     def open(self) -> Calling | None:
-        """The line for requests, if there is one that is not lost."""
+        """The line for requests; None if there is none or it is lost."""
         calling = self.calling
         return None if calling is None or calling.lost is not None else calling
 
     @property
     def served(self) -> Served | None:
-        """The line that the peer has opened last."""
+        """The line that the peer opened last; None if none is open."""
         return self._served[-1] if self._served else None
 
     @property
     def up(self) -> bool:
-        """There is a line with the peer."""
+        """Whether there is any line with the peer."""
         return bool(self._served) or self.open is not None
 
     def renew(self, incarnation: str) -> None:
-        """Another process has taken the peer's place, or the peer comes back after it was given up."""
+        """Begin a new fate: another process has replaced the peer, or the peer is back after it was given up."""
         self.fate = Fate(incarnation)
 
     def came_up(self) -> None:
-        """A line has been opened."""
+        """Note that a line has been opened."""
         self._up = True
         self.left = False
 
     def goes_down(self) -> bool:
-        """A line has ended: True, once, if none is left and the peer has not said that it leaves. Not thread-safe."""
+        """Note that a line has ended. True once if no line is left and the peer said no goodbye. Not thread-safe."""
         if not self._up or self._served or self.open is not None:
             return False
         self._up = False
         return not self.left
 
     def opened(self, served: Served) -> None:
-        """The peer has opened a line."""
+        """Note that the peer has opened a line."""
         self._served = (*self._served, served)
         self.came_up()
 
@@ -82,15 +83,16 @@ class Link:
         self._served = tuple(line for line in self._served if line is not served)
 
     def heard(self) -> None:
-        """The peer has said something on a line of its own: it is alive."""
+        """Note that the peer is alive: it has sent something on a line that it opened."""
         calling = self.calling
         if calling is not None:
             calling.heard()
 
     def post_awaited(self, frame: Frame) -> bool:
-        """Send a message that a thread of the peer waits for, where it reads replies. False if it cannot go there.
+        """Send a message that a thread of the peer waits for on the line where that thread reads replies.
 
-        A large message would keep the sender busy until it is read, and the peer may have given up.
+        False if the message cannot take that line. Large messages cannot: the sender would be busy until the message is
+        read, and the peer may have stopped waiting.
         """
         served = self.served
         if served is None or (frame.keep and not frame.places) or frame.size > MOST_AWAITED:

@@ -1,9 +1,9 @@
-"""Listener: a thread that waits for messages about one thing, wherever they come.
+"""Listener: a thread that waits for messages about one topic, on whatever line they come.
 
-The thread reads the lines of the workers that it expects messages from, and handles the messages itself. While it does
-something else for long, such as a run of torch's engine, it is **away**: the watch thread reads those lines, and the
-pool handles what comes. A thread that is about to block says so at once (`Listeners.step_away`); otherwise ticks
-notice.
+The thread reads the lines of the workers that it expects messages from, and handles the messages itself. While it is
+busy with something long, such as a run of torch's engine, it is **away**: the watch thread reads those lines, and the
+pool handles the messages. A thread that is about to block calls `Listeners.step_away`. Otherwise the ticks of the watch
+thread notice that it is away.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """What has arrived for one thread, and what the thread does. `add` and `wake` are for all threads."""
+    """The messages that have arrived for one thread, and the thread's state. Any thread may call `add` and `wake`."""
 
     def __init__(self, vigil: Vigil, ranks: Callable[[], Collection[int]], note: Note) -> None:
         self.vigil = vigil
         self.note = note
-        """What the thread handles, for those who look."""
+        """What the thread is handling, for inspection."""
         self.ranks = ranks
-        """The workers that messages are expected from."""
+        """Returns the ranks of the workers that messages are expected from."""
         self.arrived: deque[tuple[Line, Envelope]] = deque()
         self.waits = False
-        """The thread waits for messages."""
+        """The thread is waiting for messages."""
         self.turn = 0
-        """Counts the times that it has begun to do something else."""
+        """How often the thread has stopped waiting to do something else."""
         self.seen = -1
-        """The turn that the last tick has found it at."""
+        """The turn at the last tick."""
         self.known_ranks: Collection[int] = ()
         self.known: list[Calling] = []
-        """The lines to those workers, as they were at the last wait."""
+        """The lines to the workers in ``known_ranks``, as they were at the last wait."""
         self.lock = threading.Lock()
         # Guarded by lock:
         self.away = False
         self.lines: list[Calling] = []
-        """What is read for it while it is away."""
+        """The lines that the watch thread reads while the listener is away."""
         self._thread = threading.get_ident()
 
     def add(self, line: Line, envelope: Envelope) -> bool:
-        """A message has come, read by whichever thread. False if the thread is away."""
+        """Hand a message to the listening thread. False if that thread is away. Any thread may call this."""
         with self.lock:
             if self.away:
                 return False
@@ -64,17 +64,17 @@ class Listener:
         return True
 
     def wake(self) -> None:
-        """End the wait of the thread."""
+        """End the wait of the listening thread. Does nothing on that thread itself."""
         if threading.get_ident() != self._thread:
             self.vigil.wake()
 
     def is_mine(self) -> bool:
-        """Whether the calling thread is the one that listens."""
+        """Whether the calling thread is the listening thread."""
         return threading.get_ident() == self._thread
 
 
 class Listeners:
-    """The threads of a worker that listen, each for messages about one thing. Thread-safe."""
+    """The listening threads of a worker, each for messages about one topic. Thread-safe."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Listeners:
         lines_to: Callable[[Iterable[int]], list[Calling]],
         handlers: Mapping[type[Any], Handler],
     ) -> None:
-        """``lines_to(ranks)`` are the open lines to these workers; ``handlers`` is the table of the agent."""
+        """``lines_to(ranks)`` returns the open lines to these workers. ``handlers`` is the agent's table."""
         self._serving = serving
         self._watch = watch
         self._vigils = vigils
@@ -95,7 +95,10 @@ class Listeners:
 
     @contextmanager
     def listen(self, about: int, ranks: Callable[[], Collection[int]]) -> Iterator[Listener]:
-        """Inside, the calling thread gets the messages of these workers about this that come where replies do."""
+        """A context in which the calling thread gets the messages about one topic that come on the calling lines.
+
+        ``ranks()`` are the workers that send them. Call `wait` and `hear` in turn.
+        """
         vigil = self._vigils.take()
         listener = self._listeners[about] = Listener(vigil, ranks, self._serving.state.note)
         if self._watch.asleep:
@@ -111,13 +114,13 @@ class Listeners:
                     self._observers.emit(Stops(began=False))
 
     def hear(self, listener: Listener) -> None:
-        """Handle what has arrived, one message after the other."""
+        """Handle the messages that have arrived, one after the other."""
         note = listener.note
-        before = note.handles  # its run waits for what has arrived, if there is one
+        before = note.handles  # the request that this thread runs, if any; it waits for these messages
         while listener.arrived:
             try:
                 line, envelope = listener.arrived.popleft()
-            except IndexError:  # a tick has just given them to the pool
+            except IndexError:  # a tick has just handed the messages to the pool
                 return
             note.handles = (line.peer, envelope, monotonic(), before)
             try:
@@ -134,10 +137,10 @@ class Listeners:
         self._observers.emit(Stops())
 
     def wait(self, listener: Listener, done: Callable[[], bool], seconds: float) -> None:
-        """Wait until something comes for the thread that listens, it is woken, or time is up.
+        """Wait until a message comes for the listening thread, the thread is woken, or time is up.
 
-        The thread reads everything that comes; messages that it listens for are in ``listener.arrived`` then. Returns
-        at once if ``done()``.
+        The thread reads everything that comes. The messages that it listens for are then in ``listener.arrived``: call
+        `hear` next. Returns at once if ``done()``.
         """
         if listener.away:
             self._come_back(listener)
@@ -160,7 +163,7 @@ class Listeners:
             self._watch.wake()  # to notice if the thread stays away
 
     def opened(self, line: Calling) -> None:
-        """A line has been opened: threads that listen for that peer read it, too, also those that wait already."""
+        """Have all threads that listen for a peer read its new line, including threads that already wait."""
         for listener in list(self._listeners.values()):
             if line.peer.id not in listener.ranks():
                 continue
@@ -173,7 +176,7 @@ class Listeners:
                 listener.wake()
 
     def step_away(self, listener: Listener) -> None:
-        """The thread that listens does something else now, perhaps for long: others handle its messages."""
+        """Let other threads handle the messages: the listening thread is now busy, perhaps for long."""
         with listener.lock:
             if listener.away:
                 return
@@ -194,7 +197,7 @@ class Listeners:
             listener.lines = []
 
     def tick(self) -> bool:
-        """Called by the watch thread: notice listeners that are away. False if there is none that could be."""
+        """Notice listeners that are away. False if no listener is busy. The watch thread calls this."""
         active = False
         for listener in list(self._listeners.values()):
             if listener.waits or listener.away:
@@ -206,12 +209,15 @@ class Listeners:
         return active
 
     def read_later(self, ranks: Iterable[int]) -> None:
-        """Messages may come from these workers that no thread listens for any more: have them read all the same."""
+        """Have late messages from these workers read, although no thread listens for them any more."""
         for line in self._lines_to(ranks):
             self._watch.read_once(line)
 
     def deliver(self, line: Line, envelope: Envelope) -> None:
-        """Give a message that came among replies to the thread that listens for it, or to the pool."""
+        """Give a message that came among replies to the thread that listens for it, or to the pool.
+
+        Raises `ProtocolError` if no handler takes such a message.
+        """
         backward = getattr(envelope.message, "backward", None)
         listener = None if backward is None else self._listeners.get(backward.id)
         if listener is not None:

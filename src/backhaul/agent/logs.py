@@ -1,6 +1,6 @@
-"""Logs: what goes over a link, line by line, for those who want to see all of it.
+"""Logs: logs every message on a link, for debugging.
 
-The link with a peer has a logger of its own, ``backhaul.link.<peer>``, with the dots in the peer's name as ``_``. If
+The link with a peer has its own logger, ``backhaul.link.<peer>``. Dots in the peer's name are replaced by ``_``. If
 that logger is enabled for DEBUG when a line is opened, everything on the line is logged:
 
     = open over unix, by worker0
@@ -9,10 +9,10 @@ that logger is enabled for DEBUG when a line is opened, everything on the line i
     > Gradients pass 68719476737 4160 B
     = closed
 
-Both ends write the same text behind ``>`` and ``<``. A request is known by its sender and its number, and a reply by
+Both ends write the same text after ``>`` and ``<``. A request is identified by its sender and its id, and a reply by
 the request that it answers. Names that come from a peer are shortened and made printable.
 
-A line that is not logged costs nothing: the logging is a channel around the real one, made only for lines that are.
+A line that is not logged costs nothing: the logging is a wrapper around the channel, made only for logged lines.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _CALLS = (Call, Create)
 
 
 def link_logger(peer: str) -> logging.Logger:
-    """The logger of the link with that peer."""
+    """The logger of the link with a peer."""
     return logging.getLogger(f"backhaul.link.{printable(peer).replace('.', '_')}")
 
 
 def logged(channel: Channel, me: WorkerInfo, peer: WorkerInfo, opener: WorkerInfo) -> Channel:
-    """The channel, or one around it that logs what passes, if the logger of the link is enabled for DEBUG."""
+    """The channel, wrapped in a `LoggedChannel` if the logger of the link is enabled for DEBUG."""
     log = link_logger(peer.name)
     if not log.isEnabledFor(logging.DEBUG):
         return channel
@@ -54,7 +54,7 @@ def logged(channel: Channel, me: WorkerInfo, peer: WorkerInfo, opener: WorkerInf
 
 
 class LoggedChannel(Channel):
-    """A channel that logs the frames which pass through it."""
+    """A channel that logs the messages that pass through it."""
 
     def __init__(self, inside: Channel, log: logging.Logger, me: WorkerInfo, peer: WorkerInfo) -> None:
         self._inside = inside
@@ -142,7 +142,7 @@ class LoggedChannel(Channel):
 
 
 def _describe(message: Any, sender: str, receiver: str) -> str:
-    """What both ends call a message."""
+    """The description of a message, the same on both ends."""
     words = [type(message).__name__]
     if isinstance(message, _REPLIES):
         words.append(f"{receiver}/{message.id}")
@@ -162,7 +162,7 @@ def _describe(message: Any, sender: str, receiver: str) -> str:
 
 
 class _Fallback(StreamHandler):
-    """Writes to stderr as long as the program has set up no logging of its own."""
+    """Writes to stderr unless the program has set up its own logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -170,10 +170,10 @@ class _Fallback(StreamHandler):
 
 
 def set_up_logging(worker: str | None) -> None:
-    """Do what ``backhaul run --log-level`` asks for, by way of the environment: log what Backhaul does.
+    """Set the log level that ``backhaul run --log-level`` passes in the environment.
 
-    Lines go to stderr with the time and the worker's name, unless the program has handlers of its own; then they go
-    there.
+    Lines go to stderr with the time and the worker's name. If the program has its own handlers, they go there instead.
+    Raises `OptionError` for an unknown level.
     """
     text = os.environ.get(LOG_LEVEL_VARIABLE)
     if not text:

@@ -1,7 +1,8 @@
-"""Losses: notices that connections and peers have ended, finds out why, and tells the layers above.
+"""Losses: handles the end of connections and peers, finds the cause, and tells the layers above.
 
-A connection that breaks says little. A launcher may tell how the processes that it started have ended. If that is about
-to happen, it is awaited for a moment, so that an error can say "killed by SIGKILL" instead of "broken pipe".
+A broken connection says little about the cause. A launcher may report how the processes that it started ended. If such
+a report is expected, the worker waits for it for a moment, so that an error can say "killed by SIGKILL" instead of
+"broken pipe".
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from backhaul.wire.decoder import Envelope
 
 _REPLACEMENT_SECONDS = 300.0
-"""For how long a shutdown waits for a worker that the launcher restarts; the launcher ends all if it fails for good."""
+"""How long a shutdown waits for a restarted worker. The launcher ends all workers if the restart fails for good."""
 
 
 class Losses:
-    """Of one agent. Thread-safe."""
+    """The losses of one agent. Thread-safe."""
 
     def __init__(self, agent: Agent, lock: threading.Lock) -> None:
         """``lock`` guards the agent's links."""
@@ -41,7 +42,10 @@ class Losses:
         self._lock = lock
 
     def explain(self, peer: WorkerInfo, lost: WorkerLostError, then: Callable[[WorkerLostError], None]) -> None:
-        """Call ``then`` with why a peer is lost: at once, or, if the launcher is about to tell, soon and elsewhere."""
+        """Call ``then`` with the loss of a peer and its cause.
+
+        Calls it at once on this thread. If the launcher is about to report, calls it soon on a pool thread instead.
+        """
         if not self._agent.endings.expected:  # nearly always
             then(lost)
             return
@@ -57,7 +61,7 @@ class Losses:
             then(_because(lost, self._agent.endings.of(process)))
 
     def read_news(self) -> None:
-        """The launcher has told how processes ended: their workers are lost. Called by the watch thread."""
+        """Lose the workers whose ends the launcher has reported. Called by the watch thread."""
         ended = {ending.process: ending for ending in self._agent.endings.read()}
         if not ended:
             return
@@ -68,7 +72,7 @@ class Losses:
                 self._ended(member, ended[process])
 
     def _ended(self, member: Member, ending: Ending) -> None:
-        """The process of a member is over."""
+        """Lose a member whose process has ended."""
         info = member.info
         lost = WorkerLostError(f"worker {info.name!r} is lost: it {ending.ending}", info.name)
         lost.explained = True
@@ -79,7 +83,7 @@ class Losses:
         self._agent.fates.end_later(info, f"it {ending.ending}", member.incarnation)
 
     def told(self, peer: WorkerInfo, error: WorkerLostError) -> None:
-        """A peer is suspected or over."""
+        """Tell the user that a peer is suspected or over, unless this worker is leaving."""
         if not self._agent.leaving:
             self._agent.presence.lost(peer, error)
 
@@ -106,7 +110,7 @@ class Losses:
         self.explain(peer, lost, end)
 
     def _count(self, link: Link) -> None:
-        """A line of the link has ended: if it was the last one, and the peer has not said goodbye, the peer is lost."""
+        """Count a lost peer if its last line has ended without a goodbye. Also checks the store that it may host."""
         with self._lock:
             lost = link.goes_down() and not self._agent.closed.is_set()
         if lost:
@@ -124,7 +128,7 @@ class Losses:
         self._agent.fates.examine(peer)
 
     def on_goodbye(self, line: Line, envelope: Envelope) -> None:
-        line.said_goodbye = True  # on whichever line it came
+        line.said_goodbye = True  # a goodbye may come on either line
         link = self._agent.known_link(line.peer.id)
         if link is not None:
             link.left = True
@@ -139,7 +143,7 @@ class Losses:
             self._agent.pool.run(lambda: calling.lose(left))
 
     def process_of(self, member: Member | None) -> str | None:
-        """The process of a member, if the launcher of this worker may know how it ends."""
+        """The process of a member; None if the launcher of this worker cannot know how it ends."""
         if member is None or not self._may_be_told(member.addresses):
             return None
         return member.addresses.process or None
@@ -150,7 +154,7 @@ class Losses:
         return self._agent.endings.expected and (here or self._agent.endings.of_all_hosts)
 
     def how_ended(self, info: WorkerInfo) -> str | None:
-        """How the process of a worker ended, if the machine, the launcher or the engine says that it did, else None."""
+        """How the process of a worker ended. None unless the machine, the launcher or the engine says that it ended."""
         addresses = self._agent.link(info).addresses
         if addresses is None:
             try:
@@ -168,7 +172,7 @@ class Losses:
         return "its process has ended" if ending is None else f"it {ending.ending}"
 
     def is_elsewhere(self, info: WorkerInfo) -> bool:
-        """Whether a worker is on another machine, as far as is known."""
+        """Whether a worker is known to be on another machine."""
         member = self._agent.membership.known(info)
         addresses = self._agent.link(info).addresses if member is None else member.addresses
         return addresses is not None and addresses.host != self._agent.transport.addresses.host
@@ -196,7 +200,7 @@ class Losses:
 
 
 def _because(lost: WorkerLostError, ending: Ending | None) -> WorkerLostError:
-    """The loss of a worker, with its cause if the launcher has told it."""
+    """The loss of a worker, with its cause if the launcher has reported it."""
     if ending is None:
         return lost
     found = WorkerLostError(f"worker {lost.worker!r} is lost: it {ending.ending}", lost.worker)

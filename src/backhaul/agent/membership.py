@@ -1,21 +1,21 @@
-"""Who is in the group, and where: names <-> addresses through a c10d store.
+"""Membership: which workers are in the group, and their addresses, through a c10d store.
 
 Under a prefix, the store holds::
 
-    group               a random name of the group; the first to come sets it
-    count               dynamic groups: how many ids were given out
+    group               a random name of the group; the first worker sets it
+    count               dynamic groups: how many ids have been given out
     member/<id>         the member's record; empty once it has left; ``ended`` once it has shut a fixed group down
 
-A fixed group (``world_size`` given) is complete when `join` returns. A dynamic group is looked
-up when a name or rank is not known yet.
+A fixed group (``world_size`` given) is complete when `join` returns. In a dynamic group, this worker reads the list of
+members from the store when a name or rank is not known yet.
 
-Each worker that joins draws an **incarnation**: a name for this process in this role. A process that dies may be
-replaced by another one of the same name and rank, whose record takes the place of the old one; of two that try, one
-gets it, and while the old one lives none does. The others learn of it by its greeting, or look the record up when the
-old process is not to be reached any more.
+Each worker that joins draws an **incarnation**: a random name for this process in this role. Another process of the
+same name and rank may replace a process that has died; its record replaces the old record. If two processes try, only
+one succeeds. While the old process lives, none succeeds. The other workers learn of the replacement by its greeting, or
+read its record when they can no longer reach the old process.
 
-What the store says is not trusted: records are decoded by type, and a peer is believed
-only after the greeting on its own connection.
+The contents of the store are not trusted: records are decoded by type, and a peer is trusted only after the greeting on
+its own connection.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ T = TypeVar("T")
 
 _SHORTEST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.1
-# Those that wait for a large group ask the store about so often in a second, all of them together.
+# All workers that wait for a large group together ask the store about this often in a second.
 _ASKED_IN_A_SECOND = 1000
-_MOST_RECORDS = 64  # that are asked for at once
+_MOST_RECORDS = 64  # in one request to the store
 _PATIENCE = 0.05
-"""Between two looks for members, this share of the time waited so far: nobody is noticed much later than needed."""
+"""The pause between two looks, as a share of the time waited so far. So no member is noticed much too late."""
 _NAME_BYTES = 16
 _INCARNATION_BYTES = 6
 _RENEW_PAUSE = 5.0
@@ -60,14 +60,14 @@ _ENDED = "ended"
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A worker as the store knows it."""
+    """The store's record of a worker."""
 
     id: int
     name: str
     addresses: Addresses
     devices: Devices = Devices()
     incarnation: str = ""
-    """Tells this process from others that have had its name and rank."""
+    """Distinguishes this process from other processes that have had its name and rank."""
 
     def __str__(self) -> str:
         process = f", process {self.addresses.pid}" if self.addresses.pid else ""
@@ -78,7 +78,7 @@ class Member(msgspec.Struct, frozen=True):
         return WorkerInfo(self.id, self.name)
 
 
-# Made once, at import: msgspec crashes if two threads are the first to decode a type.
+# Made once, at import: msgspec crashes if two threads decode a type for the first time at once.
 _member_decoder = msgspec.json.Decoder(Member)
 
 
@@ -88,14 +88,14 @@ class Membership:
     def __init__(
         self, store: Store, world_size: int | None, is_there: Callable[[Addresses], bool] = lambda addresses: True
     ) -> None:
-        """``is_there`` says whether a worker still listens: the place of a dead one is free."""
+        """``is_there`` says whether a worker still listens. If not, another process may take its place."""
         self._store = store
         self._is_there = is_there
         self.world_size = world_size
         self.group = ""
         self.incarnation = secrets.token_hex(_INCARNATION_BYTES)
         self.replaces = False
-        """This worker has the place of one that was in the group before it, and has died or left."""
+        """This worker has taken the place of an earlier worker that died or left."""
         self._lock = threading.Lock()
         self._by_id: dict[int, Member] = {}
         self._by_host: dict[str, dict[int, WorkerInfo]] = {}
@@ -103,9 +103,9 @@ class Membership:
         self._me: Member | None = None
         self._store_is_gone = False
         self.store_is_renewable = bool(getattr(store, "renewable", False))
-        """Whether a member hosts the store, so that it may be lost with that one and can be taken over."""
+        """Whether a member hosts the store. Such a store is lost with its host, and another member can take it over."""
         self._renewing = threading.Lock()
-        self._renew_at = 0.0  # not before
+        self._renew_at = 0.0  # the earliest time of the next attempt
 
     @property
     def dynamic(self) -> bool:
@@ -120,12 +120,12 @@ class Membership:
         check: Callable[[], None] = lambda: None,
         devices: Devices = Devices(),  # noqa: B008 it is frozen
     ) -> WorkerInfo:
-        """Enter the group, and wait until it is complete if it is a fixed one.
+        """Enter the group and return this worker's info. Waits until a fixed group is complete.
 
-        ``check`` is called now and then meanwhile; it raises if there is no point in waiting any longer.
+        ``check`` is called now and then during the wait, and raises if further waiting is pointless.
 
-        Raises `OptionError` if the name or the rank is taken, `RpcTimeoutError` naming the ranks
-        that did not come.
+        Raises `OptionError` if the name or the rank is taken, `MisuseError` if the store has other contents, and
+        `RpcTimeoutError` with the ranks that did not join in time.
         """
         self.group = self._join_group()
         if self.world_size is None:
@@ -144,16 +144,16 @@ class Membership:
         return me.info
 
     def leave(self, *, ended: bool = False) -> None:
-        """Take this worker off the list. ``ended``: its fixed group is over, and is not to be joined again."""
+        """Take this worker off the list. ``ended``: its fixed group is over, and no worker may join it again."""
         if self._me is not None and not self._store_is_gone:
-            try:  # without a store, there is no list either
+            try:  # if the store is gone, so is the list
                 left = _ENDED if ended and not self.dynamic else ""
                 self._store.compare_set(f"member/{self._me.id}", _encode(self._me), left)
             except RuntimeError:
                 self._store_is_gone = True
 
     def met(self, member: Member) -> Member | None:
-        """A member has introduced itself. If it has taken the place of another process, what was known of that one."""
+        """Note that a member has greeted. Returns the old member if it has replaced another process, else None."""
         with self._lock:
             known = self._by_id.get(member.id)
         if known is None or known.name != member.name:
@@ -162,7 +162,7 @@ class Membership:
             return None
         if not member.incarnation or known.incarnation == member.incarnation:
             return None
-        # Greetings do not tell about devices; a process in the same place has the same.
+        # Greetings do not carry devices. A replacement has the same devices as the old process.
         self._learn(msgspec.structs.replace(member, devices=known.devices))
         return known if known.incarnation else None
 
@@ -172,26 +172,26 @@ class Membership:
             return sorted(member.info for member in self._by_id.values())
 
     def elsewhere(self, host: str) -> list[WorkerInfo]:
-        """The known members on other machines than this one. Takes no time for the others."""
+        """The known members that are not on ``host``. The cost does not depend on the members on ``host``."""
         with self._lock:
             return [info for each, there in self._by_host.items() if each != host for info in there.values()]
 
     def ranks(self) -> set[int]:
-        """Their ranks."""
+        """The ranks of all known members."""
         with self._lock:
             return set(self._by_id)
 
     def devices(self) -> dict[str, Devices]:
-        """What all known members have told about their devices, by name."""
+        """The devices of all known members, by name."""
         with self._lock:
             return {self._by_id[id].name: self._by_id[id].devices for id in sorted(self._by_id)}
 
     def known(self, info: WorkerInfo) -> Member | None:
-        """What is known of a member now. Asks no store."""
+        """What is known of a member now, without asking the store."""
         return self._look_up(info)
 
     def find(self, to: str | int | WorkerInfo) -> Member:
-        """The member that ``to`` names. Raises `UnknownWorkerError` listing those that exist."""
+        """The member that ``to`` names. Raises `UnknownWorkerError` with a list of the existing workers."""
         if isinstance(to, bool) or not isinstance(to, str | int | WorkerInfo):
             raise OptionError(f"a worker is given by name, rank or WorkerInfo, not by {to!r}")
         member = self._look_up(to)
@@ -208,7 +208,7 @@ class Membership:
         return member
 
     def successor(self, member: Member) -> Member | None:
-        """The process that has taken the place of a member, if one has."""
+        """The process that has taken the place of a member, if there is one. May ask the store."""
         if self.dynamic:
             self.refresh()
             found = self._look_up(member.name)
@@ -219,7 +219,7 @@ class Membership:
         return found if found is not None and found != member else None
 
     def _look_again(self, member: Member) -> Member | None:
-        """The store's record of a member of a fixed group, which `met` is told of when that process greets."""
+        """The store's record of a member of a fixed group. Not stored here: `met` does that when the process greets."""
         if self._store_is_gone and not self.renew_store():
             return None
         key = f"member/{member.id}"
@@ -232,7 +232,7 @@ class Membership:
         return found if found is not None and found.info == member.info else None
 
     def forget(self, id: int) -> None:
-        """A member of a dynamic group has gone; it may come back elsewhere."""
+        """Forget a member of a dynamic group that has gone. It may come back at another address."""
         if self.dynamic and (self._me is None or id != self._me.id):
             with self._lock:
                 member = self._by_id.pop(id, None)
@@ -241,10 +241,10 @@ class Membership:
                     del self._by_name[member.name]
 
     def refresh(self) -> None:
-        """Read a dynamic group's list from the store, if that is still there.
+        """Read the list of a dynamic group from the store, if the store still exists.
 
-        A store that a worker hosts goes with it. If no other can take it over, those who have met go on without; others
-        cannot join any more.
+        A store that a worker hosts is lost with that worker. If no other worker can take the store over, the workers
+        that know each other continue without it, and no new worker can join.
         """
         if self._store_is_gone and not self.renew_store():
             return
@@ -254,10 +254,10 @@ class Membership:
             self._lose_store(error)
 
     def check_store(self, stopped: Callable[[float], bool] = lambda seconds: True) -> None:
-        """A worker is lost: if the store is with it, take it over. May wait for a minute.
+        """Take the store over if it was lost with a worker. May wait for a minute.
 
-        Tries again if that fails, since no call of this worker may ever ask for the store, and newcomers do:
-        ``stopped`` waits for so many seconds, and says whether there is no point in it any more.
+        Tries again after a failure. Newcomers need the store, and perhaps no later call of this worker would ask for
+        it. ``stopped(seconds)`` waits, and returns True if further attempts are pointless.
         """
         for _ in range(_RENEWALS):
             self._check_store_once()
@@ -274,7 +274,7 @@ class Membership:
             self._lose_store(error)
 
     def _ask_store(self, question: Callable[[], T]) -> T:
-        """The answer of the store. Raises RuntimeError if there is none: torch waits without an end for a lost host."""
+        """The answer of the store. Raises RuntimeError if none comes in time: torch waits forever for a lost host."""
         answers: list[T] = []
         errors: list[RuntimeError] = []
 
@@ -294,10 +294,10 @@ class Membership:
     def _lose_store(self, error: RuntimeError) -> None:
         self._store_is_gone = True
         if not self.renew_store():
-            _log.warning("the store of this group is gone, so nobody can join it any more: %s", error)
+            _log.warning("the store of this group is gone, so no worker can join any more: %s", error)
 
     def renew_store(self) -> bool:
-        """Write what is known of the group to a store in the place of one that is gone. False if there is none."""
+        """Replace a lost store, and write what is known of the group to it. False if no new store is available."""
         with self._renewing:
             if not self._store_is_gone:
                 return True
@@ -312,11 +312,11 @@ class Membership:
                 self._renew_at = time.monotonic() + _RENEW_PAUSE
                 return False
             self._store, self._store_is_gone = store, False
-        _log.info("the store of this group was lost, and has been made anew")
+        _log.info("the store of this group was lost and has been replaced")
         return True
 
     def _publish(self, store: Store) -> bool:
-        """Write the group to a store that is new. False if another group is there."""
+        """Write the group to a new store. False if the store belongs to another group."""
         if store.compare_set("group", "", self.group) != self.group.encode():
             return False
         with self._lock:
@@ -343,10 +343,10 @@ class Membership:
             self.forget(id)
 
     def _join_group(self) -> str:
-        """The group's name, which the first to come makes up."""
+        """The name of the group. The first worker makes it up."""
         found = self._store.compare_set("group", "", secrets.token_hex(_NAME_BYTES))
         if len(found) != 2 * _NAME_BYTES or not found.isalnum():
-            raise MisuseError("the store's name of the group is not one; does another program use the store?")
+            raise MisuseError("the group name in the store is invalid; does another program use the store?")
         return found.decode("ascii")
 
     def _take_id(self, rank: int | None) -> int:
@@ -356,17 +356,17 @@ class Membership:
         try:
             if rank is None:
                 return self._store.add("count", 1) - 1
-            # Ids given out automatically must not meet this one later.
+            # Ids that are given out automatically later must not collide with this one.
             while (count := self._store.add("count", 0)) <= rank:
                 self._store.add("count", rank + 1 - count)
-        except (ValueError, IndexError, OverflowError) as error:  # what C++ makes of text that is no number
+        except (ValueError, IndexError, OverflowError) as error:  # what C++ raises for text that is not a number
             raise MisuseError(
-                f"the store's count of members is not one ({error}); does another program use the store?"
+                f"the member count in the store is invalid ({error}); does another program use the store?"
             ) from error
         return rank
 
     def _claim(self, me: Member) -> None:
-        """Write the record of this worker, in place of that of a dead one if need be. Raises `OptionError`."""
+        """Write the record of this worker, and replace the record of a dead one. Raises `OptionError` if taken."""
         key, mine = f"member/{me.id}", _encode(me)
         self.replaces = self._store.check([key])
         found = self._store.compare_set(key, "", mine)
@@ -385,7 +385,7 @@ class Membership:
             )
 
     def _lives(self, member: Member, me: Member) -> bool:
-        """Whether the process of a record is there. It is not if this process listens where that one did."""
+        """Whether the process of a record still runs. It does not if this process listens at its old address."""
         here, there = me.addresses, member.addresses
         if here.host == there.host and there.tcp is not None and here.tcp == there.tcp:
             return False
@@ -400,16 +400,17 @@ class Membership:
                     f"worker {name!r} of rank {rank} is not unique: {member.name!r} of rank {member.id} is in the "
                     "group already, and every worker needs a name and a rank of its own"
                 )
-            # It died here. Another successor may have come first: then its record is not this one any more.
+            # The member is dead. If another successor came first, the record differs and compare_set does nothing.
             self._store.compare_set(f"member/{member.id}", _encode(member), "")
             self.forget(member.id)
 
     def _gather(self, world_size: int, deadline: float, check: Callable[[], None]) -> None:
-        """Wait until all are there.
+        """Wait until all members have joined.
 
-        A look asks for the missing one of the lowest rank, and for those after it while they are there: all have to
-        come, in whatever order. Looks number 1, 2, 4, 8 and so on ask for all, so that a record that is wrong is seen
-        while others are missing. So n workers that wait for long ask the store about n log n times each.
+        A look asks for the missing member of the lowest rank, and goes on with the next ranks as long as it finds them.
+        That is enough, because all members must come, in whatever order. Looks number 1, 2, 4, 8 and so on ask for all
+        missing members, so that a wrong record is noticed while others are missing. So each of n workers that wait for
+        long asks the store about n log n times.
         """
         missing = deque(id for id in range(world_size) if id not in self._by_id)
         longest = max(_LONGEST_PAUSE, world_size / _ASKED_IN_A_SECOND)
@@ -418,7 +419,7 @@ class Membership:
         while missing:
             check()
             looks += 1
-            # Asked and not waited for: a store that waits in vain says so on standard error.
+            # Poll with check() instead of wait(): a store whose wait times out writes to standard error.
             before = len(missing)
             missing = self._still_missing(missing, every=looks & (looks - 1) == 0)
             came = before - len(missing)
@@ -435,9 +436,10 @@ class Membership:
                 time.sleep(min(max(_PATIENCE * (now - start), _SHORTEST_PAUSE), longest))
 
     def _still_missing(self, missing: deque[int], *, every: bool) -> deque[int]:
-        """Those that have no record yet; the others are known then. Looks as far as the first of them, or at ``every``.
+        """The ranks that have no record yet. Learns the members that have one.
 
-        Asks for several at once, twice as many after each time that all of them were there: a request is a round trip.
+        Stops at the first missing rank, or looks at ``every`` rank. Each request is a round trip, so it asks for
+        several ranks at once, and doubles their number each time that all of them were there.
         """
         ahead, left = deque(missing), deque[int]()
         count = 1
@@ -458,7 +460,7 @@ class Membership:
         return left + ahead
 
     def _has_come(self, id: int, record: bytes) -> bool:
-        """Whether this is a record of a member of a fixed group, which is known then."""
+        """Whether the record is not empty. Then learns the member of a fixed group. Raises if the record is wrong."""
         if not record:
             return False
         if record == _ENDED.encode():
@@ -467,10 +469,10 @@ class Membership:
         return True
 
     def _member_of_rank(self, id: int, record: bytes) -> Member:
-        """The store's record of a member of a fixed group, checked."""
+        """Decode and check the record of a member of a fixed group. Raises `MisuseError` or `OptionError`."""
         member = self._decode(record)
         if member is None or member.id != id:
-            raise MisuseError(f"the store's record of rank {id} is not one; does another program use the store?")
+            raise MisuseError(f"the record of rank {id} in the store is invalid; does another program use the store?")
         other = self._by_name.get(member.name)
         if other is not None and other.id != id:
             raise OptionError(
@@ -487,7 +489,7 @@ class Membership:
             self._by_host.setdefault(member.addresses.host, {})[member.id] = member.info
 
     def _leave_host(self, member: Member | None) -> None:
-        """Holds ``_lock``."""
+        """The caller holds ``_lock``."""
         if member is not None:
             there = self._by_host[member.addresses.host]
             del there[member.id]
@@ -515,7 +517,7 @@ def _encode(member: Member) -> str:
 
 
 Look = Callable[[Addresses], bool | None]
-"""Whether a worker listens at its addresses; None if its host does not answer."""
+"""Returns whether a worker listens at its addresses, or None if its host does not answer."""
 
 
 def goes_on(
@@ -528,13 +530,16 @@ def goes_on(
     *,
     restarted: bool = False,
 ) -> bool:
-    """Whether the fixed group that meets in this store is the one for a worker of that rank to join.
+    """Whether a worker of this rank should join the fixed group in this store.
 
-    It is not if that worker has shut it down, or if it has died and so have all others. A host that does not answer
-    may be cut off for a moment: a worker that gave it up would wait in a group of its own, and the others for it. So it
-    is looked for until ``patience`` seconds have passed, or ``moved_on`` says that others have left this group.
-    ``restarted``: the launcher never starts one worker again without all others. Then a record of another process in
-    this place is enough: what listens at the addresses of its group may be the next one, on the same ports.
+    It should not if a worker has shut the group down, or if this rank and all others have died. A host that does not
+    answer may be cut off only for a moment. A worker that gave up on it would wait in a new group while the others wait
+    in the old one. So this keeps looking until ``patience`` seconds have passed, or until ``moved_on`` says that others
+    have left this group.
+
+    ``restarted``: the launcher restarts workers only all together. Then a record of another process at this rank is
+    enough to say no: the processes that listen at the addresses of that group may already be the next group, on the
+    same ports.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -547,7 +552,7 @@ def goes_on(
 
 
 def _look_at(store: Store, rank: int, world_size: int, look: Look, *, restarted: bool) -> bool | None:
-    """`goes_on`, as far as can be seen now; None if nobody is there, and some may be."""
+    """One look of `goes_on`. None if no member answers but some host may only be cut off."""
     came = store.check([f"member/{rank}"])
     mine = store.get(f"member/{rank}") if came else b""
     if mine == _ENDED.encode():
@@ -562,7 +567,7 @@ def _look_at(store: Store, rank: int, world_size: int, look: Look, *, restarted:
         if member is not None:
             there = look(member.addresses)
             if there:
-                return True  # nearly always the first one
+                return True  # nearly always at the first member
             silent = silent or (there is None and id != rank)
         if record == _ENDED.encode():
             return False

@@ -1,4 +1,4 @@
-"""What people call the function of a request, without unpacking its arguments."""
+"""Naming: the readable name of the function of a request, found without unpacking the arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FETCH = "to_here"
 
 
 def name_of_request(message: Any) -> str:
-    """The function that a message asks for, such as ``mymodule.train_step``; the kind of any other message."""
+    """The function that a message calls, such as ``mymodule.train_step``. For other messages, the kind of message."""
     tree = getattr(message, "tree", None)
     if not isinstance(tree, list) or len(tree) < 3 or tree[0] != trees.TUPLE:
         return type(message).__name__
@@ -24,10 +24,10 @@ def name_of_request(message: Any) -> str:
 
 
 def short_name(what: str, message: Any = None) -> str:
-    """A name that both ends of a call count it under, of what errors call it.
+    """The name under which both ends of a call count it. ``what`` is its name in errors.
 
-    ``message`` is the request, if it has come from a peer: a method of a reference arrives as a call of a function of
-    ours.
+    ``message`` is the request if it came from a peer. It is needed because a method of a reference arrives as a call of
+    an internal function.
     """
     if message is not None and (asked := name_of_request(message)).startswith("method "):
         return asked

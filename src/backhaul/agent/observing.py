@@ -1,11 +1,11 @@
-"""Observing: what happens inside a worker, told to whoever wants to know.
+"""Observing: events about what happens inside a worker, for tools that subscribe to them.
 
-The layers emit small structs. Each has the time, in nanoseconds of a clock that all processes of a host share, and the
-thread. Schedulers of tests, benchmarks and profilers subscribe to them; they replace no methods and know no names of
-private ones. Nothing is made while nobody observes: the places that emit ask first whether there are observers.
+The layers emit small structs. Each has the thread and the time, in nanoseconds of a clock that all processes of a host
+share. Test schedulers, benchmarks and profilers subscribe to the events. So they replace no methods and need no private
+names. No event is created while there are no observers: emitting code checks this first.
 
-An observer is called on the thread on which the thing happens, in the middle of it. So it must be quick, must not raise
-and must not call the worker. Some locks of the worker may be held.
+An observer is called on the thread on which the event happens, in the middle of it. So the observer must be quick, must
+not raise and must not call the worker. Some locks of the worker may be held.
 
     calls       Asked ─► Packed ─► Issued ─► Encoded ─► Sent
                 ─► (peer: Read ─► Began ─► Invoked ─► Returned ─► Packed ─► Encoded ─► Ended ─► Sent)
@@ -20,8 +20,9 @@ and must not call the worker. Some locks of the worker may be held.
     references  RefMade ─► RefFreed
     links       LinkUp ─► LinkLost
 
-Two workers name the same thing alike. A request has a number that its sender gives to no other request: with the
-sender's name, it names the call on both sides (``call``). Gradients are named by their pass and their sources.
+Two workers use the same names for the same thing. A request has an id that its sender gives to no other request. The id
+(``call``) and the sender's name identify the call on both sides. Gradients are identified by their pass and their
+sources.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _thread = threading.get_ident
 
 
 class Event(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """Something has happened, just now, on this thread."""
+    """Something has just happened on this thread."""
 
     at: int = msgspec.field(default_factory=_now)
     thread: int = msgspec.field(default_factory=_thread)
@@ -52,13 +53,13 @@ class Asked(Event, frozen=True, gc=False):
 
 
 class Issued(Event, frozen=True, gc=False):
-    """A request to a peer has its number. The frame is made now."""
+    """A request to a peer has its id. The frame is made next."""
 
     peer: str
     call: int
     what: str
     is_call: bool
-    """A call of the user's, not a question of our own."""
+    """True for a user call, False for an internal request."""
 
 
 class Packed(Event, frozen=True, gc=False):
@@ -66,11 +67,11 @@ class Packed(Event, frozen=True, gc=False):
 
 
 class SendRecorded(Event, frozen=True, gc=False):
-    """The tensors of a message that is about to leave are in the graph of a context."""
+    """The tensors of an outgoing message have been recorded in the graph of a context."""
 
 
 class RecvRecorded(Event, frozen=True, gc=False):
-    """The tensors of a message that has come are in the graph of a context."""
+    """The tensors of an incoming message have been recorded in the graph of a context."""
 
 
 class Encoded(Event, frozen=True, gc=False):
@@ -84,31 +85,31 @@ class Sent(Event, frozen=True, gc=False):
     line: int
     size: int
     replies: bool
-    """It answers requests: those that this thread has handled, and perhaps others'."""
+    """The frame answers requests: those that this thread has handled, and perhaps those of other threads."""
     frames: int = 1
     """How many frames have left in this write."""
 
 
 class Read(Event, frozen=True, gc=False):
-    """Bytes have been read from a line, and not decoded yet."""
+    """Bytes have been read from a line, but not decoded yet."""
 
     peer: str
     line: int
 
 
 class Came(Event, frozen=True, gc=False):
-    """Messages have been decoded that came where replies do. They have not been handled yet."""
+    """Messages on a calling line have been decoded, but not handled yet."""
 
     peer: str
     line: int
     count: int
-    """Without replies that come too late."""
+    """How many futures and messages there are, without replies that come too late."""
     frames: int = 0
     """How many frames there were."""
 
 
 class HandedOut(Event, frozen=True, gc=False):
-    """Futures and messages that `Came` told of have been given to the threads that they are for."""
+    """The futures and messages of a `Came` event have been given to their threads."""
 
     peer: str
     line: int
@@ -116,27 +117,27 @@ class HandedOut(Event, frozen=True, gc=False):
 
 
 class Began(Event, frozen=True, gc=False):
-    """A message is being handled; a request's function runs in there."""
+    """The handling of a message begins. It includes the run of a request's function."""
 
     peer: str
     kind: str
     call: int = 0
-    """The number of the request, if it is one."""
+    """The id of the request; 0 for other messages."""
 
 
 class Ended(Event, frozen=True, gc=False):
-    """A message has been handled. ``replies``: its reply is still to leave, with `Sent`."""
+    """A message has been handled. ``replies``: it has a reply, which leaves later with `Sent`."""
 
     peer: str
     kind: str
     replies: bool
     call: int = 0
     failed: bool = False
-    """The reply tells of an error."""
+    """The reply is an error."""
 
 
 class FinishedLate(Event, frozen=True, gc=False):
-    """A call has its result only now, after its request was handled: it is a coroutine, or returned a future."""
+    """A call has finished after its request was handled: its function is a coroutine, or returned a future."""
 
     peer: str
     call: int
@@ -144,7 +145,7 @@ class FinishedLate(Event, frozen=True, gc=False):
 
 
 class Invoked(Event, frozen=True, gc=False):
-    """The user's function is called now; its arguments have been unpacked."""
+    """The user's function is called now. Its arguments have been unpacked."""
 
     what: str
 
@@ -164,13 +165,13 @@ class Settled(Event, frozen=True, gc=False):
 
 
 class Waits(Event, frozen=True, gc=False):
-    """A thread waits for something that only peers can bring about. ``slot`` is done when a reply ends the wait."""
+    """A thread begins to wait for something that only peers can cause. ``slot``: the request, if it awaits a reply."""
 
     slot: Any = None
 
 
 class Resumes(Event, frozen=True, gc=False):
-    """That wait is over."""
+    """The wait of a `Waits` event is over."""
 
     slot: Any = None
 
@@ -180,7 +181,7 @@ class Queued(Event, frozen=True, gc=False):
 
 
 class Starts(Event, frozen=True, gc=False):
-    """A job begins on this thread. If it is a message, these tell which; see `Began`."""
+    """A queued job begins on this thread. If it is a message, the fields name it; see `Began`."""
 
     peer: str = ""
     kind: str = ""
@@ -188,14 +189,14 @@ class Starts(Event, frozen=True, gc=False):
 
 
 class Stops(Event, frozen=True, gc=False):
-    """It is over, or will not be done any more."""
+    """A queued job is over, or has been dropped."""
 
     began: bool = True
-    """There was a `Starts` for it on this thread."""
+    """There was a `Starts` event for the job on this thread."""
     replies: bool = True
-    """If it was a request, it has been answered."""
+    """If the job was a request, it has been answered."""
     failed: bool = False
-    """The reply told of an error."""
+    """The reply was an error."""
 
 
 class PassBegan(Event, frozen=True, gc=False):
@@ -206,7 +207,7 @@ class PassBegan(Event, frozen=True, gc=False):
 
 
 class PassEnded(Event, frozen=True, gc=False):
-    """It is over, on all workers, or has failed."""
+    """A backward pass is over on all workers, or has failed."""
 
     context: int
     backward: int
@@ -214,13 +215,13 @@ class PassEnded(Event, frozen=True, gc=False):
 
 
 class Planned(Event, frozen=True, gc=False):
-    """It is known which components of a pass can be run, now that the pass has begun or gradients have come."""
+    """The runnable components of a pass have been found, after the pass began or gradients came."""
 
     backward: int
 
 
 class RunBegan(Event, frozen=True, gc=False):
-    """A component of a pass is about to be run."""
+    """A component of a pass is about to run."""
 
     context: int
     backward: int
@@ -228,7 +229,7 @@ class RunBegan(Event, frozen=True, gc=False):
 
 
 class RunEnded(Event, frozen=True, gc=False):
-    """It has run."""
+    """A component of a pass has run."""
 
     backward: int
     sources: tuple[int, ...]
@@ -241,14 +242,14 @@ class TorchBegan(Event, frozen=True, gc=False):
 
 
 class RecvReached(Event, frozen=True, gc=False):
-    """Torch's engine has come to tensors from a peer: their gradients go back to it."""
+    """Torch's engine has reached tensors that came from a peer. Their gradients go back to that peer."""
 
     backward: int
     peer: str
 
 
 class GradientsSent(Event, frozen=True, gc=False):
-    """Gradients of a pass are about to leave, for these tensors of the peer's."""
+    """Gradients of a pass are about to leave. ``sources`` are the peer's tensors that they belong to."""
 
     backward: int
     peer: str
@@ -256,7 +257,7 @@ class GradientsSent(Event, frozen=True, gc=False):
 
 
 class GradientsCame(Event, frozen=True, gc=False):
-    """Gradients of a pass have come, for these tensors of this worker's."""
+    """Gradients of a pass have come. ``sources`` are this worker's tensors that they belong to."""
 
     backward: int
     peer: str
@@ -270,53 +271,53 @@ class TorchEnded(Event, frozen=True, gc=False):
 
 
 class Stored(Event, frozen=True, gc=False):
-    """The gradients of leaves have been added to those of the context."""
+    """The gradients of leaves have been added to the gradients of the context."""
 
     backward: int
 
 
 class GateWaits(Event, frozen=True, gc=False):
-    """A run has come to a gate whose gradients are not there yet."""
+    """A run has reached a gate whose gradients have not come yet."""
 
     backward: int
     source: int
 
 
 class GateOpens(Event, frozen=True, gc=False):
-    """They have come, or the pass has failed."""
+    """The gradients of a gate have come, or the pass has failed."""
 
     backward: int
     source: int
 
 
 class RefMade(Event, frozen=True, gc=False):
-    """This worker keeps a new value for references."""
+    """This worker holds a new value for references."""
 
     ref: str
 
 
 class RefFreed(Event, frozen=True, gc=False):
-    """Nobody refers to a value of this worker's any more."""
+    """No worker refers to a value of this worker any more."""
 
     ref: str
 
 
 class Losing(Event, frozen=True, gc=False):
-    """A line has ended, and those who wait for it are being told."""
+    """A line has ended, and the threads that wait on it are about to be told."""
 
     peer: str
 
 
 class LinkUp(Event, frozen=True, gc=False):
-    """There is a new line with a peer."""
+    """A new line with a peer is open."""
 
     peer: str
     served: bool
-    """The peer has opened it."""
+    """The peer has opened the line."""
 
 
 class LinkLost(Event, frozen=True, gc=False):
-    """A line with a peer has ended, and everybody has been told."""
+    """A line with a peer has ended, and all waiting threads and layers have been told."""
 
     peer: str
     served: bool
@@ -324,14 +325,14 @@ class LinkLost(Event, frozen=True, gc=False):
 
 
 class Suspected(Event, frozen=True, gc=False):
-    """A peer cannot be reached; whether it is dead is not known."""
+    """A peer cannot be reached. It is not known whether it is dead."""
 
     peer: str
     reason: str
 
 
 class Present(Event, frozen=True, gc=False):
-    """A peer that was suspected answers again."""
+    """A suspected peer answers again."""
 
     peer: str
 
@@ -342,16 +343,16 @@ class Over(Event, frozen=True, gc=False):
     peer: str
     reason: str
     certain: bool
-    """This is known. Otherwise the peer has been silent for as long as the option ``lost_after`` says."""
+    """True if the end is known. False if the peer was only silent for as long as ``lost_after`` says."""
 
 
 Observer = Callable[[Event], None]
 
 
 class Observers(list[Observer]):
-    """Those who observe one worker. Thread-safe. It is true while there is one: whoever emits asks this first.
+    """The observers of one worker. Thread-safe. True while there is at least one; emitting code checks this first.
 
-    A list, since a list is asked without a call and without an attribute: this is asked at a dozen places of each call.
+    A list, because its truth value needs no Python call and no attribute, and each call checks it at a dozen places.
     """
 
     def __init__(self) -> None:
@@ -359,7 +360,7 @@ class Observers(list[Observer]):
         self._lock = threading.Lock()
 
     def add(self, observer: Observer) -> Callable[[], None]:
-        """Have ``observer`` called with every event; returns a function that ends it."""
+        """Call ``observer`` with every event. Returns a function that ends this."""
         with self._lock:
             self.append(observer)
         return lambda: self._remove(observer)

@@ -1,4 +1,4 @@
-"""Requests that await their reply, by id, and which of them are overdue. Pure: no locks, no clock."""
+"""Pending: the requests that await their reply, by id, and their deadlines. Pure: no locks, no clock."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from backhaul.wire.decoder import Envelope
 
 
 class Slot(msgspec.Struct, gc=False, eq=False):
-    """One outstanding request. The thread that reads its reply fills it.
+    """One outstanding request. The thread that reads the reply fills the slot.
 
-    The garbage collector does not track slots: thousands of calls in flight would make it run often, and each run
-    looks at everything else, too. A slot and its future refer to each other until the future is settled.
+    The garbage collector does not track slots: thousands of calls in flight would make it run often, and each run also
+    visits all other objects. A slot and its future refer to each other until the future is settled.
     """
 
     id: int
     what: str
     deadline: float
     is_call: bool
-    """A call of the user's, not one of our own questions."""
+    """True for a user call, False for an internal request."""
     future: Future[Any] | None = None
     done: bool = False
     envelope: Envelope | None = None
     error: BaseException | None = None
     waiters: tuple[Any, ...] = ()
-    """The threads that wait for it; see `link_state`."""
+    """The threads that wait for this slot; see `link_state`."""
     thread: int = 0
-    """The thread that has asked, unless it got a future."""
+    """The thread that made the request; 0 if it got a future."""
     since: float = 0.0
-    """When that thread began to wait, if it has. For those who look; see `activity`."""
+    """When ``thread`` began to wait; 0 if it does not wait. For inspection; see `activity`."""
 
 
 class Pending:
@@ -53,21 +53,21 @@ class Pending:
         return list(self._slots.values())
 
     def open(self, slot: Slot, *, watched: bool) -> None:
-        """Await a reply. ``watched``: `expire` finds the slot when it is overdue."""
+        """Add a slot that awaits its reply. ``watched``: `expire` takes the slot out when it is overdue."""
         self._slots[slot.id] = slot
         if watched and slot.deadline != math.inf:
             heapq.heappush(self._deadlines, (slot.deadline, slot.id))
-            # A reply does not remove its deadline; stale ones are dropped when they outnumber the rest.
+            # A reply does not remove its deadline. Stale deadlines are dropped when they outnumber the others.
             if len(self._deadlines) > 2 * len(self._slots) + 64:
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._slots]
                 heapq.heapify(self._deadlines)
 
     def take(self, id: int) -> Slot | None:
-        """The slot whose reply has come; None if it no longer waits."""
+        """Take out a slot, for example because its reply has come. None if it was taken out before."""
         return self._slots.pop(id, None)
 
     def next_deadline(self) -> float:
-        """When `expire` will next have something to do; infinity if never."""
+        """When the next watched slot is overdue; infinity if none ever is."""
         while self._deadlines and self._deadlines[0][1] not in self._slots:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
@@ -82,6 +82,6 @@ class Pending:
         return overdue
 
     def drain(self) -> list[Slot]:
-        """Take out all of them."""
+        """Take out all slots and return them."""
         slots, self._slots, self._deadlines = self._slots, {}, []
         return list(slots.values())

@@ -1,4 +1,4 @@
-"""Threads that are there when needed: the pool grows without bound and keeps a few warm."""
+"""Pool: threads for jobs. The pool grows without bound and keeps a few idle threads warm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Job = Callable[[], None]
 
 
 class _Spare:
-    """A thread of the pool: sleeps on its lock until it is given a job."""
+    """A thread of the pool. It sleeps on its lock until it gets a job."""
 
     __slots__ = ("job", "lock", "thread")
 
@@ -26,7 +26,7 @@ class _Spare:
 
 
 class Pool:
-    """Runs each job at once, on an idle thread if there is one, else on a new one.
+    """Runs each job at once, on an idle thread if there is one, else on a new thread. Thread-safe.
 
     ``enter`` runs first on every new thread. Idle threads beyond ``keep`` end after a while.
     """
@@ -35,15 +35,15 @@ class Pool:
         self._name = name
         self._keep = keep
         self._enter = enter
-        # Appending and popping are atomic: a thread that is on the list is idle, and who pops
-        # it owes it a job. Last in, first out: the thread that ran last is the warmest.
+        # Appending and popping are atomic. A thread on the list is idle, and a caller that pops it must give it a job.
+        # Last in, first out: the thread that ran last is the warmest.
         self._idle: list[_Spare] = []
         self._threads: set[threading.Thread] = set()
         self._starting = threading.Lock()
         self._closed = False
 
     def run(self, job: Job) -> None:
-        """Run ``job`` on another thread, now. Never waits."""
+        """Run ``job`` on another thread now. Never waits. Raises `RuntimeError` if no thread can be started."""
         try:
             spare = self._idle.pop()
         except IndexError:
@@ -54,7 +54,7 @@ class Pool:
                 self._threads.add(spare.thread)
                 try:
                     spare.thread.start()
-                except BaseException:  # the machine gives no more threads
+                except BaseException:  # no thread can be started
                     self._threads.discard(spare.thread)
                     raise
         else:
@@ -104,13 +104,13 @@ class Pool:
         return self._closed
 
     def _sleep(self, spare: _Spare) -> None:
-        """Return with a job, or without one when this thread is to end."""
+        """Sleep until this thread has a job, or must end without one."""
         while not spare.lock.acquire(timeout=_IDLE_SECONDS if len(self._idle) > self._keep else -1):
             if len(self._idle) > self._keep and self._withdraw(spare):
                 return
 
     def _withdraw(self, spare: _Spare) -> bool:
-        """Take a thread off the list; False if someone has just popped it to give it a job."""
+        """Take a thread off the list. False if another thread has just popped it to give it a job."""
         try:
             self._idle.remove(spare)
         except ValueError:

@@ -1,8 +1,9 @@
-"""Presence: tells the user which workers are lost, and which have joined.
+"""Presence: tells the user which workers are lost and which have joined.
 
-A worker is lost when no connection with it is left, or when the launcher says that it has ended. It has joined when it
-is new to the group, or when it, or another process under its name, greets after it was lost. So for each worker the two
-alternate. The callbacks run one after the other, in the order of what happened, on a thread of this worker's.
+A worker is lost when it is suspected, over, or has left, or when the launcher says that it has ended. A worker has
+joined when it is new to the group, or when it, or another process of its name, answers after it was lost. So for each
+worker the two events alternate. The callbacks run one after the other, in the order of the events, on a thread of this
+worker.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OnJoined = Callable[[WorkerInfo], Any]
 
 
 class Subscription:
-    """A callback that has been set. `remove` it, or use it in a ``with`` block."""
+    """A registered callback. Call `remove` to end it, or use it in a ``with`` block."""
 
     def __init__(self, callbacks: list[Any], callback: Any) -> None:
         self._callbacks = callbacks
@@ -30,7 +31,7 @@ class Subscription:
         callbacks.append(callback)
 
     def remove(self) -> None:
-        """Have it called no more; it may still run for what has happened before. Nothing if that was done already."""
+        """Stop the callback. It may still run for events that happened before. A second call does nothing."""
         callbacks, self._callbacks = self._callbacks, []
         if callbacks:
             callbacks.remove(self._callback)
@@ -43,10 +44,10 @@ class Subscription:
 
 
 class Presence:
-    """Which workers are lost, and who wants to know. Thread-safe."""
+    """Which workers are lost, and the callbacks for changes. Thread-safe."""
 
     def __init__(self, later: Callable[[Callable[[], None]], None], known: set[int]) -> None:
-        """``later`` runs a job on a thread of this worker's, in order; ``known`` are the ranks that there are."""
+        """``later`` runs jobs in order on a thread of this worker. ``known`` are the ranks of the current members."""
         self._later = later
         self._known = known
         self._lock = threading.Lock()
@@ -54,7 +55,7 @@ class Presence:
         self._on_lost: list[OnLost] = []
         self._on_joined: list[OnJoined] = []
         self.changed = threading.Condition()
-        """Notified whenever a worker has joined, for threads that wait for one."""
+        """Notified whenever a worker has joined, for threads that wait for a worker."""
 
     def on_lost(self, callback: OnLost) -> Subscription:
         return Subscription(self._on_lost, _checked(callback))
@@ -66,7 +67,7 @@ class Presence:
         return rank in self._lost
 
     def lost(self, worker: WorkerInfo, cause: WorkerLostError) -> None:
-        """A worker is lost; nothing if that is known."""
+        """Note that a worker is lost. Does nothing if that is known."""
         with self._lock:
             if worker.id in self._lost:
                 return
@@ -75,7 +76,7 @@ class Presence:
             self._later(lambda: _run(list(self._on_lost), worker, cause))
 
     def came(self, worker: WorkerInfo) -> None:
-        """A worker has greeted: it has joined if it is new to the group, or was lost."""
+        """Note that a worker is present. It has joined if it is new to the group or was lost."""
         with self._lock:
             if worker.id in self._known and worker.id not in self._lost:
                 return

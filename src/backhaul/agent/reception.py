@@ -1,4 +1,4 @@
-"""Reception: judges the greetings of those who come to this worker's door, and lets members and guests in."""
+"""Reception: judges the greetings at this worker's door, and admits members and guests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_GUESTS = 16
 
 
 class Reception:
-    """Of one agent."""
+    """The reception of one agent."""
 
     def __init__(self, agent: Agent, label: str) -> None:
         self._agent = agent
@@ -51,13 +51,13 @@ class Reception:
         elif (seconds := self._agent.penalties.wait(hello.name, time.monotonic())) > 0:
             refused = f"it has broken the protocol too often, and may come back in {math.ceil(seconds)} s"
         elif len(hello.incarnation) > _LONGEST_INCARNATION or not hello.incarnation.isascii():
-            refused = "its incarnation is not one"
+            refused = "its incarnation is invalid"
         else:
             refused = ""
         return Welcome(me.id, me.name, refused, self._agent.membership.incarnation)
 
     def _judge_guest(self) -> str:
-        """Why a guest is refused, if it is. It has no group and need not know who is here."""
+        """Why a guest is refused; empty if it is admitted. A guest has no group, and need not know this worker."""
         if not self._agent.trust.shows:
             return "a member of a federation shows itself to nobody"
         if self._agent.closed.is_set():
@@ -67,7 +67,7 @@ class Reception:
         return ""
 
     def _is_member(self, hello: Hello) -> bool:
-        # A newcomer to a dynamic group may be ahead of what this worker has read of the store.
+        # In a dynamic group this worker may not have read the record of a newcomer from the store yet.
         if self._agent.membership.dynamic:
             return True
         return self._agent.membership.known(WorkerInfo(hello.id, hello.name)) is not None

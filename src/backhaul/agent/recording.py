@@ -1,7 +1,7 @@
-"""Recording: what the layer of autograd is told about messages, so that gradients can go back along them.
+"""Recording: how the autograd layer hears of messages, so that gradients can go back along them.
 
-The agent moves messages and does not know what a gradient is. It shows the tensors of each request and
-reply to these, on the way out and on the way in.
+The agent moves messages and does not know what a gradient is. It passes the tensors of each request and reply to these
+methods, on the way out and on the way in.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ class Recording(Protocol):
     """See `autograd.recording`. All methods are quick, thread-safe, and call no peer."""
 
     def asking(self, tensors: Tensors, to: WorkerInfo) -> tuple[Mark | None, Tensors]:
-        """A request with these tensors leaves the calling thread: its mark, and the tensors to send."""
+        """The mark of a request with these tensors that the calling thread sends, and the tensors to send instead."""
 
     def answering(self, asked: Mark, tensors: Tensors, to: WorkerInfo) -> tuple[Mark | None, Tensors]:
-        """The reply to a request with the mark ``asked`` leaves: its mark, and the tensors to send."""
+        """The mark of the reply to a request with the mark ``asked``, and the tensors to send instead."""
 
     def received(self, mark: Mark, tensors: Tensors, sender: WorkerInfo) -> Tensors:
-        """A message with recorded tensors has come: what to hand to the user in their place."""
+        """The tensors to give to the user instead of the recorded tensors of a message that has come."""
 
     def leaving(self, tensors: Tensors) -> Mark | None:
-        """The reply to a request without a mark leaves: a mark, if it leaves the history of tensors behind."""
+        """The mark of the reply to a request without a mark, if its tensors lose their history; otherwise None."""
 
     def enter(self, mark: Mark, sender: WorkerInfo) -> None:
-        """The calling thread is about to run a request with this mark."""
+        """Prepare the calling thread's context to run a request with this mark."""
 
 
 class NoRecording:
-    """For an agent without autograd."""
+    """The default for an agent without autograd."""
 
     def asking(self, tensors: Tensors, to: WorkerInfo) -> tuple[Mark | None, Tensors]:
         return None, tensors

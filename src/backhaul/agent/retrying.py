@@ -1,10 +1,10 @@
-"""Retrying: calls that the user declares repeatable are made again when their worker is lost.
+"""Retrying: repeats calls that the user declares repeatable when their worker is lost.
 
-Only the loss of the worker that is called repeats a call: the connection ended, or the worker cannot be reached.
-Whether the function has run there is not known then, so the user has to say that it may run twice. What the function
-raises is never repeated, and a `WorkerLostError` that it raises, about another worker, is such an exception.
+Only the loss of the called worker repeats a call: the connection ended, or the worker cannot be reached. Then it is not
+known whether the function has run, so the user must say that it may run twice. An exception of the function never
+repeats the call, not even a `WorkerLostError` that the function raises about another worker.
 
-Before each repetition the worker has to answer, itself or the process that has taken its place.
+Before each repetition, the worker or its replacement must answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAUSE = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Retry:
-    """A call may be repeated: ``times`` times at most, and not later than ``within`` seconds after the first loss."""
+    """Repeat a call at most ``times`` times, and not later than ``within`` seconds after the first loss."""
 
     times: int
     within: float = DEFAULT_WITHIN
@@ -44,12 +44,15 @@ class Retry:
 
 
 def checked(retry: Any) -> Retry:
-    """What the user gave as ``retry``: a `Retry`, or how often."""
+    """A `Retry` from the user's ``retry`` argument, which is a `Retry` or a number of repetitions.
+
+    Raises `OptionError`.
+    """
     return retry if isinstance(retry, Retry) else Retry(retry)
 
 
 class _Attempts:
-    """How often a call has been made, and may still be."""
+    """How often a call may still be repeated, and until when."""
 
     def __init__(self, retry: Retry, arguments: Any) -> None:
         self._retry = retry
@@ -58,7 +61,7 @@ class _Attempts:
         self.deadline = 0.0
 
     def repeats(self, error: WorkerLostError) -> bool:
-        """Whether the call is to be made again after this error."""
+        """Whether to repeat the call after this error. Uses up one repetition."""
         if isinstance(error.__cause__, RemoteTraceback) or not self._left:
             return False
         now = time.monotonic()
@@ -67,7 +70,7 @@ class _Attempts:
         return now < self.deadline
 
     def require_unchanged(self) -> None:
-        """Raise if a tensor is not any more what the first attempt has sent."""
+        """Raise `MisuseError` if a tensor argument has changed since the first attempt."""
         if any(tensor._version != version for tensor, version in self._tensors):
             raise MisuseError(
                 "a call with retry= cannot be repeated: a tensor among its arguments has been changed in place since "
@@ -85,7 +88,7 @@ class Retrying:
         agent.idle_checks.append(lambda: not self._under_way)
 
     def call(self, to: To, retry: Retry, arguments: Any, call: Callable[[], Any]) -> Any:
-        """The value of ``call()``, made again if worker ``to`` is lost."""
+        """The value of ``call()``, repeated if worker ``to`` is lost. Raises what the last attempt raises."""
         attempts = _Attempts(retry, arguments)
         while True:
             try:
@@ -96,7 +99,7 @@ class Retrying:
             attempts.require_unchanged()
 
     def call_async(self, to: To, retry: Retry, arguments: Any, call: Callable[[], Future[Any]]) -> Future[Any]:
-        """A future of that. What is wrong with the call itself is raised at once."""
+        """`call`, but returns a future of the value. Raises at once if the call itself is wrong."""
         attempts = _Attempts(retry, arguments)
         outer: Future[Any] = Future()
         with self._lock:
@@ -151,7 +154,7 @@ class Retrying:
 
 
 def await_worker(agent: Agent, to: To, deadline: float) -> bool:
-    """Wait until a worker answers, and ask at least once. False at the deadline, or if ``agent`` is shut down."""
+    """Wait until a worker answers. Asks at least once. False at the deadline, or if ``agent`` is shut down."""
     describe = {"kind": "connection", "peer": str(to)}
     with agent.serving.pause(lambda: describe):
         while not agent.closed.is_set():

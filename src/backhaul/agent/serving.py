@@ -1,24 +1,23 @@
-"""Serving: the lines that peers have opened. The thread that reads a request runs it.
+"""Serving: the lines that peers have opened. The thread that reads a request also runs it.
 
 Theory of operation
 -------------------
-Each line has one **leader**, a thread of the pool that reads it. It runs each request itself, right where it read it,
-so that a short request costs no hand-over between threads. Leading is a `role`. The leader passes it on only when it
-must:
+Each line has one **leader**, a pool thread that reads the line. The leader runs each request itself, so a short request
+costs no hand-over between threads. Leading is a `role`. The leader passes the lead on in only two cases:
 
-- when its request is about to wait for a call of its own (`about_to_wait`), or
-- when two ticks of the watch thread have found it at the same request (`tick`), unless peers are not trusted and this
-  one does not read its replies.
+- Its request is about to wait for a call of its own (`about_to_wait`).
+- Two ticks of the watch thread have found it at the same request (`tick`). Exception: if peers are not trusted, a line
+  whose peer does not read its replies keeps its leader.
 
-The old leader then goes on with its request alone, replies, and returns to the pool.
+The old leader then finishes its request alone, replies, and returns to the pool.
 
-Replies to requests that came in one read leave in one write. They are held in ``_out`` while further requests are at
-hand, and a thread that takes over the lead sends them first.
+Replies to requests that came in one read leave in one write. They are held in ``_out`` while more requests are ready,
+and a thread that takes over the lead sends them first.
 
-Requests that run without a lead are *detached*. When ``num_worker_threads`` of them do, ticks pass on no more leads as
-long as some request finishes now and then; if none does, they may be blocking each other, and the lead is passed on
-regardless. A request that waits for a call does not count. So no pool size can deadlock nested calls, and no burst of
-slow requests makes thousands of threads at once.
+Requests that run without a lead are *detached*. While ``num_worker_threads`` requests are detached, ticks pass on no
+more leads as long as some request finishes now and then. If none finishes, the requests may be blocking each other, and
+the lead is passed on regardless. A request that waits for a call does not count. So no pool size can deadlock nested
+calls, and no burst of slow requests starts thousands of threads at once.
 """
 
 from __future__ import annotations
@@ -68,36 +67,36 @@ _MAX_CONNECTIONS = 8
 _REQUESTS = (Call, Create, Fetch)
 
 Handler = Callable[[Line, Envelope], Frame | None]
-"""Handles a message; returns the reply to send, or None if there is none, or not yet."""
+"""Handles a message. Returns the reply to send, or None if there is no reply or it comes later."""
 
 
 class Admission(Protocol):
-    """What `trust.guard` does."""
+    """The interface of `trust.guard`: judges the messages of peers that are not fully trusted."""
 
     def __call__(self, line: Line, envelope: Envelope) -> Frame | None:
-        """What to answer instead of handling a message, if it is refused. Raises if the connection is to end."""
+        """The reply to a refused message; None if the message is accepted. Raises if the connection must end."""
 
     def pause(self, peer: WorkerInfo) -> float:
-        """How many seconds not to read from a peer, since it is refused all the time."""
+        """For how many seconds not to read from a peer whose messages keep being refused."""
 
     def charges(self, message: Any) -> bool:
-        """Whether a message counts in the quota until its reply has left."""
+        """Whether a message counts against the quota until its reply has left."""
 
     def finished(self, peer: WorkerInfo, count: int = 1) -> None:
-        """``count`` calls of that peer are over."""
+        """Note that ``count`` calls of a peer are over."""
 
     def let_go(self, peer: WorkerInfo, size: int) -> None:
-        """A call of that peer, whose request had that many bytes, has run."""
+        """Note that a call of a peer has run. ``size`` is the size of its request in bytes."""
 
     def refuse_reply(self, line: Line, frame: Frame, waiting: int) -> Frame:
-        """What to answer instead of a reply, because that many bytes for this peer wait to be sent."""
+        """The reply to send instead of ``frame``, because ``waiting`` bytes for this peer are still unsent."""
 
 
 class _ThreadState(threading.local):
     handling: bool = False  # this thread runs a request
-    lead: tuple[Served, int] | None = None  # and leads this line, by this token
+    lead: tuple[Served, int] | None = None  # the line that this thread leads, and its token
 
-    def __init__(self, activity: Activity) -> None:  # runs in each thread that uses it
+    def __init__(self, activity: Activity) -> None:  # runs once in each thread that uses this object
         self.note = activity.new_note()
 
 
@@ -108,12 +107,12 @@ class Served(Line):
         super().__init__(peer, channel, serving)
         self.made = time.monotonic()
         self.over = threading.Event()
-        """Everything that the peer sent has been read."""
-        # Guarded by _lock, but for what only the leader writes:
+        """Set when everything that the peer sent has been read."""
+        # Guarded by _lock, except fields that only the leader writes:
         self._role: Role[Any] = Role()
         self._out: list[Frame] = []
         self._out_bytes = 0
-        self._out_charged = 0  # how many of them count in the quota
+        self._out_charged = 0  # how many frames in _out count against the quota
         self._runner = 0  # the leader's thread
 
     def lead(self) -> None:
@@ -160,7 +159,7 @@ class Served(Line):
                         continue
                     charged = guard.charges(envelope.message)
                 elif getattr(envelope.message, "refs", ()):
-                    # Now, while this thread cannot lose the lead: the next message must not overtake it.
+                    # Before this thread can lose the lead: the next message must not overtake these references.
                     serving.arriving(envelope.message.refs, self.peer)
                 role.begin()
                 serving.active.add(self)
@@ -172,8 +171,8 @@ class Served(Line):
                 frame = self._handle_observed(envelope) if observers else handle(self, envelope)
                 note.handles = None
                 if frame is not None and frame.keep:
-                    # It refers to the user's own tensors: the next request of this thread may change them. If it has to
-                    # wait for room, this thread gives away the lead.
+                    # The frame refers to the user's own tensors, which this thread's next request may change. So the
+                    # frame leaves first. If it must wait for room, this thread passes on the lead.
                     self._send_held(token)
                     self.reply(frame, releases=charged)
                     frame = None
@@ -210,9 +209,9 @@ class Served(Line):
         return frame
 
     def pass_on(self, token: int | None = None, turn: int | None = None) -> bool:
-        """Give the lead to another thread, unless it has moved on. Never waits.
+        """Pass the lead to another thread. False if the lead, or its leader, has moved on. Never waits.
 
-        ``token``: the calling thread leads; ``turn``: the leader has been at this request for long.
+        ``token``: the calling thread leads. ``turn``: the request that the leader has been running for too long.
         """
         with self._lock:
             if token is not None and not self._role.holds(token):
@@ -244,12 +243,12 @@ class Served(Line):
 
     @property
     def turn(self) -> int:
-        """Counts the requests."""
+        """The number of requests begun so far."""
         return self._role.turn
 
     @property
     def busy(self) -> bool:
-        """The leader runs a request."""
+        """Whether the leader is running a request."""
         return self._role.busy
 
     def _take_over(self, token: int, held: list[Frame], charged: int) -> None:
@@ -258,7 +257,7 @@ class Served(Line):
         self._lead(token)
 
     def _send_held(self, token: int) -> None:
-        """Send the held replies, unless the lead has been passed on: then its new holder does."""
+        """Send the held replies. If the lead has been passed on, the new leader sends them instead."""
         with self._lock:
             if not self._out or not self._role.holds(token):
                 return
@@ -309,20 +308,20 @@ class Serving:
         self.observers = observers
         self.activity = activity
         self.max_unsent_bytes = max_unsent_bytes
-        """Of what may wait to be sent to one peer."""
+        """How many bytes may wait to be sent to one peer."""
         self.patience = math.inf if patience is None else patience
-        """For how many seconds a peer may take nothing of what is sent."""
+        """For how many seconds a peer may accept no bytes before its connection counts as stalled."""
         self.on_end: Callable[[Served, Exception], None] = lambda line, error: None
         self.guard: Admission | None = None
-        """Judges each message before it is handled, in the order of reading, if peers are not trusted with all."""
+        """Judges each message before it is handled, in the order of reading. None if peers are fully trusted."""
         self.arriving: Callable[[Refs, WorkerInfo], None] = lambda refs, sender: None
-        """Called with the references that a request brings, in the order of reading, if there is no guard."""
+        """Called with the references in each request, in the order of reading. Not called if there is a guard."""
         self.state = _ThreadState(activity)
         self.detached: set[int] = set()
         self.finished = 0  # a change counter: only whether it changed matters
         self.lines: set[Served] = set()
         self.active: set[Served] = set()
-        """The lines that a tick looks at. A leader adds its own after it has begun a request."""
+        """The lines that a tick looks at. A leader adds its line after it has begun a request."""
         self._by_rank: dict[int, set[Served]] = {}
         self._adding = threading.Lock()
         self._max_detached = num_worker_threads
@@ -331,11 +330,11 @@ class Serving:
         self._stalled = 0
 
     def add(self, line: Served) -> None:
-        """Serve a connection that was let in."""
+        """Serve a connection that has been admitted."""
         excess: list[Served] = []
         with self._adding:
             if self.guard is not None:
-                # A peer that opens new connections all the time loses its old ones, and nobody else loses a thread.
+                # A peer that keeps opening connections loses its own old ones, and takes no threads from other peers.
                 others = self._by_rank.get(line.peer.id, ())
                 same = sorted((other for other in others if other.peer == line.peer), key=lambda other: other.made)
                 excess = same[: max(0, len(same) + 1 - _MAX_CONNECTIONS)]
@@ -346,9 +345,9 @@ class Serving:
         self.pool.run(line.lead)
 
     def run_apart(self, line: Line, envelope: Envelope) -> None:
-        """Handle a message on a thread of the pool. For threads that have read it and do something else.
+        """Judge a message, and have a pool thread handle it. For a reader that must not run the message itself.
 
-        Raises what ends the connection.
+        Raises an exception that must end the connection.
         """
         if self.guard is not None:
             refused = self.guard(line, envelope)
@@ -362,7 +361,7 @@ class Serving:
         self.hand_over(line, envelope)
 
     def hand_over(self, line: Line, envelope: Envelope) -> None:
-        """Have a message that was judged handled on the pool."""
+        """Have a pool thread handle a message that has already been judged."""
         self.pool.run(lambda: self._run(line, envelope))
 
     def _run(self, line: Line, envelope: Envelope) -> None:
@@ -396,17 +395,17 @@ class Serving:
         self.on_end(line, error)
 
     def lines_of(self, rank: int) -> list[Served]:
-        """Those that the worker of this rank has opened, or, by the rank of guests, all of theirs."""
+        """The lines that the worker of this rank has opened. The rank of guests stands for all guests."""
         with self._adding:
             return list(self._by_rank.get(rank, ()))
 
     def unsent_beside(self, line: Line) -> int:
-        """Bytes that wait for the peer of a line, on all its connections, besides the frame under way on this one."""
+        """Unsent bytes for the peer of a line, on all its connections, without the frame under way on this line."""
         others = (other for other in self.lines_of(line.peer.id) if other is not line)
         return line.unsent + sum(other.unsent + other.under_way for other in others)
 
     def about_to_wait(self) -> bool:
-        """The calling thread is about to wait for a peer. True: call `resumed` after it."""
+        """Note that the calling thread is about to wait for a peer. If True, call `resumed` after the wait."""
         state = self.state
         if not state.handling:
             return False
@@ -419,15 +418,15 @@ class Serving:
         return True
 
     def resumed(self) -> None:
-        """The wait is over; the request goes on."""
+        """Note that the wait is over and the request continues."""
         self.state.handling = True
         self.detached.add(threading.get_ident())
 
     @contextmanager
     def pause(self, describe: Callable[[], Description]) -> Iterator[None]:
-        """Inside, the calling thread waits for something other than a reply that only peers can bring about.
+        """A context in which the calling thread waits for something that only peers can cause, other than a reply.
 
-        ``describe()`` says what it is, for people.
+        ``describe()`` describes the wait for people.
         """
         handling = self.about_to_wait()
         if self.observers:
@@ -442,9 +441,9 @@ class Serving:
                 self.resumed()
 
     def tick(self) -> bool:
-        """Give away the leads of requests that take long. False when all has been quiet.
+        """Pass on the leads of requests that take long. False if no request has run since the last tick.
 
-        Called every few milliseconds by the watch thread while requests come in.
+        The watch thread calls this every few milliseconds while requests come in.
         """
         active = False
         seen: dict[Served, int] = {}
@@ -454,11 +453,11 @@ class Serving:
             seen[line] = turn
             if before == turn and not line.busy:
                 self.active.discard(line)
-                if line.turn != turn:  # a request has begun meanwhile, perhaps before the line was taken out
+                if line.turn != turn:  # a request began meanwhile, perhaps before the line was discarded
                     self.active.add(line)
             elif line.busy:
                 active = True
-                self.watch.hurry()  # to see whether it is the same request then
+                self.watch.hurry()  # the next tick checks whether this is still the same request
                 if before == turn and self._may_detach(line):
                     line.pass_on(turn=turn)
             elif before != turn:
@@ -468,7 +467,7 @@ class Serving:
 
     def _may_detach(self, line: Served) -> bool:
         if self.guard is not None and line.under_way:
-            # The peer does not read its replies: its calls run one at a time, since their results would pile up.
+            # The peer does not read its replies. Its calls run one at a time: otherwise results would pile up.
             return False
         if len(self.detached) < self._max_detached:
             return True

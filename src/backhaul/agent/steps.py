@@ -1,11 +1,11 @@
-"""Steps: coroutines of one thread, each with the modes of torch that it has set.
+"""Steps: runs the coroutines of one thread so that each keeps its own torch modes.
 
 Torch keeps ``no_grad``, ``inference_mode``, autocast and ``with torch.device(…)`` for each thread, and one thread of a
-worker runs the coroutines of all callers. A coroutine that awaits something inside of ``torch.no_grad()`` would switch
-gradients off for the others until it goes on. So its modes are put aside after each of its steps, and are back in the
-next one.
+worker runs the coroutines of all callers. A coroutine that awaits something inside ``torch.no_grad()`` would switch
+gradients off for all other coroutines until it resumes. So the modes of a coroutine are saved after each of its steps,
+and restored for the next step.
 
-A task that a coroutine starts, such as for ``asyncio.gather``, begins with the modes that the coroutine has then.
+A task that a coroutine starts, such as for ``asyncio.gather``, begins with the coroutine's modes at that time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _change(now: _Modes, to: _Modes) -> None:
     if to.grad != now.grad:
         torch._C._set_grad_enabled(to.grad)
     if to.autocast != now.autocast:
-        # The cache has copies of weights until the last autocast of the thread ends, and others may change the weights.
+        # The cache keeps copies of weights until the thread's last autocast ends, and others may change the weights.
         torch.clear_autocast_cache()
         for kind, on, dtype in to.autocast:
             torch.set_autocast_enabled(kind, on)
@@ -44,14 +44,14 @@ def _change(now: _Modes, to: _Modes) -> None:
 
 
 class Steps(Coroutine[Any, Any, Any]):
-    """A coroutine of which each step runs in its own modes; between the steps the thread has those from before."""
+    """A coroutine whose steps run in its own modes. Between the steps, the thread has its previous modes."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
         self._modes = _here()
         self._aside: torch.inference_mode | None = None
         self._functions: list[Any] = []
-        """Modes over functions, such as devices, the latest first."""
+        """Torch function modes, such as devices, the latest first."""
 
     def send(self, value: Any) -> Any:
         return self._step(self._coroutine.send, value)
@@ -96,7 +96,7 @@ class Steps(Coroutine[Any, Any, Any]):
 
 
 def start_in_steps(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    """A task factory for a loop: each task has modes of its own."""
+    """A task factory for a loop: each task has its own modes."""
     if torch.is_inference_mode_enabled():
         coroutine = _infer(coroutine)
     return asyncio.Task(Steps(coroutine), loop=loop, **options)

@@ -1,7 +1,7 @@
-"""Tracing: what a tracer is told about calls and passes, so that its spans reach from worker to worker.
+"""Tracing: how a tracer hears of calls and passes, so that its spans reach from worker to worker.
 
-The agent knows no tracer. While there is one (`Execution.tracing`), the agent has it begin and end a span around each
-call, and lets it put its mark on frames. See `inspection.spans`.
+The agent does not depend on a tracer. While there is one (`Execution.tracing`), the agent has the tracer begin and end
+a span around each call, and add its mark to frames. See `inspection.spans`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 
 class Span(Protocol):
-    """A call that this worker makes."""
+    """The span of a call that this worker makes."""
 
     def fail(self, error: BaseException) -> None:
-        """It has failed with that."""
+        """Note that the call failed with this error."""
 
     def end(self) -> None:
-        """It is over. On the thread that has begun it."""
+        """End the span. Call this on the thread that began it."""
 
     def end_with(self, future: Any) -> None:
-        """It is over when the future is complete; the calling thread goes on."""
+        """End the span when the future is complete. Returns at once."""
 
 
 def spanning(span: Span, call: Callable[[], T]) -> T:
-    """The value of a call. Its span ends with it."""
+    """The value of ``call()``. The span ends when the call returns or raises."""
     try:
         return call()
     except BaseException as error:
@@ -41,7 +41,7 @@ def spanning(span: Span, call: Callable[[], T]) -> T:
 
 
 def spanning_future(span: Span, call: Callable[[], T]) -> T:
-    """The future of a call. Its span ends with the future."""
+    """The future that ``call()`` returns. The span ends when the future is complete."""
     try:
         future = call()
     except BaseException as error:
@@ -56,16 +56,17 @@ class Tracing(Protocol):
     """See `inspection.spans`. Thread-safe."""
 
     def begin(self, what: str, to: object) -> Span:
-        """A call begins on this thread."""
+        """Begin a span for a call on this thread. The caller must end it."""
 
     def attach(self, frame: Frame) -> Frame:
-        """The frame of the call that this thread is at, with the mark of its span."""
+        """The frame of this thread's current call, with the mark of its span."""
 
     def attach_pass(self, frame: Frame, message: Any) -> Frame:
-        """The frame of a message, with the mark of its pass, if it is about one."""
+        """The frame of a message. If the message is about a pass, the frame gets the mark of that pass."""
 
     def serve(self, run: Callable[[], tuple[Any, bool]], what: str, envelope: Envelope, sender: WorkerInfo) -> Any:
-        """Run a request of a peer. ``run()`` returns the value, and whether it is a future of it.
+        """Run a request of a peer in a span, and return what ``run()`` returns.
 
-        It is called in the context that the function will run in.
+        ``run()`` returns the value or a future of it, and whether it is a future. The agent calls this method in the
+        context in which the function will run.
         """

@@ -1,7 +1,7 @@
-"""Traffic: what the layer of references is told about messages that carry references.
+"""Traffic: how the reference layer hears of messages that carry references.
 
-The agent moves messages and does not know what a reference is. It calls these at the four moments
-that matter for counting.
+The agent moves messages and does not know what a reference is. It calls these methods at the moments that matter for
+reference counting.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ class Traffic(Protocol):
     """See `refs.holdings`. All methods are quick, thread-safe, and call no peer."""
 
     def departing(self, attached: list[Any], to: WorkerInfo, over: object) -> Refs:
-        """A message with these is about to leave over that connection; what it has to carry for them.
+        """Pin the references of a message that is about to leave over a connection. Returns what the message carries.
 
-        Raises if they may not go there.
+        Call `stayed` if the message does not leave. Raises if the references may not go to that worker.
         """
 
     def stayed(self, refs: Refs) -> None:
-        """It did not leave after all."""
+        """Unpin the references of a message that did not leave after all."""
 
     def arriving(self, refs: Refs, sender: WorkerInfo) -> None:
-        """A message with these was read. Called in the order of reading, before any later message's.
+        """Note that a message with these references was read. Called in the order of reading. Call `arrived` later.
 
-        Raises `ProtocolError` if that worker has no right to send them.
+        Raises `ProtocolError` if the sender has no right to send them.
         """
 
     def arrived(self, refs: Refs) -> None:
-        """That message has been unpacked, or thrown away."""
+        """Note that the message with these references has been unpacked or dropped."""
 
     def admit(self, request: Any, sender: WorkerInfo) -> None:
-        """A request was read by a `Guard`, which does not call `arriving`. Called in the order of reading.
+        """`arriving`, for a request that a `Guard` has read. Called in the order of reading.
 
-        Raises `RefusedError` if that worker has no right to what the request names, or has too much of it already;
-        then none of its references has arrived.
+        Raises `RefusedError` if the sender has no right to what the request names, or already has too much of it. Then
+        none of the request's references has arrived.
         """
 
     def decline(self, refs: Refs, sender: WorkerInfo) -> None:
-        """A request with these was refused before they arrived."""
+        """Note that a request with these references was refused before they arrived."""
 
 
 class NoTraffic:
-    """For an agent without references."""
+    """The default for an agent without references."""
 
     def departing(self, attached: list[Any], to: WorkerInfo, over: object) -> Refs:
         return ()

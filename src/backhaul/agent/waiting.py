@@ -1,12 +1,12 @@
-"""Waiting: a thread that waits for several peers at once, itself, awake where that pays.
+"""Waiting: how a thread sleeps until another thread wakes it, and how one thread waits for several peers at once.
 
-A `Waiter` is a thread that waits. Others wake it; it sleeps on a lock, or beside sockets in ``poll``, where a `Bell`
-wakes it.
+A `Waiter` is a thread that sleeps on a lock. A `Vigil` is a thread that sleeps in ``poll`` beside sockets, and a `Bell`
+wakes it there.
 
-A thread that waits for one reply needs no bell: whatever ends its wait comes over the socket that it reads. A
-thread that waits for many (`Vigil`) takes the reader role of every line that is free, polls them all, and reads what
-comes. Lines that other threads read are left to them: what they find for this thread they put where it
-looks, and ring its bell.
+A thread that reads one line needs no bell: everything that ends its wait comes over the socket that it reads. A `Vigil`
+waits for many lines. It takes the reader role of every line whose role is free, polls these lines, and reads what
+comes. Other threads go on reading the remaining lines. When such a thread finds something for the vigil, it stores it
+where the vigil looks, and rings the vigil's bell. The vigil polls without sleeping while that pays (`transport.awake`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Bell:
-    """A descriptor that is readable after `ring`, until `hush`. Thread-safe."""
+    """A descriptor that is readable from `ring` until `hush`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Bell:
                 os.eventfd_write(self._descriptor, 1)
 
     def hush(self) -> None:
-        """To be followed by a look at what the bell was rung for."""
+        """Silence the bell. The caller must then check what the bell was rung for."""
         if not self._rung:
             return
         with self._lock:
@@ -58,7 +58,7 @@ class Bell:
 
 
 class Waiter:
-    """One thread that sleeps until it is woken. `wake` is for other threads; waking it twice does no harm."""
+    """One thread that sleeps until it is woken. Other threads call `wake`; waking it twice does no harm."""
 
     __slots__ = ("_lock",)
 
@@ -70,15 +70,15 @@ class Waiter:
         try:
             self._lock.release()
         except RuntimeError:
-            pass  # it is awake
+            pass  # the thread is already awake
 
     def sleep(self, seconds: float) -> bool:
-        """True when it was woken, False after that many seconds."""
+        """Sleep. True if the thread was woken, False after this many seconds."""
         return self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
 
 
 class Vigil:
-    """A thread that waits for many lines. Only `wake` is for other threads."""
+    """A thread that waits for many lines. Other threads may call only `wake`."""
 
     def __init__(self, rhythm: Rhythm, most_awake: float) -> None:
         self._rhythm = rhythm
@@ -94,9 +94,10 @@ class Vigil:
         self._bell.close()
 
     def wait(self, lines: Iterable[Calling], done: Callable[[], bool], seconds: float) -> None:
-        """Wait for something on these lines, a `wake`, or for that many seconds. Reads and hands out what has come.
+        """Wait for data on these lines, for `wake`, or for this many seconds. Reads and hands out what has come.
 
-        Returns at once if ``done()``, which is asked after other threads can wake this one.
+        Returns at once if ``done()``. That is checked only after other threads can wake this one, so no wake-up is
+        missed.
         """
         reading: list[Calling] = []
         tokens: list[int] = []
@@ -110,7 +111,7 @@ class Vigil:
                         break
                     if line.lost is not None:
                         break
-                    # The role has become free between the two looks: try again, or nobody reads this line.
+                    # The role became free between the two calls. Try again: otherwise no thread reads this line.
                 if token:
                     reading.append(line)
                     tokens.append(token)
@@ -123,7 +124,7 @@ class Vigil:
             self._end(reading, tokens, ready)
 
     def _end(self, reading: list[Calling], tokens: list[int], ready: list[tuple[int, int]]) -> None:
-        """Give up all roles, whatever goes wrong with one of them: a line whose role is lost is deaf for good."""
+        """Give up all roles, even if one raises: a line whose role is never given up is never read again."""
         came = {descriptor for descriptor, _ in ready}
         try:
             while tokens:
@@ -147,16 +148,16 @@ class Vigil:
 
 
 class Vigils:
-    """The vigils of a worker. Each has a descriptor, so it is kept for the next thread that waits. Thread-safe."""
+    """The vigils of a worker. Each owns a descriptor, so it is reused by the next waiting thread. Thread-safe."""
 
     def __init__(self, most_awake: float) -> None:
         self._most_awake = most_awake
-        self._rhythm = Rhythm()  # of all of them: threads of one worker mostly wait for the same peers
+        self._rhythm = Rhythm()  # shared by all vigils: the threads of a worker mostly wait for the same peers
         self._spare: list[Vigil] = []
         self._closed = False
 
     def take(self) -> Vigil:
-        """To be given back."""
+        """A vigil. Call `give_back` after the wait. Raises `OSError` if no descriptor is left."""
         try:
             return self._spare.pop()
         except IndexError:

@@ -1,19 +1,20 @@
-"""Watch: the one thread of a worker that looks after what no other thread attends to.
+"""Watch: one thread per worker that handles the events no other thread waits for.
 
 It sleeps in ``epoll`` and costs nothing while the worker is idle. It
 
-- takes visitors from the listeners and gives them to the door,
-- notices peers that hang up while nobody reads from them,
+- accepts connections from the listeners and gives them to the door,
+- notices peers that hang up while no thread reads from them,
 - reads the replies to futures that no thread waits for,
 - fails futures whose deadline has passed, and pings peers that owe an answer and are silent,
-- ticks every few milliseconds while requests run, so that long ones give away their lead. It ticks more slowly while
-  nothing seems to be stuck: it takes the interpreter from those who work.
+- ticks every few milliseconds while requests run, so that long requests pass on their lead. While nothing seems stuck
+  it ticks more slowly, because each tick takes the interpreter from the working threads.
 
 It never blocks on a peer and runs no user code.
 
 A line is registered one-shot: after each event it must be armed again. A line that is armed with ``EPOLLIN`` is
-*watched*: replies are wanted, and no other thread reads them. For a plain future that is decided at a tick, since
-most callers wait for it themselves a moment later; for one with callbacks, or one that is awaited, at once.
+*watched*: replies are due, and no other thread reads them. For a plain future the watch thread decides this at a tick,
+since most callers wait for the future themselves a moment later. For a future that has callbacks or is awaited, the
+line is watched at once.
 """
 
 from __future__ import annotations
@@ -62,28 +63,28 @@ class Watch:
         self._listeners: dict[int, tuple[Any, Callable[[Any], None]]] = {}
         self._lines: dict[int, Calling] = {}
         self.unread: set[Calling] = set()
-        """Lines with futures that perhaps no thread waits for; some may have none left. For waiting threads to read."""
-        self._soon: set[Calling] = set()  # of those, to be watched at the next tick if no thread reads them
-        self._strays: set[Calling] = set()  # have no futures, and something may come all the same
-        self._kept: Counter[Calling] = Counter()  # are read whenever something comes; by how many want that
+        """Lines whose futures may have no waiting thread. Waiting threads read them. Some may have no futures left."""
+        self._soon: set[Calling] = set()  # lines to watch at the next tick if no thread reads them
+        self._strays: set[Calling] = set()  # lines without futures on which a message may still come
+        self._kept: Counter[Calling] = Counter()  # lines to read whenever data comes -> by how many callers
         self._watched: set[Calling] = set()
         self._holding: set[Line] = set()
         self._lock = threading.Lock()
-        self._deadline = math.inf  # when to look at deadlines next
+        self._deadline = math.inf  # when to check the deadlines of futures next
         self._check_at = math.inf
         self.trim: Callable[[], float] = lambda: math.inf
-        """Called when all is quiet, to free what is idle; says in how many seconds it wants to be called again."""
+        """Called when all is quiet, to free idle resources. Returns after how many seconds to call it again."""
         self._trim_at = math.inf
         self._closing = False
-        # A finalizer may wake it, at any point of a thread that is doing so already.
+        # Reentrant: a finalizer may call wake() in a thread that is inside wake() already.
         self._bell_lock = threading.RLock()
-        self._silent = False  # the bell's number may be somebody else's
+        self._silent = False  # the bell is closed, and its descriptor may belong to another file
         self._pace = _TICK
-        self._hurries = False  # this thread's: the interpreter changes hands more often
+        self._hurries = False  # used by the watch thread only: the interpreter switches threads more often
         self.ticks: list[Callable[[], bool]] = []
-        """Called at every tick; True keeps the ticks coming."""
+        """Called at every tick. A True result keeps the ticks coming."""
         self.asleep = False
-        """True: nothing ticks. Whoever starts a request must then `wake` the watch."""
+        """True while nothing ticks. A thread that starts a request must then `wake` the watch."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -103,13 +104,13 @@ class Watch:
             os.close(self._bell)
 
     def abandon(self) -> None:
-        """In a forked child, where this thread does not exist: close the descriptors."""
+        """In a forked child, where the watch thread does not exist: close the descriptors."""
         self._silent = True
         self._epoll.close()
         os.close(self._bell)
 
     def hurry(self) -> None:
-        """Something may be stuck: the next tick is to come soon. For ticks to call."""
+        """Make the next tick come soon, because something may be stuck. Called from ticks."""
         self._pace = _TICK
 
     def wake(self) -> None:
@@ -120,7 +121,7 @@ class Watch:
                 os.eventfd_write(self._bell, 1)
 
     def add_listener(self, listener: L, visit: Callable[[L], None]) -> None:
-        """Have ``visit`` called with something that has a descriptor whenever that is readable."""
+        """Call ``visit(listener)`` on the watch thread whenever the listener's descriptor is readable."""
         self._listeners[listener.fileno()] = (listener, visit)
         self._epoll.register(listener.fileno(), select.EPOLLIN)
 
@@ -129,14 +130,14 @@ class Watch:
             self._epoll.unregister(listener.fileno())
 
     def add(self, line: Calling) -> None:
-        """Notice when this peer hangs up."""
+        """Notice when the peer of this line hangs up. Call `remove` before the line is closed."""
         with self._lock:
             if not self._closing:
                 self._lines[line.fileno()] = line
                 self._epoll.register(line.fileno(), _HANG_UP)
 
     def remove(self, line: Calling) -> None:
-        """Forget an line; its descriptor is about to be closed."""
+        """Forget a line whose descriptor is about to be closed."""
         with self._lock:
             for lines in (self._soon, self._watched, self._strays, self.unread):
                 lines.discard(line)
@@ -145,7 +146,7 @@ class Watch:
                 self._epoll.unregister(line.fileno())
 
     def look_after(self, line: Calling, deadline: float) -> None:
-        """This line has a future that may find no reader, and is due at ``deadline``."""
+        """Look after a line with a new future that may have no reader and is due at ``deadline``."""
         self.unread.add(line)
         if line not in self._watched and line not in self._soon:
             self._soon.add(line)
@@ -156,7 +157,7 @@ class Watch:
             self.wake()
 
     def take_over(self) -> None:
-        """A thread that has read for others stops: look after what is left."""
+        """Look after the remaining futures when a thread that has read for others stops reading."""
         for line in list(self.unread):
             if not line.futures:
                 self.forget_read(line)
@@ -166,20 +167,20 @@ class Watch:
                     self.wake()
 
     def forget_read(self, line: Calling) -> None:
-        """A line had no futures: it is not unread any more, unless a future has been opened since that look."""
+        """Take a line without futures off ``unread``, unless a future has been opened since the caller looked."""
         self.unread.discard(line)
         if line.futures:
             self.unread.add(line)
 
     def read_once(self, line: Calling) -> None:
-        """Something may come on this line that no thread waits for any more: read it when it does."""
+        """Read this line once more when data comes, although no thread waits for it any more."""
         self._strays.add(line)
         self._soon.add(line)
         if self.asleep:
             self.wake()
 
     def keep_reading(self, line: Calling) -> None:
-        """Read this line whenever something comes, unless another thread does. To be followed by `stop_reading`."""
+        """Read this line whenever data comes, unless another thread reads it. Ends with `stop_reading`."""
         with self._lock:
             self._kept[line] += 1
             self._arm(line, _READABLE)
@@ -191,17 +192,17 @@ class Watch:
                 del self._kept[line]
 
     def will_read(self, line: Calling) -> bool:
-        """Whether this thread reads what comes on a line, now or after the next tick. For schedulers of tests."""
+        """Whether the watch thread reads this line, now or after the next tick. For test schedulers."""
         return any(line in lines for lines in (self._watched, self._soon, self._strays, self._kept))
 
     def remind(self, line: Line) -> None:
-        """This line has something to send: have it do so at the next tick, without waiting."""
+        """Have a line send its held frames at the next tick, without waiting."""
         self._holding.add(line)
         if self.asleep:
             self.wake()
 
     def attend(self, line: Calling) -> None:
-        """Read this line's replies from now on, without waiting for a tick."""
+        """Read this line's replies from now on, without waiting for the next tick."""
         with self._lock:
             if line in self._watched:
                 return
@@ -211,10 +212,10 @@ class Watch:
             self.wake()
 
     def _arm_after_event(self, line: Calling) -> None:
-        """Arm a line after an event, for replies if there are any to come.
+        """Arm a line after an event: for replies if any are due, otherwise only for a hang-up.
 
-        A caller opens its slot first and looks whether the line is watched then. Here it is the other way round: so
-        one of the two notices the other.
+        A caller opens its slot first, and then checks whether the line is watched. This method marks the line first,
+        and then checks for slots. So at least one of the two notices the other.
         """
         with self._lock:
             self._arm(line, _READABLE if line.futures or line in self._strays or line in self._kept else _HANG_UP)
@@ -222,7 +223,7 @@ class Watch:
                 self._arm(line, _READABLE)
 
     def _arm(self, line: Calling, events: int) -> None:
-        """Holds ``_lock``."""
+        """The caller holds ``_lock``."""
         if self._lines.get(line.fileno()) is not line:
             return
         self._epoll.modify(line.fileno(), events)
@@ -252,7 +253,7 @@ class Watch:
             quiet = 0 if active else quiet + 1
             if quiet > _QUIET_TICKS:
                 self.asleep = True
-                # A request that began before `asleep` was set has not rung the bell.
+                # Tick once more: a request that began before `asleep` was set has not rung the bell.
                 if self._tick():
                     self.asleep = False
                     quiet = 0
@@ -267,14 +268,14 @@ class Watch:
             try:
                 self._act(events)
             except Exception:
-                # Without this thread the worker would look alive and be deaf.
+                # Without this thread the worker would look alive but read nothing.
                 _log.exception("the watch thread goes on after a failure")
 
     def _tick(self) -> bool:
-        """False when all has been quiet."""
+        """Run all ticks. False if nothing was active."""
         try:
             return self._tick_all()
-        except Exception:  # no new thread can be had, say
+        except Exception:  # for example, no thread is available
             _log.exception("the watch thread goes on after a failure")
             return True
 
@@ -317,31 +318,31 @@ class Watch:
         if line is None:
             return
         drained = line.drain()
-        # If another thread reads the line, or more replies follow that nobody is in a hurry for, it is looked at again
-        # at the next tick: each event would take the interpreter from the threads that work.
+        # If another thread reads the line, or only replies without callbacks are still due, the next tick looks at the
+        # line again. Handling each event at once would take the interpreter from the working threads.
         with self._lock:
             self._soon.add(line)
             self._watched.discard(line)
             self._strays.discard(line)
-        # After that, so that one of the two notices the other: a thread that hangs a callback on a future looks at
-        # _watched later.
+        # Check is_urgent after the change of _watched. A thread that adds a callback to a future marks it urgent first,
+        # and then looks at _watched. So at least one of the two notices the other.
         if drained and (line.is_urgent() or not line.futures or line in self._kept):
             self._arm_after_event(line)
         else:
             self.asleep = False
 
     def _attend(self) -> bool:
-        """Watch the lines that have futures and no reader. False if there was nothing to do."""
+        """Watch the lines that have futures but no reader. False if there was nothing to do."""
         if not self._soon:
             return False
         self.hurry()
         for line in list(self._soon):
-            # In this order: a reader that stops looks at _soon after it has given up its role.
+            # Discard before being_read(): a reader that stops gives up its role first, and then looks at _soon.
             self._soon.discard(line)
             if line.lost is not None or not line.being_read():
                 self._arm_after_event(line)
             elif line in self._kept:
-                self._soon.add(line)  # its reader does not give it back: look again at the next tick
+                self._soon.add(line)  # the reader will not call take_over: look again at the next tick
             else:
                 self._notice_hang_up(line)  # if there are futures, the reader calls take_over
             if self._check_at == math.inf:
@@ -349,7 +350,7 @@ class Watch:
         return True
 
     def _notice_hang_up(self, line: Calling) -> None:
-        """Arm a line that another thread reads, which may give it back to nobody."""
+        """Arm a line for a hang-up. Another thread reads the line now, and may stop without a successor."""
         with self._lock:
             if line not in self._watched and self._lines.get(line.fileno()) is line:
                 self._epoll.modify(line.fileno(), _HANG_UP)
@@ -359,12 +360,12 @@ class Watch:
         lines = list(self._lines.values())
         for line in lines:
             line.expire(now)
-        # Calls made meanwhile have lowered _deadline themselves.
+        # min: calls made meanwhile may have lowered _deadline themselves.
         self._deadline = min([self._deadline, *(line.next_deadline() for line in lines)])
 
     def _check_peers(self, now: float) -> None:
         self._check_at = math.inf
-        # The lines that another thread reads, too: a thread that waits for many lines pings nobody.
+        # Include lines that other threads read: a thread that waits for many lines sends no pings.
         for line in self._watched | self.unread:
             if line.futures:
                 line.check_alive()
