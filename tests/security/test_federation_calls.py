@@ -408,7 +408,7 @@ def test_the_bytes_of_calls_under_way() -> None:
     with federation(quotas=Quotas(request_bytes=1 << 20)) as workers:
         waiting = workers[1].rpc_async("worker0", exposed.wait, ("bytes", large))
         try:
-            with pytest.raises(QuotaError, match="bytes are under way, and 1048576 may be"):
+            with pytest.raises(QuotaError, match="bytes are under way, and the limit is 1048576"):
                 workers[1].rpc_sync("worker0", exposed.double, (large,))
             assert workers[1].rpc_sync("worker0", exposed.double, (4,)) == 8
             assert workers[2].rpc_sync("worker0", exposed.double, (large,)).shape == large.shape

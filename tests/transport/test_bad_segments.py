@@ -85,7 +85,7 @@ def bad() -> dict[str, tuple[list[int], bytes, str]]:
         "the largest number": ([memfd(ROOM)], frame([(1 << 32) - 1]), "which has not been passed"),
         "beyond its end": ([memfd(ROOM)], frame([1], 2 * MiB), "2097152 bytes in segment 1, which has not been"),
         "into its control bytes": ([memfd(ROOM)], frame([1], MiB + 1), "1048577 bytes in segment 1"),
-        "table that is too short": ([memfd(ROOM)], altered(frame([1]), table=-4, metadata=4), "metadata that is no"),
+        "table that is too short": ([memfd(ROOM)], altered(frame([1]), table=-4, metadata=4), "metadata is not"),
         "flag and no table": ([], altered(PING, kind=0x80), "unknown kind"),
         "unknown kind": ([], altered(frame([1]), kind=0x30), "unknown kind"),
         "too many": ([memfd(ROOM) for _ in range(ALLOWED + 1)], PING, "more descriptors than a message may have"),

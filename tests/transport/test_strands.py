@@ -120,7 +120,7 @@ def test_announcements_that_make_no_sense() -> None:
         Decoder().receive_data(b"".join(own))
     with pytest.raises(ProtocolError, match="no large message has begun"):
         Decoder(apart=Announced()).receive_data(header(1, 5))
-    with pytest.raises(ProtocolError, match="not those of one tensor"):
+    with pytest.raises(ProtocolError, match="do not belong to one tensor"):
         Decoder(apart=Announced()).receive_data(own[0] + header(1, 1 << 30))
     strands = Strands(2)
     with pytest.raises(ProtocolError, match="on connection 3, and there are 2 besides this one"):

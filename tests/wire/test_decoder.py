@@ -124,7 +124,7 @@ def test_a_mark_and_tensors(numel: int) -> None:
         (f"4248 01 41 01000000 {NO_TENSORS} 05", "longer than its metadata"),
         (f"4248 01 41 02000000 {NO_TENSORS} 02 61", "longer than its metadata"),
         (f"4248 01 41 05000000 {NO_TENSORS} 02 c3a4 91 04", "not text"),
-        (f"4248 01 41 02000000 {NO_TENSORS} 01 61", "no Call"),
+        (f"4248 01 41 02000000 {NO_TENSORS} 01 61", "not a valid Call"),
         (f"4248 01 7f 02000000 {NO_TENSORS} 01 61", "unknown kind 127"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Cell: where an owner keeps a value, from before it exists until nobody can reach it."""
+"""Cell: holds a value on its owner, from before the value exists until no worker can reach it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backhaul.errors import fresh, kept
 
 
 class Cell:
-    """A value, or the error of making it, or neither yet. Thread-safe."""
+    """A value, or the error of making it, or neither yet. The first `set` or `fail` counts. Thread-safe."""
 
     __slots__ = ("_callbacks", "_error", "_lock", "_ready", "_value")
 
@@ -30,29 +30,29 @@ class Cell:
         self._settle(value, None)
 
     def fail(self, error: BaseException, worker: str) -> None:
-        """Making the value failed, on that worker."""
+        """Note that making the value failed on that worker."""
         self._settle(None, kept(error, worker))
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, as an exception of its own (`errors.fresh`). Only when ready."""
+        """A fresh copy of the error (`errors.fresh`), or None. Valid only when ready."""
         return None if self._error is None else fresh(self._error)
 
     def get(self) -> Any:
-        """The value; raises the error. Only when ready."""
+        """The value. Raises the error if making it failed. Valid only when ready."""
         if self._error is not None:
             raise fresh(self._error)
         return self._value
 
     def when_ready(self, callback: Callable[[], None]) -> bool:
-        """True if it is ready; else ``callback`` is called, on the thread that makes it so."""
+        """True if the cell is ready. Otherwise the thread that makes it ready calls ``callback``."""
         with self._lock:
             if not self._ready:
                 self._callbacks.append(callback)
             return self._ready
 
     def wait(self, deadline: float) -> bool:
-        """Return True when it is ready, False at the deadline."""
+        """Wait until the cell is ready. True if it is, False at the deadline."""
         event = threading.Event()
         if self.when_ready(event.set):
             return True

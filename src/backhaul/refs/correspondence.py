@@ -1,8 +1,8 @@
-"""Correspondence: the notices of one worker about references, to all others and from them. It drives `mailbox`.
+"""Correspondence: sends and receives one worker's notices about references. It drives `mailbox`.
 
-Notices are sent from a queue (`completions`), never from the thread that caused them: that may be a finalizer, or one
-that reads a connection. A batch that cannot be sent or is not answered has its receiver examined. If the receiver turns
-out to live, `repeat` sends the batch again.
+Notices are sent from a queue (`completions`), never by the thread that caused them, because that thread may run a
+finalizer or read a connection. If a batch cannot be sent, or is not answered, its receiver is examined. If the receiver
+turns out to live, `repeat` sends the batch again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from backhaul.wire.messages import Notice, Notices
 
 
 class Correspondence:
-    """Thread-safe. ``lock`` is that of the holdings: it also guards the boxes here, where a method says so."""
+    """The mailboxes of one worker. ``lock``, the lock of the holdings, guards them.
+
+    Some methods require that the caller holds the lock, and say so. The others take it. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,10 @@ class Correspondence:
         info: Callable[[int], WorkerInfo],
         examine: Callable[[int], None],
     ) -> None:
-        """``process`` tells this process from others that have had its rank. ``examine`` is told of silent peers."""
+        """``process`` distinguishes this process from others that have had its rank.
+
+        ``examine(rank)`` is called for a peer that does not answer.
+        """
         self._agent = agent
         self._lock = lock
         self._process = process
@@ -43,33 +49,33 @@ class Correspondence:
         self._closed = False
 
     def add(self, to: int, notice: Notice) -> None:
-        """Have a notice sent by the next `flush_later`. Holds the lock."""
+        """Queue a notice for the next `flush_later`. The caller holds the lock."""
         self._outboxes.setdefault(to, Outbox()).add(notice)
 
     def waiting(self, to: int) -> int:
-        """How many notices that worker has not answered. Holds the lock."""
+        """The number of notices that this worker has not answered. The caller holds the lock."""
         box = self._outboxes.get(to)
         return 0 if box is None else len(box)
 
     def accept(self, peer: int, message: Notices) -> bool:
-        """Whether a message of that worker is new. Holds the lock."""
+        """Whether a message of that worker is new. The caller holds the lock."""
         return self._inboxes.setdefault(peer, Inbox()).accept(message.number, message.process)
 
     def drop(self, to: int) -> None:
-        """That worker is dead: throw away what is for it. Holds the lock."""
+        """Throw away all notices for a dead worker. The caller holds the lock."""
         if to in self._outboxes:
             self._outboxes[to].clear()
 
     def idle(self) -> bool:
-        """Whether nothing is under way. Holds the lock."""
+        """Whether no notice waits or is under way. The caller holds the lock."""
         return not any(map(len, self._outboxes.values()))
 
     def close(self) -> None:
-        """Send nothing any more. Holds the lock."""
+        """Send nothing from now on. The caller holds the lock."""
         self._closed = True
 
     def flush_later(self) -> None:
-        """Send what has been added, on another thread."""
+        """Have another thread send the queued notices. The caller does not hold the lock."""
         with self._lock:
             if self._flushing or self._closed:
                 return
@@ -77,7 +83,7 @@ class Correspondence:
         self._agent.completions.add(self._flush)
 
     def repeat(self, to: int) -> None:
-        """That worker answers again: repeat the batch that may not have reached it."""
+        """Repeat the batch that may not have reached a worker, because the worker answers again."""
         with self._lock:
             box = None if self._closed else self._outboxes.get(to)
             again = None if box is None else box.again()

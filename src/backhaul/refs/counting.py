@@ -2,17 +2,18 @@
 
 Theory of operation
 -------------------
-**Listing.** The owner of a value lists the workers that hold references to it, not how many
-copies each has: a worker counts its own copies and tells the owner only about the first and
+**Listing.** The owner of a value lists the workers that hold references to it. It does not know how many
+copies each worker has: a worker counts its own copies and tells the owner only about the first and
 the last. A dead worker is simply struck off the lists.
 
-A worker that has a reference to another one's value is its *user*. An entry of a user is::
+A worker that has a reference to another worker's value is a *user* of that value. The entry of a user
+goes through these states::
 
     registering ──(the owner has listed us)──> confirmed ──(last copy gone)──> Release, forgotten
 
 **Sharing.** When a message takes a reference from a *sharer* to a *receiver*, the receiver is not
-listed yet, and the sharer may drop its own reference at once: the race that frees too early.
-So the sharer *pins* its entry for each share. The receiver asks the owner to list it
+listed yet, and the sharer may drop its own reference at once. Then the owner would free the value too
+early. So the sharer *pins* its entry for each share. The receiver asks the owner to list it
 (`Register`); the owner answers (`Registered`); then the receiver tells the sharer (`Unpin`). A pinned entry
 is not released. A receiver that is confirmed already, or is the owner, unpins at once::
 
@@ -22,38 +23,41 @@ is not released. A receiver that is confirmed already, or is the owner, unpins a
        │                                   └─────> receiver   Registered
        └<────────────────── Unpin ──────────────────┘
 
-At every moment some worker that is listed, or the owner itself, keeps the value alive: the sharer
-until the receiver is listed, the receiver from then on.
+At every moment a listed worker, or the owner itself, keeps the value alive: the sharer until the
+receiver is listed, the receiver from then on.
 
-**Lost shares.** When a connection breaks and both its ends live, the sharer cannot know which of the messages it
-wrote last have arrived. It asks the receiver over the surviving way of notices (`Recall`), and the receiver unpins
-what it is not about to unpin anyhow. A message that does come later, from the buffers of the old connection,
-is no longer covered by a pin: the owner tells its receiver whether the value is still there, as it tells everybody
-who registers. Nobody waits for it, for the call that it belonged to has failed where it was made.
+**Lost shares.** When a connection breaks and both its ends live, the sharer cannot know which of the last messages
+have arrived. It sends the receiver a `Recall`: notices survive a broken connection. The receiver unpins each of these
+shares, except those that it will unpin anyway once the owner has listed it. A message may still come later, from the
+buffers of the old connection. No pin covers it any more. That is safe: the owner tells the receiver whether the value
+is still there, as it tells every worker that registers. No thread waits for that message, because its call has already
+failed at the caller.
 
-**Creation.** The creator of a remote value is listed by the very message that creates it, and is
-confirmed by the reply. It releases only after that. If it never learns whether the message arrived, it
-sends `Release` all the same, as soon as nothing is pinned, also while it has copies: they are of no use any more, and
-others may wait for the value. It may share the reference at once, so that a `Register`, or the reference itself, can
-reach the owner before the creation: the owner then makes the entry and lists the creator, and the value follows, or
-else the creator's `Release`. A creation is *settled* once either has come. The owner remembers which are: of a
-reference that it has no entry for, it tells by that whether its value is still to come or has been freed. A reference
-names the process of its owner as well (``life``): what was made by another process is not to come.
+**Creation.** The message that creates a remote value also lists its creator, and the reply confirms the creator. The
+creator sends `Release` only after that. If the creator never learns whether the message arrived, it still sends
+`Release`, as soon as nothing is pinned. It does so even while it has copies, because they are useless now, and other
+workers may wait for the value.
 
-**Deaths.** The dead are struck off the lists. If a dead worker may have sent a reference on, the living are asked first
-whether it is under way: see `sweeps`.
+The creator may share the reference at once. So a `Register`, or the reference itself, can reach the owner before the
+creation does. The owner then makes the entry and lists the creator. Later the value follows, or the creator's
+`Release`. Once either has come, the creation is *settled*. The owner remembers the settled creations. For a reference
+without an entry, they tell it whether the value is still to come or has been freed. A reference also names the process
+of its owner (``life``): a value of an earlier process will not come.
 
-**What is assumed.** Between two living workers, these messages arrive in order and once (`mailbox` sees to
-that, over connections that may break). Nothing is assumed of their order relative to calls.
+**Deaths.** Dead workers are struck off the lists. A dead worker may have passed a reference on. Then this worker first
+asks the living workers whether such a reference is under way: see `sweeps`.
 
-**Direct references.** Where peers may lie, a reference goes only from its owner to a user and back (``direct``). Then
-no worker can have sent on what it had when it died, and nobody is asked: the dead are struck off at once, and a `Sweep`
-is nothing that a peer has to say. A worker that was given a reference is listed for it, or the owner has a pin towards
-it (`may_use`). `trust.rights` decides by that.
+**Assumptions.** Between two living workers, notices arrive in order and exactly once. `mailbox` ensures that, over
+connections that may break. Nothing is assumed about their order relative to calls.
 
-Methods return the messages to send, and the values to free; they do nothing else. One driver calls them, under
-one lock, and does not let go of it before the messages are in their outboxes: a `Register` that overtakes the
-`Release` before it takes the reference away from who has just got it.
+**Direct references.** Where peers may lie, a reference goes only from its owner to a user and back (``direct``). So a
+dead worker cannot have passed a reference on, and no sweep is needed: dead workers are struck off at once, and a peer
+has no reason to send a `Sweep`. If a worker was given a reference, the owner has listed that worker, or has a pin
+towards it (`may_use`). `trust.rights` relies on that.
+
+Methods return the messages to send and the values to free; they do nothing else. One driver calls them, under one lock,
+and holds the lock until the messages are in their outboxes. Otherwise a `Register` could overtake the `Release` that
+was decided before it, and the owner would strike off a worker that has just got the reference.
 """
 
 from __future__ import annotations
@@ -76,19 +80,19 @@ class Send(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Nobody can reach this value of ours any more."""
+    """Free this value of ours: no worker can reach it any more."""
 
     ref: RefId
 
 
 class Void(NamedTuple):
-    """This value of ours will not come any more, but somebody may wait for it."""
+    """This value of ours will never be made: fail the threads that may wait for it."""
 
     ref: RefId
 
 
 class Confirm(NamedTuple):
-    """The owner has listed us, or says that the value is gone."""
+    """The owner has listed us or, if ``exists`` is False, the value is gone."""
 
     ref: RefId
     exists: bool
@@ -98,13 +102,13 @@ Action = Send | Free | Void | Confirm
 
 
 class _Owned:
-    """The owner's entry: alive while anybody is listed, or it is pinned, or held here."""
+    """The owner's entry. It lives while a user is listed, a share is pinned, or the owner has copies."""
 
     __slots__ = ("copies", "expected", "gone", "pins", "users")
 
     def __init__(self) -> None:
         self.expected = False  # its creation is still to come
-        self.gone = False  # it was freed, or never came, before a late message brought this reference
+        self.gone = False  # the value was freed, or never came, before a late message brought this reference
         self.copies = 0
         self.pins: set[ShareId] = set()
         self.users: set[int] = set()
@@ -122,17 +126,17 @@ class _Used:
         self.copies = 0
         self.pins: set[ShareId] = set()
         self.confirmed = False
-        self.lost = False  # it is not known whether its creation, which was asked for here, ever happened
-        self.released = False  # the owner has been told that it is given up
-        self.to_unpin: dict[ShareId, None] = {}  # shares by which it came while registering, in order
+        self.lost = False  # this worker asked for the creation and does not know whether it happened
+        self.released = False  # the owner has been sent a `Release`
+        self.to_unpin: dict[ShareId, None] = {}  # the shares that arrived while registering, in order
 
     def is_useless(self) -> bool:
-        """Nobody here can use it, nor will any worker that it was shared with."""
+        """Whether nothing needs the entry: no usable copy is here, and no share may still be under way."""
         return self.confirmed and not self.pins and (self.lost or not self.copies)
 
 
 class _Pin:
-    """A share that is not known to have arrived. ``over`` is None once its connection has ended."""
+    """A share that may not have arrived yet. ``over`` is None once its connection has ended."""
 
     __slots__ = ("over", "ref", "to")
 
@@ -143,12 +147,16 @@ class _Pin:
 
 
 class Counting:
-    """One worker's part. ``me`` is its rank."""
+    """The references of one worker, whose rank is ``me``: those to its own values, and those to values of others.
+
+    Not thread-safe: the driver's lock guards it.
+    """
 
     def __init__(self, me: int, first_number: int = 0, *, direct: bool = False, life: int = 0) -> None:
-        """``first_number`` must be far from that of any other process that ever has this rank, and ``life`` another.
+        """``first_number`` must be far from that of every other process that ever has this rank.
 
-        ``direct``: references go from their owner to a user and back, and no further.
+        ``life`` must differ from that of every such process; 0 means that lives are not compared. With ``direct``,
+        references go only from their owner to a user and back.
         """
         self.me = me
         self.life = life
@@ -157,14 +165,14 @@ class Counting:
         self._owned: dict[RefId, _Owned] = {}
         self._used: dict[RefId, _Used] = {}
         self._pins: dict[ShareId, _Pin] = {}
-        self._refs: dict[int, int] = {}  # owner -> how many there are; one count for each owner keeps `Numbers` short
+        self._refs: dict[int, int] = {}  # owner -> the last number; one count for each owner keeps `Numbers` short
         self._shares = first_number
-        self._listed: Counter[int] = Counter()  # worker -> how many entries of ours list it
-        self._pinned: Counter[int] = Counter()  # worker -> how many pins there are towards it
-        self._given: Counter[tuple[RefId, int]] = Counter()  # value, worker -> how many pins there are towards it
-        self._to_unpin: dict[ShareId, RefId] = {}  # all shares by which references came that are registering
-        self._unconfirmed: Counter[int] = Counter()  # worker -> how many of these came from it
-        self._used_of: Counter[int] = Counter()  # owner -> how many of its values are used here
+        self._listed: Counter[int] = Counter()  # worker -> number of our entries that list it
+        self._pinned: Counter[int] = Counter()  # worker -> number of pins towards it
+        self._given: Counter[tuple[RefId, int]] = Counter()  # (value, worker) -> number of its pins towards the worker
+        self._to_unpin: dict[ShareId, RefId] = {}  # the shares of all references that are registering
+        self._unconfirmed: Counter[int] = Counter()  # worker -> number of these shares that came from it
+        self._used_of: Counter[int] = Counter()  # owner -> number of its values that are used here
         self._settled: dict[int, Numbers] = {}  # creator -> its creations here that have come, or never will
         self._sweeps = Sweeps(me)
         self._dead = self._sweeps.dead
@@ -178,7 +186,7 @@ class Counting:
         return self._used.keys()
 
     def holders(self, ref: RefId) -> set[int]:
-        """The workers that the owner has listed."""
+        """The workers that are listed for a value of ours."""
         entry = self._owned.get(ref)
         return set() if entry is None else set(entry.users)
 
@@ -194,30 +202,30 @@ class Counting:
         return len(self._pins)
 
     def may_use(self, peer: int, ref: RefId) -> bool:
-        """Whether a value of ours was given to that worker, and it has not given it back."""
+        """Whether that worker was given a value of ours and has not released it."""
         entry = self._owned.get(ref)
         if entry is None or ref.owner != self.me:
             return False
         return peer == self.me or peer in entry.users or (ref, peer) in self._given
 
     def held_by(self, peer: int) -> int:
-        """How many references to values of ours that worker has, those under way to it included."""
+        """The number of references to values of ours that this worker has, including those under way to it."""
         return self._listed[peer] + self._pinned[peer]
 
     def used_of(self, owner: int) -> int:
-        """How many values of that worker are used here."""
+        """The number of values of that worker that are used here."""
         return self._used_of[owner]
 
     def unconfirmed_of(self, peer: int) -> int:
-        """How many shares that came from that worker are to be unpinned once its owner has listed us."""
+        """The number of shares from that worker that we unpin once the owner has listed us."""
         return self._unconfirmed[peer]
 
     def fragments(self, creator: int) -> int:
-        """How many gaps there are in the numbers of that worker's creations here; an honest one leaves few."""
+        """The number of separate ranges in the numbers of that worker's creations here. An honest worker makes few."""
         return len(self._settled.get(creator, ()))
 
     def is_new(self, ref: RefId) -> bool:
-        """Whether nothing is known of a value that its creator asks for."""
+        """Whether a value of ours is unknown here: it has no entry, and its creation is not settled."""
         return ref not in self._owned and ref.number not in self._settled.get(ref.creator, ())
 
     def shared_with(self, share: ShareId) -> int | None:
@@ -226,18 +234,21 @@ class Counting:
         return None if pin is None else pin.to
 
     def new_ref(self, owner: int, life: int = 0) -> RefId:
-        """A name for a value. If it is another worker's, which has ``life``, `creating` and `created` must follow."""
+        """A name for a new value. ``life`` is that of its owner, if the owner is another worker.
+
+        For a value of another worker, call `creating` and `created` next.
+        """
         number = self._refs[owner] = self._refs.get(owner, self._first_number) + 1
         return RefId(owner, self.me, number, self.life if owner == self.me else life)
 
     def own(self, ref: RefId) -> None:
-        """A value of ours has come to be; who made it has a copy."""
+        """This worker has made a value of its own; the caller has one copy."""
         self._owned.setdefault(ref, _Owned()).copies += 1
 
     def own_for(self, ref: RefId, creator: int) -> list[Action]:
-        """A value of ours is about to come to be, on behalf of ``creator``.
+        """A value of ours is about to be made for ``creator``.
 
-        If the answer is to free it, nobody wants it any more.
+        If the result contains a `Free`, no worker needs the value any more.
         """
         entry = self._owned.setdefault(ref, _Owned())
         entry.expected = False
@@ -246,19 +257,19 @@ class Counting:
         return self._free_if_idle(ref)
 
     def creating(self, ref: RefId) -> None:
-        """A creation is on its way to the owner; we have a copy."""
-        entry = self._used.get(ref)  # a peer may have made up a reference of that name
+        """A creation is on its way to the owner; the caller has one copy."""
+        entry = self._used.get(ref)  # there is one if a peer has invented a reference of this name
         (self._use(ref) if entry is None else entry).copies += 1
 
     def created(self, ref: RefId, *, lost: bool = False) -> list[Action]:
-        """The owner has confirmed the creation; ``lost``: it is not known whether it ever happened. Once for each."""
+        """The owner has confirmed the creation or, with ``lost``, nobody knows whether it happened. Call it once."""
         entry = self._used.get(ref)
         if entry is not None:
             entry.lost = lost
         return self._confirm(ref, exists=True)
 
     def hold(self, ref: RefId) -> bool:
-        """One more copy here. False if nothing is known of that reference."""
+        """Count one more copy here. False if the reference is unknown here."""
         entry = self._entry(ref)
         if entry is None:
             return False
@@ -266,15 +277,15 @@ class Counting:
         return True
 
     def drop(self, ref: RefId) -> list[Action]:
-        """One copy fewer here."""
+        """Count one copy fewer here."""
         entry = self._entry(ref)
         if entry is None or not entry.copies:
-            return []  # it was abandoned
+            return []  # `abandon` has set the count to 0
         entry.copies -= 1
         return self._leave_if_idle(ref)
 
     def abandon(self, ref: RefId) -> list[Action]:
-        """Give up a reference whoever still has copies here: the group ends."""
+        """Give up a reference even if there are copies of it here, because the group ends."""
         entry = self._used.get(ref)
         if entry is None:
             return []
@@ -285,9 +296,10 @@ class Counting:
         return self._leave_if_idle(ref)
 
     def share(self, ref: RefId, to: int, over: Hashable = None) -> ShareId:
-        """A reference is about to be sent: pin it.
+        """Pin a reference that is about to be sent, and return the id of its share.
 
-        ``over`` is the connection that will take it. `connection_ended` is to be told the same.
+        ``over`` is the connection that will carry it. When that connection ends, call `connection_ended` with the same
+        object.
         """
         self._shares += 1
         share = ShareId(self.me, self._shares)
@@ -300,7 +312,7 @@ class Counting:
         return share
 
     def unpin(self, share: ShareId) -> list[Action]:
-        """The receiver has it; or the message could not be sent at all."""
+        """The receiver has the reference, or the message was never sent."""
         pin = self._take_pin(share)
         if pin is None:
             return []
@@ -310,7 +322,7 @@ class Counting:
         return self._leave_if_idle(pin.ref)
 
     def _take_pin(self, share: ShareId) -> _Pin | None:
-        """Forget a pin, apart from the entry that has it."""
+        """Forget a pin everywhere except in the entry that has it; the caller removes it there."""
         pin = self._pins.pop(share, None)
         if pin is not None:
             self._pinned[pin.to] -= 1
@@ -320,7 +332,7 @@ class Counting:
         return pin
 
     def connection_ended(self, over: Hashable) -> list[Action]:
-        """Nothing more is written to this connection. What was may have arrived, or not, or may arrive yet."""
+        """Nothing more is written to this connection. What was written may have arrived, be lost, or arrive later."""
         lost = [share for share, pin in self._pins.items() if pin.over == over]
         if not lost:
             return []
@@ -329,7 +341,7 @@ class Counting:
         return self._tell(self._pins[lost[0]].to, Recall(tuple(lost)))
 
     def receive(self, ref: RefId, share: ShareId) -> list[Action]:
-        """A message has brought a reference. It counts as one copy until the caller drops it."""
+        """A message has brought a reference. It counts as one copy until the caller calls `drop`."""
         if ref.owner == self.me:
             gone = not self.expects(ref)
             entry = self._owned.setdefault(ref, _Owned())
@@ -367,7 +379,7 @@ class Counting:
             return self._on_recall(peer, notice.shares)
         if isinstance(notice, Swept):
             return self._on_swept(peer, notice.dead)
-        return []  # an obituary, which is the driver's business
+        return []  # an `Obituary`, which the driver handles
 
     def _on_register(self, peer: int, ref: RefId) -> list[Action]:
         exists = ref.owner == self.me and self.expects(ref)
@@ -376,7 +388,10 @@ class Counting:
         return self._tell(peer, Registered(ref, exists))
 
     def expects(self, ref: RefId) -> bool:
-        """Whether a value of ours is there, or on its way."""
+        """Whether a value of ours exists, or will be made.
+
+        If its creation is still to come, this makes the entry and lists the creator.
+        """
         known = self._owned.get(ref)
         if known is not None:
             return not known.gone
@@ -386,15 +401,15 @@ class Counting:
             return False
         entry = self._owned[ref] = _Owned()
         entry.expected = True
-        self._list(entry, ref.creator)  # it will release it, whether its creation arrives or not
+        self._list(entry, ref.creator)  # the creator sends `Release` in the end, even if its creation never arrives
         return True
 
     def is_stale(self, ref: RefId) -> bool:
-        """Whether it names a value of an earlier process that had our rank."""
+        """Whether a reference names a value of an earlier process that had our rank."""
         return ref.owner == self.me and ref.life not in (0, self.life) and self.life != 0
 
     def _settle(self, ref: RefId) -> bool:
-        """Its creation has come, or will not come any more. False if that was known."""
+        """Note that a creation has come, or never will. False if that was already noted."""
         settled = self._settled.setdefault(ref.creator, Numbers())
         if ref.number in settled:
             return False
@@ -403,7 +418,7 @@ class Counting:
 
     def _on_release(self, peer: int, ref: RefId) -> list[Action]:
         if ref.owner != self.me:
-            return []  # it never was listed here
+            return []  # this worker lists nobody for the values of others
         early = ref.creator == peer and self._settle(ref)
         entry = self._owned.get(ref)
         if entry is None:
@@ -434,14 +449,14 @@ class Counting:
         return actions + self._answer_sweeps()
 
     def joined(self, *workers: int) -> None:
-        """Other workers of the group, alive as far as is known.
+        """These workers are in the group and, as far as we know, alive.
 
-        Before `died`, this must be told of all that were in the group at any time before the death.
+        Before `died`, call this with all workers that were in the group at any time before the death.
         """
         self._sweeps.joined(workers)
 
     def died(self, worker: int) -> list[Action]:
-        """A worker is dead, and what it has sent to us has been read to the end.
+        """A worker is dead, and everything that it sent to us has been read.
 
         That is, `receive` and `own_for` have been called for all of it.
         """
@@ -451,7 +466,7 @@ class Counting:
         actions: list[Action] = []
         for ref in [ref for ref, entry in self._owned.items() if ref.creator == worker and entry.expected]:
             actions += self._void(ref)
-        # What it owned can be used no more; nothing is to be told to it.
+        # The values that it owned are lost.
         for ref, used in [(ref, used) for ref, used in self._used.items() if ref.owner == worker]:
             actions += [Confirm(ref, False)] if used.confirmed else self._confirm(ref, exists=False)
         if self._direct:
@@ -461,13 +476,13 @@ class Counting:
         return actions + self._answer_sweeps()
 
     def revived(self, worker: int) -> list[Action]:
-        """A worker that was taken for dead is there again, or another process has taken its place.
+        """A worker that we took for dead is back, or another process has taken its place.
 
-        What it held is gone; what it is given from now on counts.
+        The references that it held are dropped. Those that it is given from now on count.
         """
         if worker not in self._dead:
             return []
-        actions = self.give_up_sweep()  # which was about what it held before
+        actions = self.give_up_sweep()  # the sweep was about references that the worker held before
         self._sweeps.revived(worker)
         return actions
 
@@ -475,9 +490,9 @@ class Counting:
         return worker in self._dead
 
     def lives(self, worker: int) -> list[Action]:
-        """A worker answers. Whoever asks about it as a dead one is mistaken, or means a predecessor.
+        """A worker answers. If a peer's `Sweep` names it as dead, the peer is mistaken or means a predecessor.
 
-        Nothing that a predecessor sent is under way to us: its connections were read to their end when this one came.
+        Nothing that a predecessor sent is under way to us: its connections were read to the end when this worker came.
         """
         self._sweeps.lives(worker)
         return self._answer_sweeps()
@@ -488,7 +503,7 @@ class Counting:
         )
 
     def _start_sweep(self) -> list[Action]:
-        """Ask the living about all the dead, anew if a sweep is going on."""
+        """Ask the living workers about all dead ones. Replaces a sweep that is going on."""
         questions = self._sweeps.begin()
         return [Send(worker, question) for worker, question in questions] or self._strike_off_the_dead()
 
@@ -496,7 +511,7 @@ class Counting:
         return self._strike_off_the_dead() if self._sweeps.answered(peer, dead) else []
 
     def give_up_sweep(self) -> list[Action]:
-        """Some worker does not answer; do not keep for ever what only the dead held."""
+        """Stop waiting for a worker that does not answer: values that only dead workers held must be freed some day."""
         return self._strike_off_the_dead() if self._sweeps.end() else []
 
     @property
@@ -562,7 +577,7 @@ class Counting:
         return [Free(ref)]
 
     def _tell(self, to: int, notice: Notice) -> list[Action]:
-        """Send it, unless the worker is dead; act on it right here if it is for us."""
+        """Send a notice, unless the worker is dead. A notice to this worker itself is handled here."""
         if to == self.me:
             return self.handle(self.me, notice)
         return [] if to in self._dead else [Send(to, notice)]

@@ -1,13 +1,13 @@
-"""Holdings: what one worker has of references, to its own values and to those of others. The driver of `counting`.
+"""Holdings: the references of one worker, to its own values and to those of others. The driver of `counting`.
 
-`counting` decides; this file carries it out. The rules that it keeps:
+`counting` decides; this file carries the decisions out. It keeps these rules:
 
-- One lock guards the state machine and the tables here. Nothing is sent, and no value is freed or
-  completed, while it is held.
+- One lock guards the state machine and the tables here. While a thread holds it, nothing is sent, and no value is
+  freed or completed.
 - Notices leave and arrive through `correspondence`.
 - A peer counts as dead when its incarnation is over (`agent.fates`), and everything that it sent has been read.
-  A peer that merely cannot be reached keeps what it holds and owns. Once it answers again, the notices that were
-  under way are repeated.
+  A peer that merely cannot be reached keeps the references that it holds and the values that it owns. Once it answers
+  again, the notices that were under way are repeated.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from backhaul.wire.messages import Create, Notice, Notices, Obituary, Recall, Re
 _log = logging.getLogger(__name__)
 
 _SUCCESSOR_WAITS = 3.0
-_IMMODEST = "more about references than a worker has reason to send"
+_IMMODEST = "the peer sends more notices about references than a worker has reason to"
 _PROCESS_BITS = 30
 _NUMBER_BITS = 32
 
 
 class _Aftermath:
-    """What is left to do after the state machine has decided, and the lock is released."""
+    """The decisions of the state machine that are carried out after the lock is released."""
 
     __slots__ = ("freed", "mail", "voided")
 
     def __init__(self) -> None:
         self.mail = False
         self.voided: list[tuple[RefId, Cell]] = []
-        self.freed: list[Cell | None] = []  # their values go when this list does
+        self.freed: list[Cell | None] = []  # clearing this list frees their values
 
 
 class Holdings:
-    """One worker's values and references; it is told of messages, notices and deaths. Thread-safe."""
+    """One worker's values and references. The agent reports messages, notices and deaths to it. Thread-safe."""
 
     def __init__(self, agent: Agent) -> None:
         self.me = agent.me
@@ -76,9 +76,9 @@ class Holdings:
         self._lock = threading.Lock()
         self._sweep_ended = threading.Condition(self._lock)
         self._trust = agent.trust
-        # Tells this process from others that have had its rank.
+        # Distinguishes this process from others that have had its rank.
         process = secrets.randbits(_PROCESS_BITS) + 1
-        # Peers that are shown nothing need not know one process from another: what they were given is listed.
+        # Peers that may not see our process need no ``life`` either: the owner lists what each of them was given.
         life = life_of(agent.membership.incarnation) if self._trust.shows else 0
         believes, limits = self._trust.believes, agent.options.limits
         # Guarded by _lock:
@@ -91,10 +91,10 @@ class Holdings:
         )
         self._post = Correspondence(agent, self._lock, process, self.info, self._examine)
         self._cells: dict[RefId, Cell] = {}  # values of ours
-        self._gone: dict[RefId, BaseException] = {}  # why a value of others cannot be had
+        self._gone: dict[RefId, BaseException] = {}  # why a value of another worker is not available
         self._creations: dict[RefId, Future[Any]] = {}  # under way
         self._names = Names()
-        self._ended: weakref.WeakSet[Any] = weakref.WeakSet()  # connections; requests may still be at work for them
+        self._ended: weakref.WeakSet[Any] = weakref.WeakSet()  # connections; their requests may still be running
         self._closed = False
         self._dropped: deque[RefId] = deque()  # filled by finalizers, without the lock
         self._sweep_timer: threading.Timer | None = None
@@ -109,10 +109,10 @@ class Holdings:
         agent.serving.arriving = self.arriving
         agent.watch.ticks.append(self._tick)
 
-    # What is had here.
+    # Values and references on this worker.
 
     def keep(self, cell: Cell) -> RefId:
-        """Keep a value of this worker's; the caller has a copy of the reference."""
+        """Keep a value of this worker, and return a reference to it. The caller has one copy: see `dropped`."""
         with self._lock:
             ref = self._counting.new_ref(self.me.id)
             self._counting.own(ref)
@@ -122,7 +122,11 @@ class Holdings:
         return ref
 
     def cell(self, ref: RefId) -> Cell:
-        """Where a value of ours is, or will be. Raises if there is none, or none any more."""
+        """The cell of a value of ours, which may not be made yet.
+
+        Raises `MisuseError` if the value does not exist any more, `WorkerLostError` if an earlier process had it, and
+        `NotInitializedError` after shutdown.
+        """
         with self._lock:
             if self._closed:
                 raise NotInitializedError(f"worker {self.me.name!r} has been shut down, and its values are gone")
@@ -136,12 +140,12 @@ class Holdings:
             return cell
 
     def hold(self, ref: RefId) -> bool:
-        """One more copy here. False if nothing is known of that reference."""
+        """Count one more copy here. False if the reference is unknown here."""
         with self._lock:
             return self._counting.hold(ref)
 
     def dropped(self, ref: RefId) -> None:
-        """A copy of a reference is gone. Called by finalizers."""
+        """A copy of a reference is gone. Finalizers call this, so it takes no lock."""
         self._dropped.append(ref)
         if self._agent.watch.asleep and not self._closed:
             self._agent.watch.wake()
@@ -151,7 +155,7 @@ class Holdings:
             return self._counting.is_confirmed(ref)
 
     def describe(self, ref: RefId) -> str:
-        """The state of a reference, for people."""
+        """The state of a reference, as text for people."""
         with self._lock:
             if ref in self._gone:
                 return f"lost ({self._gone[ref]})"
@@ -161,7 +165,7 @@ class Holdings:
         return "being made" if cell is None or not cell.ready else "there"
 
     def require(self, ref: RefId) -> None:
-        """Raise if the value is known to be unreachable."""
+        """Raise the reason if the value is known to be lost."""
         error = self._gone.get(ref)
         if error is not None:
             raise fresh(error)
@@ -172,10 +176,10 @@ class Holdings:
             info = self._names[rank] = self._agent.membership.find(rank).info
         return info
 
-    # Values that somebody is asked to make.
+    # Values that one worker makes for another.
 
     def new_ref(self, owner: WorkerInfo) -> RefId:
-        """A reference that nobody has yet: see `creating`."""
+        """A new reference, of which there is no copy yet. Call `creating` next."""
         self._names[owner.id] = owner
         member = self._agent.membership.known(owner) if self._trust.shows else None
         life = 0 if member is None else life_of(member.incarnation)
@@ -183,9 +187,9 @@ class Holdings:
             return self._counting.new_ref(owner.id, life)
 
     def creating(self, ref: RefId) -> None:
-        """Its owner is about to be asked for the value; the caller has a copy of the reference.
+        """This worker is about to ask the owner for the value; the caller has one copy of the reference.
 
-        Next is `asked`, or `never_asked`, or `created` with what went wrong.
+        Call `asked` next, or `never_asked`, or `created` with the error.
         """
         with self._lock:
             if ref.owner == self.me.id:
@@ -195,7 +199,7 @@ class Holdings:
                 self._counting.creating(ref)
 
     def asked(self, ref: RefId, answer: Future[Any]) -> None:
-        """The owner has been asked; it answers when it has listed this worker."""
+        """The owner has been asked for the value. It answers once it has listed this worker."""
         with self._lock:
             self._creations[ref] = answer
         answer.when_done(lambda done: self._on_answer(ref, done))
@@ -206,7 +210,7 @@ class Holdings:
             self._counting.created(ref)
 
     def answer(self, ref: RefId) -> Future[Any] | None:
-        """The answer of the owner; None if it has come, or nobody was asked here."""
+        """The future of the owner's answer; None if the answer has come, or this worker did not ask for the value."""
         return self._creations.get(ref)
 
     def creation(self, ref: RefId) -> Future[Any]:
@@ -220,7 +224,7 @@ class Holdings:
         return future
 
     def own_for(self, ref: RefId, peer: WorkerInfo) -> Cell:
-        """A peer asks for a value of ours; where it will be."""
+        """The cell for a value that a peer asks this worker to make."""
         with self._lock:
             cell = self._cells.setdefault(ref, Cell())
             after = self._apply([] if peer == self.me else self._counting.own_for(ref, peer.id))
@@ -230,26 +234,26 @@ class Holdings:
     def _on_answer(self, ref: RefId, done: Any) -> None:
         try:
             done.value()
-        except Exception as error:  # a MemoryError of the owner, too, which had no room for the request
+        except Exception as error:  # not only ours: a MemoryError if the owner had no room for the request
             self.created(ref, error)
         else:
             self.created(ref, None)
 
     def created(self, ref: RefId, error: Exception | None) -> None:
-        """The owner has answered; or, with an error, it is not known whether it makes the value."""
+        """The owner has answered or, with an error, nobody knows whether the owner makes the value."""
         with self._lock:
-            if error is not None:  # first: who finds no creation under way looks at this next, without the lock
+            if error is not None:  # before the pop: a thread that finds no creation then reads `_gone` without the lock
                 self._gone[ref] = kept(of_creation(error), self.me.name)
             self._creations.pop(ref, None)
             cell = self._cells.get(ref)
-            # One that has timed out may have happened: its copies here stay listed, as in torch.
+            # A creation that timed out may have happened, so this worker stays listed for its copies, as in torch.
             lost = error is not None and not isinstance(error, RpcTimeoutError)
             after = self._apply(self._counting.created(ref, lost=lost))
         if error is not None and cell is not None:
             cell.fail(of_creation(error), self.me.name)
         self._act(after)
 
-    # What the agent tells about messages: see agent.traffic.
+    # The agent's reports about messages: see agent.traffic.
 
     def departing(self, attached: list[Any], to: WorkerInfo, over: object) -> Refs:
         names = [rref._ref for rref in attached]
@@ -263,7 +267,7 @@ class Holdings:
             late = over in self._ended
         if refs is None:
             raise self._over_quota(to, "references to more values")
-        if late:  # the message will not leave, and nobody recalls what it would have brought
+        if late:  # the message will not leave, and `connection_ended`, which recalls shares, has run already
             self.stayed(refs)
         return refs
 
@@ -301,7 +305,7 @@ class Holdings:
             full = makes and self._rights.is_full(sender.id, 1)
             if wrong is None and not full:
                 if makes and not self._trust.believes:
-                    self._counting.expects(request.ref)  # later requests may name it
+                    self._counting.expects(request.ref)  # makes the entry, since later requests may name the value
                 after = self._receive(getattr(request, "refs", ()))
             modest = self._is_modest(sender.id)
         if not modest:
@@ -319,11 +323,11 @@ class Holdings:
         self._act(after)
 
     def _is_modest(self, rank: int) -> bool:
-        """Whether a peer does not make this worker remember ever more. Holds the lock."""
+        """Whether a peer makes this worker remember only a bounded amount. The caller holds the lock."""
         return self._rights.is_modest(rank, self._post.waiting(rank))
 
     def _receive(self, refs: Refs) -> _Aftermath:
-        """Holds the lock."""
+        """Receive these references. The caller holds the lock."""
         return self._apply([action for ref, share in refs for action in self._counting.receive(ref, share)])
 
     def arrived(self, refs: Refs) -> None:
@@ -331,10 +335,14 @@ class Holdings:
             after = self._apply([action for ref, _ in refs for action in self._counting.drop(ref)])
         self._act(after)
 
-    # Acting on what the state machine decides.
+    # Carrying out the decisions of the state machine.
 
     def _apply(self, actions: Iterable[Action]) -> _Aftermath:
-        """Holds the lock, the same that ``actions`` were decided under: two threads must not swap their notices."""
+        """Queue notices, and return what to do after the lock is released: see `_act`.
+
+        The caller holds the lock, and has held it since ``actions`` were decided. Otherwise two threads could queue
+        their notices in the wrong order.
+        """
         after = _Aftermath()
         for action in actions:
             if isinstance(action, Send):
@@ -351,7 +359,7 @@ class Holdings:
         return after
 
     def _act(self, after: _Aftermath) -> None:
-        """Do what is left to do without the lock. Waits for nobody."""
+        """Carry out what is left to do, without the lock. Does not block."""
         for ref, cell in after.voided:
             cell.fail(self._lost_creation(ref), self.me.name)
         if after.mail:
@@ -369,7 +377,7 @@ class Holdings:
                         break
                     if not self._rights.may_say(line.peer.id, notice):
                         disallowed.append(notice)
-                        if isinstance(notice, Register):  # the peer sees no difference to a value that is not there
+                        if isinstance(notice, Register):  # the peer cannot tell this from a value that does not exist
                             actions.append(Send(line.peer.id, Registered(notice.ref, False)))
                     elif not isinstance(notice, Obituary):
                         actions += self._counting.handle(line.peer.id, notice)
@@ -395,7 +403,7 @@ class Holdings:
         return self._agent.answer(message.id, None)
 
     def _tick(self) -> bool:
-        """Called by the watch thread."""
+        """Hand the dropped copies to another thread; True if there were any. The watch thread calls this."""
         if not self._dropped:
             return False
         self._agent.completions.add(self._drop_all)
@@ -418,7 +426,10 @@ class Holdings:
     # Deaths.
 
     def _on_connected(self, peer: WorkerInfo) -> None:
-        """Returns when a successor can be given references: nobody asks about its predecessor any more."""
+        """Wait until a successor may be given references: until no sweep about its predecessor is going on.
+
+        Waits at most `_SUCCESSOR_WAITS` seconds.
+        """
         with self._lock:
             self._names[peer.id] = peer
             if self._counting.is_dead(peer.id):
@@ -427,7 +438,7 @@ class Holdings:
         self._act(after)
 
     def _on_replaced(self, before: Member, after: Member) -> None:
-        """Another process has the name and rank of a peer. That the old one is over has been dealt with."""
+        """Another process has the name and rank of a peer. The end of the old process has been handled already."""
         rank = before.id
         text = f"{before}, which had it, is over, and {after} has its place and none of its values. Make the value anew"
         with self._lock:
@@ -444,16 +455,16 @@ class Holdings:
         self._act(after)
 
     def _examine(self, rank: int) -> None:
-        """A peer may be dead: have it examined. Does not wait."""
+        """Have a peer examined that may be dead. Does not block."""
         try:
             info = self.info(rank)
-        except UnknownWorkerError:  # it left before this worker has ever met it
+        except UnknownWorkerError:  # the peer left before this worker met it
             self._agent.pool.run(lambda: self._bury(rank))
         else:
             self._agent.fates.examine(info)
 
     def _believe(self, notice: Obituary) -> None:
-        """A worker of this cluster knows that another one has ended."""
+        """Accept the word of a worker of this cluster that another worker has ended."""
         info = self._names.get(notice.rank)
         if info is not None and notice.incarnation:
             self._agent.fates.end_later(info, notice.reason, notice.incarnation)
@@ -472,14 +483,14 @@ class Holdings:
         obituary = None
         if link.fate.certain and link.fate.incarnation:
             obituary = Obituary(peer.id, link.fate.incarnation, reason)
-            # The kernel or the launcher tells those on the same machine. Members on other machines hear it from them.
+            # The kernel or the launcher tells the workers on the same machine. They tell those on other machines.
             if not self._agent.is_elsewhere(peer):
                 self._spread(obituary)
         self._bury(peer.id, obituary)
 
     def _spread(self, obituary: Obituary) -> None:
-        """Tell the workers on other machines that there is a connection with how a worker of this machine has ended."""
-        if not self._trust.believes:  # nor would the others believe this worker
+        """Tell connected workers on other machines that a worker of this machine has ended."""
+        if not self._trust.believes:  # other workers would not believe this one either
             return
         far = self._agent.membership.elsewhere(self._agent.transport.addresses.host)
         far = [info for info in far if self._agent.link(info).up]
@@ -490,7 +501,7 @@ class Holdings:
     def _bury(self, rank: int, obituary: Obituary | None = None) -> None:
         """A worker is dead, and everything that it sent has been read."""
         if self._agent.membership.dynamic:
-            self._agent.membership.refresh()  # a sweep has to ask all who were there
+            self._agent.membership.refresh()  # a sweep must ask every worker that was in the group
         with self._lock:
             if self._closed:
                 return
@@ -499,7 +510,7 @@ class Holdings:
             actions: list[Action] = []
             for action in self._counting.died(rank):
                 if obituary is not None and isinstance(action, Send) and isinstance(action.notice, Sweep):
-                    actions.append(Send(action.to, obituary))  # or the others would have to find it out first
+                    actions.append(Send(action.to, obituary))  # so that the receiver need not examine the dead worker
                 actions.append(action)
             after = self._apply(actions)
             sweeping = self._counting.sweeping
@@ -510,7 +521,7 @@ class Holdings:
             self._limit_sweep()
 
     def _limit_sweep(self) -> None:
-        """A worker that hangs must not keep for ever what only the dead held."""
+        """Set a limit to the sweep: a worker that hangs must not keep alive the values that only dead workers held."""
         seconds = self._agent.options.lost_after
         with self._lock:
             if self._sweep_timer is not None or self._closed or seconds is None:
@@ -526,24 +537,24 @@ class Holdings:
             after = self._apply(actions)
             self._sweep_ended.notify_all()
         if actions:
-            _log.warning("some worker did not say whether it has references from a dead one; they may be freed now")
+            _log.warning("a worker did not say whether it has references from a dead one; the values may be freed now")
         self._act(after)
 
     # The end.
 
     def idle(self) -> bool:
-        """Nothing about references is under way."""
+        """Whether no creation, dropped copy or notice is under way."""
         with self._lock:
             return not (self._dropped or self._creations) and self._post.idle()
 
     def release_all(self) -> None:
-        """Give up all references to values of others, whoever still has copies: the group ends."""
+        """Give up all references to values of others, even if there are copies here, because the group ends."""
         with self._lock:
             after = self._apply([action for ref in list(self._counting.used) for action in self._counting.abandon(ref)])
         self._act(after)
 
     def leaks(self) -> list[str]:
-        """Values of ours that others are listed for, at a time when nobody should be."""
+        """Values of ours for which other workers are listed, as text. Call it when no worker should be listed."""
         with self._lock:
             return [
                 f"{ref} held by {', '.join(self.info(rank).name for rank in sorted(holders))}"
@@ -568,7 +579,7 @@ class Holdings:
         return self._closed
 
     def counts(self) -> dict[str, int]:
-        """How much there is of what; for tests and tools."""
+        """The sizes of the tables, for tests and tools."""
         with self._lock:
             return {
                 "owned": len(list(self._counting.owned)),

@@ -1,4 +1,4 @@
-"""What a worker says of a value that is lost, and why: the exceptions that users of a reference get. Pure."""
+"""The exceptions that users of a reference get if its value is lost. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Names(dict[int, WorkerInfo]):
     def __init__(self) -> None:
         super().__init__()
         self.replaced: dict[int, str] = {}
-        """By rank: which process has taken the place of which."""
+        """Rank -> text that says which process has replaced which."""
 
     def name(self, rank: int) -> str:
         info = self.get(rank)
@@ -20,19 +20,19 @@ class Names(dict[int, WorkerInfo]):
 
 
 def stale(ref: RefId, owner: WorkerInfo) -> WorkerLostError:
-    """For a value of an earlier process that had the place of its owner."""
+    """The error for a value of an earlier process that had the owner's place."""
     text = f"the value {ref} is gone: another process was worker {owner.name!r} when it was made. Make it anew"
     return WorkerLostError(text, owner.name)
 
 
 def lost_creation(ref: RefId, names: Names) -> WorkerLostError:
-    """For a value whose creator is dead, or whose request never came."""
+    """The error for a value whose creator is dead, or whose request never came."""
     name = names.name(ref.creator)
     return WorkerLostError(f"the value {ref} will not be made: the request of worker {name!r} for it is lost", name)
 
 
 def lost_value(ref: RefId, names: Names) -> WorkerLostError:
-    """For a value whose owner is dead, or has no such value any more."""
+    """The error for a value whose owner is dead, or has freed the value."""
     name = names.name(ref.owner)
     if ref.owner in names.replaced:
         return WorkerLostError(f"the value {ref} is gone: {names.replaced[ref.owner]}", name)
@@ -40,7 +40,7 @@ def lost_value(ref: RefId, names: Names) -> WorkerLostError:
 
 
 def of_creation(error: BaseException) -> BaseException:
-    """For a reference whose value was to be made elsewhere, which has failed with that error."""
+    """The error for a reference whose creation on another worker has failed with ``error``."""
     text = f"RRef creation by rpc.remote has failed: {error}"
     if isinstance(error, WorkerLostError):
         return type(error)(text, error.worker)

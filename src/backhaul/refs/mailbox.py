@@ -1,15 +1,15 @@
-"""Mailbox: notices between two workers arrive in order and once, over connections that may break.
+"""Mailbox: notices between two workers arrive in order and exactly once, over connections that may break.
 
-The sender numbers its batches and keeps the one that is under way until it is answered; after a break it
-sends the same batch again. The receiver takes each number once. One batch at a time is
-under way, and what comes up meanwhile goes with the next: a burst of notices costs few messages. Pure.
+The sender numbers its batches and keeps the batch under way until it is answered. After a break it
+sends the same batch again. The receiver accepts each number once. One batch at a time is
+under way, and notices that are added meanwhile go with the next one, so a burst of notices costs few messages. Pure.
 """
 
 from __future__ import annotations
 
 from backhaul.wire.messages import Notice
 
-_MOST = 10_000  # notices of a batch: it must fit into a message
+_MOST = 10_000  # the most notices in a batch: it must fit into a message
 
 
 class Outbox:
@@ -27,7 +27,7 @@ class Outbox:
         return len(self._waiting) + len(self._under_way)
 
     def next_batch(self) -> tuple[int, tuple[Notice, ...]] | None:
-        """What to send now; None if a batch is under way, or there is nothing."""
+        """The batch to send now, with its number. None if a batch is under way, or no notice waits."""
         if self._under_way or not self._waiting:
             return None
         self._under_way, self._waiting = tuple(self._waiting[:_MOST]), self._waiting[_MOST:]
@@ -35,15 +35,15 @@ class Outbox:
         return self._number, self._under_way
 
     def again(self) -> tuple[int, tuple[Notice, ...]] | None:
-        """The batch under way, to be sent once more."""
+        """The batch under way, to send again; None if there is none."""
         return (self._number, self._under_way) if self._under_way else None
 
     def clear(self) -> None:
-        """Throw all of it away; the numbers go on."""
+        """Throw all notices away. The numbers continue."""
         self._waiting, self._under_way = [], ()
 
     def answered(self, number: int) -> None:
-        """The peer has the batch of that number."""
+        """Note that the peer has the batch of that number."""
         if number == self._number:
             self._under_way = ()
 
@@ -56,7 +56,7 @@ class Inbox:
         self._last = 0
 
     def accept(self, number: int, process: int = 0) -> bool:
-        """Whether a batch is new. ``process`` tells one process from the next that counts anew."""
+        """Whether a batch is new. A new ``process`` starts its numbers again."""
         if process != self._process:
             self._process, self._last = process, 0
         if number <= self._last:

@@ -1,4 +1,4 @@
-"""Numbers: a set of numbers that come nearly in order, in little memory. Pure."""
+"""Numbers: a set of numbers. It takes little memory if they come nearly in order. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Numbers:
         return before > 0 and number < self._ends[before - 1]
 
     def add(self, number: int) -> None:
-        """Add a number that is not in it."""
+        """Add a number that is not in the set yet."""
         at = bisect_right(self._starts, number)
         self._starts.insert(at, number)
         self._ends.insert(at, number + 1)
@@ -28,5 +28,5 @@ class Numbers:
                 del self._ends[left], self._starts[left + 1]
 
     def __len__(self) -> int:
-        """How many ranges there are."""
+        """The number of ranges, not of numbers."""
         return len(self._starts)

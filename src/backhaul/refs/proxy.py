@@ -1,4 +1,4 @@
-"""Proxies: methods of a referenced value, called where the value is."""
+"""Proxies: call methods of a referenced value on its owner."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Proxy:
         self._call = call
         self._timeout = timeout
 
-    # Not `eager`: torch.compile cannot go on after a graph break at an attribute. The break is at the call in `method`.
+    # Not `eager`: torch.compile cannot continue after a graph break at an attribute. It breaks at the call in `method`.
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name == "__dict__":  # tools that look for one must not take a method for it
+        if name == "__dict__":  # tools that look for a __dict__ must not get a method
             raise AttributeError(f"a proxy has no {name}")
         rref, call, timeout = self._rref, self._call, self._timeout
 
@@ -48,21 +48,24 @@ class Proxy:
 
 
 def invoke(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
-    """Run a method of the value, once there is one. Runs on the owner, and holds no thread until then."""
+    """A future of the result of a method of the value. Runs on the owner, once the value exists.
+
+    No thread is blocked until then.
+    """
     return invoke_found(rref, lambda value: getattr(value, name), args, kwargs)
 
 
 def invoke_recorded(listener: Listener, rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Future[Any]:
-    """`invoke` for a caller that is profiled: the method is recorded, once there is a value to run it of."""
+    """`invoke` for a caller that is profiled: the method is recorded once it runs."""
     return invoke_found(rref, lambda value: recorded(listener, getattr(value, name)), args, kwargs)
 
 
 def invoke_found(rref: RRef[Any], find: Callable[[Any], Callable[..., Any]], args: Any, kwargs: Any) -> Future[Any]:
-    """The same of what ``find`` finds at the value."""
+    """Like `invoke`, for the method that ``find(value)`` returns."""
     references = rref._references
     future: Future[Any] = Future()
     context = contextvars.copy_context()
-    modes = autocast.here()  # of the caller; if there is no value yet, another thread will run the method
+    modes = autocast.here()  # the caller's modes; if there is no value yet, another thread will run the method
 
     def run(cell: Cell) -> None:
         if (failed := cell.error) is not None:
@@ -86,7 +89,7 @@ def invoke_found(rref: RRef[Any], find: Callable[[Any], Callable[..., Any]], arg
 
 
 def type_of(rref: RRef[Any]) -> Future[type]:
-    """The type of the value, once there is one. Runs on the owner."""
+    """A future of the type of the value. Runs on the owner, once the value exists."""
     future: Future[type] = Future()
 
     def run(cell: Cell) -> None:

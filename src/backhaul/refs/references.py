@@ -1,6 +1,6 @@
-"""References: the values that references stand for, as RRefs and peers ask for them.
+"""References: hands out the values behind references, to the RRefs of this worker and to peers.
 
-What is held, by whom, and how long is the business of `holdings`.
+`holdings` keeps track of which worker holds which reference, and for how long.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class References:
         if isinstance(agent.execution, FederatedExecution):
             agent.execution.entries[callables.name_of(invoke)] = self._invoke_for
 
-    # What an RRef asks for.
+    # Requests of RRefs.
 
     def keep(self, value: Any) -> RefId:
-        """Keep a value of this worker's; the caller has a copy of the reference."""
+        """Keep a value of this worker, and return a reference to it. The caller has one copy: see `dropped`."""
         cell = Cell()
         self._set(cell, value)
         return self._holdings.keep(cell)
@@ -80,14 +80,14 @@ class References:
         return self._holdings.is_confirmed(ref)
 
     def describe(self, ref: RefId) -> str:
-        """The state of a reference, for people."""
+        """The state of a reference, as text for people."""
         return self._holdings.describe(ref)
 
     def creation(self, ref: RefId) -> Future[Any]:
         return self._holdings.creation(ref)
 
     def fetch(self, ref: RefId, timeout: float) -> Any:
-        """The value, or a copy of it."""
+        """The value if this worker owns it, else a copy. Waits until the value has been made: see `RRef.to_here`."""
         seconds = self._seconds(timeout)
         if ref.owner == self.me.id:
             return self._local(ref, time.monotonic() + seconds)
@@ -101,7 +101,7 @@ class References:
         to = self._holdings.info(ref.owner)
 
         def fetch(id: int, mark: Mark | None) -> Fetch:
-            self._holdings.require(ref)  # once more: the connection may be with another process than before
+            self._holdings.require(ref)  # again: meanwhile another process may have taken the owner's place
             return Fetch(id, ref, mark)
 
         return self._agent.ask_now(to, fetch, f"to_here of {ref}", seconds)
@@ -110,7 +110,7 @@ class References:
         return self._local(ref, time.monotonic() + self._seconds(-1.0))
 
     def use(self, ref: RefId, run: Callable[[Cell], None]) -> None:
-        """Run ``run(cell)`` once a value of ours is there: now, or on a thread of the pool."""
+        """Call ``run(cell)`` once a value of ours has been made: now, or later on a thread of the pool."""
         cell = self._holdings.cell(ref)
         devices = self._agent.devices
 
@@ -133,7 +133,7 @@ class References:
         timeout: float,
         what: str | None = None,
     ) -> RRef[Any]:
-        """A reference to the value of a function that ``to`` runs; ``what`` is what errors call it."""
+        """A reference to the value of a function that ``to`` runs. Error messages call the function ``what``."""
         owner = self._agent.membership.find(to).info
         ref = self._holdings.new_ref(owner)
         packed = self._agent.pack(function, tuple(args), dict(kwargs))
@@ -176,7 +176,7 @@ class References:
         return self.remote(rref.owner(), invoke, (rref, name, args, kwargs), {}, timeout)
 
     def _request(self, rref: RRef[Any], arguments: tuple[Any, ...], timeout: float) -> profiled.Request:
-        """The call of a method, for a profiler."""
+        """The description of a method call, for a profiler."""
         name, seconds = arguments[1], self._seconds(timeout)
         return profiled.Request(rref.owner(), invoke, arguments, {}, seconds, f"method {name}", f"RRef.{name}")
 
@@ -204,9 +204,9 @@ class References:
         return value
 
     def _await_creation(self, ref: RefId, seconds: float) -> None:
-        """Wait for the owner to confirm a creation of ours, and raise what went wrong with it.
+        """Wait until the owner has confirmed a creation of ours. Raises the error of a creation that failed.
 
-        Otherwise a request for a value whose creation was lost on the way would wait for it on the owner.
+        Without this wait, a request for a value whose creation was lost on the way would wait on the owner for it.
         """
         creation = self._holdings.answer(ref)
         if creation is None:
@@ -232,14 +232,14 @@ class References:
 
     def _lift(self, value: Any, unpacking: Unpacking) -> RRef[Any]:
         if type(value) is not tuple or len(value) not in (3, 4) or not all(type(part) is int for part in value):
-            raise ProtocolError("a reference that is none")
+            raise ProtocolError("a value that is not a reference, in the place of a reference")
         ref = RefId(*value)
         known = unpacking.announced is None or ref in unpacking.announced
         if not known or not self._holdings.hold(ref):
             raise ProtocolError(f"a reference {ref} that the message does not announce")
         return RRef._made(self, ref)
 
-    # What peers ask for.
+    # Requests of peers.
 
     def _on_create(self, line: Line, envelope: Envelope) -> Frame | None:
         message: Create = envelope.message
@@ -249,7 +249,7 @@ class References:
         cell = self._holdings.own_for(ref, peer)
         size = envelope.size
         line.calls_started += 1
-        # Before the function runs: the creator is listed, and that is all it waits for.
+        # Reply before the function runs: the creator waits only until it is listed, and it is listed now.
         line.reply(self._agent.answer(message.id, None))
         try:
             value, later = self.execution.execute(envelope, peer)
@@ -294,12 +294,15 @@ class References:
 
         if cell.when_ready(lambda: line.send_late(answer(), releases=1)):
             if self._agent.devices is not None:
-                self._agent.devices.streams.catch_up()  # it may have been made since this request began
+                self._agent.devices.streams.catch_up()  # the value may have been made after this request began
             return answer()
         return None
 
     def _invoke_for(self, peer: WorkerInfo) -> Callable[..., Future[Any]]:
-        """`invoke` for a peer of a federation: methods that are exposed to it, of a value that was given to it."""
+        """`invoke` for a peer of a federation: it calls only methods that are exposed to the peer.
+
+        The value must be one that was given to the peer.
+        """
         permissions = self._agent.permissions
 
         def method(value: Any, name: str) -> Callable[..., Any]:
@@ -321,11 +324,11 @@ class References:
     # The end.
 
     def release_all(self) -> None:
-        """Give up all references to values of others, whoever still has copies: the group ends."""
+        """Give up all references to values of others, even if there are copies here, because the group ends."""
         self._holdings.release_all()
 
     def leaks(self) -> list[str]:
-        """Values of ours that others are listed for, at a time when nobody should be."""
+        """Values of ours for which other workers are listed, as text. Call it when no worker should be listed."""
         return self._holdings.leaks()
 
     @property
@@ -334,7 +337,7 @@ class References:
         return self._seconds(-1.0)
 
     def require_sendable(self, ref: RefId) -> None:
-        """Raise if a reference cannot be given to anybody: this worker is down, or the value is lost."""
+        """Raise if a reference cannot be sent: this worker has been shut down, or the value is lost."""
         if self._holdings.closed:
             raise NotInitializedError(
                 f"Cannot call fork an UserRRef after deletion: worker {self.me.name!r} has been shut down"
@@ -345,5 +348,5 @@ class References:
         self._holdings.close()
 
     def counts(self) -> dict[str, int]:
-        """How much there is of what; for tests and tools."""
+        """The sizes of the tables, for tests and tools."""
         return self._holdings.counts()

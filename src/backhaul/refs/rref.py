@@ -23,10 +23,12 @@ DEFAULT_TIMEOUT = -1.0
 class RRef(Generic[T]):
     """A reference to a value that lives on its *owner*.
 
-    ``RRef(value)`` makes one to a value of this worker's; `backhaul.rpc.remote` makes one to a value that
-    another worker makes. It can be sent in calls and results, alone or inside other values; the owner
-    keeps the value as long as any worker has a reference. Methods are thread-safe; timeouts are in
-    seconds, 0 meaning no limit and a negative value the option ``rpc_timeout``.
+    ``RRef(value)`` makes a reference to a value of this worker. `backhaul.rpc.remote` makes a reference to a value that
+    another worker makes. You can send a reference in calls and results, alone or inside other values. The owner
+    keeps the value as long as any worker has a reference to it.
+
+    Methods are thread-safe. Timeouts are in seconds; 0 means no limit, and a negative value means the option
+    ``rpc_timeout``. ``RRef(value)`` raises `NotInitializedError` before ``init_rpc``.
     """
 
     __slots__ = ("__weakref__", "_ref", "_references", "_type_hint")
@@ -44,7 +46,7 @@ class RRef(Generic[T]):
 
     @classmethod
     def _made(cls, references: References, ref: RefId) -> RRef[T]:
-        """One more copy of a reference, which ``references`` has counted already."""
+        """One more copy of a reference. ``references`` must have counted it already."""
         self = cls.__new__(cls)
         self._references = references
         self._ref = ref
@@ -52,7 +54,7 @@ class RRef(Generic[T]):
         return self
 
     def __del__(self) -> None:
-        # A finalizer may run on any thread, at any point, inside any lock: it only queues.
+        # A finalizer may run on any thread, at any point, while any lock is held. So it only queues the reference.
         references = getattr(self, "_references", None)
         if references is not None and hasattr(self, "_ref"):
             references.dropped(self._ref)
@@ -84,8 +86,8 @@ class RRef(Generic[T]):
     def to_here(self, timeout: float = DEFAULT_TIMEOUT) -> T:
         """A copy of the value; on the owner, the value itself.
 
-        Waits until the value has been made. Raises what making it raised, `RpcTimeoutError`, or
-        `WorkerLostError` if the owner is lost.
+        Waits until the value has been made. Raises the exception of the function that failed to make it,
+        `RpcTimeoutError`, or `WorkerLostError` if the owner is lost.
         """
         if profiler_is_on():
             return profiled.to_here(self, timeout)  # type: ignore[no-any-return]
@@ -93,7 +95,11 @@ class RRef(Generic[T]):
 
     @eager
     def local_value(self) -> T:
-        """The value itself. Only on the owner; waits until it has been made."""
+        """The value itself, on the owner. Waits until the value has been made.
+
+        Raises `MisuseError` on any other worker, the exception of the function that failed to make the value, or
+        `RpcTimeoutError`.
+        """
         if not self.is_owner():
             raise MisuseError(
                 f"local_value() of a reference to a value on {self.owner_name()!r}: only the owner has the value "
@@ -108,20 +114,20 @@ class RRef(Generic[T]):
 
     @eager
     def rpc_async(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """A proxy as of `rpc_sync` whose methods return futures."""
+        """A proxy like that of `rpc_sync`, but its methods return futures."""
         return Proxy(self, self._references.call_method_async, timeout)
 
     @eager
     def remote(self, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """A proxy as of `rpc_sync` whose methods return references to their values, on the same owner."""
+        """A proxy like that of `rpc_sync`, but its methods return references to their values, on the same owner."""
         return Proxy(self, self._references.remote_method, timeout)
 
     @eager
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass with the value, a tensor, as its root.
 
-        With the id of a context it is a distributed one: see `backhaul.autograd.backward`. Without, it is local to
-        the owner, as ``value.backward()`` there.
+        With the id of a context, the pass is distributed: see `backhaul.autograd.backward`. Without an id, it runs on
+        the owner only, like ``value.backward()`` there.
         """
         current_worker.get().autograd.backward_of(self, dist_autograd_ctx_id, retain_graph)
 

@@ -1,12 +1,12 @@
-"""What a federation's peers may name: functions and classes that were marked with `expose`.
+"""What the peers of a federation may name: functions and classes that were marked with `expose`.
 
-In federation a name that a peer sends is looked up in a table, and nowhere else: nothing is imported, and no attribute
-is followed. So there is no difference between what does not exist and what is not exposed.
+In a federation, a name that a peer sends is looked up in a table and nowhere else: nothing is imported, and no
+attribute is followed. So a peer cannot tell a name that does not exist from one that is not exposed.
 
-Each worker has a `Table`, for what `Worker.expose` marks. Below it is the `registry` of the process, for what the
-decorator marks: see there.
+Each worker has a `Table` for what `Worker.expose` marks. Below it is the `registry` of the process, for what the
+decorator marks.
 
-The mark is an entry of a table and no attribute of the object: a subclass does not inherit it.
+A mark is an entry of a table and not an attribute of the object, so a subclass does not inherit it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Exposed(NamedTuple):
 
     target: Any
     to: tuple[str, ...]
-    """Patterns of names, of the workers that may use it: ``*`` stands for anything, and nothing else is special."""
+    """Patterns for the names of the workers that may use it. ``*`` matches any text; no other character is special."""
 
     def is_for(self, peer: str) -> bool:
         return self.to == EVERYBODY or any(_matches(pattern, peer) for pattern in self.to)
@@ -47,21 +47,21 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 class Table:
-    """What is exposed, by name, and to which peers. Thread-safe: an entry is replaced as a whole."""
+    """The exposed functions and classes by name, each with its peers. Thread-safe: an entry is replaced as a whole."""
 
     def __init__(self, below: Table | None = None) -> None:
-        """Names that are not in this table are looked up in the one ``below``."""
+        """Names that are not in this table are looked up in the table ``below``."""
         self._below = below
         self._entries: dict[str, Exposed] = {}  # "module:qualname" ->
         self._exceptions: dict[str, str] = {}  # "module.qualname" -> the key above, of exposed classes of exceptions
 
     def get(self, name: str) -> Exposed | None:
-        """The entry of a name, for whichever peer it is."""
+        """The entry of a name, whichever peers it is for; None if there is none."""
         found = self._entries.get(name)
         return found if found is not None or self._below is None else self._below.get(name)
 
     def exception(self, name: str) -> Exposed | None:
-        """The entry of a class of exceptions, by its `type_name`."""
+        """The entry of an exception class, by its `type_name`; None if there is none."""
         key = self._exceptions.get(name)
         if key is not None:
             return self._entries.get(key)
@@ -85,8 +85,8 @@ class Table:
 
 
 registry = Table()
-"""What `expose` marks. It is of the process and not of a worker: a decorator runs when its module is imported, which
-happens once in a process, before there is a worker, and for all workers that the process will ever have."""
+"""What `expose` marks. The table belongs to the process and not to a worker: a decorator runs when its module is
+imported. That happens once in a process, before there is a worker, and counts for all workers of the process."""
 
 
 @overload
@@ -94,19 +94,21 @@ def expose(obj: T, *, to: str | Sequence[str] = "*") -> T: ...
 @overload
 def expose(obj: None = None, *, to: str | Sequence[str] = "*") -> Callable[[T], T]: ...
 def expose(obj: Any = None, *, to: str | Sequence[str] = "*") -> Any:
-    """Let the other workers of a federation call a function, or use a class. Returns it as it is.
+    """Let the other workers of a federation call a function, or use a class. Returns the function or class unchanged.
 
-    As a decorator, ``@rpc.expose`` or ``@rpc.expose(to="bank-*")``, or as a call, ``rpc.expose(torch.matmul)``. Of
-    torch's own operators, those in `trust.operators` can be exposed; peers may give them what is listed there.
-    ``to`` are the names of the workers that may, as in their certificates: one or several, in which ``*`` stands for
-    anything, and all other characters for themselves. To expose the same name again replaces the entry.
+    Use it as a decorator, ``@rpc.expose`` or ``@rpc.expose(to="bank-*")``, or as a call, ``rpc.expose(torch.matmul)``.
+    Of torch's own operators, only those in `trust.operators` can be exposed, and peers may pass them only the arguments
+    that are listed there. ``to`` is one name or a list of names, as in the certificates of the workers that may use it.
+    In a name, ``*`` matches any text, and every other character matches itself. Exposing the same name again replaces
+    the entry.
 
-    Of a class that is exposed, peers may make instances, send instances if it is a dataclass, an enum or a named tuple,
-    and call the public methods that are written in it, on instances that they have references to. Its subclasses are
-    not exposed, nor are methods of its bases, unless these are exposed, too.
+    If a class is exposed, peers may make instances of it. They may send instances if it is a dataclass, an enum or a
+    named tuple. They may call the public methods that the class itself defines, on instances that they have references
+    to. Subclasses are not exposed, and neither are the methods of base classes, unless those are exposed too.
 
-    It holds for all workers of this process; `Worker.expose` is for one of them. Outside a federation it changes
-    nothing: there peers may call whatever can be imported.
+    The mark counts for all workers of this process; `Worker.expose` marks for one worker. Outside a federation the mark
+    changes nothing: there, peers may call everything that can be imported. Raises `MisuseError` for an object that
+    cannot be exposed, and `OptionError` for an invalid ``to``. Thread-safe.
     """
     return registry.expose(obj, to)
 
@@ -119,7 +121,7 @@ def _patterns(to: Any) -> tuple[str, ...]:
 
 
 def _name_for(obj: Any) -> str:
-    """The name that a peer will call it by: as `callables.name_of`, but at a time when its module has no such name."""
+    """The name that a peer calls it by. Unlike `callables.name_of`, it works before the module has that attribute."""
     if isinstance(obj, staticmethod | classmethod):
         raise MisuseError("expose: put @rpc.expose below @staticmethod; for a class method, expose the class")
     if not callable(obj):
@@ -131,32 +133,32 @@ def _name_for(obj: Any) -> str:
             raise MisuseError(f"expose: {error}") from None
     name = f"{obj.__module__}:{obj.__qualname__}"
     if "<" in name:
-        raise MisuseError(f"expose: {obj.__qualname__!r} has no name to be called by: define it at module level")
+        raise MisuseError(f"expose: {obj.__qualname__!r} has no name that a peer can send: define it at module level")
     return name
 
 
 def type_name(kind: type) -> str:
-    """What messages about exceptions call a type."""
+    """The name of a type in messages about exceptions."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class PeerNames:
-    """What one peer may name: the `Names` of a codec."""
+    """The functions and classes that one peer may name: the `Names` of a codec."""
 
     __slots__ = ("_limit", "_table", "peer")
 
     def __init__(self, peer: str, limit: int, table: Table = registry) -> None:
-        """``limit`` is the most bytes that the result of an operator may have."""
+        """The result of an operator may have at most ``limit`` bytes."""
         self.peer = peer
         self._limit = limit
         self._table = table
 
     def name_of(self, obj: Any) -> str:
-        """The name to send for something of ours: who gets it decides whether it knows it."""
+        """The name to send for a function or class of ours. The receiver decides whether it may be named there."""
         return callables.name_of(obj)
 
     def get(self, name: str) -> Any:
-        """What the peer means; None if it may not name it, whether there is such a thing or not."""
+        """The function or class of that name; None if the peer may not name it, or if it does not exist."""
         entry = self._table.get(name)
         if entry is None or not entry.is_for(self.peer):
             return None
@@ -165,7 +167,7 @@ class PeerNames:
         return entry.target
 
     def find(self, name: str) -> Any:
-        """The same, and raises `MisuseError` for what it may not name."""
+        """Like `get`, but raises `MisuseError` instead of returning None."""
         found = self.get(name)
         if found is None:
             raise MisuseError(
@@ -175,7 +177,7 @@ class PeerNames:
         return found
 
     def exception(self, name: str) -> type[Exception] | None:
-        """The class of an exception that the peer tells of, by its `type_name`, if it may be raised here."""
+        """The exception class of that `type_name`; None if an exception of the peer may not be raised here as one."""
         entry = self._table.exception(name)
         if entry is not None and entry.is_for(self.peer):
             kind: type[Exception] = entry.target
@@ -183,10 +185,10 @@ class PeerNames:
         return _plain_exceptions().get(name)
 
     def method(self, value: Any, name: str) -> Callable[..., Any] | None:
-        """The method of a value that the peer may call by that name, bound to it.
+        """The method of that name, bound to the value; None if the peer may not call it.
 
-        It is taken from where its class, or an exposed base, defines it: not from the value, whose attributes may hide
-        it, and without ``getattr``, which runs code of the class.
+        The method comes from the class, or from an exposed base class. Attributes of the value do not count, because
+        they could hide the method. ``getattr`` is not used, because it runs code of the class.
         """
         if name.startswith("_") and name != "__call__":
             return None
@@ -198,7 +200,7 @@ class PeerNames:
             if found is None:
                 continue
             if base is not kind and not self._has(base):
-                return None  # what hides an exposed one is not exposed itself
+                return None  # it hides an exposed method, but is not exposed itself
             plain = found.__func__ if isinstance(found, staticmethod | classmethod) else found
             if type(plain) is not types.FunctionType:
                 return None
@@ -213,14 +215,14 @@ class PeerNames:
 
 @cache
 def _plain_exceptions() -> Mapping[str, type[Exception]]:
-    """Exceptions that anybody may raise: builtin ones and ours, that are made of a text."""
+    """Exceptions that any peer may cause here: those of Python and of this library that are made from one text."""
     found = [*vars(builtins).values(), *vars(errors).values()]
     kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)}
     return {type_name(kind): kind for kind in kinds if _is_made_of_text(kind)}
 
 
 def _is_made_of_text(kind: type[Exception]) -> bool:
-    # One that ends iterations would end a loop of the caller's, and say nothing.
+    # An exception that ends an iteration would silently end a loop of the caller.
     if issubclass(kind, StopIteration | StopAsyncIteration):
         return False
     try:

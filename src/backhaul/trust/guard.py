@@ -1,10 +1,11 @@
-"""Guard: judges what peers ask for before it is handled, where they are not trusted with everything.
+"""Guard: checks the messages of peers that are not fully trusted, before they are handled.
 
-The reading thread asks it about each message, in the order of reading and before it can lose the lead: a request that
-makes a value is judged, and its maker listed, before any later request that names that value.
+The reading thread asks the guard about each message in the order of arrival, before another thread can take over the
+reading. So a request that makes a value is checked, and its creator listed, before any later request that names that
+value.
 
-It counts the calls of each peer, over all connections: a peer that hangs up and comes back has not finished those that
-still run.
+The guard counts the calls of each peer over all connections: if a peer hangs up and comes back, its calls that still
+run count.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ if TYPE_CHECKING:
     from backhaul.options import Quotas
 
 _REQUESTS = (Call, Create, Fetch)
-_ANSWERED = (Call, Fetch)  # a creation is answered before it runs, and is over when it has run
+_ANSWERED = (Call, Fetch)  # not Create: it is answered before its function runs, and is over when the function ends
 _WAITS = (AwaitReady, AwaitEnd)
-# Each stage of a shutdown is awaited once, and again after a broken connection.
+# A peer awaits each stage of a shutdown once, and again after a broken connection.
 _MAX_WAITS = 64
 _LONGEST_PAUSE = 2.0
-# glibc keeps freed memory of this size for each thread that has had some: results that nobody got add up to what 64
-# calls return. None where there is no such function.
+# glibc keeps freed memory of this size for each thread that has used some. So dropped replies can add up to what 64
+# calls return, unless the memory is given back. None where libc has no such function.
 _give_memory_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _DROPPED_BYTES = 64 << 20
 
 
 class Guard:
-    """Thread-safe."""
+    """Decides for each message of a peer whether it is handled. Thread-safe."""
 
     def __init__(self, execution: Execution, permissions: Permissions, quotas: Quotas) -> None:
         self._execution = execution
@@ -49,13 +50,16 @@ class Guard:
         self._quotas = quotas
         self._lock = threading.Lock()
         # Guarded by _lock:
-        self._calls: Counter[int] = Counter()  # by rank: how many are being served
-        self._bytes: Counter[int] = Counter()  # of the requests that these are, tensors included
+        self._calls: Counter[int] = Counter()  # rank -> number of its calls that are being served
+        self._bytes: Counter[int] = Counter()  # rank -> bytes of the requests of these calls, with their tensors
         self._waits: Counter[int] = Counter()
-        self._dropped = 0  # bytes of replies, since memory was last given back
+        self._dropped = 0  # bytes of replies that were dropped since memory was last given back
 
     def __call__(self, line: Line, envelope: Envelope) -> Frame | None:
-        """What to answer instead of handling a message, if it is refused. Raises if the connection is to end."""
+        """The answer to a refused message; None if the message may be handled.
+
+        If it raises, the caller must end the connection.
+        """
         message = envelope.message
         if isinstance(message, _REQUESTS):
             try:
@@ -73,12 +77,12 @@ class Guard:
                 return self._execution.failure(message.id, error, line)
         elif isinstance(message, Failed):
             if message.refs:
-                raise ProtocolError("references in a message that has none")
+                raise ProtocolError("a Failed message has references, but this kind of message may not bring any")
         elif isinstance(message, _WAITS):
             with self._lock:
                 self._waits[line.peer.id] += 1
                 if self._waits[line.peer.id] > _MAX_WAITS:
-                    raise ProtocolError(f"it has asked {_MAX_WAITS} times for the end of the group")
+                    raise ProtocolError(f"the peer has asked more than {_MAX_WAITS} times for the end of the group")
         return None
 
     def _begin(self, peer: WorkerInfo, size: int) -> None:
@@ -96,11 +100,11 @@ class Guard:
             raise self._permissions.over_quota(
                 peer.name,
                 f"a call of {size} bytes",
-                f"calls of this peer with {taken} bytes are under way, and {room} may be",
+                f"calls of this peer with {taken} bytes are under way, and the limit is {room}",
             )
 
     def pause(self, peer: WorkerInfo) -> float:
-        """How many seconds not to read from a peer, since it is refused all the time."""
+        """The seconds to stop reading from a peer that is refused too often; 0 for any other peer."""
         return min(_LONGEST_PAUSE, self._permissions.refusals.wait(peer.name, time.monotonic()))
 
     def charges(self, message: Any) -> bool:
@@ -108,17 +112,17 @@ class Guard:
         return isinstance(message, _ANSWERED)
 
     def finished(self, peer: WorkerInfo, count: int = 1) -> None:
-        """``count`` calls of that peer are over."""
+        """Note that ``count`` calls of that peer are over."""
         with self._lock:
             self._calls[peer.id] -= count
 
     def let_go(self, peer: WorkerInfo, size: int) -> None:
-        """A call of that peer, whose request had that many bytes, has run."""
+        """Note that a call of that peer has run, so that the ``size`` bytes of its request are free."""
         with self._lock:
             self._bytes[peer.id] -= size
 
     def refuse_reply(self, line: Line, frame: Frame, waiting: int) -> Frame:
-        """What to answer instead of a reply, because that many bytes for this peer wait to be sent."""
+        """The failure to send instead of a reply, because ``waiting`` bytes for this peer are not sent yet."""
         (message, size), *_ = messages(frame)
         with self._lock:
             self._dropped += size

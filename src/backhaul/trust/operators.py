@@ -1,11 +1,12 @@
 """Operators of torch that a worker of a federation may expose: ``rpc.expose(torch.matmul)``.
 
-They are native code, which a stranger then feeds. So there are few of them, none is exposed unless it is named, and
-each takes what its line in the table says and nothing else: these parameters, tensors of these dtypes. What ends a
-process is not among it: dividing the smallest integer by -1 raises a signal, not an exception.
-``fuzz/operator_cases.py`` tries them out in processes of their own.
+Operators are native code, and strangers choose their arguments. So the table has few of them, an operator is exposed
+only by name, and it accepts only the parameters and dtypes that its line in the table lists. The lines leave out
+everything that can end the process: for example, dividing the smallest integer by -1 raises a signal, not an exception.
+``fuzz/operator_cases.py`` tries the operators in separate processes.
 
-None runs if its result may be larger than a message, or if it takes far longer than its operands take to send.
+An operator does not run if its result may be larger than a message, or if it would take far longer than its operands
+take to send.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from backhaul.errors import MisuseError, QuotaError
 
 _MAX_DIM = 64
-_MAX_PRODUCTS = 1 << 33  # multiplications of a product of matrices: about a second
+_MAX_PRODUCTS = 1 << 33  # the most multiplications of a matrix product; they take about a second
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 NUMBERS = FLOATS | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -66,7 +67,7 @@ class Operator(NamedTuple):
     function: Callable[..., Any]
     dtypes: frozenset[torch.dtype]
     parameters: dict[str, str]
-    """Name -> what it may be, in order."""
+    """Parameter -> its kind in `_CHECKS`, in the order of the parameters."""
     is_product: bool = False
 
 
@@ -93,7 +94,10 @@ TABLE: dict[str, Operator] = {
 
 
 def find(function: Any) -> Operator | None:
-    """The line of an operator; None for what is not torch's own code. Raises MisuseError for the rest of that."""
+    """The line of an operator; None for a function that is not torch's own.
+
+    Raises MisuseError for a function of torch that is not in the table.
+    """
     operator = TABLE.get(getattr(function, "__name__", ""))
     if operator is not None and operator.function is function:
         return operator
@@ -107,7 +111,7 @@ def find(function: Any) -> Operator | None:
 
 
 def is_native(function: Any) -> bool:
-    """Whether it is one of torch's own functions, which are native code or hand what they get to native code."""
+    """Whether a function is torch's own: native code, or Python code that passes its arguments to native code."""
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return True
     if isinstance(function, types.FunctionType):
@@ -121,16 +125,16 @@ def is_native(function: Any) -> bool:
 
 
 def _elements(shapes: Iterable[Sequence[int]]) -> int:
-    """How many elements there are when tensors of these shapes are broadcast against each other, if they can be.
+    """The number of elements when tensors of these shapes are broadcast together, if they can be.
 
-    Not with `torch.broadcast_shapes`, which imports half of torch when it is first called.
+    It does not use `torch.broadcast_shapes`, which imports half of torch on the first call.
     """
     turned = (reversed(shape) for shape in shapes)
     return math.prod(max(sizes) for sizes in itertools.zip_longest(*turned, fillvalue=1))
 
 
 def _product(left: Sequence[int], right: Sequence[int]) -> tuple[int, int]:
-    """How many elements a product of matrices has at most, and how many multiplications it takes."""
+    """The most elements that a matrix product may have, and the number of its multiplications."""
     rows = left[-2] if len(left) > 1 else 1
     columns = right[-1] if len(right) > 1 else 1
     elements = _elements([(*left[:-2], rows, columns), (*right[:-2], 1, 1)])
@@ -138,7 +142,10 @@ def _product(left: Sequence[int], right: Sequence[int]) -> tuple[int, int]:
 
 
 class Bounded:
-    """An operator that takes what its line in the table says, and whose results have no more than ``limit`` bytes."""
+    """An operator that accepts only what its line in the table lists, and returns at most ``limit`` bytes.
+
+    A call raises MisuseError for other arguments, and QuotaError for too large a result or too much work. Thread-safe.
+    """
 
     __slots__ = ("__name__", "_limit", "_operator")
 
@@ -171,8 +178,8 @@ class Bounded:
         if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
             raise MisuseError(f"torch.{self.__name__}: other workers may give it strided tensors that have data")
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-            # To send one takes no bytes, and to multiply two of them minutes.
-            raise MisuseError(f"torch.{self.__name__}: some elements of a tensor are one: send tensor.contiguous()")
+            # An expanded tensor costs almost no bytes to send, but multiplying two of them takes minutes.
+            raise MisuseError(f"torch.{self.__name__}: elements of a tensor share memory: send tensor.contiguous()")
 
     def _check_work(self, tensors: Sequence[torch.Tensor]) -> None:
         shapes = [tensor.shape for tensor in tensors]
@@ -183,4 +190,4 @@ class Bounded:
         if elements * 8 > self._limit:
             raise QuotaError(f"the result of torch.{self.__name__} may be larger than {self._limit} bytes")
         if work > _MAX_PRODUCTS:
-            raise QuotaError(f"torch.{self.__name__} would take {work} multiplications; {_MAX_PRODUCTS} may be")
+            raise QuotaError(f"torch.{self.__name__} would take {work} multiplications; the limit is {_MAX_PRODUCTS}")

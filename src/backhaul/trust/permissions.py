@@ -1,8 +1,8 @@
-"""Permissions: what the peers of a worker in a federation may do, and what is said when they may not.
+"""Permissions: what the peers of a worker in a federation may do, and what they are told when it is refused.
 
-Whoever is refused gets one text, for what does not exist as for what is not for it. The log of this worker has the rest
-(logger ``backhaul.security``): who, what, and why. What a peer has sent stands there in bounds and without control
-characters, and a peer that is refused all the time does not fill the log.
+A refused peer always gets the same text, whether the thing does not exist or is not for that peer. The log of this
+worker (logger ``backhaul.security``) says who was refused, what, and why. Text of a peer appears there shortened and
+without control characters, and a peer that is refused all the time cannot fill the log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _SMALL_THINGS = 50
 
 
 def printable(text: str, limit: int = _MAX_TEXT, *, lines: bool = False) -> str:
-    """Text of a peer's that can be shown: so many characters at most, and none that a terminal acts on."""
+    """Text of a peer, safe to show: at most ``limit`` characters, and none that a terminal acts on.
+
+    With ``lines``, line breaks and tabs are kept.
+    """
     cut = text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
     if cut.isprintable():
         return cut
@@ -42,7 +45,7 @@ def printable(text: str, limit: int = _MAX_TEXT, *, lines: bool = False) -> str:
 
 
 def refusal(me: str) -> RefusedError:
-    """What a peer is told, whatever was refused."""
+    """The error that a peer gets, whatever was refused."""
     return RefusedError(
         f"worker {me!r} refused this: it names something that is not exposed to this peer, or is not given to it, or "
         f"does not exist. The log of {me!r} says more"
@@ -50,19 +53,19 @@ def refusal(me: str) -> RefusedError:
 
 
 class Stamps:
-    """Numbers that stand for values, and tell nobody else than this worker which."""
+    """Numbers that represent values. Only this worker can tell which number belongs to which value."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
     def of(self, value: object) -> int:
-        """The number of a value; the same for values that look the same."""
+        """The number of a value. Values with the same ``repr`` have the same number."""
         digest = hashlib.blake2b(repr(value).encode(), key=self._key, digest_size=7).digest()
         return int.from_bytes(digest, "big")
 
 
 class _Lines:
-    """How many lines one peer has had in the log lately."""
+    """The number of recent log lines about one peer."""
 
     __slots__ = ("count", "since")
 
@@ -72,41 +75,42 @@ class _Lines:
 
 
 class Permissions:
-    """Thread-safe."""
+    """The permissions of all peers of one worker, and the log of refusals. Thread-safe."""
 
     def __init__(self, me: str, message_bytes: int) -> None:
-        """``message_bytes`` is the most that a message may have."""
+        """A message may have at most ``message_bytes`` bytes."""
         self._me = me
         self._message_bytes = message_bytes
         self.exposed = Table(below=registry)
-        """What this worker exposes to its peers, besides what the process does."""
+        """What this worker exposes to its peers, in addition to what the process exposes."""
         self._names: dict[str, PeerNames] = {}
         self._lock = threading.Lock()
         self._lines: dict[str, _Lines] = {}
         self.refusals = Penalties(_REFUSALS, _REFUSAL_SECONDS)
-        """A peer that is refused all the time has to wait."""
+        """Makes a peer wait that is refused all the time."""
 
     def names(self, peer: str) -> PeerNames:
-        """What that peer may name."""
+        """The names that a peer may use."""
         found = self._names.get(peer)
         if found is None:
             found = self._names[peer] = PeerNames(peer, self._message_bytes, self.exposed)
         return found
 
     def refuse(self, peer: str, what: str, why: object, seconds: float = 0.0, size: int = 0) -> RefusedError:
-        """Log that something was refused; the exception for the peer. See `note`."""
+        """Log that something was refused, and return the exception for the peer. See `note`."""
         self.note(peer, what, why, seconds, size)
         return refusal(self._me)
 
     def over_quota(self, peer: str, what: str, why: str) -> QuotaError:
-        """The same for what goes beyond a quota, whose text the peer may see."""
+        """Like `refuse`, for a request that exceeds a quota. The peer may see ``why``."""
         self.note(peer, what, why)
         return QuotaError(f"worker {self._me!r} refused this: {why}")
 
     def note(self, peer: str, what: str, why: object, seconds: float = 0.0, size: int = 0) -> None:
-        """Log that something was refused: a message of ``size`` bytes, on which ``seconds`` of a processor were spent.
+        """Log that something was refused: a message of ``size`` bytes that took ``seconds`` of processor time.
 
-        What takes long to read and to refuse counts as often as simple things that would have taken as long.
+        A message that takes long to read and refuse counts as many refusals as simple messages that take as long in
+        all.
         """
         spent = seconds + size / _BYTES_A_SECOND
         self.refusals.wrong(peer, time.monotonic(), 1 + int(spent / _SIMPLE_SECONDS))
@@ -114,11 +118,11 @@ class Permissions:
             _log.warning("refused worker %s %s: %s", printable(peer), printable(what), printable(str(why)))
 
     def count(self, peer: str, things: int) -> None:
-        """So many small things of a request were refused, or were of no use: fifty are as bad as one that is."""
+        """Note that this many small parts of a request were refused or useless. Fifty count as one refused request."""
         self.refusals.wrong(peer, time.monotonic(), things // _SMALL_THINGS)
 
     def note_failure(self, peer: str, describe: Callable[[], str]) -> None:
-        """Log that a call of that peer's has failed; the peer itself is not told where."""
+        """Log that a call of that peer has failed. The peer itself is not told where."""
         if self._may_log(peer):
             _log.warning("a call of worker %s failed:\n%s", printable(peer), describe())
 

@@ -1,9 +1,9 @@
 """Policy: what the members of a group may do to each other. There are two: `Cluster` and `Federation`.
 
 The option ``trust`` names the policy of a worker, and `RpcOptions.policy` is the object. No layer compares names. Each
-asks the policy a question, at the point where the answer matters:
+layer asks the policy a question, at the point where the answer matters:
 
-| question | what hangs on it |
+| question | what depends on the answer |
 |---|---|
 | `runs_any_function` | agent: which `Execution` serves calls, and whose names the codec knows |
 | `believes` | wire, transport: bounds on what is decoded. refs: `rights`. autograd: `checking`. agent: penalties |
@@ -11,8 +11,8 @@ asks the policy a question, at the point where the answer matters:
 | `is_one_user` | transport: unix sockets and common memory. Launchers: whether they may start such a worker |
 | `transport_options`, `check_group` | the worker, when it starts |
 
-An answer is an attribute, so asking costs no more than a flag. What only federations need stands in this folder, except
-where a layer forbids it: `wire.built` and `wire.plain` decode, and `agent.federated` is an `Execution`.
+An answer is an attribute, so asking costs no more than a flag. Code that only federations need is in this folder,
+unless it belongs to another layer: `wire.built` and `wire.plain` decode, and `agent.federated` is an `Execution`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 
 
 class Trust:
-    """The seam: see the table above. Its two kinds have no state, so one object of each serves a process."""
+    """The questions of the table above. Its two subclasses have no state, so one object of each serves a process."""
 
     name: ClassVar[str]
-    """What the option ``trust`` calls it."""
+    """Its value for the option ``trust``."""
     runs_any_function: ClassVar[bool]
-    """Peers may call whatever can be imported, and send pickles. Otherwise they may call what is exposed to them."""
+    """Peers may call everything that can be imported, and send pickles. Otherwise they may call what is exposed."""
     believes: ClassVar[bool]
-    """What peers say is true: sizes, reports, gradients, the deaths of others. Otherwise it is bounded and checked."""
+    """The worker believes its peers about sizes, reports, gradients and deaths. Otherwise it bounds and checks them."""
     shows: ClassVar[bool]
     """Peers may see how this worker computes: its process, its counts, its graphs, its profiles."""
     is_one_user: ClassVar[bool]
-    """All members belong to one user, so those on one machine meet in unix sockets and share memory."""
+    """All members belong to one user, so members on one machine use unix sockets and share memory."""
 
     def check_group(self, world_size: int | None) -> None:
-        """Raise `OptionError` if a group of that size, or one of no fixed size, cannot have this policy."""
+        """Raise `OptionError` if a group of that size cannot have this policy. None means that no size is fixed."""
 
     def transport_options(self, options: RpcOptions) -> RpcOptions:
-        """The options for a worker's transport. Raises `OptionError` for those that contradict the policy."""
+        """The options for a worker's transport. Raises `OptionError` if an option contradicts the policy."""
         return options
 
 
 class Cluster(Trust):
-    """The peers hold the group's secret or belong to the same user. They may do here whatever they like."""
+    """The peers hold the group's secret or belong to the same user. They may do anything here."""
 
     name = "cluster"
     runs_any_function = True
@@ -59,7 +59,7 @@ class Cluster(Trust):
 
 
 class Federation(Trust):
-    """Each peer is a party of its own, known by its certificate. It may do what was exposed to it, and it may lie."""
+    """Each peer is a separate party with its own certificate. It may use only what is exposed to it, and it may lie."""
 
     name = "federation"
     runs_any_function = False
@@ -74,7 +74,7 @@ class Federation(Trust):
             )
 
     def transport_options(self, options: RpcOptions) -> RpcOptions:
-        """TLS with certificates, and no memory in common."""
+        """Options that require TLS with certificates, and allow no shared memory."""
         if options.tls is None:
             raise OptionError(
                 'trust="federation" needs a certificate for each peer, since a shared secret cannot tell peers apart: '

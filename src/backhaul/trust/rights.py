@@ -1,9 +1,9 @@
 """Rights: which values and references a peer may name, and how many it may have. Pure.
 
-`Rights` are those of a cluster: peers may name what they know of, and only the quota limits them. `GivenRights` are
-those of a federation: a peer may name what was given to it, and say what concerns it.
+In a cluster, `Rights` apply: peers may name everything that they know of, and only the quota limits them. In a
+federation, `GivenRights` apply: a peer may name only what was given to it, and send only notices that concern it.
 
-They only look: the driver asks under the lock that guards the state machine, and acts on the answer.
+Both classes only read the state machine. The driver asks them under the lock that guards it, and acts on the answer.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ _MAX_NUMBER = 1 << 63
 
 
 class Rights:
-    """Of peers that are believed. ``limit`` is how many references a peer may have, or None."""
+    """The rights of peers that are believed. ``limit`` is the most references that a peer may have; None: no limit."""
 
     def __init__(self, counting: Counting, limit: int | None) -> None:
         self.limit = limit
         self._counting = counting
 
     def complaint(self, request: Any, peer: int) -> str | None:
-        """What is wrong with a request, if something is: with the value that it asks for, or what it brings."""
+        """What is wrong with the value that a request asks for, or with the references that it brings. None: fine."""
         return None
 
     def objection(self, refs: Refs, peer: int) -> str | None:
-        """What is wrong with the references that a message of that worker brings, if something is."""
+        """What is wrong with the references that a message of that worker brings. None: fine."""
         return None
 
     def is_full(self, peer: int, more: int) -> bool:
-        """Whether so many more references to values of ours are too many for that worker."""
+        """Whether ``more`` further references to values of ours would exceed the limit of that worker."""
         return self.limit is not None and self._counting.held_by(peer) + more > self.limit
 
     def is_modest(self, peer: int, unsent: int) -> bool:
-        """Whether a peer does not make this worker remember ever more. ``unsent`` are notices that wait for it."""
+        """Whether a peer makes this worker remember only a bounded amount. ``unsent`` notices to the peer wait."""
         return True
 
     def may_say(self, peer: int, notice: Notice) -> bool:
-        """Whether a notice is one that this peer may send."""
+        """Whether this peer may send this notice."""
         return True
 
     def misdirected(self, refs: Iterable[RefId], to: int) -> RefId | None:
-        """The first of these references that this worker may not send there, if there is one."""
+        """The first of these references that this worker may not send to worker ``to``; None if it may send all."""
         return None
 
 
 class GivenRights(Rights):
-    """Of peers that may lie."""
+    """The rights of peers that may lie."""
 
     def __init__(self, counting: Counting, limit: int | None, ranks: Container[int]) -> None:
-        """``ranks`` are those of the members of the group."""
+        """``ranks`` are the ranks of all members of the group."""
         super().__init__(counting, limit)
         self._ranks = ranks
 
@@ -74,7 +74,7 @@ class GivenRights(Rights):
         for ref, share in refs:
             if share.sharer != peer:
                 return f"a share of rank {share.sharer}"
-            # Ranks and numbers as any worker makes them: others can be chosen so that their hashes collide.
+            # Accept only ranks and numbers that a worker can make: a peer could choose others whose hashes collide.
             if (
                 ref.creator not in self._ranks
                 or not 0 <= ref.number < _MAX_NUMBER
@@ -102,7 +102,7 @@ class GivenRights(Rights):
             return counting.shared_with(notice.share) in (None, peer)
         if isinstance(notice, Recall):
             return all(share.sharer == peer for share in notice.shares)
-        return False  # a Sweep or an Obituary, which no peer has to send: see `counting`
+        return False  # a Sweep or an Obituary, which no peer has a reason to send: see `counting`
 
     def misdirected(self, refs: Iterable[RefId], to: int) -> RefId | None:
         return next((ref for ref in refs if ref.owner not in (self._counting.me, to)), None)
@@ -112,7 +112,7 @@ class GivenRights(Rights):
             return f"it was not given {request.ref}"
         if type(request) is Create:
             ref, me = request.ref, self._counting.me
-            known = peer != me and not self._counting.is_new(ref)  # one's own has been noted already
+            known = peer != me and not self._counting.is_new(ref)  # a creation of this worker has its entry already
             if ref.owner != me or ref.creator != peer or known:
                 return f"{ref} is not its to make"
             if self._counting.fragments(peer) > _MAX_FRAGMENTS:

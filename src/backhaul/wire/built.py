@@ -1,8 +1,8 @@
-"""Instances of exposed classes that a peer of a federation sends: built by calling the class, of checked parts.
+"""Builds instances of exposed classes that a peer of a federation sends: checks the parts, then calls the class.
 
-In a cluster an object is built without its ``__init__``, as pickle does: its sender has checked it. A peer that may lie
-has not. So here ``__post_init__`` and ``__new__`` run, and before that each part must be what its annotation says: a
-check in ``__post_init__`` such as ``self.amount > 0`` relies on that.
+In a cluster an object is built without its ``__init__``, as pickle does, because its sender has checked it. A peer that
+may lie has not. So here ``__post_init__`` and ``__new__`` run. Before that, each part must match its annotation: a
+check in ``__post_init__`` such as ``self.amount > 0`` relies on the type.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MAX_COMBINATIONS = 1024
 
 
 def dataclass(cls: Any, values: Mapping[str, Any]) -> Any:
-    """The instance of a dataclass with these values of the fields of its ``__init__``."""
+    """The instance of a dataclass with these values for the fields of its ``__init__``. Raises ProtocolError."""
     _check(cls, values)
     return cls(**values)
 
 
 def named_tuple(cls: Any, values: Sequence[Any]) -> Any:
-    """The named tuple of these items."""
+    """The named tuple of these items. Raises ProtocolError."""
     _check(cls, dict(zip(cls._fields, values, strict=True)))
     made = cls(*values)
     if type(made) is not cls:
@@ -40,21 +40,24 @@ def named_tuple(cls: Any, values: Sequence[Any]) -> Any:
 
 
 def flag(cls: type[enum.Flag], value: int) -> enum.Flag:
-    """The combination of flags. Enums keep each that was ever made, so only so many different ones can be had."""
+    """The combination of flags with that value. Raises ProtocolError.
+
+    An enum class keeps every combination that was ever made, so the number of different ones is limited.
+    """
     known = cls._value2member_map_
     if value not in known:
         named = 0
         for member in cls.__members__.values():
             named |= member.value
         if value & ~named:
-            raise ProtocolError(f"{value} has bits that are no member of {cls.__qualname__}")
+            raise ProtocolError(f"{value} has bits that belong to no member of {cls.__qualname__}")
         if len(known) > len(cls.__members__) + _MAX_COMBINATIONS:
             raise ProtocolError(f"more than {_MAX_COMBINATIONS} combinations of {cls.__qualname__}")
     return cls(value)
 
 
 def init_fields(cls: Any) -> list[str]:
-    """The fields that the ``__init__`` of a dataclass takes. Raises MisuseError if it takes more than fields."""
+    """The fields that the ``__init__`` of a dataclass takes. Raises MisuseError if ``__init__`` takes an InitVar."""
     for name, annotation in _hints(cls).items():
         if isinstance(annotation, dataclasses.InitVar):
             raise MisuseError(f"{cls.__qualname__}.{name} is an InitVar, which an instance does not have any more")
@@ -75,7 +78,7 @@ def _checks(cls: Any) -> dict[str, Check]:
 
 
 def prepare(cls: Any) -> None:
-    """Make the checks of a class now, if all names in its annotations are known; otherwise the first instance does."""
+    """Make the checks of a class now, if all names in its annotations are known. Else the first instance makes them."""
     with contextlib.suppress(MisuseError):
         _checks(cls)
 
@@ -89,7 +92,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def _check_of(annotation: Any, where: str) -> Check:
-    """Whether a value is what an annotation says."""
+    """A function that tells whether a value matches the annotation. Raises MisuseError if that cannot be checked."""
     of = functools.partial(_check_of, where=where)
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any or annotation is object:
@@ -136,4 +139,4 @@ def _check_class(kind: type, parts: Sequence[Check], args: Sequence[Any]) -> Che
         )
     if issubclass(kind, collections.abc.Collection) and len(parts) == 1:
         return lambda value: isinstance(value, kind) and all(parts[0](each) for each in value)
-    return lambda value: isinstance(value, kind)  # RRef[Model] and the like: what is inside is not here
+    return lambda value: isinstance(value, kind)  # such as RRef[Model], whose Model is on another worker

@@ -1,11 +1,11 @@
 """Functions, classes and methods <-> ``"module:qualname"``.
 
 A callable travels as its name and is looked up again where it runs, so both sides must
-be able to import it. `name_of` checks that the name leads back to the very same object
-here; `find` walks it there.
+be able to import it. The sender's `name_of` checks that the name leads back to the same object.
+The receiver's `find` follows the name.
 
-A name is refused if it could walk anywhere odd: each part is an identifier, and a part
-with leading double underscores (``__add__``) may only be the last one, of something callable.
+A name is refused if it could lead anywhere unexpected: each part must be an identifier, and only the last part
+may start with two underscores (``__add__``), if it names something callable.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from backhaul.errors import MisuseError, UnsendableError
 MAX_NAME = 512
 _CACHED = 4096
 
-# id -> the name that led to the object of that id. Only a hint, so it keeps no object alive and
-# cannot be stale: a name is given out only when it leads to the very object at that moment.
+# id -> the name that led to the object of that id. It is only a hint, so it keeps no object alive. A stale hint does no
+# harm: a name is used only if it leads to the same object at that moment.
 _hints: dict[int, tuple[str, str, tuple[str, ...]]] = {}
 
 
 def name_of(obj: Any) -> str:
-    """The name under which `find` gets `obj` on any worker that can import it.
+    """The name by which `find` gets `obj` on any worker that can import it. Thread-safe.
 
-    Raises UnsendableError, which says what to do, for lambdas, local functions and
-    whatever is not what its module holds under its name.
+    Raises UnsendableError, which says what to do, for lambdas, local functions, and any
+    object that its module does not hold under its name.
     """
     hint = _hints.get(id(obj))
     if hint is not None:
@@ -51,13 +51,13 @@ def name_of(obj: Any) -> str:
 
 
 def find(name: str) -> Any:
-    """What `name` names on this worker, looked up afresh so that a redefinition is seen.
+    """The object that `name` names on this worker. It is looked up each time, so that a redefinition is seen.
 
-    Raises MisuseError if the module or the attribute is not here.
+    Raises MisuseError if the module or the attribute is not here. Thread-safe.
     """
     module_name, parts = _split(name)
     found: Any = sys.modules.get(module_name)
-    # Another thread may be importing it this moment; half a module lacks half its names.
+    # Another thread may be importing the module at this moment. Until that ends, some of its names are missing.
     if found is None or getattr(getattr(found, "__spec__", None), "_initializing", False):
         found = _import(module_name, name)
     for part in parts:
@@ -75,7 +75,7 @@ def find(name: str) -> Any:
 
 @functools.lru_cache(maxsize=_CACHED)
 def _split(name: str) -> tuple[str, tuple[str, ...]]:
-    """The two halves of a name that is safe to walk."""
+    """The module and the path of a name. Raises MisuseError if it is not safe to follow."""
     module, colon, qualname = name.partition(":")
     parts = tuple(qualname.split("."))
     if (
@@ -94,7 +94,7 @@ def _import(module: str, name: str) -> types.ModuleType:
         return importlib.import_module(module)
     except Exception as error:  # whatever the module's own code raises
         raise MisuseError(
-            f"{name!r} cannot be had on this worker: importing {module!r} failed ({error}). Put it in a "
+            f"{name!r} is not available on this worker: importing {module!r} failed ({error}). Put it in a "
             "module that both workers can import"
         ) from error
 
@@ -117,7 +117,7 @@ def _name_of(obj: Any) -> str:
 def _is_same(found: Any, obj: Any) -> bool:
     if found is obj:
         return True
-    # Each access to a class method makes a new object; those of the same class and function are equal.
+    # Each access to a class method makes a new object. Two of them are equal if class and function are the same.
     method = isinstance(obj, (types.MethodType, types.BuiltinMethodType))
     return method and isinstance(getattr(obj, "__self__", None), type) and bool(found == obj)
 
@@ -150,18 +150,18 @@ def _python_candidates(obj: Any) -> Iterator[str]:
         yield f"{module}:{getattr(obj, '__qualname__', name)}"
         yield f"{module}:{name}"
         if hasattr(obj, "_torchdynamo_orig_callable"):
-            # The result of torch.compile(f) has f's name, and stands under another one beside it.
+            # The result of torch.compile(f) has f's name, but its module usually holds it under another one.
             yield from (f"{module}:{other}" for other in _names_of(obj, module))
 
 
 def _names_of(obj: Any, module: str) -> list[str]:
-    """The names under which a module has this object."""
+    """The names under which a module holds this object."""
     held = getattr(sys.modules.get(module), "__dict__", {})
     return [name for name, value in list(held.items()) if value is obj]
 
 
 def _operator_candidates(module: str, name: str) -> Iterator[str]:
-    """Torch's operators are called otherwise than where they stand: torch.linalg.inv is linalg_inv."""
+    """Names for an operator of torch, whose own name differs from its place: torch.linalg.inv is called linalg_inv."""
     yield f"torch:{name}"
     space = module.rpartition(".")[2].lstrip("_")
     yield f"torch.{space}:{name.lstrip('_').removeprefix(f'{space}_')}"
@@ -172,7 +172,7 @@ def _script_candidates(function: Any) -> Iterator[str]:
     path, _, name = function.qualified_name.removeprefix("__torch__.").rpartition(".")
     module = ".".join(part for part in path.split(".") if not part.startswith("___torch_mangle"))
     yield f"{module or '__main__'}:{name}"
-    # A traced function does not know its module: it is where somebody put it.
+    # A traced function does not know its module, so look for a module that holds it.
     for module, holder in list(sys.modules.items()):
         if getattr(holder, "__dict__", {}).get(name) is function:
             yield f"{module}:{name}"

@@ -1,21 +1,21 @@
 """Bytes -> messages, without I/O.
 
-Feed it in one of two ways. `receive_data(data)` takes bytes and returns what they
-complete. A transport that wants its large tensors without a copy asks `writable()`
-where the next bytes belong, lets the system call write there, says `wrote(n)`, and takes
-messages with `next()`: bytes of a large buffer then land in the tensor's own memory.
+There are two ways to feed a decoder. `receive_data(data)` takes bytes and returns the messages
+that they complete. A transport that receives large tensors without a copy asks `writable()`
+where the next bytes belong, lets the system call write there, calls `wrote(n)`, and takes
+messages with `next()`. The bytes of a large buffer then land in the tensor's own memory.
 
 The decoder is total: for any bytes it returns messages, waits for more, or raises
-`ProtocolError`, after which it must not be used again. Nothing is allocated because a
-header claims it: metadata is collected in a buffer that grows with what has arrived, and a
-large tensor's memory is reserved, not touched, until its bytes come.
+`ProtocolError`. After an error it must not be used again. A claim in a header alone costs no
+memory: metadata is collected in a buffer that grows with the bytes that have arrived, and a
+large tensor's memory is reserved, but not touched, until its bytes come.
 
-A message whose tensors have no room here is taken all the same, without them: whoever wants the tensors gets a
-`MemoryError`, and the connection goes on. So does a call or a reply whose values are over the limit: nothing but its
-number is read.
+If there is no room here for the tensors of a message, the decoder returns the message without them. Code that asks for
+the tensors gets a `MemoryError`, and the connection stays open. The connection also stays open after a call or a reply
+whose values are over the limit: the decoder reads only its id.
 
-Slices of a large frame go to a second decoder, which sees a stream of whole frames as this one does. Its memory is what
-`writable()` gives out during a slice.
+Slices of a large frame go to a second decoder, which sees a stream of whole frames, as this one does. During a slice,
+`writable()` returns memory of the second decoder.
 """
 
 from __future__ import annotations
@@ -42,25 +42,27 @@ _KEEP = 1 << 20
 # Buffers beyond this are received in place rather than collected first.
 _COLLECT_BELOW = 64 * 1024
 _MIN_ROOM = 16 * 1024
-_MOST_DRAINED = 1 << 42  # no message is larger than that: what claims it is garbage
-_LARGE = 64 << 20  # so much that it is worth a look whether there is room for it
+_MOST_DRAINED = 1 << 42  # no message is larger than this, so a header that claims more is garbage
+_LARGE = 64 << 20  # for a buffer of this size or more, check first that there is room for it
 
 _BITS = PLACED | TRACED
 
-# The kinds with values that msgpack decodes as they come, and those that no peer of a federation has to send.
+# The kinds with a tree, for which msgpack decodes whatever the peer sends, and the kinds that no peer of a federation
+# has a reason to send.
 _UNTYPED = frozenset(KIND_OF[message] for message in (Call, Result, Failure, Create, Failed))
 _FOR_CLUSTERS = frozenset({KIND_OF[Inspect]})
 
-# What stands for a message whose values are over the limit. The creation of a value fails like any call. Its tree, an
-# empty list, is not a value: to open it, the tensors are asked for first, and say why.
+# The message that replaces one whose values are over the limit. A `Call` replaces a `Create`, so that a creation fails
+# like any call. The tree of the replacement is an empty list, which is not a value. No code decodes it: code that opens
+# a message asks for its tensors first, and gets the `MemoryError` that says why.
 _STAND_INS = {KIND_OF[Call]: Call, KIND_OF[Create]: Call, KIND_OF[Result]: Result, KIND_OF[Failure]: Result}
-_LONGEST_START = 1 + LONGEST_TRACE + 5 + 9  # a mark of a tracer, the head of an array, a number
+_LONGEST_START = 1 + LONGEST_TRACE + 5 + 9  # a tracer's mark, the head of an array, a number
 _OVER = "is over the limit of {} at the receiver; option max_message_bytes sets it"
 
-# Without state.
+# Decoders of msgspec have no state, so all connections share them.
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
-# The header as `_next_plain` reads it: what all frames begin with, and the rest.
+# The header as `_next_plain` reads it: the bytes that all frames begin with as one field, then the other fields.
 _HEADER = struct.Struct("<3sBIIQ")
 _LEAD = MAGIC + bytes((VERSION,))
 _DECODE = {kind: decoder.decode for kind, decoder in _decoders.items()}
@@ -72,13 +74,13 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     message: Any
     tensors: list[torch.Tensor]
     trace: str = ""
-    """The mark of the sender's tracer, if there is one."""
+    """The mark of the sender's tracer, or an empty string."""
     size: int = 0
-    """Of the frame, in bytes, buffers in segments included."""
+    """The size of the frame in bytes, with its buffers in segments."""
 
 
 class Segments(Protocol):
-    """Where buffers lie that are not in the payload: see `transport.segments`."""
+    """Lends the buffers that are in segments and not in the payload: see `transport.segments`."""
 
     def lend(self, id: int, size: int) -> Any: ...
 
@@ -86,17 +88,17 @@ class Segments(Protocol):
 
 
 class Apart(Protocol):
-    """Fills in what comes over other connections: see `transport.strands`."""
+    """Receives the slices that come over other connections: see `transport.strands`."""
 
     def expect(self, strand: int, place: memoryview | None, size: int) -> None:
-        """The next ``size`` bytes of a strand belong to ``place``; None: nobody gets them. Raises `ProtocolError`."""
+        """Write the next ``size`` bytes of a strand to ``place``; if it is None, drop them. Raises `ProtocolError`."""
 
     def settle(self, size: int) -> None:
-        """A frame of that size is complete. Raises `ProtocolError` if something that was expected has not come."""
+        """A frame of that size is complete. Raises `ProtocolError` if any expected bytes have not come."""
 
 
 class Decoder:
-    """Collects the bytes of one direction of one connection. Not thread-safe."""
+    """Turns the bytes of one direction of one connection into messages. Not thread-safe."""
 
     def __init__(
         self,
@@ -110,13 +112,13 @@ class Decoder:
         sliced: bool = False,
         apart: Apart | None = None,
     ) -> None:
-        """``max_head_bytes`` is for what becomes objects, which take far more memory than their bytes.
+        """``max_head_bytes`` limits a frame without its payload: its values become objects, which take far more memory.
 
-        A ``bounded`` decoder is for peers that may lie: no map is decoded, and tensors do not claim to be larger than a
-        message may be. ``drains``: a message whose payload is over the limit is taken without its tensors, instead of
-        being an error. ``check_room(size)`` raises MemoryError if this process cannot have that much memory.
-        ``sliced``: its bytes come in slices, which have no slices in them. ``apart``: some of them come over others of
-        the peer's connections.
+        A ``bounded`` decoder is for peers that may lie: it refuses maps, and tensors that claim to be larger than a
+        message may be. With ``drains``, a message whose payload is over the limit comes without its tensors, and is no
+        error. ``check_room(size)`` raises MemoryError if this process cannot have that much memory. With ``sliced``,
+        the decoder gets the contents of slices, in which no further slices may occur. ``apart`` receives the slices
+        that come over other connections of the peer; without it, such a slice is an error.
         """
         self._bounded = bounded
         self._limit = max_message_bytes
@@ -129,25 +131,25 @@ class Decoder:
         self._end = 0  # first byte not yet received
         self._wanted = HEADER.size  # bytes from _start that the next step needs
         self._message: Any = None  # of the frame whose payload is arriving
-        self._trace = ""  # its mark of a tracer
+        self._trace = ""  # the tracer's mark of that frame
         self._size = 0  # of that frame
-        self._tensor: torch.Tensor | None = None  # its tensor, if that was read at once
+        self._tensor: torch.Tensor | None = None  # its only tensor, if it was read together with the head
         self._landing: Landing | Missing | None = None
         self._drains = drains
         self._check_room = check_room
-        self._skip = 0  # bytes of a payload that nobody gets
-        self._drain: memoryview | None = None  # where they go
+        self._skip = 0  # bytes of a payload that are still to be dropped
+        self._drain: memoryview | None = None  # scratch memory for them
         self._index = 0  # buffer of the landing that comes next
-        self._places: Sequence[int] = ()  # segments of its buffers, if any lie in one
+        self._places: Sequence[int] = ()  # the segment of each buffer, or 0; empty if all are in the payload
         self._place: memoryview | None = None  # the rest of a buffer that is received in place
         self._sliced = sliced
         self._apart = apart
-        self._announced = False  # the last header was one of a slice that comes over another connection
-        self._large: Decoder | None = None  # of the frames that come in slices, once there has been one
-        self._slice = 0  # bytes of a slice that have not gone there
+        self._announced = False  # whether the last header announced a slice on another connection
+        self._large: Decoder | None = None  # decodes the frames that come in slices; made for the first slice
+        self._slice = 0  # bytes of the current slice that have not gone to `_large` yet
 
     def writable(self) -> memoryview:
-        """Where the next bytes belong. Valid until the next call of any method."""
+        """The memory for the next bytes. Call `wrote` once they are there. Valid until the next call of any method."""
         if self._place is not None:
             return self._place
         if self._large is not None:
@@ -164,7 +166,7 @@ class Decoder:
 
     @property
     def placed(self) -> bool:
-        """All of `writable()` is memory of one tensor, so that whatever fits may be written there at once."""
+        """Whether all of `writable()` is memory of one tensor, so that a transport may fill all of it at once."""
         large = self._large
         return self._place is not None or (self._slice > 0 and large is not None and large._place is not None)
 
@@ -180,7 +182,7 @@ class Decoder:
             self._place = self._place[count:] if count < len(self._place) else None
 
     def next(self) -> Envelope | None:
-        """The next complete message, or None when more bytes are needed."""
+        """The next complete message, or None if more bytes are needed. Raises `ProtocolError`."""
         if self._landing is None and not self._bounded:
             if self._large is not None and (envelope := self._next_large()) is not None:
                 return envelope
@@ -197,7 +199,7 @@ class Decoder:
             while not self._read_head(available):
                 if not self._in_slice() and not self._took_announcement():
                     return None
-                # That was the header of a slice.
+                # The header was that of a slice, here or on another connection.
                 if (envelope := self._next_large()) is not None:
                     return envelope
                 available = self._end - self._start
@@ -217,9 +219,9 @@ class Decoder:
         return Envelope(message, tensors, self._trace, self._size)
 
     def _next_plain(self) -> Envelope | None:
-        """A message that has arrived as a whole, with no tensor or a small one: what most are.
+        """A message that has arrived completely and has no tensor or one small tensor. Most messages are like this.
 
-        None if it is another one, or not right: then the general way says so.
+        None for any other message, and for most invalid ones: the general path then reads it and reports the error.
         """
         start = self._start
         view = self._view
@@ -245,13 +247,13 @@ class Decoder:
         try:
             message = decode(view[body:data])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"metadata that is no {KINDS[kind].__name__}: {error}") from None
+            raise ProtocolError(f"the metadata is not a valid {KINDS[kind].__name__}: {error}") from None
         self._start = end
         self._wanted = HEADER.size
         return Envelope(message, tensors, "", end - start)
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[Envelope]:
-        """Take all of ``data``; return the messages that it completes."""
+        """The messages that ``data`` completes. Takes all of ``data``. Raises `ProtocolError`."""
         done = []
         rest = memoryview(data).cast("B")
         while True:
@@ -266,12 +268,15 @@ class Decoder:
             rest = rest[count:]
 
     def _read_head(self, available: int) -> bool:
-        """Consume header, metadata and table once they are complete."""
+        """Consume header, metadata and table once they are complete.
+
+        True if they were. False if bytes are missing, or if the header was that of a slice.
+        """
         start = self._start
         magic, version, kind, metadata, table, payload = HEADER.unpack_from(self._buffer, start)
         size = HEADER.size + metadata + table
         if available < size or self._wanted == HEADER.size:
-            # Judge a header when it is first seen, before a byte is collected for it.
+            # Check a header as soon as it arrives, before any byte is collected because of it.
             if magic != MAGIC:
                 raise ProtocolError(f"not a frame: it starts with {bytes(magic)!r}")
             if version != VERSION:
@@ -319,14 +324,14 @@ class Decoder:
         try:
             self._message = _decoders[kind].decode(data)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"metadata that is no {KINDS[kind].__name__}: {error}") from None
+            raise ProtocolError(f"the metadata is not a valid {KINDS[kind].__name__}: {error}") from None
         if table and size + payload > self._limit:
             self._miss(_OVER.format(self._limit), payload)
         elif table:
             self._index = 0
             headers = bytes(self._view[body + metadata : start + size])
             if not placed and size + payload <= available and payload <= _COLLECT_BELOW:
-                # All of it is here.
+                # The whole payload has arrived.
                 tensor = land_small(headers, self._address + start + size, payload)
                 if tensor is not None:
                     self._tensor = tensor
@@ -341,16 +346,16 @@ class Decoder:
                 self._landing = Landing.parse(headers, payload)
             if self._bounded and self._landing.claimed > self._limit:
                 raise ProtocolError(
-                    f"tensors that claim {self._landing.claimed} bytes beyond those that follow; {self._limit} may be"
+                    f"the tensors claim {self._landing.claimed} bytes more than are sent; the limit is {self._limit}"
                 )
         self._start = start + size
         self._wanted = HEADER.size
         return True
 
     def _read_id(self, available: int, kind: int, metadata: int, size: int) -> bool:
-        """Of a message whose values are over the limit, take the number alone: whoever waits for it is told.
+        """Read only the id of a message whose values are over the limit, so that the waiting thread gets an error.
 
-        References that it brings are not seen. Their sender keeps its pins until the connection ends.
+        The references in the message are not read, so their sender keeps its pins until the connection ends.
         """
         peek = HEADER.size + min(metadata, _LONGEST_START)
         if available < peek:
@@ -368,11 +373,11 @@ class Decoder:
         return True
 
     def _in_slice(self) -> bool:
-        """Bytes of a slice are to come."""
+        """Whether more bytes of a slice are expected."""
         return self._slice > 0
 
     def _begin_slice(self, size: int) -> None:
-        """The header at the beginning of the buffer is one of a slice."""
+        """Begin the slice whose header is at the beginning of the buffer."""
         self._start += HEADER.size
         self._slice = size
         if self._large is None:
@@ -387,10 +392,10 @@ class Decoder:
             )
 
     def _announce(self, apart: Apart, strand: int, size: int) -> None:
-        """The header is one of a slice that comes over another connection."""
+        """Handle the header of a slice that comes over another connection."""
         self._start += HEADER.size
         if self._large is None:
-            raise ProtocolError("a slice on another connection, and no large message has begun")
+            raise ProtocolError("a slice on another connection, but no large message has begun")
         apart.expect(strand, self._large.reserve(size), size)
         self._announced = True
 
@@ -399,14 +404,15 @@ class Decoder:
         return announced
 
     def reserve(self, size: int) -> memoryview | None:
-        """The memory of the next ``size`` bytes, which are of one tensor. Somebody else fills it.
+        """The memory for the next ``size`` bytes, which must belong to one tensor. The caller fills it.
 
-        The bytes count as written. None if nobody gets them. Raises `ProtocolError` if no tensor is so large.
+        The bytes count as written. None if the caller must drop them. Raises `ProtocolError` if they do not all belong
+        to one tensor.
         """
         if isinstance(self._landing, Missing):
             scratch = 0 if self._place is None else len(self._place)
             if size > scratch + self._skip:
-                raise ProtocolError(f"{size} bytes on another connection, which are more than the message has")
+                raise ProtocolError(f"{size} bytes on another connection, but the message has fewer left")
             dropped = min(size, self._skip)
             self._skip -= dropped
             if self._place is not None:
@@ -414,12 +420,12 @@ class Decoder:
             return None
         place = self._place
         if place is None or len(place) < size:
-            raise ProtocolError(f"{size} bytes on another connection, which are not those of one tensor")
+            raise ProtocolError(f"{size} bytes on another connection do not belong to one tensor")
         self.wrote(size)
         return place[:size]
 
     def _look_for_slice(self) -> None:
-        """Begin a slice whose header has come, so that its bytes go where they belong at once."""
+        """Begin a slice whose header has come, so that its bytes go straight to their tensor."""
         start = self._start
         if self._slice or self._landing is not None or self._end - start != HEADER.size:
             return
@@ -447,14 +453,14 @@ class Decoder:
         """The tracer's mark at the beginning of the metadata."""
         size = self._buffer[start] if metadata else 0
         if size >= metadata:
-            raise ProtocolError("a frame whose mark of a tracer is longer than its metadata")
+            raise ProtocolError("the tracer's mark of a frame is longer than its metadata")
         try:
             return self._buffer[start + 1 : start + 1 + size].decode("ascii")
         except UnicodeDecodeError:
-            raise ProtocolError("a frame whose mark of a tracer is not text") from None
+            raise ProtocolError("the tracer's mark of a frame is not text") from None
 
     def _land(self, table: bytes, payload: int) -> Landing:
-        """The landing of tensors some of which are there already, in segments."""
+        """The landing of tensors some of which are in segments already."""
         table, places, elsewhere = split_places(table)
         if payload + elsewhere > self._limit and not self._drains:
             raise ProtocolError(f"tensors of {payload + elsewhere} bytes are over the limit of {self._limit}")
@@ -469,13 +475,13 @@ class Decoder:
         return landing
 
     def _miss(self, why: str, payload: int) -> None:
-        """This message comes without its tensors; that many bytes of its payload are still to come."""
+        """Give up the tensors of this message: the remaining ``payload`` bytes are dropped as they come."""
         self._landing = Missing(f"a message of {self._size} bytes {why}")
         self._skip = payload
         self._places = ()
 
     def _read_nothing(self) -> bool:
-        """Drop what has arrived of a payload that nobody gets; True when that was all of it."""
+        """Drop the arrived bytes of a payload that is given up; True once all of them are dropped."""
         dropped = min(self._skip, self._end - self._start)
         self._start += dropped
         self._skip -= dropped
@@ -489,14 +495,14 @@ class Decoder:
         return True
 
     def _drained_to(self) -> memoryview:
-        """Where bytes go that nobody gets: many at a time if many are to come, and there is memory for that."""
+        """Scratch memory for bytes to drop: a large piece if many are left and there is memory for it."""
         if self._drain is None and self._skip > _DRAIN:
             with contextlib.suppress(MemoryError):
                 self._drain = memoryview(bytearray(_DRAIN))
         return self._view if self._drain is None else self._drain
 
     def _read_payload(self, landing: Landing | Missing) -> bool:
-        """Move what has arrived to where it belongs; True when all buffers are full."""
+        """Move the arrived bytes to their buffers; True when all buffers are full."""
         if self._place is not None:
             return False
         if isinstance(landing, Missing):
@@ -548,7 +554,7 @@ class Decoder:
             try:
                 grown = bytearray(len(self._buffer) * 2)
             except MemoryError:
-                raise ProtocolError(f"no memory for values of more than {live} bytes in a message") from None
+                raise ProtocolError(f"no memory for a message whose values take more than {live} bytes") from None
             grown[:live] = self._view[self._start : self._end]
             self._replace(grown)
         self._start, self._end = 0, live
@@ -560,14 +566,14 @@ class Decoder:
 
 
 def _first_number(data: memoryview) -> int:
-    """The first element of an array in msgpack, which is the id of a message. Raises `ProtocolError` if it is none."""
+    """The id of a message: the first element of its msgpack array. Raises `ProtocolError` if that is not a number."""
     head = {0xDC: 3, 0xDD: 5}.get(data[0], 1)
     if head == 1 and not 0x91 <= data[0] <= 0x9F:
-        raise ProtocolError("metadata that is no array")
+        raise ProtocolError("the metadata is not an array")
     first = data[head]
     if first < 0x80:
         return first
     size = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}.get(first, 0)
     if not size:
-        raise ProtocolError("a message whose id is not a number")
+        raise ProtocolError("the id of a message is not a number")
     return int.from_bytes(data[head + 1 : head + 1 + size], "big")

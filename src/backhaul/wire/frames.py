@@ -15,19 +15,19 @@ A frame, all numbers little-endian::
 
 If the highest bit of the kind is set, some buffers are not in the payload but in segments (`transport.segments`). The
 tensor table then ends with 4 bytes for each buffer: the number of its segment, or 0 if it is in the payload.
-Segments of device memory (`devices.segments`) have numbers of their own, with the highest bit set.
+Segments of device memory (`devices.segments`) are numbered separately, and their numbers have the highest bit set.
 
-If the bit below it is set, the metadata begins with a mark of a tracer (`inspection.spans`): a byte with its length,
-and its characters. They count in M.
+If the next lower bit of the kind is set, the metadata begins with a tracer's mark (`inspection.spans`): one byte with
+the length of the mark, then its characters. These bytes count in M.
 
 **Lanes.** A large frame leaves in slices, so that small messages need not wait for all of it. A slice has the header of
-a frame, of the kind `SLICE` and without metadata and table; its payload is the next part of the large frame. Other
-frames may come between two slices. So a connection has two lanes, each a stream of whole frames; one large frame is
-under way at a time.
+a frame, with the kind `SLICE` and without metadata and table. Its payload is the next part of the large frame. Other
+frames may come between two slices. So a connection has two lanes, each a stream of whole frames. Only one large frame
+is under way at a time.
 
 **Strands.** Between hosts a large frame may use further connections (`transport.strands`). A slice whose M is not 0 has
-no payload here: its P bytes come on the connection of number M. They are bytes of one tensor. The last slice of a frame
-always comes here, after the peer has said that it has all others.
+no payload on this connection: its P bytes come over the connection of number M. All of them belong to one tensor. The
+last slice of a frame always comes over this connection, after the peer has said that it has all others.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ import torch
 
 from backhaul.errors import UnsendableError
 from backhaul.wire.messages import KIND_OF, Failure
-from backhaul.wire.messages import VERSION as VERSION  # without torch, for the greeting
+from backhaul.wire.messages import VERSION as VERSION  # defined there, so that the greeting does not import torch
 from backhaul.wire.tensors import Packed, Staging, pack_small, pack_staged, pack_tensors
 
 MAGIC = b"BH"
 HEADER = struct.Struct("<2sBBIIQ")
 PLACED = 0x80
-"""The bit of the kind that says that buffers lie in segments."""
+"""The bit of the kind that says that some buffers are in segments."""
 TRACED = 0x40
 """The bit of the kind that says that the metadata begins with a tracer's mark."""
 LONGEST_TRACE = 255
@@ -55,12 +55,12 @@ SLICE = 0
 """The kind of a slice, which is part of a large frame and not a message."""
 
 DEVICE_PLACE = 1 << 31
-"""The bit of a place that says that the segment is one of device memory."""
+"""The bit of a place that says that the segment is in device memory."""
 
 MAX_METADATA = (1 << 32) - 1
 MAX_TABLE = 1 << 28
 
-# Up to here one copy into one piece is cheaper than several pieces to a system call.
+# Up to this size, copying all pieces into one is cheaper than passing several to a system call.
 _JOIN_BELOW = 128 * 1024
 
 _FAILURE = KIND_OF[Failure]
@@ -69,13 +69,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """Pieces to be written in order; ``keep`` must live until they are."""
+    """Pieces to write in order. ``keep`` must stay alive until they are written."""
 
     pieces: list[bytes | memoryview]
     size: int
     keep: Any = None
     places: Sequence[int] = ()
-    """Of all buffers, if some lie in segments already: those are not among the pieces."""
+    """If some buffers are in segments already: the segment of each buffer, or 0. Those are not among the pieces."""
 
     def __bytes__(self) -> bytes:
         return b"".join(self.pieces)
@@ -84,7 +84,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
 def encode(message: Any, tensors: Sequence[torch.Tensor] = (), staging: Staging | None = None) -> Frame:
     """The frame of a message whose trees refer to ``tensors`` by index.
 
-    Large tensors are not copied: they must not change before the frame is written.
+    Large tensors are not copied, so they must not change before the frame is written. Raises UnsendableError.
     """
     kind = KIND_OF[type(message)]
     metadata = _encoder.encode(message)
@@ -116,7 +116,7 @@ def encode(message: Any, tensors: Sequence[torch.Tensor] = (), staging: Staging 
 
 
 def _staged(kind: int, metadata: bytes, packed: Packed) -> Frame:
-    """The frame of a message with tensors that are, or were, on GPUs."""
+    """The frame of a message whose tensors were packed by `pack_staged`."""
     if len(packed.table) > MAX_TABLE:
         raise UnsendableError("this message has too many tensors; send them in several calls, or stacked")
     payload = sum(map(len, packed.buffers))
@@ -138,7 +138,7 @@ def _small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
 
 
 def place(frame: Frame, segments: Sequence[int]) -> Frame:
-    """The frame of a message whose buffers are already in these segments, 0 being none: they are not written."""
+    """The frame without the buffers that are in segments. ``segments`` has the segment of each buffer, or 0."""
     if frame.places:
         return _place_more(frame, segments)
     head, *buffers = frame.pieces
@@ -152,7 +152,7 @@ def place(frame: Frame, segments: Sequence[int]) -> Frame:
 
 
 def _place_more(frame: Frame, segments: Sequence[int]) -> Frame:
-    """As `place`, if some of the buffers had a place before: ``segments`` are those of the others."""
+    """Like `place`, for a frame with buffers in segments already. ``segments`` has an entry for each other buffer."""
     head, *buffers = frame.pieces
     left = [buffer for buffer, segment in zip(buffers, segments, strict=True) if not segment]
     rest = iter(segments)
@@ -166,7 +166,7 @@ def _place_more(frame: Frame, segments: Sequence[int]) -> Frame:
 
 
 def with_trace(frame: Frame, trace: str) -> Frame:
-    """The frame with a tracer's mark, of up to `LONGEST_TRACE` ASCII characters."""
+    """The frame with a tracer's mark of at most `LONGEST_TRACE` ASCII characters."""
     head, *buffers = frame.pieces
     magic, version, kind, metadata, table, payload = HEADER.unpack_from(head)
     mark = trace.encode("ascii")
@@ -176,17 +176,17 @@ def with_trace(frame: Frame, trace: str) -> Frame:
 
 
 def kind_of(head: bytes | memoryview) -> int:
-    """The kind of the message whose frame begins with this."""
+    """The kind of the message whose frame begins with these bytes."""
     return head[3] & ~(PLACED | TRACED)
 
 
 def is_failure(frame: Frame) -> bool:
-    """Whether the message of a frame, or of the first of those that were joined, is a `Failure`."""
+    """Whether the first message of a frame is a `Failure`. A joined frame has several messages."""
     return kind_of(frame.pieces[0]) == _FAILURE
 
 
 def join(frames: Sequence[Frame]) -> Frame:
-    """Several frames that keep nothing as one, so that they leave in one write."""
+    """Several frames as one, so that they leave in one write. Their ``keep`` must be empty."""
     if len(frames) == 1:
         return frames[0]
     return Frame([b"".join([piece for frame in frames for piece in frame.pieces])], sum(frame.size for frame in frames))

@@ -23,7 +23,7 @@ indices and values for COO; compressed indices, plain indices and values for the
 Several entries may point into one buffer: those tensors alias one another.
 
 Nothing in a table is believed: `parse` checks every field against the others, in
-integers that cannot overflow, before anybody allocates memory for it.
+integers that cannot overflow, before any memory is allocated for a tensor.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LAYOUTS = (
     torch.sparse_bsc,
 )
 LAYOUT_CODES = {layout: code for code, layout in enumerate(LAYOUTS)}
-COMPONENTS = (0, 2, 3, 3, 3, 3)  # how many entries follow that of each layout
+COMPONENTS = (0, 2, 3, 3, 3, 3)  # layout -> number of component entries that follow
 
 # The position in this list is the code on the wire: append only. None: this torch does not have it.
 DTYPES: list[torch.dtype | None] = [
@@ -74,20 +74,20 @@ _MAX_NDIM = 64
 
 _COUNTS = struct.Struct("<II")
 _ENTRY = struct.Struct("<BBBBBIQ")
-_SINGLE = struct.Struct("<IIQBBBBBIQ")  # counts, one buffer, one entry: all but the sizes
-_PLAIN = struct.Struct("<QQBBBBB12s")  # the same bytes, cut so that they are quick to compare
+_SINGLE = struct.Struct("<IIQBBBBBIQ")  # counts, one buffer, one entry without its sizes
+_PLAIN = struct.Struct("<QQBBBBB12s")  # the same bytes, in fields that are quick to compare
 _ONE_EACH = 1 << 32 | 1
 _START_OF_FIRST = bytes(12)
 
 
-# The same few kinds of tensor go to and fro in most programs: their tables, both ways. No result depends on these
-# caches, so all workers of a process share them.
+# Caches of tables that were made or parsed: most programs send and receive the same few kinds of tensor. No result
+# depends on these caches, so all workers of a process share them.
 _REMEMBERED = 1024
 _MAX_REMEMBERED_SIZE = 4096
 _made: dict[tuple[int, int, tuple[int, ...], int] | tuple[Plain, ...], bytes] = {}
 _seen: dict[bytes, tuple[int, tuple[torch.dtype, Sequence[int], bool]]] = {}
 _parsed: dict[bytes, tuple[int, Table]] = {}
-_MAX_PARSED_BYTES = 1 << 18  # of tables: once parsed they take up to 40 times as much
+_MAX_PARSED_BYTES = 1 << 18  # the most bytes of tables in `_parsed`; a parsed table takes up to 40 times its bytes
 _parsed_bytes = 0
 
 
@@ -106,16 +106,16 @@ class Header(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table that was checked."""
+    """The contents of a table that was checked."""
 
     headers: Sequence[Header]
     sizes: Sequence[int]  # of the buffers
-    owners: Sequence[Header | None]  # of each buffer: the tensor that is exactly it, or None if several share it
-    claimed: int = 0  # bytes of elements that the tensors say they have beyond their memory
+    owners: Sequence[Header | None]  # for each buffer: the only tensor in it, if that fills it; else None
+    claimed: int = 0  # bytes that the shapes represent beyond the memory of the tensors: see `claim`
 
 
 class Plain(NamedTuple):
-    """What there is to know of a tensor that is contiguous, and alone in its memory."""
+    """A tensor that is contiguous and shares its memory with no other tensor of the message."""
 
     code: int  # of its dtype
     flags: int
@@ -147,7 +147,7 @@ def encode_single(code: int, flags: int, shape: tuple[int, ...], nbytes: int, de
 
 
 def encode_plain(tensors: tuple[Plain, ...]) -> bytes:
-    """The table of a message with several such tensors, each in a buffer of its own."""
+    """The table of a message with several plain tensors, each in its own buffer."""
     table = _made.get(tensors)
     if table is None:
         sizes = [each.nbytes for each in tensors]
@@ -165,7 +165,7 @@ def encode_plain(tensors: tuple[Plain, ...]) -> bytes:
 
 
 def encode(count: int, headers: Iterable[Header], sizes: Sequence[int]) -> bytes:
-    """The table of `count` tensors, whose components are among the headers."""
+    """The table of `count` tensors. The headers include those of the components of sparse tensors."""
     parts = [_COUNTS.pack(count, len(sizes)), struct.pack(f"<{len(sizes)}Q", *sizes)]
     for header in headers:
         ndim = len(header.sizes)
@@ -179,7 +179,7 @@ def encode(count: int, headers: Iterable[Header], sizes: Sequence[int]) -> bytes
 
 
 def parse(table: bytes | memoryview, payload: int) -> Table:
-    """Check a table against itself and against the size of all buffers. Raises ProtocolError."""
+    """The contents of a table. Raises ProtocolError if it contradicts itself, or the total size of the buffers."""
     if not len(table):
         if payload:
             raise ProtocolError(f"{payload} bytes of buffers but no tensor table")
@@ -207,7 +207,10 @@ def _remember(key: bytes, payload: int, found: Table) -> None:
 
 
 def split_places(table: bytes) -> tuple[bytes, Sequence[int], int]:
-    """A table that ends with the places of its buffers: the table proper, the places, the bytes that lie elsewhere."""
+    """Split a table that ends with places into the table proper, the places, and the number of bytes in segments.
+
+    Raises ProtocolError.
+    """
     try:
         _, buffers = _COUNTS.unpack_from(table)
         if _COUNTS.size + 12 * buffers > len(table):
@@ -221,7 +224,7 @@ def split_places(table: bytes) -> tuple[bytes, Sequence[int], int]:
 
 
 def recognise(table: bytes, payload: int) -> tuple[torch.dtype, Sequence[int], bool] | None:
-    """What `parse_single` finds, remembered."""
+    """The result of `parse_single`, from a cache if possible. Raises ProtocolError."""
     known = _seen.get(table)
     if known is not None and known[0] == payload:
         return known[1]
@@ -234,9 +237,10 @@ def recognise(table: bytes, payload: int) -> tuple[torch.dtype, Sequence[int], b
 
 
 def parse_single(table: bytes | memoryview, payload: int) -> tuple[torch.dtype, Sequence[int], bool] | None:
-    """Nearly every message with tensors has one, contiguous: its dtype, shape, and whether it requires grad.
+    """The dtype and shape of the only tensor of a message if it is contiguous, and whether it requires grad.
 
-    None if this is another one, or is wrong: then the general way says what is.
+    Nearly every message with tensors is like that. None for any other table, and for an invalid one: the caller then
+    calls `parse`, which reports the error. Raises ProtocolError for an unknown dtype.
     """
     if len(table) < _SINGLE.size:
         return None
@@ -266,7 +270,7 @@ def parse_single(table: bytes | memoryview, payload: int) -> tuple[torch.dtype, 
 
 def _parse(table: bytes | memoryview, payload: int) -> Table:
     count, buffers = _COUNTS.unpack_from(table)
-    # An entry takes at least its fixed part: that bounds both counts by what was received.
+    # An entry takes at least its fixed part, so the received bytes bound both counts.
     if _COUNTS.size + 8 * buffers + _ENTRY.size * count > len(table):
         raise ProtocolError(f"a tensor table of {len(table)} bytes claims {count} tensors, {buffers} buffers")
     sizes = list(struct.unpack_from(f"<{buffers}Q", table, _COUNTS.size))
@@ -293,11 +297,11 @@ def _claim(header: Header) -> int:
 
 
 def claim(sizes: Sequence[int], itemsize: int, nbytes: int | None = None) -> int:
-    """How many bytes a function may need for what the sizes of a tensor say and its ``nbytes`` of memory do not have.
+    """The bytes that a result of the size of this tensor may need beyond the ``nbytes`` of memory that it has.
 
-    A tensor may repeat its elements, have none in spite of large sizes (their sum over the empty dimension has as many
-    elements as the others say), have none on the meta device, or be sparse: then ``nbytes`` is None. What is made of
-    it may have elements of eight bytes.
+    The elements of a tensor may share memory. It may have no memory for its elements at all: on the meta device, if it
+    is sparse, or if it is empty in spite of large sizes (the sum over its empty dimension has as many elements as the
+    other sizes say). Then ``nbytes`` is None, and a result may have elements of eight bytes.
     """
     elements = math.prod(size for size in sizes if size)
     if nbytes is not None:
@@ -319,7 +323,7 @@ def _owners(headers: Sequence[Header], sizes: Sequence[int]) -> list[Header | No
 def _parse_entry(
     table: bytes | memoryview, position: int, sizes: list[int], headers: list[Header], *, component: bool
 ) -> int:
-    """Read the entry at `position`, check it, append it; return where the next one starts."""
+    """Read the entry at `position`, check it, append it, and return the position of the next one."""
     layout, code, flags, device, ndim, buffer, offset = _ENTRY.unpack_from(table, position)
     position += _ENTRY.size
     if ndim > _MAX_NDIM:
@@ -337,11 +341,11 @@ def _parse_entry(
     numel = math.prod(shape)
     reach = numel if strides is None else spans.span(shape, strides)
     nbytes = reach * dtype.itemsize
-    # The sizes without their zeros must be countable too: torch multiplies them in some order.
+    # The product of the sizes without their zeros must not overflow either: torch may multiply those before a zero.
     if math.prod(size for size in shape if size) * dtype.itemsize >= _LIMIT or nbytes >= _LIMIT:
         raise ProtocolError(f"a tensor of sizes {shape} and strides {strides}")
     if component and numel > reach:
-        # torch reads the components to check them: they must not be larger than what was received.
+        # torch reads every element of a component to check it, so a component must not be larger than its bytes here.
         raise ProtocolError("a component of a sparse tensor that is expanded")
     if layout != STRIDED or device == META or numel == 0:
         if buffer != NO_BUFFER or offset:
@@ -362,7 +366,7 @@ def _dtype(code: int) -> torch.dtype:
 
 
 def _check_kind(layout: int, dtype: torch.dtype, flags: int, device: int, component: bool) -> None:
-    """Refuse what no tensor can be."""
+    """Refuse a combination that no tensor can have."""
     allowed = CONJ | NEG | STRIDES
     if component:
         if layout != STRIDED:

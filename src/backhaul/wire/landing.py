@@ -1,8 +1,8 @@
-"""A table of headers plus raw buffers -> tensors. The way there is `tensors`.
+"""A table of headers plus raw buffers -> tensors. `tensors` does the reverse.
 
 The receiver makes a `Landing` from the table of a message, fills its buffers straight from the socket, and takes the
-tensors. They are the receiver's own: clean base tensors with their own memory, writable, leaves for autograd, and
-resizable unless they lie in a segment. Tensors that shared memory in the message share it again.
+tensors. The receiver owns them: they are base tensors with their own memory, writable, leaves for autograd, and
+resizable unless they are in a segment. Tensors that share memory at the sender share memory here too.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _MADV_HUGEPAGE = 14
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 
-# Of the process, as the pool of pinned memory is. A transport makes its decoders before its worker knows whether the
-# group has GPUs, and only a worker whose group has some is sent a buffer for one.
+# Global, because the pool of pinned memory belongs to the process. A transport makes its decoders before its worker
+# knows whether the group has GPUs, and a worker receives buffers for a GPU only if its group has GPUs.
 _pinning = False
 
 
 def pin() -> None:
-    """Receive what goes to GPUs in pinned memory from now on: nobody waits for the copies to the GPU."""
+    """Receive buffers for GPUs in pinned memory from now on, so that no thread waits for the copies to the GPU."""
     global _pinning
     _pinning = True
 
 
 def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
-    """The one tensor of a message, from its table and the ``size`` bytes at an address; None if it is not plain.
+    """The only tensor of a message, from its table and the ``size`` bytes at an address; None if it is not plain.
 
-    What a `Landing` does, in one go. Raises ProtocolError.
+    This is a faster `Landing` for one small tensor. Raises ProtocolError.
     """
     plain = headers.recognise(table, size)
     if plain is None or modes.are_on():
@@ -52,10 +52,10 @@ def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
     if dtype is torch.complex32:
         use_up_warning(torch.complex32)
     try:
-        # Unpacked: torch takes twice as long to make sense of a tuple.
+        # The shape is unpacked because torch takes twice as long to parse a tuple.
         tensor = torch.empty(*shape or ((),), dtype=dtype, device=_CPU)
     except (RuntimeError, TypeError):
-        return None  # the landing says what is wrong
+        return None  # the caller then makes a `Landing`, which reports the error
     ctypes.memmove(tensor.data_ptr(), address, size)
     if requires_grad:
         tensor.requires_grad_(True)
@@ -63,7 +63,7 @@ def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
 
 
 class Later(list[torch.Tensor]):
-    """The tensors of a message of which some go to GPUs. It is empty until `land` is called, by who wants them."""
+    """The tensors of a message if some of them go to GPUs. Empty until the thread that needs them calls `land`."""
 
     def __init__(self, landing: Landing | Missing) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Later(list[torch.Tensor]):
     def land(self, expected: Sequence[torch.device] = ()) -> None:
         """Make the tensors, ready on the current streams of the calling thread. Raises ProtocolError, MemoryError.
 
-        ``expected`` says where those go whose sender does not say it, one for each tensor.
+        ``expected`` has one device for each tensor. It counts for the tensors whose sender does not name a device.
         """
         landing, self._landing = self._landing, None
         if landing is not None:
@@ -80,7 +80,7 @@ class Later(list[torch.Tensor]):
 
 
 class Missing:
-    """Stands for the landing of a message whose tensors have no room here. Who wants the tensors is told why."""
+    """Replaces the landing of a message if there is no room for its tensors. `land` raises MemoryError and says why."""
 
     sizes: Sequence[int] = ()
 
@@ -95,15 +95,15 @@ class Missing:
 
 
 def land(tensors: list[torch.Tensor], expected: Sequence[torch.device] = ()) -> None:
-    """Make the tensors of a message that are not there yet."""
+    """Make the tensors of a message if they are not made yet. Raises ProtocolError, MemoryError."""
     if type(tensors) is Later:
         tensors.land(expected)
 
 
 class Landing:
-    """Where the buffers of one message go: made from a table, filled, then turned into tensors.
+    """The memory for the buffers of one message. Make it from a table, fill it, then take the tensors.
 
-    Memory is allocated by `put` and `place`, buffer by buffer. Not thread-safe.
+    `put`, `copy` and `place` allocate the memory, buffer by buffer. Not thread-safe.
     """
 
     __slots__ = ("_alone", "_headers", "_leases", "_memory", "_owners", "_pinned", "_target", "claimed", "sizes")
@@ -125,14 +125,14 @@ class Landing:
 
     @classmethod
     def parse(cls, table: bytes | memoryview, payload: int) -> Landing:
-        """Check a table; `payload` is how many bytes of buffers follow. Raises ProtocolError.
+        """The landing for a table that `payload` bytes of buffers follow. Raises ProtocolError if the table is invalid.
 
-        Allocates nothing in proportion to what the table claims.
+        Allocates no memory in proportion to the sizes that the table claims.
         """
         return cls(headers.parse(table, payload))
 
     def put(self, index: int, data: bytes | bytearray | memoryview) -> None:
-        """Fill a whole buffer at once; for small ones."""
+        """Fill a whole buffer at once; meant for small buffers."""
         size = self.sizes[index]
         if len(data) != size:
             raise ProtocolError(f"buffer {index} has {len(data)} bytes, its table says {size}")
@@ -147,19 +147,19 @@ class Landing:
     def place(self, index: int) -> memoryview:
         """Allocate a buffer and return all of its bytes, for the caller to fill.
 
-        The memory is not touched: what a table merely claims costs nothing.
+        The memory is not touched, so a size that a table merely claims costs nothing.
         """
         return view_of(self._allocate(index), self.sizes[index])
 
     def adopt_device(self, index: int, lease: Any) -> None:
-        """Take an object that has the bytes of a buffer on a GPU: ``take(device)`` gets them."""
+        """Use a buffer that is already on a GPU. The methods ``take`` and ``fill`` of ``lease`` copy its bytes."""
         if self._owners[index] is not None:
             self._alone.add(index)
         self._owners[index] = None
         self._leases[index] = lease
 
     def adopt(self, index: int, buffer: Any) -> None:
-        """Take an object that has the bytes of a buffer, and lives as long as somebody uses them."""
+        """Use an object that already has the bytes of a buffer. The tensors over it keep the object alive."""
         self._owners[index] = None
         if modes.are_on():
             with modes.off():
@@ -168,13 +168,13 @@ class Landing:
             self._memory[index] = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors, once every buffer was put, adopted, or placed and filled. Raises ProtocolError."""
+        """The tensors; a `Later` if some go to GPUs. Call it once every buffer is filled. Raises ProtocolError."""
         if self._leases or any(header.device >= headers.GPU for header in self._headers):
             return Later(self)
         return self.land()
 
     def land(self, expected: Sequence[torch.device] = ()) -> list[torch.Tensor]:
-        """The tensors, also those on GPUs."""
+        """The tensors, including those on GPUs. Raises ProtocolError."""
         try:
             if modes.are_on():
                 with modes.off():
@@ -208,7 +208,11 @@ class Landing:
         return memory
 
     def _goes_to_a_gpu(self, index: int) -> bool:
-        """Whether a buffer does, as far as its sender knows: a gradient goes where its tensor came from."""
+        """Whether a buffer goes to a GPU and may be pinned.
+
+        For a gradient this is a guess. Only the receiver knows its device, the device of its tensor, so the header says
+        `headers.EXPECTED`.
+        """
         return (
             any(each.buffer == index and each.device >= headers.GPU for each in self._headers)
             and self.sizes[index] <= _MOST_PINNED
@@ -256,7 +260,8 @@ class Landing:
         if memory is None:
             raise ProtocolError(f"buffer {header.buffer} never arrived")
         if memory.device != target:
-            # A GPU may read ordinary memory long after the copy was asked for. Of pinned memory, torch knows.
+            # After an asynchronous copy was requested, the GPU may read its source much later. For pinned memory, torch
+            # keeps track of that. Ordinary memory could be freed too early, so its copy is synchronous.
             memory = self._memory[header.buffer] = memory.to(target, non_blocking=header.buffer in self._pinned)
             self._pinned.discard(header.buffer)
         elif header.buffer in self._pinned:
@@ -270,13 +275,13 @@ class Landing:
         if header.dtype is torch.complex32:
             use_up_warning(torch.complex32)
         offset = header.offset // header.dtype.itemsize
-        # Another tensor over that storage, not a view of `memory` for autograd.
+        # Make another tensor over that storage, because autograd would treat a view of `memory` as a view.
         return torch.empty(0, dtype=header.dtype, device=target).set_(
             memory.untyped_storage(), offset, header.sizes, strides
         )
 
     def _build_sparse(self, header: Header, following: Iterator[Header]) -> torch.Tensor:
-        """Made with its invariants checked: a wrong index would be undefined behaviour later."""
+        """A sparse tensor with its invariants checked: a wrong index would cause undefined behaviour later."""
         count = headers.COMPONENTS[header.layout]
         *indices, values = [self._build(next(following), following) for _ in range(count)]
         if values.dtype is not header.dtype:
@@ -296,13 +301,13 @@ class Landing:
 def _device(code: int, expected: torch.device | None) -> torch.device:
     if code == headers.EXPECTED:
         if expected is None:
-            raise ProtocolError("a tensor for a device that nobody expects it on")
+            raise ProtocolError("a tensor names no device, and the receiver does not expect it on any")
         return expected
     if code < headers.GPU:
         return _CPU
     index = code - headers.GPU
     if index >= torch.cuda.device_count():
-        raise ProtocolError(f"a tensor for cuda:{index}, and this process has {torch.cuda.device_count()} GPUs")
+        raise ProtocolError(f"a tensor for cuda:{index}, but this process has {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", index)
 
 
@@ -316,7 +321,7 @@ def _empty(header: Header, device: torch.device) -> torch.Tensor:
     if header.dtype is torch.complex32:
         use_up_warning(torch.complex32)
     if header.strides is None:
-        # Unpacked: torch takes twice as long to make sense of a tuple.
+        # The shape is unpacked because torch takes twice as long to parse a tuple.
         return torch.empty(*header.sizes or ((),), dtype=header.dtype, device=device)
     return torch.empty_strided(header.sizes, header.strides, dtype=header.dtype, device=device)
 
@@ -331,7 +336,7 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:
-    """Fewer page faults while the buffer is filled; a refusal costs nothing but speed."""
+    """Ask the kernel for huge pages: filling the buffer then causes fewer page faults. A refusal only costs speed."""
     madvise = _madvise()
     if madvise is not None:
         start = -(-address // 4096) * 4096

@@ -1,12 +1,13 @@
-"""Lanes: how a large frame is cut into slices, and which messages may pass one.
+"""Lanes: how a large frame is cut into slices, and which messages may overtake one.
 
-`Slices` cuts; the decoder puts the slices together again. How large a slice is depends on the connection: `Pace` learns
-it. Pure: no clock, no socket.
+`Slices` cuts a frame, and the decoder puts the slices together again. The size of a slice depends on the connection:
+`Pace` learns it. Pure: no clock, no socket.
 
-A message that passes a large one arrives before it. Most do not mind: replies name their call, and calls of different
-threads have no order. Calls of one thread have one, which `agent.outbox` keeps. References do mind: a message that
-brings one, or asks for the value of one, must not come before the message that makes the value, nor a notice about one
-before the message that shares it. The end of a context does not pass its calls, either.
+A small message may overtake a large one. For most messages the order does not matter: replies name their call, and
+calls of different threads have no order. Calls of one thread have an order, which `agent.outbox` keeps. For references
+the order matters: a message that brings a reference, or asks for its value, must not overtake the message that makes
+the value. A notice about a reference must not overtake the message that shares it. The end of a context must not
+overtake the calls of the context.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from backhaul.wire.frames import HEADER, MAGIC, SLICE, TRACED, VERSION, Frame, k
 from backhaul.wire.messages import KINDS, Call, Create, Fetch, Inquire, Leave, Notices
 
 SMALL = 64 * 1024
-"""A frame up to this size may pass a large one."""
+"""A frame up to this size may overtake a large one."""
 
 LEAST_APART = 256 * 1024
 """The fewest bytes of one tensor that go over another connection."""
 LAST = 16 * 1024
-"""The bytes at the end of a frame that stay on its own connection, for when all others have arrived."""
+"""The bytes at the end of a frame that stay on its own connection: they leave after all others have arrived."""
 LEAST_SLICE = 4 * 1024
 MOST_SLICE = 1 << 20
 _FIRST_SLICE = 16 * 1024
 SHORT = 0.02
-"""Seconds that a slice takes at least if the connection is not faster than it is used."""
+"""If a slice takes fewer seconds than this, the connection is faster than it is used."""
 _LONG = 0.1
 
 _ORDERED = (Create, Fetch, Notices, Leave, Inquire)
 
-# Without state.
+# Decoders of msgspec have no state, so all connections share them.
 _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 
 
 class Pace:
-    """How many bytes leave without a break: about as many as the connection takes in a twentieth of a second."""
+    """The size of a slice: about as many bytes as the connection takes in a twentieth of a second. Not thread-safe."""
 
     __slots__ = ("size",)
 
@@ -48,7 +49,7 @@ class Pace:
         self.size = _FIRST_SLICE
 
     def took(self, size: int, seconds: float) -> bool:
-        """A slice of that size has left, in that time. True if slices have another size from now on."""
+        """A slice of that size has left, in that time. True if the size of slices changes."""
         before = self.size
         if seconds > _LONG:
             self.size = max(LEAST_SLICE, self.size // 2)
@@ -58,26 +59,26 @@ class Pace:
 
 
 class Slices:
-    """The pieces of a large frame, slice by slice."""
+    """Cuts the pieces of a large frame into slices. Not thread-safe."""
 
     __slots__ = ("_pieces", "_tensors", "left")
 
     def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
         self._pieces = [memoryview(piece).cast("B") for piece in reversed(pieces) if len(piece)]
-        self._tensors = len(self._pieces) - 1  # as many pieces are memory of tensors; the first one is the head
+        self._tensors = len(self._pieces) - 1  # the number of pieces that are memory of tensors: all but the head
         self.left = sum(map(len, self._pieces))
         """Bytes that are in no slice yet."""
 
     @property
     def apart(self) -> int:
-        """How many of the next bytes may go over another connection."""
+        """The number of next bytes that may go over another connection; 0 if none may."""
         if not self._pieces or len(self._pieces) > self._tensors:
             return 0
         size = min(len(self._pieces[-1]), self.left - LAST, MOST_SLICE)
         return size if size >= LEAST_APART else 0
 
     def take_apart(self, strand: int) -> tuple[memoryview, memoryview]:
-        """The next slice, for another connection: what is said about it here, and its bytes."""
+        """The next slice, for another connection: the header that announces it on this one, and its bytes."""
         size = self.apart
         piece = self._pieces.pop()
         if len(piece) > size:
@@ -100,7 +101,7 @@ class Slices:
         return taken
 
     def copy(self) -> None:
-        """Copy what is left, so that the memory it is in may change."""
+        """Copy the bytes that are left, so that the memory of the tensors may change."""
         self._pieces = [memoryview(bytes(piece)) for piece in self._pieces]
 
 
@@ -119,7 +120,7 @@ def messages(frame: Frame) -> Iterator[tuple[Any, int]]:
 
 
 def may_pass(frame: Frame) -> bool:
-    """Whether a frame, or several that were joined, may leave before a large one that was sent earlier."""
+    """Whether a frame, or several joined ones, may overtake a large frame that was sent earlier."""
     if frame.keep or frame.places or len(frame.pieces) > 1 or frame.size > SMALL:
         return False
     return not any(isinstance(message, _ORDERED) or getattr(message, "refs", ()) for message, _ in messages(frame))

@@ -17,23 +17,24 @@ import msgspec
 from backhaul.ids import RefId, ShareId
 
 VERSION = 1
-"""The version of the frames that carry them; the greeting tells it."""
+"""The version of the frames that carry messages. The greeting contains it."""
 
 Refs = tuple[tuple[RefId, ShareId], ...]
-"""The references that a message brings; its trees refer to them by index."""
+"""The references that a message brings, each with the id of its share."""
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a message of a distributed autograd context says about itself.
+    """The autograd data of a message that belongs to a distributed autograd context.
 
-    ``message`` is the id of the first of its tensors that are recorded, those that require grad; the others have the
-    ids that follow. It is 0 if there are none. A request with ``grad`` False was made under ``no_grad``: nothing of its
-    reply is to be recorded either.
+    The recorded tensors of a message are those that require grad. ``message`` is the id of the first one, and the
+    others have the ids that follow. It is 0 if there are none. A request with ``grad`` False was made under
+    ``no_grad``: its reply is not recorded either.
 
-    ``reach`` has, for each recorded tensor, the ids of the tensors of earlier messages, of all workers, that it depends
-    on: they take part in a pass if it does. ``()`` means that none depends on any, None that the sender does not know.
+    ``reach`` lists, for each recorded tensor, the ids of the tensors of earlier messages, of all workers, that it
+    depends on. If the recorded tensor takes part in a pass, those tensors take part too. ``()`` means that no recorded
+    tensor depends on an earlier one. None means that the sender does not know.
 
-    A reply of no context, with ``context`` 0, has in ``reach`` the places of its tensors that were computed.
+    In a reply outside any context (``context`` is 0), ``reach`` holds the places of the tensors that were computed.
     """
 
     context: int
@@ -43,9 +44,9 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Coded(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor of a message that travels in parts, which are smaller than it: see `edges.compression`.
+    """A tensor that travels compressed, as one or more smaller parts: see `edges.compression`.
 
-    The first part is at the ``place`` of the tensor, further ones follow all tensors of the message.
+    The first part takes the ``place`` of the tensor. Further parts follow all tensors of the message.
     """
 
     place: int
@@ -58,7 +59,7 @@ class Coded(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Call(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """Run ``function(*args, **kwargs)``; the tree holds ``(function, args, kwargs)``.
 
-    ``autocast`` has the types of devices for which the caller has it on, each with the name of a dtype.
+    ``autocast`` lists the device types for which the caller has autocast on, each with the name of its dtype.
     """
 
     id: int
@@ -82,8 +83,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, g
 class Failure(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """The request ``id`` raised.
 
-    ``tree`` holds the exception if it can travel, else None. The texts are there in
-    any case.
+    ``tree`` holds the exception if it can travel, else None. The texts are always there.
     """
 
     id: int
@@ -96,7 +96,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True):
-    """A request without a purpose: whoever answers is alive."""
+    """A request that does nothing: the answer shows that the peer is alive."""
 
     id: int
 
@@ -122,11 +122,11 @@ class Tally(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True):
-    """The sender leaves on purpose and makes no more calls. One-way."""
+    """The sender leaves the group in good order and makes no more calls. One-way."""
 
 
 class Create(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A request to run a function and keep its value under ``ref``. Answered before it runs."""
+    """A request to run a function and keep its value under ``ref``. The owner answers before the function runs."""
 
     id: int
     ref: RefId
@@ -138,7 +138,7 @@ class Create(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True):
-    """A request for the value of a reference; answered when there is one."""
+    """A request for the value of a reference. The owner answers once the value exists."""
 
     id: int
     ref: RefId
@@ -146,50 +146,50 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """User to owner: list me."""
+    """User to owner: list me as a user of this value."""
 
     ref: RefId
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Owner to user: you are listed; or the value is gone."""
+    """Owner to user: you are listed or, if ``exists`` is False, the value is gone."""
 
     ref: RefId
     exists: bool = True
 
 
 class Unpin(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Receiver to sharer: I have what you sent, and the owner knows it."""
+    """Receiver to sharer: I have the reference that you sent, and the owner has listed me."""
 
     share: ShareId
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """User to owner: strike me off."""
+    """User to owner: strike me off the list."""
 
     ref: RefId
 
 
 class Sweep(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Have you dealt with all that these dead workers sent you?"""
+    """Have you handled everything that these dead workers sent you?"""
 
     dead: tuple[int, ...]
 
 
 class Swept(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Yes."""
+    """The answer to `Sweep`: I have handled everything that these dead workers sent me."""
 
     dead: tuple[int, ...]
 
 
 class Recall(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Sharer to receiver: the connection that these went over has ended; unpin what you do not have."""
+    """Sharer to receiver: the connection that carried these shares has ended; unpin those that you do not have."""
 
     shares: tuple[ShareId, ...]
 
 
 class Obituary(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """This incarnation of a worker has ended: that is known, not guessed. See `agent.fate`."""
+    """This incarnation of a worker has ended. The sender knows this for certain: see `agent.fate`."""
 
     rank: int
     incarnation: str
@@ -197,11 +197,11 @@ class Obituary(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 Notice = Register | Registered | Unpin | Release | Sweep | Swept | Recall | Obituary
-"""What workers tell each other about references; `refs.counting` says when."""
+"""What workers tell each other about references. `refs.counting` explains when."""
 
 
 class Notices(msgspec.Struct, frozen=True, array_like=True):
-    """A request to take note of these, in order; ``number`` counts such requests from one ``process``."""
+    """A request to handle these notices in order. ``number`` counts such requests from one ``process``."""
 
     id: int
     process: int
@@ -210,10 +210,10 @@ class Notices(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pass(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A backward pass, as every message of it says.
+    """The description of a backward pass. Every message of the pass carries it.
 
-    The high bits of ``id`` name the worker that started it. Passes of that worker in this context with ids
-    below ``floor`` are over.
+    The high bits of ``id`` name the worker that started the pass, the *starter*. Passes of that worker in this context
+    with ids below ``floor`` are over.
     """
 
     id: int
@@ -224,9 +224,10 @@ class Pass(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Shortcut(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor that the starter of a pass has sent on as it came: its gradient need not go through the starter.
+    """A tensor that the starter of a pass passed on unchanged, so its gradient need not go through the starter.
 
-    The gradient for ``source``, a tensor of the starter's, can go to worker ``to`` instead, for ``message`` there.
+    The gradient for ``source``, a tensor that the starter sent, can go straight to worker ``to``, as the gradient for
+    its tensor ``message``.
     """
 
     source: int
@@ -235,14 +236,14 @@ class Shortcut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Gradients(msgspec.Struct, frozen=True, array_like=True):
-    """The gradients of a message, to the worker that sent it, or where a `Shortcut` leads. One-way.
+    """The gradients of a message. They go to the worker that sent it, or where a `Shortcut` leads. One-way.
 
-    ``sources`` are its recorded tensors that take part in the pass, by id; the frame's tensors are the gradients of
-    those at the places ``present``. Those of the others are undefined.
+    ``sources`` are the ids of the recorded tensors of that message that take part in the pass. The tensors of the frame
+    are the gradients of the sources at the places ``present``. The gradients of the other sources are undefined.
 
-    The last gradients of a run may take the `Report` of that run along: then ``consumed`` is not empty. A worker other
-    than the starter passes such a report on with its own. To those workers the gradients also bring the shortcuts that
-    the rest of the pass may take.
+    The last gradients of a run may carry the `Report` of that run: then ``consumed`` is not empty. A receiver that is
+    not the starter passes the report on with its own. Gradients to such a receiver also bring the shortcuts that the
+    rest of the pass may take.
     """
 
     backward: Pass
@@ -262,21 +263,21 @@ class TakePart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Resolve(msgspec.Struct, frozen=True, array_like=True):
-    """To who started the pass: find out what takes part in it, and tell me. One-way."""
+    """To the starter of the pass: find out which tensors take part in the pass, and tell me. One-way."""
 
     backward: Pass
 
 
 class Resolved(msgspec.Struct, frozen=True, array_like=True):
-    """All that takes part in the pass has been told so. One-way."""
+    """The sender of every tensor that takes part in the pass knows that it does. One-way."""
 
     backward: Pass
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """To who started the pass: a run, or a step of resolving it, is over. One-way.
+    """To the starter of the pass: a run, or a step of resolving the pass, is over. One-way.
 
-    ``consumed`` are the sources that it was about, ``emitted`` those that it has passed on to.
+    ``consumed`` are the sources that the run or step handled. ``emitted`` are the sources that it passed on to.
     """
 
     backward: Pass
@@ -286,7 +287,10 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True):
-    """The pass has failed, as in `Failure`: stop waiting for it, and tell the other workers of the context. One-way."""
+    """The pass has failed: stop waiting for it, and tell the other workers of the context. One-way.
+
+    The fields are those of `Failure`.
+    """
 
     backward: Pass
     worker: str
@@ -298,7 +302,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True):
-    """A request that is answered at once: see that those whom you gave work of this pass are alive."""
+    """A request that is answered at once: check that the workers to which you gave work of this pass are alive."""
 
     id: int
     backward: Pass
@@ -306,20 +310,20 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True):
-    """The context is over: forget it, and tell the other workers of it. One-way."""
+    """The context is over: forget it, and tell its other workers. One-way."""
 
     context: int
 
 
 class Inquire(msgspec.Struct, frozen=True, array_like=True):
-    """A request to who made these contexts: which of them are over?"""
+    """A request to the worker that made these contexts: which of them are over?"""
 
     id: int
     contexts: tuple[int, ...]
 
 
 class Inspect(msgspec.Struct, frozen=True, array_like=True):
-    """A request for what a worker knows about itself; it changes nothing there. ``arguments`` are plain data."""
+    """A request for what a worker knows about itself. It changes nothing there. ``arguments`` are plain data."""
 
     id: int
     topic: str

@@ -1,8 +1,8 @@
-"""Modes of torch that belong to the reading thread, and not to the thread that a message is for.
+"""Turns off the modes of torch of the reading thread while it makes tensors, which may be for another thread.
 
-A thread that waits for its reply reads the messages of others on the way. Inside of `inference_mode`, of a
-`FakeTensorMode` or of a transform of ``torch.func``, ``torch.empty`` gives a tensor of another kind, perhaps without
-memory. So what arrives is made outside of them.
+A thread that waits for its reply also reads messages for other threads. In `inference_mode`, in a `FakeTensorMode` or
+in a transform of ``torch.func``, ``torch.empty`` makes another kind of tensor, perhaps without memory. So the tensors
+of a message are made outside these modes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 
 
 def are_on() -> bool:
-    """Whether this thread is in a mode that changes what tensors are made."""
+    """Whether this thread is in a mode that changes which kind of tensor torch makes."""
     return is_inference_mode_enabled() or _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active()
 
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Inside the block no such mode is on."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # few need it, and it takes its time
+    """Turn these modes off inside the block, for this thread."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # rarely needed, and slow to import
     from torch.utils._python_dispatch import _disable_current_modes
 
     with torch.inference_mode(False), temporarily_clear_interpreter_stack(), _disable_current_modes():

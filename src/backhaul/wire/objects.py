@@ -2,8 +2,8 @@
 
 Enums, NamedTuples, dataclasses, functions and classes, bound methods, partials. An
 object is built without its ``__init__``, as pickle does, and only from what its class
-declares: a name that leads to another kind of class is refused. In a federation it is built
-by calling its class, of parts that were checked (`wire.built`).
+declares: a name that leads to another kind of class is refused. In a federation the parts are
+checked, and the class is called to build the object (`wire.built`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _method(owner: Any, name: Any) -> Any:
     """The public or protected method of that name that the class of `owner` gives it, or None."""
     if type(name) is not str or not name.isidentifier() or name.startswith("__"):
         return None
-    # Through the class first: to look up a property on the object would run it.
+    # Look in the class first: looking up a property on the object would run it.
     if not callable(getattr(type(owner), name, None)):
         return None
     method = getattr(owner, name, None)
@@ -207,10 +207,10 @@ def _lift_return_type(tree: list[Any], unpacking: Unpacking) -> Any:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether the fields of a dataclass are all there is: pickle would treat it no other way."""
+    """Whether the fields of a dataclass are all of its state: it does not change how pickle treats it."""
     for name in ("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"):
         method = getattr(kind, name, None)
-        # Those of object itself, or those that dataclasses adds to a frozen class with slots.
+        # Only the methods of object, and those that dataclasses adds to a frozen class with slots, are allowed.
         if method is not getattr(object, name, None) and method.__module__ != "dataclasses":
             return False
     return True
@@ -234,7 +234,7 @@ def _lower_dataclass(value: Any, packing: Packing) -> Any:
 
 
 def _init_fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
-    """What a worker of a federation needs to call the class."""
+    """The fields that a worker of a federation needs to call the class."""
     try:
         names = built.init_fields(type(value))
     except MisuseError as error:
@@ -311,4 +311,4 @@ CHECKED_LIFT: dict[int, Lift] = {
     trees.FLAG: _lift_checked_flag,
     trees.RETURN_TYPE: _lift_checked_return_type,
 }
-"""The same for what comes from a peer that may lie."""
+"""Replaces the entries of `LIFT` for values from a peer that may lie."""

@@ -1,4 +1,4 @@
-"""Values that the safe codec does not know, pickled; for peers that may run code here anyway.
+"""Pickles values that the safe codec does not know, for peers that may run code here anyway.
 
 Tensors, and the types that upper layers register, do not enter the pickle: it refers
 to them by index, and they travel as parts of the tree around it.
@@ -21,7 +21,7 @@ class _Pickler(pickle.Pickler):
         return self._refer(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        """A type may travel in another way than it is saved: ``_rpc_reduce`` then stands for ``__reduce__``."""
+        """Use ``_rpc_reduce`` instead of ``__reduce__`` for a type that travels in another way than it is saved."""
         reduce = getattr(type(obj), "_rpc_reduce", None)
         return NotImplemented if reduce is None else reduce(obj)
 
@@ -38,7 +38,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump(value: Any, is_part: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
-    """The pickle of a value, and the parts of it that stay outside. Raises whatever pickling does."""
+    """The pickle of a value, and its parts that stay outside the pickle. Raises whatever pickling raises."""
     parts: list[Any] = []
     indices: dict[int, int] = {}
 
@@ -57,7 +57,7 @@ def dump(value: Any, is_part: Callable[[Any], bool]) -> tuple[bytes, list[Any]]:
 
 
 def load(data: bytes, parts: Sequence[Any]) -> Any:
-    """The value of a pickle. Raises `Broken` for bytes that are no pickle, else whatever unpickling does."""
+    """The value of a pickle. Raises `Broken` for bytes that are not a pickle, and whatever unpickling raises."""
     return _Unpickler(io.BytesIO(data), parts).load()
 
 

@@ -1,11 +1,12 @@
 """Refuses maps in the metadata of a message before it is decoded.
 
-In a federation a tree has no maps: a dict is an array of keys and values. msgpack lets a map have keys of any kind, and
-whoever decodes one hashes its keys on the spot. Python's hashes of numbers, and of tuples of numbers, are the same in
-every process, so a peer can choose keys that all collide: a few hundred kilobytes of these keep the interpreter busy
-for minutes. So the bytes are looked at first.
+In a federation a tree has no maps: a dict is an array of keys and values. msgpack allows keys of any kind in a map, and
+a decoder hashes the keys at once. Python's hashes of numbers, and of tuples of numbers, are the same in every process,
+so a peer can choose keys that all collide. A few hundred kilobytes of such keys keep the interpreter busy for minutes.
+So the bytes are checked before they are decoded.
 
-msgpack is a sequence of tokens, of which the first byte tells the size: arrays are tokens too, and their items follow.
+msgpack is a sequence of tokens, and the first byte of a token tells its size. The head of an array is a token too, and
+the items of the array follow.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import re
 
 from backhaul.errors import ProtocolError
 
-# The first bytes of maps that are not empty. Without any of these there is no map, which is soon found.
+# The first bytes of maps that are not empty. Data without any of these bytes has no such map, which is quick to find.
 _MAPS = re.compile(rb"[\x81-\x8f\xde\xdf]")
 
-# Tokens of which the size follows from the first byte: numbers, constants, short text, beginnings of arrays, {}.
+# Tokens whose size follows from the first byte alone: numbers, constants, short text, heads of arrays, {}.
 _FIXED = b"|".join(
     (
         rb"[\x00-\x80\x90-\xa0\xc0\xc2\xc3\xe0-\xff]",
@@ -28,9 +29,9 @@ _FIXED = b"|".join(
         *(b"%b.{%d}" % (re.escape(bytes((0xA0 + size,))), size) for size in range(1, 32)),
     )
 )
-# So many at once: the engine of `re` remembers each repetition.
+# At most 512 tokens in one match, because the engine of `re` remembers each repetition.
 _TOKENS = re.compile(b"(?:%b){1,512}" % _FIXED, re.DOTALL)
-_LENGTHS = {0xC4: 1, 0xD9: 1, 0xC5: 2, 0xDA: 2, 0xC6: 4, 0xDB: 4}  # bytes and text: how long their length is
+_LENGTHS = {0xC4: 1, 0xD9: 1, 0xC5: 2, 0xDA: 2, 0xC6: 4, 0xDB: 4}  # bytes and text -> the size of their length field
 
 
 def refuse_maps(data: bytes | memoryview) -> None:

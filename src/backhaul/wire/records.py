@@ -1,4 +1,4 @@
-"""Records: bytes of frames with checksums, for connections on which a bit may be wrong. Without I/O.
+"""Records: bytes of frames with checksums, for connections that may corrupt bits. Without I/O.
 
 A record, all numbers little-endian::
 
@@ -8,7 +8,7 @@ A record, all numbers little-endian::
     8       4     CRC-32 of the data
     12      N     data: any part of the stream of frames
 
-The length has a checksum of its own: a wrong one would have the receiver wait for bytes that nobody sends.
+The length has its own checksum: with a wrong length, the receiver would wait for bytes that never come.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _START = 64 * 1024
 
 
 def seal(pieces: Sequence[memoryview]) -> list[memoryview]:
-    """These bytes as records: one, unless they are very many."""
+    """These bytes as records: as one record, unless there are more than `MOST` bytes."""
     found: list[memoryview] = []
     data: list[memoryview] = []
     size = check = 0
@@ -54,7 +54,7 @@ def _head(size: int, check: int) -> memoryview:
 
 
 class Records:
-    """Collects records, and gives what is in them to a decoder once it is known to be right. Not thread-safe."""
+    """Collects records, and passes their data to a decoder once the checksums are verified. Not thread-safe."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -64,7 +64,7 @@ class Records:
         self._ready: deque[Envelope] = deque()
 
     def writable(self) -> memoryview:
-        """Where the next bytes belong. Valid until the next call of any method."""
+        """The memory for the next bytes. Call `wrote` once they are there. Valid until the next call of any method."""
         return memoryview(self._buffer)[self._end :]
 
     def wrote(self, count: int) -> None:
@@ -85,7 +85,10 @@ class Records:
         return self._ready.popleft() if self._ready else None
 
     def _take(self) -> int:
-        """Take a record that is complete: 0; or else how many bytes the next one has, as far as is known."""
+        """Take a complete record and return 0. If none is complete, return the size of the next one as far as known.
+
+        Raises `ProtocolError`.
+        """
         start = self._start + HEADER.size
         if start > self._end:
             return HEADER.size

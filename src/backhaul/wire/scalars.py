@@ -13,9 +13,9 @@ from backhaul.errors import MisuseError, ProtocolError
 from backhaul.wire import trees
 from backhaul.wire.trees import Lift, Lower, Packing, Refusal, Unpacking, check_arity, malformed
 
-_MAX_BYTES = (1 << 32) - 1  # what msgpack can count
+_MAX_BYTES = (1 << 32) - 1  # the longest bytes that msgpack can carry
 
-# Only these can be named; the tables also undo aliases such as torch.float.
+# Only these constants can be named. The tables also resolve aliases such as torch.float.
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.dtype}
 _LAYOUTS = {str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.layout}
 _MEMORY_FORMATS = {
@@ -23,7 +23,7 @@ _MEMORY_FORMATS = {
 }
 _DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,4})?")
 
-# bool, signed, unsigned, float, complex, timedelta, datetime, bytes, text: what is all in its bytes
+# bool, signed, unsigned, float, complex, timedelta, datetime, bytes, text: the kinds whose values are just their bytes
 _ARRAY_KINDS = frozenset("biufcmMSU")
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,7}\])?")
 
@@ -115,9 +115,9 @@ def _lift_range(tree: list[Any], unpacking: Unpacking) -> range:
 
 
 def _bound(nbytes: int, unpacking: Unpacking) -> None:
-    """Refuse a value of a few bytes that stands for so many, from a peer that may lie."""
+    """Refuse a value of few bytes that represents too many, from a peer that may lie."""
     if unpacking.bounds is not None and nbytes > unpacking.bounds.max_bytes:
-        raise ProtocolError(f"a value that stands for more than {unpacking.bounds.max_bytes} bytes")
+        raise ProtocolError(f"a value represents more than {unpacking.bounds.max_bytes} bytes")
 
 
 def _lower_tensor(value: torch.Tensor, packing: Packing) -> Any:
@@ -186,7 +186,7 @@ def _lower_array(array: Any, packing: Packing) -> Any:
     index = None
     if array.nbytes:
         flat = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
-        # torch warns about a tensor over memory that is read-only.
+        # torch warns about a tensor over read-only memory, so copy it.
         index = packing.add(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
     return [trees.ARRAY, array.dtype.str, index, *array.shape]
 
@@ -205,7 +205,7 @@ def _lift_array(tree: list[Any], unpacking: Unpacking) -> Any:
     if tree[2] is None:
         if count * dtype.itemsize:
             malformed("an empty array", tree[1:])
-        # Of no elements: what is made of it, such as a sum, may have as many as the other sizes say.
+        # The array is empty, but a result made of it, such as a sum, may have as many elements as the other sizes say.
         _bound(math.prod(size for size in shape if size) * max(8, dtype.itemsize), unpacking)
         return numpy.empty(shape, dtype)
     tensor = unpacking.tensor(tree[2])
@@ -219,7 +219,7 @@ def _lift_array(tree: list[Any], unpacking: Unpacking) -> Any:
         or tensor.numel() != count * dtype.itemsize
     ):
         malformed("an array", tree[1:])
-    # The tensor is nobody else's; the array keeps it, and so the memory, alive.
+    # No other value uses the tensor. The array keeps the tensor, and so the memory, alive.
     return tensor.numpy().view(dtype).reshape(shape)
 
 

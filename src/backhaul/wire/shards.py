@@ -1,7 +1,8 @@
-"""DTensors <-> trees: the local part of one, with its place in what several processes hold together.
+"""DTensors <-> trees: the local part of a DTensor travels, with its place in the mesh.
 
-What arrives is the part at the same place of a mesh that the receiver has. Where a tensor is replicated, all places are
-the same. Otherwise a part of another place would be taken for the receiver's own, so it is refused.
+The receiver must be part of the same mesh. In a dimension in which the tensor is replicated, all places are the same.
+In any other dimension the receiver must have the same coordinate as the sender. Otherwise it would mistake the part of
+another place for its own, so the part is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from backhaul.wire import trees
 from backhaul.wire.trees import Packing, Refusal, Unpacking, check_arity, malformed
 
 HOW = 2
-"""What the tree of such a subclass has after its number: see `subclasses`."""
+"""The item after the number in the tree of a DTensor: see `subclasses`."""
 
-# A cache of meshes that torch knows, in which all workers of the process take part.
+# A cache of torch's meshes. Meshes belong to the process, so all its workers share the cache.
 _meshes: list[weakref.ref[Any]] = []
 
 
@@ -59,7 +60,7 @@ def lower(value: Any, packing: Packing) -> Any:
 def _describe_placement(placement: Any) -> tuple[Any, ...]:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    # Not for classes that are derived from these: the norm of a sharded tensor, for one, is no plain sum of its parts.
+    # Subclasses of these are refused: for example, the norm of a sharded tensor is not a plain sum of its parts.
     if type(placement) is Replicate:
         return ("replicate",)
     if type(placement) is Partial:
@@ -135,7 +136,7 @@ def _find_mesh(device: Any, ranks: Any, names: Any) -> Any:
             return mesh
     if kind is None or not torch.distributed.is_initialized():
         return None
-    # Torch keeps no list of meshes.
+    # Torch keeps no list of meshes, so look through all objects.
     found = next((each for each in gc.get_objects() if type(each) is kind and fits(each)), None)
     if found is not None:
         _meshes[:] = [known for known in _meshes if known() is not None]
@@ -144,7 +145,10 @@ def _find_mesh(device: Any, ranks: Any, names: Any) -> Any:
 
 
 def first_use(value: torch.Tensor) -> Any:
-    """Have the graph node of a leaf made before a Function uses it: see `autograd.functions`."""
+    """Make the graph node of a leaf before a Function uses the leaf: see `autograd.functions`.
+
+    The caller keeps the result alive until then.
+    """
     if value.is_leaf and value.requires_grad:
         with suppress(Exception):
             return value.view_as(value)

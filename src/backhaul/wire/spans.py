@@ -20,14 +20,14 @@ import torch
 _SLACK_FACTOR = 2
 _SLACK_BYTES = 4096
 
-# A dtype that copies elements of each size bit by bit, with no meaning attached.
+# Element size -> a dtype that copies elements of that size bit by bit.
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Region(NamedTuple):
     """One buffer to send: its memory, and where in it each member starts."""
 
-    memory: torch.Tensor  # the tensor whose data_ptr() is the first byte, keeps it alive
+    memory: torch.Tensor  # its data_ptr() is the first byte; it keeps the memory alive
     nbytes: int
     members: list[tuple[int, int]]  # (place among the tensors given, byte offset)
 
@@ -41,7 +41,7 @@ class _View(NamedTuple):
 
 
 def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last, both included; 0 for an empty tensor."""
+    """The number of elements in a tensor's span, with the first and the last one; 0 for an empty tensor."""
     last = 0
     for size, stride in zip(sizes, strides, strict=True):
         if size == 0:
@@ -51,7 +51,7 @@ def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether every element of the span belongs to the tensor. May say no for odd overlaps."""
+    """Whether every element of the span belongs to the tensor. May be False by mistake for unusual overlaps."""
     reach = 1
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1:
@@ -72,14 +72,14 @@ def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def physical(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as plain numbers: no conj or neg bit, no gradient, no own dtype."""
+    """The tensor's memory as plain numbers: without conj or neg bit, without gradient, and with a dtype of `_RAW`."""
     return torch.empty(0, dtype=_RAW[tensor.dtype.itemsize], device=tensor.device).set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
 
 
 def compact(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """A copy of a tensor with gaps that has none, and the strides that read it.
+    """A copy without gaps of a tensor that has gaps, and the strides that read the copy.
 
     Expanded dimensions stay expanded.
     """
@@ -91,7 +91,7 @@ def compact(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 def share(tensors: Sequence[torch.Tensor]) -> list[Region]:
-    """The regions of one storage, over which all these tensors (none of them empty) lie."""
+    """The regions to send for these tensors. All of them must be over one storage, and none may be empty."""
     views = []
     for place, tensor in enumerate(tensors):
         item = tensor.dtype.itemsize
@@ -107,7 +107,8 @@ def share(tensors: Sequence[torch.Tensor]) -> list[Region]:
 
 
 def _bounds(views: list[_View]) -> tuple[int, int]:
-    # Each view starts at a multiple of its own element size, all of them powers of two.
+    # Each view must start in the region at a multiple of its element size. Element sizes are powers of two, so it is
+    # enough to align the region to the largest.
     low = min(view.low for view in views)
     low -= low % max(view.tensor.dtype.itemsize for view in views)
     return low, max(view.high for view in views)

@@ -1,19 +1,19 @@
-"""Tensor subclasses <-> trees: what they are made of travels, and their history with it.
+"""Tensor subclasses <-> trees: their inner tensors travel, with their autograd history.
 
-A subclass arrives as it was, built from plain tensors that travel as all others do:
+An instance is rebuilt at the receiver from plain tensors, which travel like all others:
 
 - A *plain* subclass (``tensor.as_subclass(cls)``) is a tensor with another class and perhaps attributes.
 - A *wrapper* is made of inner tensors, which ``__tensor_flatten__`` names. Autograd knows the wrapper and not the inner
-  tensors. So `Unwrap` stands between the wrapper and those of them that have gradients, and `Wrap` at the receiver
-  between these and the new wrapper. The gradient of a wrapper is a wrapper of the same kind: it travels back by its
-  inner tensors, too. `MaskedTensor` is treated like that although it does not say what it is made of.
-- A `DTensor` is a part of something that several processes hold: see `shards`.
-- An `AsyncCollectiveTensor` is a tensor that is not complete yet. It is waited for and arrives as that tensor.
+  tensors. So `_Unwrap` connects the wrapper to those inner tensors that have gradients, and at the receiver `_Wrap`
+  connects these to the new wrapper. The gradient of a wrapper is a wrapper of the same kind, so it travels back as its
+  inner tensors, too. `MaskedTensor` is treated as a wrapper although it has no ``__tensor_flatten__``.
+- A `DTensor` is one process's part of a tensor that several processes hold: see `shards`.
+- An `AsyncCollectiveTensor` is a tensor that is not complete yet. The sender waits for it and sends the complete one.
 
-Any other subclass is pickled, and leaves its history behind: `Packing.unrecorded` says so.
+Any other subclass is pickled and loses its history: `Packing.unrecorded` then names it.
 
-Aliases and inner tensors are always made with grad mode on, so that they require grad if the subclass does. Whether
-they are recorded, arrive as leaves or are detached is decided later, as for every tensor.
+Aliases and inner tensors are always made with grad mode on, so that they require grad if the subclass does. Later code
+decides for every tensor whether it is recorded, arrives as a leaf or is detached.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from backhaul.wire.trees import Lift, Lower, Packing, Refusal, Unpacking, check_
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _PICKLED_ITS_OWN_WAY = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__deepcopy__")
 
-# How a subclass travels: the second part of its tree. 2 is that of `shards`.
+# How a subclass travels: the item after the number in its tree. `shards.HOW` is 2.
 _PLAIN, _PARTS = range(2)
 
 _FOR_A_FEDERATION = (
@@ -43,7 +43,7 @@ _FOR_A_FEDERATION = (
 
 
 def _loaded(module: str, name: str) -> type | None:
-    """A class of torch, if the program has imported its module: otherwise there are no instances."""
+    """A class of torch; None if its module is not imported, since then there are no instances."""
     found: type | None = getattr(sys.modules.get(module), name, None)
     return found
 
@@ -66,7 +66,7 @@ def _is_wrapper(kind: type) -> bool:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether a class adds methods and attributes to a tensor that has memory of its own, and nothing else."""
+    """Whether a class adds only methods and attributes to a tensor that has its own memory."""
     return (
         kind.__torch_dispatch__ is _NO_DISPATCH  # type: ignore[attr-defined]
         and all(getattr(kind, name, None) is getattr(_base(kind), name, None) for name in _PICKLED_ITS_OWN_WAY)
@@ -79,7 +79,7 @@ def _base(kind: type) -> type:
 
 
 def lowerer(kind: type) -> Lower | None:
-    """How to lower the instances of a subclass of tensors; None for any other class."""
+    """How to lower the instances of a tensor subclass; None for any other class."""
     if not issubclass(kind, torch.Tensor):
         return None
     if _is_awaited(kind):
@@ -92,7 +92,7 @@ def lowerer(kind: type) -> Lower | None:
 
 
 def plain(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as a plain tensor. Raises `UnsendableError` if it is more than that."""
+    """A gradient as a plain tensor. Raises `UnsendableError` if its class is more than a plain subclass."""
     kind = type(gradient)
     if kind is torch.Tensor or kind is Parameter:
         return gradient
@@ -191,7 +191,7 @@ def _lower_shard(value: Any, packing: Packing) -> Any:
 
 
 def _flatten(value: Any) -> tuple[Sequence[str], Any]:
-    """The attributes that a wrapper has its inner tensors in, and what else it is made of."""
+    """The names of the attributes that hold a wrapper's inner tensors, and the rest of its state."""
     if _is_masked(type(value)):
         return ("_masked_data", "_masked_mask"), None
     names, context = value.__tensor_flatten__()
@@ -203,7 +203,7 @@ def _has_gradient(part: torch.Tensor) -> bool:
 
 
 class _Form(NamedTuple):
-    """What a wrapper is made of, but for the inner tensors that have gradients."""
+    """All parts of a wrapper except the inner tensors that have gradients."""
 
     kind: Any
     context: Any
@@ -211,7 +211,7 @@ class _Form(NamedTuple):
     stride: Any
     others: Mapping[str, torch.Tensor]
     names: Sequence[str]
-    """Of the inner tensors that have gradients."""
+    """The names of the inner tensors that have gradients."""
 
     def build(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """A wrapper that requires no grad."""
@@ -236,13 +236,13 @@ class _Unwrap(torch.autograd.Function):
         present = next((each for each in gradients if each is not None), None)
         if present is None:
             return None, None
-        if None in gradients:  # none is ever missing alone: `_Wrap` makes them together
+        if None in gradients:  # cannot happen with `_Wrap`, which makes all of them together
             raise MisuseError(f"only some inner tensors of a {ctx.form.kind.__qualname__} have gradients")
         return ctx.form.build(gradients), None
 
 
 class _Wrap(torch.autograd.Function):
-    """A wrapper around inner tensors that have come, with their history."""
+    """A wrapper around received inner tensors, with their history."""
 
     @staticmethod
     def forward(ctx: Any, form: _Form, *parts: torch.Tensor) -> torch.Tensor:
@@ -308,7 +308,7 @@ def _lower_wrapper(value: torch.Tensor, packing: Packing) -> Any:
 
 
 def _known_shape(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Size and stride; None if they are symbolic, as those of a jagged tensor: it finds them by its offsets."""
+    """Size and stride; None if they are symbolic. Those of a jagged tensor are: it derives them from its offsets."""
     size, stride = tuple(value.size()), tuple(value.stride())
     return (size, stride) if all(type(each) is int for each in (*size, *stride)) else None
 

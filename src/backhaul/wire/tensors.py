@@ -1,4 +1,4 @@
-"""Tensors -> a table of headers plus raw buffers. The way back is `landing`.
+"""Tensors -> a table of headers plus raw buffers. `landing` does the reverse.
 
 `pack_tensors` describes the tensors of one message in a *table* (its bytes: see `backhaul.wire.headers`) and lists the
 memory to send.
@@ -29,26 +29,31 @@ class Staging(Protocol):
     """How tensors on GPUs get to a peer: see `devices.staging`."""
 
     def code(self, device: torch.device) -> int:
-        """Where at the peer a tensor on this device goes, as the table has it. Raises `UnsendableError`."""
+        """The table's code for the peer's device that a tensor on this device goes to. Raises `UnsendableError`."""
 
     def stage(self, memory: torch.Tensor, size: int, code: int) -> tuple[int, memoryview | None, Any]:
-        """Make the first bytes of a tensor ready to leave: their place, or 0 and the bytes; and what to keep."""
+        """Prepare the first ``size`` bytes of a tensor for sending.
+
+        Returns the place of the bytes in a segment and None, or 0 and the bytes. The third item must stay alive until
+        the bytes are sent.
+        """
 
 
 class Packed(NamedTuple):
-    """What describes the tensors of one message, and the memory to send after it."""
+    """The table that describes the tensors of one message, and the memory to send after the table."""
 
     table: bytes  # binary tensor headers; b"" when there are no tensors
     buffers: list[bytes | memoryview]  # in order; the memoryviews point into live tensors
-    keep: list[Any]  # what must stay alive until the buffers are written
-    places: list[int]  # of all buffers, if some are elsewhere: those with a place are not among the buffers
-    sizes: list[int]  # of all buffers, if some are elsewhere
+    keep: list[Any]  # objects that must stay alive until the buffers are written
+    # If the tensors are staged, one entry for each buffer; otherwise empty.
+    places: list[int]  # the place of each buffer; one whose place is not 0 is not in `buffers`
+    sizes: list[int]  # the size of each buffer
 
 
 def view_of(tensor: torch.Tensor, nbytes: int) -> memoryview:
-    """The tensor's first bytes, writable. The view keeps the tensor alive.
+    """A writable view of the tensor's first bytes. The view keeps the tensor alive.
 
-    Not through ``.numpy()``: that makes the storage non-resizable for good.
+    It does not use ``.numpy()``, which makes the storage non-resizable permanently.
     """
     array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]
@@ -56,9 +61,10 @@ def view_of(tensor: torch.Tensor, nbytes: int) -> memoryview:
 
 
 def pack_small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
-    """The table of a message with this one tensor, followed by its bytes; and the size of the table.
+    """The size of the table of a message with this one tensor, and the table followed by the tensor's bytes.
 
-    For small, plain tensors; None if it is another one. What `pack_tensors` does, in one go: most messages have one.
+    None if the tensor is not small and plain. This is a faster `pack_tensors` for the most common case. Raises
+    UnsendableError if the storage of the tensor was freed or shrunk.
     """
     kind = type(tensor)
     code = headers.DTYPE_CODES.get(tensor.dtype)
@@ -70,14 +76,14 @@ def pack_small(tensor: torch.Tensor) -> tuple[int, bytes] | None:
     if not 0 < nbytes <= INLINE:
         return None
     storage = tensor.untyped_storage()
-    if storage.nbytes() != nbytes:  # otherwise it is the whole of its storage
+    if storage.nbytes() != nbytes:  # if they are equal, the tensor is all of its storage
         _check_storage(tensor, nbytes)
     table = headers.encode_single(code, _flags(tensor), tensor.shape, nbytes)
     return len(table), table + ctypes.string_at(tensor.data_ptr(), nbytes)
 
 
 def pack_staged(tensors: Sequence[torch.Tensor], staging: Staging) -> Packed:
-    """As `pack_tensors`, for tensors of which some are on GPUs, or go to some."""
+    """Like `pack_tensors`, for messages with tensors that are on GPUs or go to GPUs. Raises UnsendableError."""
     try:
         return (_pack_one(tensors[0], staging) if len(tensors) == 1 else None) or _pack(tensors, staging)
     except UnsendableError:
@@ -87,7 +93,7 @@ def pack_staged(tensors: Sequence[torch.Tensor], staging: Staging) -> Packed:
 
 
 def _pack_one(tensor: torch.Tensor, staging: Staging) -> Packed | None:
-    """As `_pack`, for one plain tensor on a GPU, which most messages have; else None."""
+    """Like `_pack`, but faster, for one plain tensor on a GPU, the most common case. None for any other tensor."""
     kind = type(tensor)
     code = headers.DTYPE_CODES.get(tensor.dtype)
     if (kind is not torch.Tensor and kind is not Parameter) or code is None or not tensor.is_cuda:
@@ -105,10 +111,10 @@ def _pack_one(tensor: torch.Tensor, staging: Staging) -> Packed | None:
 
 
 def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
-    """Describe tensors and list the memory to send.
+    """The table of these tensors, and the memory to send.
 
-    Small buffers are snapshots; large ones point into the tensors, which must not
-    change before they are written. Raises UnsendableError.
+    Small buffers are snapshots. Large ones point into the tensors, which must not
+    change before the buffers are written. Raises UnsendableError.
     """
     if not tensors:
         return Packed(b"", [], [], [], [])
@@ -121,7 +127,7 @@ def pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
 
 
 def _pack_plain(tensors: Sequence[torch.Tensor]) -> Packed | None:
-    """As `_pack`, if all are contiguous, on the CPU, and over memory that no other has; else None."""
+    """Like `_pack`, if all tensors are contiguous, on the CPU, and share no storage with each other; else None."""
     plain: list[headers.Plain] = []
     storages: set[int] = set()
     packed = Packed(b"", [], [], [], [])
@@ -161,7 +167,7 @@ def _flags(tensor: torch.Tensor) -> int:
 def _add_buffer(
     packed: Packed, memory: torch.Tensor, nbytes: int, staging: Staging | None = None, code: int = 0
 ) -> int:
-    """Add the first bytes of a tensor as a buffer; returns its index."""
+    """Add the first bytes of a tensor as a buffer, and return the index of the buffer."""
     _check_storage(memory, nbytes)
     if staging is not None:
         packed.sizes.append(nbytes)
@@ -182,7 +188,7 @@ def _add_buffer(
 
 
 def _check_storage(tensor: torch.Tensor, nbytes: int) -> None:
-    # A storage that was shrunk under its tensor, as FSDP does, would be read past its end.
+    # FSDP shrinks the storage under a tensor. Without this check, the copy would read past the end of such a storage.
     if tensor.storage_offset() * tensor.itemsize + nbytes > tensor.untyped_storage().nbytes():
         raise UnsendableError(
             f"the storage of a tensor of shape {tuple(tensor.shape)} was freed or shrunk: "
@@ -251,7 +257,7 @@ def _describe(tensor: torch.Tensor, entries: list[Header], items: list[_Item], s
         shape = tensor.shape
         entries.append(Header(layout, tensor.dtype, flags, device, shape, None, headers.NO_BUFFER, 0, 0))
         for component in _components(plain, layout):
-            # The receiver reads all of it to check it, so it takes no expanded ones.
+            # The receiver reads every element of a component to check it, so it accepts no expanded components.
             if component.numel() > spans.span(component.shape, component.stride()):
                 component = component.contiguous()
             _describe(component, entries, items, staging)
@@ -273,7 +279,7 @@ def _components(tensor: torch.Tensor, layout: int) -> tuple[torch.Tensor, ...]:
 
 
 def _add_alone(packed: Packed, entries: list[Header], item: _Item, staging: Staging | None = None) -> None:
-    """Add a tensor that shares its memory with no other of the message."""
+    """Add a tensor that shares its memory with no other tensor of the message."""
     place, tensor, nbytes = item
     header = entries[place]
     strides = header.strides
@@ -287,7 +293,7 @@ def _add_alone(packed: Packed, entries: list[Header], item: _Item, staging: Stag
 
 
 def _add_shared(packed: Packed, entries: list[Header], group: list[_Item], staging: Staging | None = None) -> None:
-    """Add tensors over one storage, so that those which alias here alias there."""
+    """Add tensors over one storage, so that tensors that alias here also alias at the receiver."""
     for region in spans.share([item.tensor for item in group]):
         if len(region.members) == 1:
             _add_alone(packed, entries, group[region.members[0][0]], staging)
@@ -299,7 +305,7 @@ def _add_shared(packed: Packed, entries: list[Header], group: list[_Item], stagi
 
 
 def claimed(tensors: Sequence[torch.Tensor]) -> int:
-    """How many bytes the shapes of these stand for beyond what is sent: see `headers.claim`."""
+    """The number of bytes that the shapes of these tensors represent beyond the bytes sent: see `headers.claim`."""
     total = 0
     for tensor in tensors:
         if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():

@@ -58,29 +58,32 @@ _unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 # Up to this many items, a loop is faster than looking at all their types first.
 SHORT = 8
 
-# What is its own tree, whatever its value.
+# Every value of these types is its own tree.
 ATOMS = frozenset({type(None), bool, float})
 
 
 class Names(Protocol):
-    """Who may be named, and how."""
+    """Which functions and classes may be named, and how."""
 
     def name_of(self, obj: Any) -> str: ...
     def find(self, name: str) -> Any: ...
 
 
 class Bounds:
-    """What one value may have, to or from a peer that may lie: ``max_bytes`` of memory that it stands for."""
+    """The limits of one value that goes to, or comes from, a peer that may lie.
+
+    The value may represent at most ``max_bytes`` of memory.
+    """
 
     __slots__ = ("max_bytes", "odd_keys")
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.odd_keys = 0  # of its sets and dicts, that are not text, so far
+        self.odd_keys = 0  # keys of its sets and dicts so far whose hash is not randomised: see `values`
 
 
 class Refusal(Exception):
-    """A value cannot travel. Collects the path to it on its way up; never leaves the codec."""
+    """A value cannot travel. The exception collects the path to it on its way up, and never leaves the codec."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -89,7 +92,7 @@ class Refusal(Exception):
         self.path: list[str] = []  # from that value outwards
 
     def step_out(self, value: Any, step: str) -> None:
-        """Note that the refusal is about `value`, or about a part of it, at `step` of the whole around it."""
+        """Note that the refusal is about `value` or a part of it. `step` leads to `value` from the value around it."""
         if self.kind is None:
             self.kind = type(value)
         self.path.append(step)
@@ -127,7 +130,7 @@ class Packing:
         bounds: Bounds | None,
     ) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.attached: list[Any] = []  # extensions may note here what they sent
+        self.attached: list[Any] = []  # the objects that extensions send with the message: see `attach`
         self.names = names
         self.bounds = bounds
         self.depth = depth  # how many levels may still be entered
@@ -135,13 +138,13 @@ class Packing:
         self._noted: set[Hashable] = set()
         self._subclasses: dict[int, tuple[Any, Any]] | None = None
         self.unrecorded: str | None = None
-        """The class of a tensor that requires grad and travels without its history, if there is one."""
+        """The class name of a tensor that requires grad but travels without its history; None if there is none."""
         self._lowerers = lowerers
         self._resolve = resolve
         self._lower_unknown = lower_unknown
 
     def add(self, tensor: torch.Tensor) -> int:
-        """The index of a tensor among those of the message; the same tensor gets the same index."""
+        """The index of a tensor among the tensors of the message. The same tensor always gets the same index."""
         index = self._indices.get(id(tensor))
         if index is None:
             if forward_ad._current_level >= 0 and _unpack_dual(tensor).tangent is not None:
@@ -159,16 +162,19 @@ class Packing:
         return None if found is None else found[1]
 
     def remember(self, value: Any, tree: Any = None) -> Any:
-        """Note an instance of a tensor subclass, with the tree of its other mentions; if there is none, its number."""
+        """Note an instance of a tensor subclass, with the tree for its other mentions, and return that tree.
+
+        Without ``tree``, the instance gets a number, which its other mentions refer to. Returns that number.
+        """
         if self._subclasses is None:
             self._subclasses = {}
         number = len(self._subclasses)
-        # The value as well: it may be a part that nobody else keeps.
+        # Keep the value too: nothing else may keep it alive, and its id must stay unique.
         self._subclasses[id(value)] = value, [SUBCLASS, number] if tree is None else tree
         return number if tree is None else tree
 
     def attach(self, key: Hashable, thing: Any) -> None:
-        """Note something that is sent with the message, once for each key."""
+        """Note an object that is sent with the message, once for each key."""
         if key not in self._noted:
             self._noted.add(key)
             self.attached.append(thing)
@@ -219,7 +225,7 @@ class Packing:
         return self._lower_unknown(value, self, reason)
 
     def enter(self) -> None:
-        """Go one level down. After an error the depth is of no use, nor is the packing."""
+        """Go one level down. After an error the depth is wrong, so the packing must not be used again."""
         if self.depth <= 0:
             raise Refusal("it is nested too deeply, or contains itself")
         self.depth -= 1
@@ -243,12 +249,12 @@ class Unpacking:
         self.names = names
         self.depth = depth
         self.bounds = bounds
-        self.announced = announced  # what extensions may find in the tree, if that is limited
+        self.announced = announced  # what extensions may find in the tree; None: no limit
         self._lifters = lifters
         self._subclasses: dict[int, Any] | None = None
 
     def keep(self, number: int, value: Any) -> Any:
-        """Note an instance of a tensor subclass for its other mentions; returns it."""
+        """Note an instance of a tensor subclass for its other mentions, and return it."""
         if self._subclasses is None:
             self._subclasses = {}
         self._subclasses[number] = value
@@ -267,7 +273,7 @@ class Unpacking:
         return self.tensors[index]
 
     def find(self, name: Any) -> Any:
-        """What a name stands for here. Raises MisuseError if there is no such thing."""
+        """The function or class of that name. Raises MisuseError if it does not exist here or may not be named."""
         if type(name) is not str:
             raise ProtocolError(f"{name!r} is not a name")
         return self.names.find(name)

@@ -2,12 +2,12 @@
 
 The codec turns a value into a *tree* (see `backhaul.wire.trees` for its tags) and a
 list of tensors, and back. Decoding runs no code that the peer chose: classes and
-functions are found by name, their instances built from declared fields only. What the
-codec does not know is pickled, unless pickles are not allowed.
+functions are found by name, and instances are built from declared fields only. The codec
+pickles a value of any other type, unless pickles are not allowed.
 
 Types are matched exactly, so a subclass is never flattened into its base: an IntEnum
-does not become an int. Tensors keep their identity within a message; other values that
-occur twice arrive as two.
+does not become an int. Tensors keep their identity within a message. Any other value that
+occurs twice arrives as two values.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ _STR = frozenset({str})
 _MAX_RESOLVED = 4096
 _MAX_PATH = 12
 _PARTS_OF_A_CALL = ("func", "args", "kwargs")
-# Keys of a message that have no random hash, and those of one set or dict that have the same one.
+# The most keys in one message whose hash is not randomised, and the most such keys in one set or dict that share a
+# hash: see `_check_keys`.
 _MAX_ODD_KEYS = 4096
 _MAX_COLLISIONS = 8
-# Types of whose values nobody can tell which have the same hash, or of which there are few.
+# A peer cannot choose many colliding keys of these types: text is hashed with a secret, and None and bool have few
+# values.
 _SPREAD = frozenset({type(None), bool, str, bytes})
 
 
 class Codec:
-    """Packs and unpacks values; one for each kind of peer. Thread-safe once types are registered.
+    """Packs and unpacks values; one codec for each kind of peer. Thread-safe once all types are registered.
 
-    ``names`` decides which functions and classes may be named, by default any that can
-    be imported. A ``bounded`` codec is for peers that may run no code here: no pickles, nothing that is
-    bound to an object, no maps, and nothing that takes much longer to build than to send. ``max_bytes`` is how much
-    memory a value of it may stand for, whatever it takes to send it.
+    ``names`` decides which functions and classes may be named. By default, that is everything that can be imported.
+
+    A ``bounded`` codec is for peers that may not run code here. It carries no pickles, no bound methods or partials, no
+    maps, and nothing that takes much longer to build than to send. ``max_bytes`` limits the memory that one of its
+    values may represent, however few bytes are sent for it.
     """
 
     def __init__(
@@ -78,9 +81,11 @@ class Codec:
         lower: Callable[[Any, Packing], Any],
         lift: Callable[[Any, Unpacking], Any],
     ) -> None:
-        """Let instances of `kind` and its subclasses travel as what `lower` returns, itself any value.
+        """Send instances of `kind` and its subclasses as the value that `lower` returns.
 
-        `lift` gets that value back and returns the instance. They are called inside pickles too.
+        `lower` may return any value that the codec can send. `lift` gets that value and returns the instance. The codec
+        calls both for instances inside pickles too. Raises MisuseError if the tag is taken. Not thread-safe: register
+        all types before the codec is used.
         """
         if tag in self._lifts:
             raise MisuseError(f"the tag {tag!r} is taken")
@@ -91,8 +96,8 @@ class Codec:
     def pack(self, value: Any, labels: Sequence[str] = ()) -> tuple[Any, Packing]:
         """The tree of a value, and the state that holds its tensors.
 
-        ``labels`` name the items of a value that is a tuple, for the path in an error: with
-        ``("args", "kwargs")`` it says ``args[1]['x']``. Raises UnsendableError.
+        If the value is a tuple, ``labels`` name its items in the path that an error shows: with
+        ``("args", "kwargs")`` the path is ``args[1]['x']``. Raises UnsendableError.
         """
         packing = self._packing()
         try:
@@ -103,7 +108,7 @@ class Codec:
             raise UnsendableError("a value is nested too deeply, or contains itself") from error
 
     def pack_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Packing]:
-        """What `pack` makes of these three as a tuple, in less time: it is what every call sends."""
+        """The same as `pack` of the tuple of these three, but faster, because every call sends such a tuple."""
         packing = self._packing()
         packing.depth -= 1
         try:
@@ -114,7 +119,7 @@ class Codec:
                 _lower_dict(kwargs, packing) if kwargs else {},
             ]
         except (Refusal, RecursionError):
-            return self.pack((function, args, kwargs), _PARTS_OF_A_CALL)  # which says where it is
+            return self.pack((function, args, kwargs), _PARTS_OF_A_CALL)  # raises an error that shows the path
         return tree, packing
 
     def unpack(
@@ -124,13 +129,14 @@ class Codec:
         names: Names | None = None,
         announced: Container[Any] | None = None,
     ) -> Any:
-        """The value of a tree as msgpack gave it.
+        """The value of a tree that msgpack has decoded.
 
-        ``names`` says what this peer may name, and ``announced`` what extensions may find in the tree.
-        Raises ProtocolError for a tree that no codec makes, and MisuseError if it names a
+        ``names`` decides what this peer may name. ``announced`` holds what extensions may find in the tree.
+        Raises ProtocolError for a tree that no codec makes, and MisuseError if the tree names a
         class or function that does not exist here.
         """
-        # What has no parts for the packer may still be an array or two of the tree.
+        # Two levels more than for packing: a value without parts, which the packer does not count, may still be one or
+        # two arrays in the tree.
         bounds = Bounds(self._max_bytes) if self._bounded else None
         unpacking = Unpacking(self._lifters, tensors, names or self._names, self._max_depth + 2, bounds, announced)
         try:
@@ -145,7 +151,7 @@ class Codec:
         return Packing(self._lowerers, self._resolve, self._lower_unknown, self._names, self._max_depth, bounds)
 
     def _resolve(self, kind: type) -> Lower:
-        """How to lower a type that was not seen before."""
+        """How to lower a type that this codec has not met before."""
         lowerer = self._extension(kind) or scalars.numpy_lowerer(kind) or objects.lowerer(kind)
         if lowerer is None:
             lowerer = subclasses.lowerer(kind)
@@ -177,7 +183,7 @@ class Codec:
     def _lower_unknown(self, value: Any, packing: Packing, reason: str = "") -> Any:
         if not self._allow_pickle:
             raise Refusal(reason or "the safe codec does not carry this type: send its parts, or make it a dataclass")
-        from backhaul.wire import pickles  # a peer whose pickles are refused never gets it loaded
+        from backhaul.wire import pickles  # imported late: a codec that refuses pickles never loads the module
 
         try:
             data, parts = pickles.dump(value, lambda obj: obj is not value and self._is_outside_pickles(obj))
@@ -236,7 +242,7 @@ def _is_utf8(text: str) -> bool:
 
 def _lower_items(tag: int, value: Any, packing: Packing) -> list[Any]:
     if len(value) > trees.SHORT:
-        # Long runs of plain values are looked at by C loops alone.
+        # Long runs of plain values are checked by C loops alone.
         kinds = set(map(type, value))
         if (
             trees.ATOMS.issuperset(kinds)
@@ -258,12 +264,12 @@ def _lower_tuple(value: tuple[Any, ...], packing: Packing) -> Any:
 
 
 def _count_keys(keys: Iterable[Any], bounds: Bounds) -> None:
-    """Refuse what `_check_keys` of the receiver would refuse."""
+    """Refuse too many keys here, because `_check_keys` at the receiver would refuse them."""
     bounds.odd_keys += sum(type(key) not in _SPREAD for key in keys)
     if bounds.odd_keys > _MAX_ODD_KEYS:
         raise Refusal(
-            f"it goes to a worker of a federation, which takes {_MAX_ODD_KEYS} keys of sets and dicts in one message "
-            "that are not text: send lists or tensors"
+            f"it goes to a worker of a federation, which accepts at most {_MAX_ODD_KEYS} keys of sets and dicts in one "
+            "message that are not text: send lists or tensors"
         )
 
 
@@ -337,11 +343,11 @@ def _lift_bound(tree: list[Any], unpacking: Unpacking) -> Any:
 
 
 def _check_keys(keys: Sequence[Any], unpacking: Unpacking) -> None:
-    """Refuse keys that a peer has chosen so that they collide, before they are compared with each other.
+    """Refuse keys that a peer may have chosen to collide, before Python compares them with each other.
 
-    The hash of text is a secret of this process; that of numbers, and of what is made of them, is not. Keys of one hash
-    are compared one by one. Keys of different hashes can be chosen so that they look in the same places of a table,
-    so their number is limited, too.
+    Python hashes text with a secret of this process, but hashes numbers, and tuples of numbers, without one. So a peer
+    can choose many keys with the same hash, and Python compares such keys one by one. A peer can also choose keys with
+    different hashes that probe the same slots of a hash table, so the total number of such keys is limited, too.
     """
     bounds = unpacking.bounds
     if bounds is None:
@@ -349,12 +355,12 @@ def _check_keys(keys: Sequence[Any], unpacking: Unpacking) -> None:
     odd = [key for key in keys if type(key) not in _SPREAD]
     bounds.odd_keys += len(odd)
     if bounds.odd_keys > _MAX_ODD_KEYS:
-        raise ProtocolError(f"more than {_MAX_ODD_KEYS} keys of sets and dicts that are not text")
+        raise ProtocolError(f"a message has more than {_MAX_ODD_KEYS} keys of sets and dicts that are not text")
     if len(odd) <= _MAX_COLLISIONS:
         return
     hashes = sorted(map(hash, odd))
     if any(one == other for one, other in zip(hashes, hashes[_MAX_COLLISIONS:], strict=False)):
-        raise ProtocolError(f"a set or dict with more than {_MAX_COLLISIONS} keys of one hash")
+        raise ProtocolError(f"a set or dict has more than {_MAX_COLLISIONS} keys with the same hash")
 
 
 def _distinct(items: list[Any], unpacking: Unpacking) -> Any:
