@@ -234,6 +234,7 @@ class Worker:
                 self._finish(deadline)
             elif graceful:
                 lost = self._agent.farewell.run(WORK, deadline)
+                self.references.expect_none()
                 self.release()
                 lost = sorted({*lost, *self._agent.farewell.run(LAST, deadline)})
                 leaks = [] if lost else self.references.leaks()

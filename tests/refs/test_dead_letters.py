@@ -1,4 +1,4 @@
-"""Notices for a worker that is dead are thrown away: nothing waits for an answer to them."""
+"""What becomes of notices for a worker that is gone, and of the references that it held."""
 
 from __future__ import annotations
 
@@ -19,3 +19,16 @@ def test_notices_for_a_dead_worker_are_thrown_away() -> None:
         holdings._bury(2)
         assert len(box) == 0, "its successor would get them"
         assert holdings.idle(), "a shutdown would wait for them"
+
+
+def test_a_worker_that_leaves_first_does_not_hide_its_leak() -> None:
+    """At the end of a group, the fastest worker may be gone before the owner looks at what others hold."""
+    with InProcessCluster(2) as workers:
+        reference = workers[1].remote("worker0", int)
+        assert reference.to_here() == 0
+        holdings = workers[0].references._holdings
+        (leak,) = holdings.leaks()
+        holdings.expect_none()
+        holdings._bury(1)
+        assert holdings.leaks() == [leak]
+        assert leak.endswith("held by worker1")

@@ -96,6 +96,7 @@ class Holdings:
         self._names = Names()
         self._ended: weakref.WeakSet[Any] = weakref.WeakSet()  # connections; their requests may still be running
         self._closed = False
+        self._left: list[str] | None = None  # what workers held that have left since `expect_none`
         self._dropped: deque[RefId] = deque()  # filled by finalizers, without the lock
         self._sweep_timer: threading.Timer | None = None
         agent.register(Notices, self._on_notices)
@@ -505,6 +506,8 @@ class Holdings:
         with self._lock:
             if self._closed:
                 return
+            if self._left is not None:
+                self._left += self._leaks(rank)
             self._counting.joined(*self._agent.membership.ranks())
             self._post.drop(rank)
             actions: list[Action] = []
@@ -553,14 +556,23 @@ class Holdings:
             after = self._apply([action for ref in list(self._counting.used) for action in self._counting.abandon(ref)])
         self._act(after)
 
+    def expect_none(self) -> None:
+        """All workers give up their references now: `leaks` also has what a worker holds that leaves before it."""
+        with self._lock:
+            self._left = []
+
     def leaks(self) -> list[str]:
         """Values of ours for which other workers are listed, as text. Call it when no worker should be listed."""
         with self._lock:
-            return [
-                f"{ref} held by {', '.join(self.info(rank).name for rank in sorted(holders))}"
-                for ref in self._counting.owned
-                if (holders := self._counting.holders(ref))
-            ]
+            return [*(self._left or ()), *self._leaks()]
+
+    def _leaks(self, only: int | None = None) -> list[str]:
+        """Values of ours that others hold, or only that worker. Holds ``_lock``."""
+        return [
+            f"{ref} held by {', '.join(self.info(rank).name for rank in sorted(holders))}"
+            for ref in self._counting.owned
+            if (holders := {rank for rank in self._counting.holders(ref) if only in (None, rank)})
+        ]
 
     def close(self) -> None:
         with self._lock:

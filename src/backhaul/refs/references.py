@@ -327,6 +327,10 @@ class References:
         """Give up all references to values of others, even if there are copies here, because the group ends."""
         self._holdings.release_all()
 
+    def expect_none(self) -> None:
+        """All workers give up their references now: `leaks` also has what a worker holds that leaves before it."""
+        self._holdings.expect_none()
+
     def leaks(self) -> list[str]:
         """Values of ours for which other workers are listed, as text. Call it when no worker should be listed."""
         return self._holdings.leaks()
