@@ -27,7 +27,7 @@ class Made(NamedTuple):
 
 
 def made(count: int = 1, charges: Charges | None = None) -> Made:
-    """A pass of a context in which so many tensors were sent to the peer, one by one."""
+    """A pass of a context in which ``count`` tensors were sent to the peer, one by one."""
     contexts = Contexts(ME)
     record = contexts.new()
     sources = [contexts.new_id() for _ in range(count)]

@@ -199,7 +199,7 @@ CALLS = (
     ),
     Mutant(
         "agent/serving.py",
-        "nested calls block each other for ever in a small pool",
+        "nested calls block each other endlessly in a small pool",
         "        if self._stalled < _STALLED_TICKS:\n"
         "            return False\n"
         "        self._stalled = 0\n"
@@ -305,7 +305,7 @@ CALLS = (
     ),
     Mutant(
         "refs/correspondence.py",
-        "a batch of notices counts as under way for ever",
+        "a batch of notices counts as under way endlessly",
         "                box.answered(number)",
         "                pass",
         ("tests/refs/test_rref.py",),
