@@ -256,7 +256,7 @@ def check_failure(spoiled: Spoiled, done: subprocess.CompletedProcess[str]) -> N
 
 
 def test_reinforcement_learning_says_that_it_needs_gymnasium() -> None:
-    """Whether or not the module is installed: a module that is None in sys.modules cannot be imported."""
+    """Works even if the module is installed: Python refuses to import a module that is None in sys.modules."""
     script = str(EXAMPLES / "reinforcement_learning.py")
     program = (
         f"import runpy, sys; sys.modules['gymnasium'] = None; sys.argv = [{script!r}, '--gym']; "

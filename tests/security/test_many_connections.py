@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from liars import SECONDS, Liar, federation
 
+from awaiting import await_events
 from backhaul.agent.serving import _MAX_CONNECTIONS
 from backhaul.testing import InProcessCluster
 from backhaul.wire.messages import Ping
@@ -28,10 +27,7 @@ def test_the_oldest_connections_of_a_peer_go_and_those_of_others_stay() -> None:
         for number in range(_MAX_CONNECTIONS + 3):
             mine.append(Liar(workers, 2, as_itself=True))
             assert answers(mine[-1], number), "the newest one works"
-        deadline = time.monotonic() + SECONDS
-        while served(workers, 2) > _MAX_CONNECTIONS:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        assert await_events(workers[0], lambda: served(workers, 2) <= _MAX_CONNECTIONS, SECONDS)
         assert served(workers, 2) == _MAX_CONNECTIONS
         assert served(workers, 1) == 1
         assert answers(other, 2)
