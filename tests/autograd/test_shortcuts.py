@@ -86,6 +86,18 @@ def test_workers_that_do_not_know_each_other_are_connected_for_the_next_pass(tri
     assert seen == ["worker1"]
 
 
+def test_a_second_pass_over_a_retained_graph_takes_the_same_shortcuts(trio: InProcessCluster) -> None:
+    connect(trio, 1, 2)
+    x = leaf(3, 4)
+    hops = [("worker1", "a"), ("worker2", "b"), ("worker1", "c")]
+    with trio[0].as_current(), dist_autograd.context() as context:
+        loss = along(hops, x)
+        for _ in range(2):
+            with gradients_to(trio, 0) as seen:
+                dist_autograd.backward(context, [loss], retain_graph=True)
+            assert seen == ["worker1"]
+
+
 def test_a_tensor_that_is_used_again_goes_through_the_starter(trio: InProcessCluster) -> None:
     x = leaf(3, 4)
 

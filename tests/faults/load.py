@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -118,6 +119,37 @@ def time_call(to: str, seconds: float) -> float:
     start = time.monotonic()
     rpc.rpc_sync(to, who, timeout=seconds)
     return time.monotonic() - start
+
+
+def serve_echoes(address: str) -> int:
+    """Serve a bare TCP connection that sends each byte back. Returns its port."""
+    listener = socket.create_server((address, 0))
+
+    def serve() -> None:
+        with listener:
+            sock, _ = listener.accept()
+        with sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while data := sock.recv(1):
+                sock.sendall(data)
+
+    threading.Thread(target=serve, daemon=True).start()
+    port: int = listener.getsockname()[1]
+    return port
+
+
+def time_echoes(address: str, port: int, seconds: float) -> list[float]:
+    """The seconds that each echo of a byte takes, one after the other, over bare TCP with the system's settings."""
+    took: list[float] = []
+    with socket.create_connection((address, port), 60.0) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            begun = time.monotonic()
+            sock.sendall(b"x")
+            assert sock.recv(1) == b"x"
+            took.append(time.monotonic() - begun)
+    return took
 
 
 def call_until_good(to: str, seconds: float) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -82,20 +84,60 @@ class Unsociable(MemoryTransport):
         raise ChannelClosed("not now")
 
 
-def test_a_stale_reference_of_a_worker_that_has_not_heard_of_the_restart() -> None:
-    """The first use makes the connection that reveals the new process: the request must not go there."""
-    with InProcessCluster(2) as pair:
-        with pair[0].as_current():
-            stale = rpc.remote("worker1", torch.ones, args=(2,))
-            stale.to_here()
+@contextmanager
+def unnoticed_restart() -> Iterator[rpc.RRef[torch.Tensor]]:
+    """A reference of worker 0 to a value that went with worker 1. Worker 0 has not heard of worker 1's new process."""
+    with InProcessCluster(2) as pair, pair[0].as_current():
+        stale = rpc.remote("worker1", torch.ones, args=(2,))
+        stale.to_here()
         pair[1].shutdown(graceful=False)
         eventually(pair[0], lambda: not pair[0].agent.is_connected(1))
         again = Worker("worker1", 1, 2, store=pair._store, transport=Unsociable(pair.network))
         try:
-            with pair[0].as_current(), pytest.raises(WorkerLostError, match="is gone: "):
-                stale.to_here()
+            yield stale
         finally:
             again.shutdown(graceful=False)
+
+
+def test_a_stale_reference_of_a_worker_that_has_not_heard_of_the_restart() -> None:
+    """The first use makes the connection that reveals the new process: the request must not go there."""
+    with unnoticed_restart() as stale, pytest.raises(WorkerLostError, match="is gone: "):
+        stale.to_here()
+
+
+def test_a_new_reference_of_a_worker_that_has_not_heard_of_the_restart() -> None:
+    """The reference belongs to the new process, although the request reveals it."""
+    with unnoticed_restart():
+        assert rpc.remote("worker1", torch.ones, args=(2,)).to_here().tolist() == [1.0, 1.0]
+
+
+def test_a_successor_waits_until_its_predecessor_has_been_given_up(three: InProcessCluster) -> None:
+    """The layers above are still being told of the death when the new process greets: it must not be taken for dead."""
+    fates = three[0].agent.fates
+    begun, go_on = threading.Event(), threading.Event()
+
+    def linger(peer: rpc.WorkerInfo, reason: str) -> None:
+        begun.set()
+        assert go_on.wait(AT_ONCE)
+
+    three[0].rpc_sync("worker2", number)
+    fates.on_over.insert(0, linger)
+    three[2].shutdown(graceful=False)
+    assert begun.wait(AT_ONCE)
+
+    def make() -> rpc.RRef[torch.Tensor]:
+        with three[0].as_current():
+            return rpc.remote("worker2", torch.ones, args=(2,))
+
+    with ThreadPoolExecutor(1) as threads:
+        three.restart(2)
+        making = threads.submit(make)
+        wait([making], 0.2)  # long enough to make a reference too early
+        go_on.set()
+        made = making.result(AT_ONCE)
+    eventually(three[0], lambda: not fates.busy)
+    with three[0].as_current():
+        assert made.to_here().tolist() == [1.0, 1.0]
 
 
 def keep(value: Any) -> None:

@@ -415,6 +415,10 @@ class Agent:
         link = self._links.get(rank)
         return link is not None and link.open is not None
 
+    def reach(self, to: To, seconds: float) -> WorkerInfo:
+        """Open the line for requests to a worker, if there is none. Returns the worker that answered."""
+        return self._route(to, time.monotonic() + seconds).peer
+
     def connected(self, rank: int) -> WorkerInfo | None:
         """The worker of this rank if messages to it can leave without a new connection, else None."""
         link = self._links.get(rank)

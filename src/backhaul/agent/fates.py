@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _PATIENT_AFTER = 5
 _PATIENT_FACTOR = 2.5
 _REMIND_SECONDS = 10.0
+_GIVE_UP_SECONDS = 30.0
 _SILENT = "it does not answer"
 
 
@@ -71,6 +72,7 @@ class Fates:
         # Guarded by _changed:
         self._examining: set[WorkerInfo] = set()
         self._again: set[WorkerInfo] = set()  # examine once more: something happened meanwhile
+        self._ending: dict[WorkerInfo, threading.Thread] = {}  # the thread that tells the layers above of an end
         self._due: dict[WorkerInfo, float] = {}
         self._timer: threading.Thread | None = None
 
@@ -102,8 +104,8 @@ class Fates:
         incarnation = member.incarnation
         with self._changed:
             continues = link.fate.continues(incarnation)
-        if not continues:
-            self.end(link.peer, f"{member} has taken its place")
+        if not continues and not self.end(link.peer, f"{member} has taken its place"):
+            self._await_end(link.peer)
         with self._changed:
             if link.fate.over or not link.fate.continues(incarnation):
                 link.renew(incarnation)
@@ -127,16 +129,32 @@ class Fates:
             if not fate.end(reason, certain=certain):
                 return False
             self._due.pop(peer, None)
+            self._ending[peer] = threading.current_thread()
             self._changed.notify_all()
         link_logger(peer.name).debug("= it is over: %s", reason)
         if not certain:
             _log.warning("worker %r counts as dead: %s; what it held is freed (option lost_after)", peer.name, reason)
-        self._agent.cut_off(peer.id)
-        for callback in list(self.on_over):
-            callback(peer, reason)
+        try:
+            self._agent.cut_off(peer.id)
+            for callback in list(self.on_over):
+                callback(peer, reason)
+        finally:
+            with self._changed:
+                del self._ending[peer]
+                self._changed.notify_all()
         if self._agent.observers:
             self._agent.observers.emit(Over(peer=peer.name, reason=reason, certain=certain))
         return True
+
+    def _await_end(self, peer: WorkerInfo) -> None:
+        """Wait until the layers above have been told of an end that another thread has noticed."""
+
+        def told() -> bool:
+            return self._ending.get(peer) in (None, threading.current_thread()) or self._agent.closed.is_set()
+
+        with self._changed:
+            if not self._changed.wait_for(told, _GIVE_UP_SECONDS):
+                _log.warning("giving up what worker %r held takes more than %g s", peer.name, _GIVE_UP_SECONDS)
 
     def end_later(self, peer: WorkerInfo, reason: str, incarnation: str) -> None:
         """`end`, on another thread. Returns at once."""
@@ -147,6 +165,12 @@ class Fates:
         self._agent.pool.run(end)
 
     # What is known.
+
+    @property
+    def busy(self) -> bool:
+        """Whether a peer is being examined, or the layers above are being told of an end. For tests."""
+        with self._changed:
+            return bool(self._examining or self._ending)
 
     def refusal(self, link: Link) -> WorkerLostError | None:
         """The error for calls to a suspected peer, to which no connection is tried; None if it is not suspected."""

@@ -135,11 +135,20 @@ class References:
     ) -> RRef[Any]:
         """A reference to the value of a function that ``to`` runs. Error messages call the function ``what``."""
         owner = self._agent.membership.find(to).info
+        unreachable: WorkerLostError | RpcTimeoutError | None = None
+        if not self._agent.is_connected(owner.id):
+            # The reference belongs to the process that gets the request. This may replace the process that is known.
+            try:
+                owner = self._agent.reach(to, self._seconds(timeout))
+            except (WorkerLostError, RpcTimeoutError) as error:
+                unreachable = error
         ref = self._holdings.new_ref(owner)
         packed = self._agent.pack(function, tuple(args), dict(kwargs))
         self._holdings.creating(ref)
         rref: RRef[Any] = RRef._made(self, ref)
         try:
+            if unreachable is not None:
+                raise unreachable
             answer = self._agent.create(owner, ref, packed, what or name_for_people(function), self._seconds(timeout))
         except (WorkerLostError, RpcTimeoutError) as error:
             self._holdings.created(ref, error)
