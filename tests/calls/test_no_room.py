@@ -124,6 +124,15 @@ def outcome(to: str, function: Any, *args: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+def outcome_without_descriptors(to: str) -> Any:
+    """The outcome of a call that needs a new connection. In one go: otherwise a descriptor could become free before."""
+    use_up_descriptors()
+    try:
+        return outcome(to, identity, 1)
+    finally:
+        give_descriptors_back()
+
+
 # The tests.
 
 
@@ -158,11 +167,7 @@ def test_a_tensor_without_room_at_the_caller(pair: Crew) -> None:
 def test_no_descriptors() -> None:
     """A worker that cannot open a connection says why. It can when descriptors are free again."""
     with Crew(2, transport="unix", segment_pool_bytes=0) as crew:
-        crew[0].run(use_up_descriptors)
-        try:
-            text = crew[0].run(outcome, "worker1", identity, 1)
-        finally:
-            crew[0].run(give_descriptors_back)
+        text = crew[0].run(outcome_without_descriptors, "worker1")
         assert re.search(r"no connection to worker 'worker1': this process has used up its \d+ descriptors", text)
         assert crew[0].run(outcome, "worker1", identity, 1) == 1
         # A connected worker needs no new descriptor.

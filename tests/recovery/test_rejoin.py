@@ -67,6 +67,8 @@ def test_a_stale_reference_says_which_process_had_the_value_and_which_is_there_n
         assert stale.to_here().tolist() == [1.0, 1.0]
         old = three[2].agent.membership.incarnation
         new = three.restart(2).agent.membership.incarnation
+        for worker in three[:2]:  # the new process greets all, but gives up on those that take seconds to answer
+            assert worker.rpc_sync("worker2", number) == 7
         for use in (stale.to_here, stale.rpc_sync().sum, lambda: rpc.rpc_sync("worker1", number, args=(stale,))):
             with pytest.raises(WorkerLostError) as refusal:
                 use()
