@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 # Imported eagerly, unlike the rest: a later import of the submodule would replace the function of the same name.
@@ -58,7 +60,22 @@ _CLASSES = {"RpcOptions": "backhaul.options", "TLS": "backhaul.security.tls", "W
 def __getattr__(name: str) -> Any:
     """Import the rest at first use: most of it needs torch, and the launcher does not."""
     if name in _CLASSES:
-        return getattr(importlib.import_module(_CLASSES[name]), name)
+        return getattr(_import(_CLASSES[name]), name)
     if name in __all__ or name in _EXTRAS:
-        return importlib.import_module(f"backhaul.{name}")
+        return _import(f"backhaul.{name}")
     raise AttributeError(f"module 'backhaul' has no attribute {name!r}")
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module without garbage collections.
+
+    Imports leave no garbage, but make enough objects to start a full collection. Behind torch, which has a million
+    objects, that takes as long as all imports of this package together.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
