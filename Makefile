@@ -121,13 +121,15 @@ clean: ## remove the files of tools; .venv stays
 	rm -rf build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# constraints.txt pins torch. Without it pip would choose a build of several gigabytes.
+# constraints.txt pins torch. Without it pip would choose a build of several gigabytes. Pip does not compile what it
+# installs: most of it is never imported. The import compiles the rest, once, before many processes would.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "backhaul needs Python 3.10 or later; try: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "setting up $(VENV); the first time takes a while"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@$(BIN)/python -c "import pytest, torch, torch.distributed.optim, torch.testing"
 	@touch $@
 
 $(OTHER)/.stamp: pyproject.toml constraints.txt third_party/requirements.txt
