@@ -45,7 +45,7 @@ PURE_TESTS = (
     ),
     *("tests/test_errors.py", "tests/test_options.py"),
     *(f"tests/agent/test_{name}.py" for name in ("pending", "role", "link_state")),
-    *(f"tests/refs/test_{name}.py" for name in ("counting", "mailbox")),
+    *(f"tests/refs/test_{name}.py" for name in ("counting", "lives", "mailbox")),
     *(f"tests/autograd/test_{name}.py" for name in ("graph", "schedule", "completion", "node_hooks", "local_pass")),
 )
 # Processes of pytest for the others. Their tests wait most of the time.

@@ -254,6 +254,8 @@ class Program:
         parameter = rpc.remote(f"worker{rank}", parameter_of, args=(stage,))
         parameter.to_here()
         self._parts[rank] = key, (stage, parameter)
+        if rank not in self._group.workers:  # it died when its last reply was under way
+            self._deaths.add(key)
 
     def _step(self, step: int) -> None:
         """Repeat a step until it is right."""

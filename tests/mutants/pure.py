@@ -16,7 +16,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "environments/nodelists.py": ("tests/environments/test_nodelists.py",),
     "profiler/clocks.py": ("tests/profiler/test_clocks.py",),
     "profiler/shares.py": ("tests/profiler/test_shares.py",),
-    "refs/counting.py": ("tests/refs/test_counting.py",),
+    "refs/counting.py": ("tests/refs/test_counting.py", "tests/refs/test_lives.py"),
     "refs/mailbox.py": ("tests/refs/test_mailbox.py",),
     "trust/rights.py": ("tests/refs/test_counting.py",),
     "trust/exposure.py": ("tests/security/test_exposure.py",),

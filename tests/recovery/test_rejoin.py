@@ -113,6 +113,32 @@ def test_a_new_reference_of_a_worker_that_has_not_heard_of_the_restart() -> None
         assert rpc.remote("worker1", torch.ones, args=(2,)).to_here().tolist() == [1.0, 1.0]
 
 
+def test_a_reference_from_a_worker_that_has_heard_of_the_restart_to_one_that_has_not() -> None:
+    """The reference to a value of the new process reveals that process. Only values of the old process are gone."""
+    with InProcessCluster(3) as workers:
+        with workers[0].as_current():
+            stale = rpc.remote("worker2", torch.ones, args=(2,))
+            stale.to_here()
+        workers[2].shutdown(graceful=False)
+        eventually(workers[0], lambda: not workers[0].agent.is_connected(2))
+        again = Worker("worker2", 2, 3, store=workers._store, transport=Unsociable(workers.network))
+        try:
+            with workers[1].as_current():
+                value = rpc.remote("worker2", torch.zeros, args=(2,))
+                for _ in range(2):  # the first use makes the connection
+                    assert rpc.rpc_sync("worker0", torch.Tensor.tolist, args=(value.to_here(),)) == [0.0, 0.0]
+                    assert rpc.rpc_sync("worker0", fetch, args=(value,)) == [0.0, 0.0]
+            with workers[0].as_current(), pytest.raises(WorkerLostError, match="is gone: "):
+                stale.to_here()
+        finally:
+            again.shutdown(graceful=False)
+
+
+def fetch(value: rpc.RRef[torch.Tensor]) -> list[float]:
+    found: list[float] = value.to_here().tolist()
+    return found
+
+
 def test_a_successor_waits_until_its_predecessor_has_been_given_up(three: InProcessCluster) -> None:
     """The layers above are still being told of the death when the new process greets: it must not be taken for dead."""
     fates = three[0].agent.fates

@@ -1,55 +1,20 @@
 """Counting, one transition at a time: what each worker is told, and what it answers, literally.
 
-A script is a table of ``worker, call, answer``. Workers are O (the owner, mostly), U (who made the value), V, W.
-Messages are carried by hand, so that a script reads like a drawing of the race it is about.
+See `counting_scripts` for how to read the scripts.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+from counting_scripts import FROM_O, FROM_U, FROM_V, LINK, OTHER, O, Step, U, V, W, X, Y, do, hears, play
 
 from backhaul.ids import RefId, ShareId
-from backhaul.refs.counting import Action, Confirm, Counting, Free, Send, Void
+from backhaul.refs.counting import Confirm, Counting, Free, Send, Void
 from backhaul.refs.numbers import Numbers
 from backhaul.trust.rights import GivenRights
 from backhaul.wire.messages import Recall, Register, Registered, Release, Sweep, Swept, Unpin
-
-O, U, V, W = range(4)  # noqa: E741
-X = RefId(O, U, 1)  # a value of O's that U made
-Y = RefId(O, O, 1)  # one that O made
-FROM_O, FROM_U, FROM_V = (ShareId(rank, 1) for rank in (O, U, V))
-LINK, OTHER = "a connection", "another one"
-
-Step = tuple[int, Callable[[Counting], Any], Any]
-
-
-class Do:
-    """``Do.share(X, V)`` is a call of that method, to be made later."""
-
-    def __getattr__(self, name: str) -> Callable[..., Callable[[Counting], Any]]:
-        return lambda *args, **kwargs: lambda counting: getattr(counting, name)(*args, **kwargs)
-
-
-do: Any = Do()
-
-
-def hears(peer: int, notice: Any) -> Callable[[Counting], list[Action]]:
-    return lambda counting: counting.handle(peer, notice)
-
-
-def play(*scripts: list[Step]) -> dict[int, Counting]:
-    """The workers after these scripts."""
-    workers = {rank: Counting(rank) for rank in (O, U, V, W)}
-    for counting in workers.values():
-        for rank in workers:
-            counting.joined(rank)
-    for number, (rank, call, answer) in enumerate(step for script in scripts for step in script):
-        assert call(workers[rank]) == answer, f"step {number}, worker {'OUVW'[rank]}"
-    return workers
 
 
 def assert_nothing_left(workers: dict[int, Counting], *ranks: int) -> None:

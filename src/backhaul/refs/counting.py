@@ -41,8 +41,12 @@ workers may wait for the value.
 The creator may share the reference at once. So a `Register`, or the reference itself, can reach the owner before the
 creation does. The owner then makes the entry and lists the creator. Later the value follows, or the creator's
 `Release`. Once either has come, the creation is *settled*. The owner remembers the settled creations. For a reference
-without an entry, they tell it whether the value is still to come or has been freed. A reference also names the process
-of its owner (``life``): a value of an earlier process will not come.
+without an entry, they tell it whether the value is still to come or has been freed.
+
+**Lives.** A worker that died may be replaced: another process has its rank. So a reference also names the process of
+its owner (``life``). A value of an earlier process will not come, and a death takes the values of one process only. A
+reference to a value of the new process may come while we have not met that process, or still take the old one for
+alive. Then it registers once we have met the new process (`Seek`, `revived`).
 
 **Deaths.** Dead workers are struck off the lists. A dead worker may have passed a reference on. Then this worker first
 asks the living workers whether such a reference is under way: see `sweeps`.
@@ -98,7 +102,17 @@ class Confirm(NamedTuple):
     exists: bool
 
 
-Action = Send | Free | Void | Confirm
+class Seek(NamedTuple):
+    """Look for the process with this life, which has replaced a dead worker: we have a reference to a value of it.
+
+    Call `revived` when it is found, and `died` with its life if it is dead, too.
+    """
+
+    worker: int
+    life: int
+
+
+Action = Send | Free | Void | Confirm | Seek
 
 
 class _Owned:
@@ -176,6 +190,7 @@ class Counting:
         self._settled: dict[int, Numbers] = {}  # creator -> its creations here that have come, or never will
         self._sweeps = Sweeps(me)
         self._dead = self._sweeps.dead
+        self._lives: dict[int, int] = {}  # dead worker -> the life of the process that died; 0 if that is not known
 
     @property
     def owned(self) -> Iterable[RefId]:
@@ -359,9 +374,11 @@ class Counting:
             used.to_unpin[share] = None
             self._to_unpin[share] = ref
             self._unconfirmed[share.sharer] += 1
-        if ref.owner in self._dead:
+        if ref.owner not in self._dead:
+            return self._tell(ref.owner, Register(ref)) if is_new else []
+        if _is_of(ref, self._lives[ref.owner]):
             return self._confirm(ref, exists=False)
-        return self._tell(ref.owner, Register(ref)) if is_new else []
+        return [Seek(ref.owner, ref.life)] if is_new else []
 
     def handle(self, peer: int, notice: Notice) -> list[Action]:
         """A notice has come from ``peer``."""
@@ -455,35 +472,50 @@ class Counting:
         """
         self._sweeps.joined(workers)
 
-    def died(self, worker: int) -> list[Action]:
+    def died(self, worker: int, life: int = 0) -> list[Action]:
         """A worker is dead, and everything that it sent to us has been read.
 
-        That is, `receive` and `own_for` have been called for all of it.
+        That is, `receive` and `own_for` have been called for all of it. ``life`` is that of the process, if known. If
+        the worker was dead already, this is a process that we have looked for (`Seek`).
         """
-        if worker in self._dead or worker == self.me:
+        if worker == self.me:
             return []
+        if worker in self._dead:
+            return self._lose_values(worker, life) if life else []
         self._sweeps.died(worker)
+        self._lives[worker] = life
         actions: list[Action] = []
         for ref in [ref for ref, entry in self._owned.items() if ref.creator == worker and entry.expected]:
             actions += self._void(ref)
-        # The values that it owned are lost.
-        for ref, used in [(ref, used) for ref, used in self._used.items() if ref.owner == worker]:
-            actions += [Confirm(ref, False)] if used.confirmed else self._confirm(ref, exists=False)
+        actions += self._lose_values(worker, life)
+        others = {ref.life: None for ref in self._used if ref.owner == worker and not _is_of(ref, life)}
+        actions += [Seek(worker, other) for other in others]
         if self._direct:
             actions += self._strike_off_the_dead()
         elif self._sweeps.going_on or self._concerned(worker):
             actions += self._start_sweep()
         return actions + self._answer_sweeps()
 
+    def _lose_values(self, worker: int, life: int) -> list[Action]:
+        """The values that a process owned are lost."""
+        actions: list[Action] = []
+        for ref, used in [(ref, used) for ref, used in self._used.items() if ref.owner == worker and _is_of(ref, life)]:
+            actions += [Confirm(ref, False)] if used.confirmed else self._confirm(ref, exists=False)
+        return actions
+
     def revived(self, worker: int) -> list[Action]:
         """A worker that we took for dead is back, or another process has taken its place.
 
-        The references that it held are dropped. Those that it is given from now on count.
+        The references that it held are dropped. Those that it is given from now on count. Those that we were given to
+        its values register now.
         """
         if worker not in self._dead:
             return []
         actions = self.give_up_sweep()  # the sweep was about references that the worker held before
         self._sweeps.revived(worker)
+        del self._lives[worker]
+        for ref in [ref for ref in self._registering() if ref.owner == worker]:
+            actions += self._tell(worker, Register(ref))
         return actions
 
     def is_dead(self, worker: int) -> bool:
@@ -581,3 +613,8 @@ class Counting:
         if to == self.me:
             return self.handle(self.me, notice)
         return [] if to in self._dead else [Send(to, notice)]
+
+
+def _is_of(ref: RefId, life: int) -> bool:
+    """Whether a value belongs to the process with this life. 0 stands for any."""
+    return 0 in (ref.life, life) or ref.life == life

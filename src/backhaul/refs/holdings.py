@@ -41,8 +41,9 @@ from backhaul.errors import (
 from backhaul.ids import RefId, WorkerInfo, life_of
 from backhaul.refs.cell import Cell
 from backhaul.refs.correspondence import Correspondence
-from backhaul.refs.counting import Action, Counting, Free, Send, Void
+from backhaul.refs.counting import Action, Counting, Free, Seek, Send, Void
 from backhaul.refs.losses import Names, lost_creation, lost_value, of_creation, stale
+from backhaul.refs.seeking import Seeking
 from backhaul.trust.rights import GivenRights, Rights
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
@@ -59,10 +60,11 @@ _NUMBER_BITS = 32
 class _Aftermath:
     """The decisions of the state machine that are carried out after the lock is released."""
 
-    __slots__ = ("freed", "mail", "voided")
+    __slots__ = ("freed", "mail", "sought", "voided")
 
     def __init__(self) -> None:
         self.mail = False
+        self.sought: list[Seek] = []
         self.voided: list[tuple[RefId, Cell]] = []
         self.freed: list[Cell | None] = []  # clearing this list frees their values
 
@@ -99,6 +101,7 @@ class Holdings:
         self._left: list[str] | None = None  # what workers held that have left since `expect_none`
         self._dropped: deque[RefId] = deque()  # filled by finalizers, without the lock
         self._sweep_timer: threading.Timer | None = None
+        self._seeking = Seeking(agent, self.info, self._not_found)
         agent.register(Notices, self._on_notices)
         agent.on_connection_ended.append(self._on_connection_ended)
         agent.on_connected.append(self._on_connected)
@@ -355,6 +358,8 @@ class Holdings:
                     self._agent.observers.emit(RefFreed(ref=str(action.ref)))
             elif isinstance(action, Void):
                 after.voided.append((action.ref, self._cells.setdefault(action.ref, Cell())))
+            elif isinstance(action, Seek):
+                after.sought.append(action)
             elif not action.exists and self._counting.knows(action.ref):
                 self._gone.setdefault(action.ref, lost_value(action.ref, self._names))
         return after
@@ -365,6 +370,8 @@ class Holdings:
             cell.fail(self._lost_creation(ref), self.me.name)
         if after.mail:
             self._post.flush_later()
+        for process in after.sought:
+            self._seeking.seek(*process)
         after.freed.clear()
 
     def _on_notices(self, line: Line, envelope: Envelope) -> Frame:
@@ -443,10 +450,11 @@ class Holdings:
         rank = before.id
         text = f"{before}, which had it, is over, and {after} has its place and none of its values. Make the value anew"
         with self._lock:
+            life = life_of(after.incarnation) if self._trust.shows else 0
             self._names[rank] = after.info
-            self._names.replaced[rank] = text
+            self._names.replaced[rank] = text, life
             for ref in self._counting.used:
-                if ref.owner == rank:
+                if ref.owner == rank and not (life and ref.life == life):
                     self._gone[ref] = lost_value(ref, self._names)
 
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, _: WorkerLostError) -> None:
@@ -481,13 +489,15 @@ class Holdings:
 
     def _on_over(self, peer: WorkerInfo, reason: str) -> None:
         link = self._agent.link(peer)
+        member = self._agent.membership.known(peer)
+        incarnation = link.fate.incarnation or ("" if member is None else member.incarnation)
         obituary = None
         if link.fate.certain and link.fate.incarnation:
             obituary = Obituary(peer.id, link.fate.incarnation, reason)
             # The kernel or the launcher tells the workers on the same machine. They tell those on other machines.
             if not self._agent.is_elsewhere(peer):
                 self._spread(obituary)
-        self._bury(peer.id, obituary)
+        self._bury(peer.id, obituary, life_of(incarnation) if self._trust.shows else 0)
 
     def _spread(self, obituary: Obituary) -> None:
         """Tell connected workers on other machines that a worker of this machine has ended."""
@@ -499,8 +509,8 @@ class Holdings:
             after = self._apply([] if self._closed else [Send(info.id, obituary) for info in far])
         self._act(after)
 
-    def _bury(self, rank: int, obituary: Obituary | None = None) -> None:
-        """A worker is dead, and everything that it sent has been read."""
+    def _bury(self, rank: int, obituary: Obituary | None = None, life: int = 0) -> None:
+        """A worker is dead, and everything that it sent has been read. ``life``: see `Counting.died`."""
         if self._agent.membership.dynamic:
             self._agent.membership.refresh()  # a sweep must ask every worker that was in the group
         with self._lock:
@@ -511,7 +521,7 @@ class Holdings:
             self._counting.joined(*self._agent.membership.ranks())
             self._post.drop(rank)
             actions: list[Action] = []
-            for action in self._counting.died(rank):
+            for action in self._counting.died(rank, life):
                 if obituary is not None and isinstance(action, Send) and isinstance(action.notice, Sweep):
                     actions.append(Send(action.to, obituary))  # so that the receiver need not examine the dead worker
                 actions.append(action)
@@ -522,6 +532,12 @@ class Holdings:
         self._act(after)
         if sweeping:
             self._limit_sweep()
+
+    def _not_found(self, rank: int, life: int) -> None:
+        """A process that has replaced a dead worker counts as dead, too: nothing can reach it."""
+        with self._lock:
+            after = self._apply(self._counting.died(rank, life) if self._counting.is_dead(rank) else [])
+        self._act(after)
 
     def _limit_sweep(self) -> None:
         """Set a limit to the sweep: a worker that hangs must not keep alive the values that only dead workers held."""
@@ -584,6 +600,7 @@ class Holdings:
             timer, self._sweep_timer = self._sweep_timer, None
         if timer is not None:
             timer.cancel()
+        self._seeking.close()
         cells.clear()
 
     @property

@@ -11,8 +11,8 @@ class Names(dict[int, WorkerInfo]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replaced: dict[int, str] = {}
-        """Rank -> text that says which process has replaced which."""
+        self.replaced: dict[int, tuple[str, int]] = {}
+        """Rank -> text that says which process has replaced which, and the life of the new process."""
 
     def name(self, rank: int) -> str:
         info = self.get(rank)
@@ -34,8 +34,9 @@ def lost_creation(ref: RefId, names: Names) -> WorkerLostError:
 def lost_value(ref: RefId, names: Names) -> WorkerLostError:
     """The error for a value whose owner is dead, or has freed the value."""
     name = names.name(ref.owner)
-    if ref.owner in names.replaced:
-        return WorkerLostError(f"the value {ref} is gone: {names.replaced[ref.owner]}", name)
+    text, life = names.replaced.get(ref.owner, ("", 0))
+    if text and not (life and ref.life == life):
+        return WorkerLostError(f"the value {ref} is gone: {text}", name)
     return WorkerLostError(f"the value {ref} is gone: its owner, worker {name!r}, is lost or has freed it", name)
 
 
