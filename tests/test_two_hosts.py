@@ -168,7 +168,7 @@ def test_certificates_of_two_parties(hosts: Crew, tmp_path: Path) -> None:
     assert refused.startswith("OptionError: this worker is 'worker0', and its certificate")
 
 
-def test_another_key_is_told_to_both(hosts: Crew, key: str, tmp_path: Path) -> None:
+def test_both_hosts_learn_that_their_keys_differ(hosts: Crew, key: str, tmp_path: Path) -> None:
     make_key_file(str(tmp_path / "other.key"))
     keys = [key, str(tmp_path / "other.key")]
     join_all(hosts, *({"host": address, "key_file": each} for address, each in zip(ADDRESSES, keys, strict=True)))

@@ -155,7 +155,7 @@ def test_a_tensor_without_room_at_the_caller(pair: Crew) -> None:
     assert pair[0].run(outcome, "worker1", identity, 7) == 7
 
 
-def test_no_descriptors() -> None:
+def test_a_worker_without_free_descriptors_says_so() -> None:
     """A worker that cannot open a connection says why. It can when descriptors are free again."""
     with Crew(2, transport="unix", segment_pool_bytes=0) as crew:
         crew[0].run(use_up_descriptors)

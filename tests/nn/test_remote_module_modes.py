@@ -67,7 +67,7 @@ def test_train_and_eval(through_parent: bool) -> None:
     assert ask(m, modes) == [True] * 4
 
 
-def test_a_mode_that_is_none() -> None:
+def test_an_invalid_mode_is_refused() -> None:
     m = RemoteModule("worker1", Noisy)
     with pytest.raises(ValueError, match="expected to be boolean"):
         m.train("yes")  # type: ignore[arg-type]
@@ -258,7 +258,7 @@ def test_a_remote_module_inside_of_a_remote_module_changes_too() -> None:
     assert equal_lists(list(inner.state_dict().values()), list(local.state_dict().values()))
 
 
-def test_each_is_one_call(three: InProcessCluster) -> None:
+def test_each_change_is_one_call(three: InProcessCluster) -> None:
     m = RemoteModule("worker1", Net)
     other = Net()
     calls: list[Any] = []

@@ -50,7 +50,9 @@ def through_a_file(state_dict: Any) -> Any:
 
 
 @pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
-def test_into_one_process(workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]) -> None:
+def test_a_local_optimizer_loads_a_distributed_state(
+    workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]
+) -> None:
     twins, optimizer, reference = trained(optimizer_class, options)
     fresh = optimizer_class(twins.parameters, **options)
     fresh.load_state_dict(through_a_file(optimizer.state_dict()))
@@ -59,7 +61,9 @@ def test_into_one_process(workers: InProcessCluster, optimizer_class: Any, optio
 
 
 @pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
-def test_out_of_one_process(workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]) -> None:
+def test_a_distributed_optimizer_loads_a_local_state(
+    workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]
+) -> None:
     twins, _, reference = trained(optimizer_class, options)
     fresh = DistributedOptimizer(optimizer_class, twins.rrefs)  # the options come with the state
     fresh.load_state_dict(through_a_file(reference.state_dict()))
@@ -69,7 +73,9 @@ def test_out_of_one_process(workers: InProcessCluster, optimizer_class: Any, opt
 
 
 @pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
-def test_onto_another_placement(workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]) -> None:
+def test_a_state_is_loaded_on_another_placement(
+    workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]
+) -> None:
     twins, optimizer, reference = trained(optimizer_class, options)
     saved = optimizer.state_dict()
     moved = Twins([(worker, linear, args) for worker, args in zip(["worker2"] * 3 + ["worker0"], SHAPES, strict=True)])
@@ -216,7 +222,7 @@ def test_hooks_of_state_dicts(workers: InProcessCluster) -> None:
     assert len(twins.rrefs) == len(saved["state"])
 
 
-def test_what_the_checkpoint_uses(workers: InProcessCluster) -> None:
+def test_export_and_load_of_local_optimizers(workers: InProcessCluster) -> None:
     """`export` and `load` of each local optimizer are all that a checkpoint needs."""
     twins, optimizer, reference = trained(torch.optim.Adam, {"lr": 0.1})
     expected = reference.state_dict()

@@ -152,7 +152,7 @@ def test_newcomers_to_a_dynamic_group() -> None:
     first.shutdown(graceful=False)
 
 
-def test_no_callback_without_a_function_or_a_worker() -> None:
+def test_a_callback_needs_a_function_and_a_worker() -> None:
     with InProcessCluster(1) as alone, alone[0].as_current(), pytest.raises(MisuseError, match="a callback is"):
         rpc.on_lost("function")  # type: ignore[arg-type]
     with pytest.raises(NotInitializedError):

@@ -362,7 +362,7 @@ ENDING_WITH_NOTHING: dict[str, list[Step]] = {
 
 
 @pytest.mark.parametrize("script", ENDING_WITH_NOTHING.values(), ids=ENDING_WITH_NOTHING.keys())
-def test_nothing_is_left_of(script: list[Step]) -> None:
+def test_nothing_is_left_after_a_script(script: list[Step]) -> None:
     assert_nothing_left(play(script))
 
 
@@ -483,7 +483,7 @@ DEATHS: dict[str, list[Step]] = {
 
 
 @pytest.mark.parametrize("script", DEATHS.values(), ids=DEATHS.keys())
-def test_death(script: list[Step]) -> None:
+def test_nothing_of_a_dead_worker_is_left_after_a_script(script: list[Step]) -> None:
     workers = play(script)
     dead = {rank for counting in workers.values() for rank in counting._dead}
     assert_nothing_left(workers, *(set(workers) - dead))
@@ -529,7 +529,7 @@ def test_a_sweep_that_is_given_up_frees_what_the_dead_held() -> None:
     assert_nothing_left(workers, O)
 
 
-def test_who_joins_during_a_sweep_is_not_waited_for() -> None:
+def test_a_sweep_does_not_wait_for_workers_that_join_during_it() -> None:
     counting = Counting(O)
     counting.joined(U)
     counting.joined(V)
@@ -578,7 +578,7 @@ def test_many_creations_are_remembered_as_one_range() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_numbers_in_any_order(seed: int) -> None:
+def test_numbers_are_remembered_in_any_order(seed: int) -> None:
     order = random.Random(seed).sample(range(30), 30)
     numbers = Numbers()
     for count, number in enumerate(order, 1):
@@ -629,7 +629,7 @@ def test_a_share_that_comes_twice_is_unpinned_once() -> None:
     assert user.handle(0, Recall((share,))) == [Send(0, Unpin(share))]
 
 
-def test_a_peer_may_have_so_many_unconfirmed_shares() -> None:
+def test_a_peer_s_unconfirmed_shares_are_limited() -> None:
     user = Counting(1, direct=True)
     rights = GivenRights(user, 10, ranks=(0, 1))
     ref = RefId(0, 0, 1)
@@ -645,12 +645,12 @@ def test_a_peer_may_have_so_many_unconfirmed_shares() -> None:
     ("ref", "number"),
     [(RefId(0, 7, 1), 1), (RefId(0, -1, 1), 1), (RefId(0, 0, -1), 1), (RefId(0, 0, 1 << 63), 1), (RefId(0, 0, 1), -1)],
 )
-def test_references_as_no_worker_makes_them(ref: RefId, number: int) -> None:
+def test_references_that_no_worker_can_have_made_are_refused(ref: RefId, number: int) -> None:
     rights = GivenRights(Counting(1, direct=True), None, ranks=(0, 1))
     assert rights.objection(((ref, ShareId(0, number)),), 0) == f"{ref}, which no worker has made"
 
 
-def test_who_was_given_a_value_is_known_as_long_as_it_is_pinned() -> None:
+def test_the_owner_knows_the_receivers_of_a_value_while_it_is_pinned() -> None:
     owner = Counting(0, direct=True)
     ref = owner.new_ref(0)
     owner.own(ref)

@@ -28,7 +28,7 @@ def ends_seen_by(worker: Worker) -> tuple[threading.Event, list[Over]]:
     return came, found
 
 
-def test_an_end_is_known_on_other_machines() -> None:
+def test_workers_on_other_machines_learn_of_an_end() -> None:
     group = MortalGroup(["here", "here", "elsewhere"])
     try:
         far = group.workers[2]

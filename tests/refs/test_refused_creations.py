@@ -10,7 +10,7 @@ from backhaul.refs import holdings
 from backhaul.testing import InProcessCluster
 
 
-def test_why_is_known_before_the_creation_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cause_of_a_refusal_is_stored_before_the_creation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who finds no creation under way looks next whether it has failed, without a lock."""
     under_way: list[int] = []
     kept = holdings.kept

@@ -168,7 +168,7 @@ def connect_again_and_again(besieged: Besieged, secret: bytes, stop: threading.E
     return took
 
 
-def test_500_slow_ones(besieged: Besieged, secret: bytes) -> None:
+def test_500_slow_connections(besieged: Besieged, secret: bytes) -> None:
     """Each is cut when its time is up, and other peers do not notice them."""
     count = 500
     word = client_hello(secret)

@@ -130,12 +130,12 @@ def cases() -> Iterator[dict[str, tuple[list[int], bytes, str]]]:
             os.close(descriptor)
 
 
-def test_they_are_all_tried(cases: dict[str, tuple[list[int], bytes, str]]) -> None:
+def test_every_kind_of_bad_segment_is_tested(cases: dict[str, tuple[list[int], bytes, str]]) -> None:
     assert list(cases) == KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_channel_refuses_it(link: Link, cases: dict[str, tuple[list[int], bytes, str]], kind: str) -> None:
+def test_a_channel_refuses_a_bad_segment(link: Link, cases: dict[str, tuple[list[int], bytes, str]], kind: str) -> None:
     passed, data, says = cases[kind]
     before = descriptors()
     link.raw(data, passed)
@@ -144,7 +144,7 @@ def test_a_channel_refuses_it(link: Link, cases: dict[str, tuple[list[int], byte
     assert descriptors() == before
 
 
-def test_a_worker_goes_on_with_others(cases: dict[str, tuple[list[int], bytes, str]]) -> None:
+def test_a_worker_that_refused_a_bad_segment_serves_others(cases: dict[str, tuple[list[int], bytes, str]]) -> None:
     """Only the connection of the bad peer ends."""
     x = numbered(1).view(torch.int64)
     with InProcessCluster(3, sockets=True) as workers:
@@ -191,7 +191,7 @@ def test_more_segments_than_a_channel_may_have(link: Link, monkeypatch: pytest.M
     os.close(made)
 
 
-def test_descriptors_that_nobody_speaks_of(link: Link) -> None:
+def test_descriptors_that_no_frame_names(link: Link) -> None:
     """They may come with any frame, and be named later."""
     made = memfd(ROOM)
     link.raw(PING, [made])

@@ -120,7 +120,7 @@ def test_messages_over_the_limit_are_refused(group: Group) -> None:
 # Waiting.
 
 
-def test_reading_nothing(group: Group) -> None:
+def test_reading_an_idle_channel_returns_nothing(group: Group) -> None:
     near, _ = group.pair()
     assert near.next() is None
     assert near.read(0) is False
@@ -225,7 +225,7 @@ def test_ending_twice_does_no_harm(group: Group) -> None:
 
 
 @pytest.mark.parametrize("side", ["here", "there"])
-def test_shutdown_wakes_who_reads(group: Group, side: str) -> None:
+def test_shutdown_wakes_a_reading_thread(group: Group, side: str) -> None:
     near, far = group.pair()
     reads = threading.Event()
 
@@ -242,7 +242,7 @@ def test_shutdown_wakes_who_reads(group: Group, side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["here", "there"])
-def test_shutdown_wakes_who_waits(group: Group, side: str) -> None:
+def test_shutdown_wakes_a_waiting_thread(group: Group, side: str) -> None:
     near, far = group.pair()
     waits = threading.Event()
 
@@ -259,7 +259,7 @@ def test_shutdown_wakes_who_waits(group: Group, side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["near", "far"])
-def test_a_hang_up_shows_although_nobody_reads(group: Group, side: str) -> None:
+def test_a_hang_up_is_visible_even_if_no_thread_reads(group: Group, side: str) -> None:
     """The watch thread notices a dead peer this way when no call is running."""
     near, far = group.pair()
     ending, other = (near, far) if side == "near" else (far, near)
