@@ -68,7 +68,7 @@ def is_container(node: ast.expr | None) -> bool:
 
 
 def changed(tree: ast.Module) -> set[str]:
-    """Names of a module that one of its functions binds anew, or whose contents it changes."""
+    """Names of a module that one of its functions rebinds, or whose contents a function changes."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):

@@ -1,4 +1,4 @@
-"""`make test` says what it cannot find, and no file of tests grows past what a reader can take in."""
+"""`make test` names missing modules and files, and no test file is too long."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make ne
 
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 PORT = 29555
-LONE = f"tcp://{ADDRESSES[0]}:29556"  # for who fails to join: a store counts how often each has come
+LONE = f"tcp://{ADDRESSES[0]}:29556"  # for workers that fail to join: a store counts how often each rank has come
 
 
 # Functions that run on the hosts.

@@ -1,4 +1,4 @@
-"""What the threads of a worker do and wait for, as those who look at it see it."""
+"""Activity: what the threads of a worker do and wait for, as a person or a tool sees it."""
 
 from __future__ import annotations
 

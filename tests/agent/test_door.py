@@ -90,7 +90,7 @@ class Doorway:
         return seconds
 
     def known(self) -> int:
-        """How many connections somebody vouches for, and that have not been let in yet."""
+        """The number of authenticated connections that have not been admitted yet."""
         return sum(guest.visitor.trusted for guest in list(self.door._guests.values()))
 
     def stop_watching(self) -> None:
@@ -136,12 +136,12 @@ def half_way(doorway: Doorway, sock: socket.socket) -> None:
         tunnel.feed(sock.recv(65536))
     sock.sendall(tunnel.take())
     deadline = time.monotonic() + SOON
-    while doorway.known() == before:  # the door tells nobody
+    while doorway.known() == before:  # the door signals no event for this
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-# Who gets in, and who does not.
+# Which visitors are admitted.
 
 
 @pytest.mark.parametrize("kind", ["memory", "unix", "tcp"])
@@ -178,7 +178,7 @@ def test_a_silent_visitor_is_cut_off_and_delays_no_other(doorways: Callable[...,
 
 
 def test_a_visitor_that_sends_byte_by_byte_gets_no_extra_time(doorways: Callable[..., Doorway]) -> None:
-    """Bytes that come one by one: of a real first record, so that each could be the last that is missing."""
+    """The bytes are those of a real first record, so each of them could complete it."""
     tunnel = ClusterCredentials(SECRET, "worker1").tunnel(server=False)
     tunnel.shake()
     opening = tunnel.take()
@@ -266,7 +266,7 @@ def test_closing_turns_everybody_away(doorways: Callable[..., Doorway], kind: st
 
 
 def test_a_process_without_free_descriptors_cuts_off_half_of_the_strangers(doorways: Callable[..., Doorway]) -> None:
-    """Half of the strangers go, so that others can come."""
+    """So others can connect."""
     doorway = doorways(patience=60.0)
     with ExitStack() as stack:
         strangers = [stack.enter_context(doorway.raw()) for _ in range(10)]
@@ -365,7 +365,7 @@ def test_a_thousand_strangers_are_logged_in_a_few_lines(
 
 
 def test_many_greetings_at_once_need_one_door_thread_per_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All greet each other at once, and each has one thread for that."""
+    """All workers greet each other at once."""
     with InProcessCluster(6, sockets=True) as workers:
         for one in workers:
             for other in workers:

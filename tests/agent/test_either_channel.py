@@ -341,7 +341,7 @@ def test_a_request_that_comes_among_replies_is_answered(pair: InProcessCluster) 
 
 
 def test_a_message_is_read_although_no_thread_waits(pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a pass that failed its thread is gone, and what the others still send is to be dealt with."""
+    """After a failed pass its thread is gone, but messages that the others still send must be handled."""
     line_of(pair[0])
     handled = Handled(pair[0], Report, monkeypatch)
     pair[0].agent.listeners.read_later([1])

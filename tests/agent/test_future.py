@@ -1,4 +1,4 @@
-"""Future: torch's, and awaitable, with help from who waits, and each callback in its own context."""
+"""Future: a torch future that can be awaited. Waiting threads help to complete it; callbacks keep their contexts."""
 
 from __future__ import annotations
 

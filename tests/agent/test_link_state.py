@@ -147,7 +147,7 @@ def test_several_threads_wait_for_one_slot() -> None:
 
 
 def test_a_thread_waits_for_a_given_up_slot_even_if_nobody_reads() -> None:
-    """The thread that took it out is about to finish it."""
+    """The thread that took the slot out is about to finish it."""
     one = slot()
     state = state_with(one)
     assert state.give_up(one)
@@ -351,7 +351,7 @@ def test_a_peer_that_takes_many_bytes_is_alive() -> None:
 
 
 def test_a_peer_that_takes_few_bytes_may_be_dead() -> None:
-    """Its system takes what it has room for, whether its process reads or not."""
+    """The peer's system takes what it has room for, whether or not the peer's process reads."""
     state = state_with(slot())
     assert state.look(1000.0, Way(1, 100)) == "ping"
     assert state.look(1003.0, Way(2, 100)) is None

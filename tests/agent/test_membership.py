@@ -1,4 +1,4 @@
-"""Who is in the group: fixed and dynamic ones, in threads over one store, and what a store may say."""
+"""Membership of fixed and dynamic groups, in threads over one store, and invalid contents of a store."""
 
 from __future__ import annotations
 
@@ -403,7 +403,7 @@ def test_leaving_a_group_whose_store_is_gone(memory: dist.Store) -> None:
 
 
 def test_a_newcomer_that_greets_is_known(memory: dist.Store) -> None:
-    """A newcomer's greeting says where it is: nobody needs the store for it."""
+    """A newcomer's greeting has its addresses, so no member has to ask the store."""
     first = enter(memory, "a")
     first.met(Member(5, "new", at("there")))
     assert first.find("new").addresses == at("there")

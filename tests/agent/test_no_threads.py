@@ -1,4 +1,4 @@
-"""When the machine gives no more threads: what waits for one is done later, and no connection is deaf."""
+"""No more threads can be started: the work is done later, and every connection is still read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 10.0
 
 
 class NoThreads:
-    """A pool that has none to give, as often as it is told to."""
+    """Makes a pool refuse to start a thread, ``left`` times."""
 
     def __init__(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 0

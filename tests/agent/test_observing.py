@@ -1,4 +1,4 @@
-"""Observers: they are told what happens, in order and with a time; and nothing is made while nobody observes."""
+"""Observers get events in order and with a time. Without an observer no event is made."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_bytes_that_leave_make_room() -> None:
 
 
 def test_a_small_reply_passes_a_large_call_and_a_small_call_does_not() -> None:
-    """Only calls have an order: the thread of the one under way may have made the small one after it."""
+    """Only calls have an order: one thread may have made the large call and then the small one."""
     reply, call = departure(passes=True), departure(passes=True, calls=True)
     box = box_with(reply, call, under_way=departure(calls=True))
     assert (reply.passes, call.passes) == (True, False)

@@ -1,4 +1,4 @@
-"""Pending calls: who waits for which reply, and who has waited too long."""
+"""Pending calls: the slot of each reply, and calls whose deadline has passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pings: to a peer that is silent while it owes an answer, and no more than are needed to know that it is there."""
+"""Pings go to a silent peer that owes an answer, and no more often than necessary."""
 
 from __future__ import annotations
 

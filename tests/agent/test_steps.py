@@ -80,7 +80,7 @@ def pair() -> Iterator[InProcessCluster]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_around_an_await_does_not_reach_other_coroutines(pair: InProcessCluster, mode: str) -> None:
-    """Another coroutine on the same thread computes without it, and its gradients are there."""
+    """Another coroutine on the same thread computes without the mode, and gets its gradients."""
     plain = modes()
     with MODES[mode](), MODES[mode]():
         special = modes()

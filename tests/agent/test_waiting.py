@@ -74,7 +74,7 @@ def joined(thread: threading.Thread) -> None:
 
 
 def keep(vigil: Vigil, lines: list[Calling], done: Callable[[], bool]) -> None:
-    """Wait until it is done. A memory channel may be readable in vain once."""
+    """Wait until ``done()``. A memory channel may once be readable without a message."""
     while not done():
         vigil.wait(lines, done, PATIENCE)
 
@@ -175,7 +175,7 @@ def test_a_vigil_that_is_already_done_does_not_wait(vigil: Vigil, trio: InProces
 
 
 def test_a_vigil_can_be_woken_before_it_checks_whether_it_is_done(vigil: Vigil, trio: InProcessCluster) -> None:
-    """Otherwise what comes between the two would find nobody to wake."""
+    """Otherwise a message that comes between the check and the sleep would wake no thread."""
     line = line_to(trio, 1)
     seen: list[bool] = []
 
@@ -240,7 +240,7 @@ def test_a_vigil_that_is_offered_a_role_and_leaves_passes_it_on(trio: InProcessC
 def test_a_role_that_becomes_free_between_two_looks_is_taken(
     trio: InProcessCluster, vigil: Vigil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise nobody reads that line, and nobody is woken for it."""
+    """Otherwise no thread reads that line, and none is woken for it."""
     line = line_to(trio, 1)
     token = line.begin_reading()
     line_up = line.line_up
@@ -298,7 +298,7 @@ def test_a_vigil_on_lost_lines_sleeps(trio: InProcessCluster, vigil: Vigil) -> N
 def test_a_vigil_gives_up_all_roles_whatever_goes_wrong_with_one(
     trio: InProcessCluster, vigil: Vigil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread is to be had for a message that came: the other lines are not deaf because of that."""
+    """No thread can be started for a message that came. The other lines must still be read."""
     lines = [line_to(trio, 1), line_to(trio, 2)]
 
     def fails(*_: object, **__: object) -> None:

@@ -134,7 +134,7 @@ def test_a_plain_backward_through_a_received_tensor(pair: InProcessCluster) -> N
 
 
 def test_a_plain_gradient_of_a_received_tensor(pair: InProcessCluster) -> None:
-    """It stops at the tensor, so nothing is sent."""
+    """The local pass stops at the received tensor, so nothing is sent."""
     x = leaf(3)
     with pair[0].as_current(), dist_autograd.context():
         y = rpc.rpc_sync("worker1", double, args=(x,))

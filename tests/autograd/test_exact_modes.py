@@ -344,7 +344,7 @@ def test_hooks_that_make_calls(pair: InProcessCluster) -> None:
 
 
 def test_a_gradient_shares_memory_with_no_other_tensor(pair: InProcessCluster) -> None:
-    """Passes add to it in place. That must not change the user's tensors, tensors kept by a hook, or other leaves."""
+    """Passes add to gradients in place. That must not change the user's tensors, tensors of a hook, or other leaves."""
     x, y = leaf(4, 4), leaf(4, 4, seed=2)
     given = torch.full((4, 4), 3.0, dtype=torch.float64)
     kept: list[Tensor] = []

@@ -106,8 +106,8 @@ def test_contexts_vanish_behind_a_dead_worker(five: InProcessCluster) -> None:
     nothing_is_left(five, 0, 2, 3, 4)
 
 
-def test_contexts_vanish_behind_a_worker_that_died_before_they_end(five: InProcessCluster) -> None:
-    """As above, but afterwards only the context ends."""
+def test_contexts_vanish_behind_a_dead_worker_in_the_middle_of_a_chain(five: InProcessCluster) -> None:
+    """Between the death and the end of the context nothing else happens."""
     asked = tell_inquiries(five[0])
     with five[0].as_current(), dist_autograd.context():
         chain([("worker1", "a"), ("worker2", "b"), ("worker3", "c")], leaf(2, 4))

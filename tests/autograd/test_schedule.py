@@ -85,7 +85,6 @@ def test_tensors_of_a_message_that_get_no_gradient_are_not_run(common: Tensor) -
 
 
 def test_the_rest_of_a_message_is_one_run_even_if_it_falls_apart() -> None:
-    """It is still one run."""
     x, y = leaf() * 2, leaf() * 2
     sources = message(50, x, x * y, y)
     schedule = Schedule(sources)
@@ -208,7 +207,7 @@ def test_runs_that_wait_are_not_put_together(common: Tensor) -> None:
 
 
 def test_a_candidate_whose_gradient_has_come_takes_part(common: Tensor) -> None:
-    """Even if the message that says so has not arrived yet."""
+    """Even if the TakePart message for it has not arrived yet."""
     sources = {**one(50, common), **one(60, common)}
     schedule = Schedule(sources)
     come(schedule, sources, 60)
@@ -260,7 +259,7 @@ def test_take_part_returns_each_output_once() -> None:
 
 
 def test_roots_with_known_dependencies_need_no_resolving(common: Tensor) -> None:
-    """The messages say it, so no worker must be asked."""
+    """The messages carry the dependencies, so no worker must be asked."""
     (x,) = received(THEIRS, reach=((50, 3 << ID_BITS),))
     sources = {**one(50, common), **one(60, common), **roots(common * x)}
     schedule = Schedule(sources)

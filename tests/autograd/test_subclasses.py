@@ -158,7 +158,7 @@ def test_a_wrapper(pair: InProcessCluster) -> None:
 
 
 def test_a_wrapper_that_is_used_by_its_sender_and_its_receivers(trio: InProcessCluster) -> None:
-    """Two workers get it, one of them twice in a list."""
+    """Two workers get the wrapper, one of them twice in a list."""
     x = leaf(3, 2)
 
     def program() -> Tensor:

@@ -107,7 +107,7 @@ def test_a_call_runs_under_the_caller_s_autocast(trio: InProcessCluster, functio
 
 
 def test_a_coroutine_runs_under_the_caller_s_autocast(pair: InProcessCluster) -> None:
-    """They share a thread with coroutines that have another mode."""
+    """The coroutine shares a thread with coroutines that have another mode."""
     with pair[0].as_current():
         with torch.autocast("cpu", torch.bfloat16):
             futures = [rpc.rpc_async("worker1", multiply_later, args=(X,)) for _ in range(3)]

@@ -173,7 +173,7 @@ def test_an_awaited_call_leaves_at_once(busy: InProcessCluster, gate: str, monke
 
 
 def test_held_calls_of_collected_futures_leave(busy: InProcessCluster, gate: str) -> None:
-    """Torch attaches callbacks to them that Backhaul does not see."""
+    """Torch attaches callbacks to the futures that Backhaul does not see."""
     futures = [busy[0].rpc_async("worker1", operator.add, args=(i, 1)) for i in range(5)]
     assert [future.wait() for future in torch.futures.collect_all(futures).wait()] == [1, 2, 3, 4, 5]
     open_gate(gate)
@@ -322,7 +322,7 @@ def await_notes(name: str) -> bool:
 
 
 def test_held_calls_that_met_a_full_socket_leave_later() -> None:
-    """They are sent when there is room, although no thread waits for them and nothing else is sent."""
+    """The calls are sent when there is room, although no thread waits for them and nothing else is sent."""
     with Crew(2) as crew:
         assert crew[0].run(rpc.rpc_sync, "worker1", who) == "worker1"
         crew[1].signal(signal.SIGSTOP)

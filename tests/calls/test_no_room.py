@@ -156,7 +156,7 @@ def test_a_tensor_without_room_at_the_caller(pair: Crew) -> None:
 
 
 def test_a_worker_without_free_descriptors_says_so() -> None:
-    """A worker that cannot open a connection says why. It can when descriptors are free again."""
+    """The error says why no connection can be opened. When descriptors are free again, the call works."""
     with Crew(2, transport="unix", segment_pool_bytes=0) as crew:
         crew[0].run(use_up_descriptors)
         try:

@@ -92,7 +92,7 @@ def test_an_operation_on_parameters_of_two_modules_belongs_to_what_is_around_the
 
 
 def test_nodes_that_depend_on_different_recvs_get_different_boxes() -> None:
-    """The second may come from what was sent of the first: an arrow would lead back to its own box."""
+    """The second Recv may depend on a Send of the first box. In one box, an arrow would lead back to it."""
     nodes: list[Node] = [Entry(7), Entry(8)]
     first = then(nodes, "Tanh", 0)
     found = condensed(nodes, first, then(nodes, "Add", first, then(nodes, "Sin", 1)))

@@ -117,7 +117,7 @@ def test_sigkill_of_an_initiator(measure: Measure) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("SIGKILL during an optimizer step", "the error lists who has stepped, within 2 s")
+@pytest.mark.fault("SIGKILL during an optimizer step", "the error lists the workers that have stepped, within 2 s")
 def test_sigkill_during_an_optimizer_step(measure: Measure) -> None:
     names = ["worker1", "worker2", "worker3"]
     with Crew(4) as crew:

@@ -139,7 +139,7 @@ def test_a_lease_is_renewed_from_the_time_of_its_question() -> None:
 
 
 def test_the_steward_s_lease_ends_before_the_launcher_counts_it_as_over() -> None:
-    """Whatever the network delays, the steward's lease ends before the launcher takes it for over."""
+    """This holds for any delay of the network."""
     lease, grants = Lease(6.0, now=99.0), Grants(6.0, now=99.5)
     question = lease.ask(100.0)
     assert question == 1

@@ -121,7 +121,7 @@ def await_values(workers: InProcessCluster, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("failing", [{"worker0"}, {"worker1"}, {"worker0", "worker1", "worker2"}])
 def test_a_failed_constructor_leaves_nothing_on_any_worker(workers: InProcessCluster, failing: set[str]) -> None:
-    """Also while the error is kept."""
+    """Not even while the error is kept alive."""
     twins = dense_twins()
     FAILING.update(failing)
     gc.collect()

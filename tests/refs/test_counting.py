@@ -1,7 +1,7 @@
 """Counting, one transition at a time: what each worker is told, and what it answers, literally.
 
-A script is a table of ``worker, call, answer``. Workers are O (the owner, mostly), U (who made the value), V, W.
-Messages are carried by hand, so that a script reads like a drawing of the race it is about.
+A script is a table of ``worker, call, answer``. The workers are O (mostly the owner), U (the creator of the value), V
+and W. Messages are carried by hand, so a script reads like a drawing of the race that it tests.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ ENDING_WITH_NOTHING: dict[str, list[Step]] = {
         (V, do.drop(X), []),
         *DROPPED_BY_V,
     ],
-    "share with one who has it": [
+    "share with a worker that has it": [
         *CREATED,
         (U, do.share(X, V), FROM_U),
         (V, do.receive(X, FROM_U), [Send(O, Register(X))]),
@@ -402,7 +402,7 @@ DEATHS: dict[str, list[Step]] = {
         (O, hears(V, Register(X)), [Send(V, Registered(X))]),
         (O, do.died(U), [Send(V, Sweep((U,))), Send(W, Sweep((U,)))]),
         (V, hears(O, Sweep((U,))), []),
-        (V, hears(O, Registered(X)), [Confirm(X, True), Send(U, Unpin(FROM_U))]),  # in vain
+        (V, hears(O, Registered(X)), [Confirm(X, True), Send(U, Unpin(FROM_U))]),  # U is dead and does not get it
         (V, do.died(U), [Send(O, Swept((U,)))]),
         (O, hears(V, Swept((U,))), []),
         (O, hears(W, Swept((U,))), []),
@@ -451,9 +451,9 @@ DEATHS: dict[str, list[Step]] = {
         *CREATED,
         (O, do.died(V), []),
         (O, do.died(W), []),
-        (O, do.died(U), [Free(X)]),  # there is nobody to ask
+        (O, do.died(U), [Free(X)]),  # no worker is left to ask
         (O, do.died(O), []),
-        (O, do.joined(V), None),  # a late word of one that is dead
+        (O, do.joined(V), None),  # late news of a dead worker
         (O, hears(V, Register(X)), []),
     ],
     "of the creator, before its creation came": [
@@ -468,10 +468,10 @@ DEATHS: dict[str, list[Step]] = {
         (O, hears(V, Register(X)), [Send(V, Registered(X, False))]),
         (O, do.own_for(X, U), [Free(X)]),  # it is handled too late to matter
     ],
-    "of one who has asked": [
+    "of a worker that has asked": [
         (W, hears(V, Sweep((U,))), []),
         (W, do.died(V), []),
-        (W, do.died(U), []),  # the answer has nobody to go to
+        (W, do.died(U), []),  # the worker that asked is dead
     ],
     "of one more, while another is asked about": [
         (W, hears(V, Sweep((U,))), []),
@@ -506,7 +506,7 @@ def test_the_owner_s_death_confirms_that_its_values_are_gone() -> None:
             (W, do.receive(X, ShareId(U, 2)), [Send(U, Unpin(ShareId(U, 2)))]),
             (U, hears(W, Unpin(ShareId(U, 2))), []),
             (U, do.is_confirmed(X), True),
-            (U, do.drop(X), []),  # there is nobody to tell
+            (U, do.drop(X), []),  # the owner is dead
             (V, do.drop(X), []),
             (W, do.drop(X), []),
             (W, do.drop(X), []),
@@ -590,7 +590,7 @@ def test_numbers_are_remembered_in_any_order(seed: int) -> None:
 
 
 def test_a_sweep_about_a_worker_that_lives_is_answered() -> None:
-    """Whoever asks is mistaken, or means a predecessor of that worker."""
+    """The worker that asks is mistaken, or means a predecessor of that worker."""
     counting = Counting(1)
     assert counting.handle(0, Sweep((2, 3))) == []
     assert counting.lives(2) == []

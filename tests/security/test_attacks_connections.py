@@ -169,7 +169,7 @@ def connect_again_and_again(besieged: Besieged, secret: bytes, stop: threading.E
 
 
 def test_500_slow_connections(besieged: Besieged, secret: bytes) -> None:
-    """Each is cut when its time is up, and other peers do not notice them."""
+    """Each connection is cut when its time is up, and other peers do not notice the attack."""
     count = 500
     word = client_hello(secret)
     # Over a unix socket, over TCP, and over TCP after the first half of the handshake.

@@ -220,7 +220,7 @@ def test_keys_are_counted_over_all_of_a_message(workers: InProcessCluster) -> No
 
 @pytest.mark.parametrize("tree", [{"a": 1}, {1: 2}, [trees.LIST, {(1, 2): 3}], [trees.LIST, "x" * 500, {b"a": []}]])
 def test_a_map_in_a_message_ends_the_connection(workers: InProcessCluster, tree: Any) -> None:
-    """Its keys would be hashed while it is decoded."""
+    """The keys of a map would be hashed while the message is decoded."""
     with liar(workers) as peer, attack(workers):
         peer.send(Call(1, [trees.TUPLE, [trees.NAMED, "exposed:echo"], [trees.TUPLE, tree], {}]))
         assert peer.is_cut_off()

@@ -106,7 +106,7 @@ def test_messages_about_a_guessed_context_change_nothing(workers: InProcessClust
 
 
 def test_gradients_for_tensors_sent_to_another_peer_are_refused(workers: InProcessCluster) -> None:
-    """It knows the context, so it can make the pass fail. It cannot choose the gradients."""
+    """The peer knows the context, so it can make the pass fail. It cannot choose the gradients."""
     with workers[1].as_current(), dist_autograd.context() as context, liar(workers) as peer:
         x = leaf()
         weighed = rpc.rpc_sync("worker0", exposed.weigh, (x,))

@@ -298,7 +298,7 @@ def test_an_honest_peer_beyond_its_quota_keeps_what_it_has() -> None:
 
 
 def test_all_references_of_a_dead_peer_are_given_back(workers: InProcessCluster) -> None:
-    """No other worker is asked, because all its references came from here."""
+    """No other worker is asked, because this worker gave the peer all its references."""
     with workers[2].as_current():
         kept = [rpc.remote("worker0", Account, (number,)) for number in range(3)]
         assert [each.rpc_sync().deposit(0) for each in kept] == [0, 1, 2]

@@ -147,7 +147,7 @@ def test_another_secret() -> None:
 
 
 def test_a_client_of_another_cluster_that_verifies_nothing_is_refused() -> None:
-    """Its own handshake is finished before the refusal. Its first read shows the refusal."""
+    """The client finishes its handshake before the refusal. Its first read shows the refusal."""
     server, client = between(cluster(SECRET), cluster(OTHER))
     context = client.stream.context
     context.verify_mode = ssl.CERT_NONE

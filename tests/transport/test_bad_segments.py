@@ -191,8 +191,8 @@ def test_more_segments_than_a_channel_may_have(link: Link, monkeypatch: pytest.M
     os.close(made)
 
 
-def test_descriptors_that_no_frame_names(link: Link) -> None:
-    """They may come with any frame, and be named later."""
+def test_descriptors_may_be_named_by_a_later_frame(link: Link) -> None:
+    """A descriptor may come with any frame."""
     made = memfd(ROOM)
     link.raw(PING, [made])
     assert receive(link.far).message == Ping(1)

@@ -1,4 +1,4 @@
-"""Names lead back to the very object, or say what to do instead."""
+"""A name leads back to the same object; an object without a name gets an error that says what to do."""
 
 from __future__ import annotations
 

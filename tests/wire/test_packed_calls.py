@@ -1,4 +1,4 @@
-"""What a call sends is what a tuple of its parts would."""
+"""A packed call has the tree of a tuple of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records: what was sealed comes out, however it is cut; and what is not as it was sealed does not."""
+"""Records: sealed messages are opened again, however they are cut, and damaged ones are refused."""
 
 from __future__ import annotations
 

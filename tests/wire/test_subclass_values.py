@@ -145,7 +145,7 @@ def test_no_subclass_is_accepted_from_a_federation(make: Any) -> None:
 
 
 def test_a_tensor_of_an_unfinished_collective_is_sent_as_a_plain_one() -> None:
-    """It is a plain tensor from there on, so it goes to a federation, too. Two mentions are one tensor."""
+    """A plain tensor may go to a federation, too. Two occurrences are one tensor."""
     value: Any = AsyncCollectiveTensor(torch.ones(2))
     got = trip([value, value], STRICT)
     assert type(got[0]) is Tensor

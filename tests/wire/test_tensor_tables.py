@@ -1,4 +1,4 @@
-"""Tables of tensors that nobody writes: refused, or harmless."""
+"""Tables of tensors that no encoder writes: refused, or harmless."""
 
 from __future__ import annotations
 
