@@ -1,7 +1,7 @@
 """``backhaul bench --looking --off``: the cost of being ready for observers, with nothing switched on.
 
-Ordinary Backhaul runs beside Backhaul without the code that checks for observers or takes notes (`bare`). The difference
-is a percent or two of some microseconds, so the comparison must be precise:
+Ordinary Backhaul runs beside Backhaul without the code that checks for observers or takes notes (`bare`). The
+difference is a percent or two of some microseconds, so the comparison must be precise:
 
 - A *pair* is one fresh group of each kind: a driver and two workers, three processes. Where the system places their
   memory differs from process to process, and is worth a percent by itself, so there are many pairs. While one is
