@@ -180,7 +180,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
     return capsys.readouterr().err
 
 
-def test_wrong_names_are_refused_and_the_right_ones_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_refused_and_the_known_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "--only", "no-op", "--only", "chain of 5")
 
     assert "there is no work called 'chain of 5'" in said

@@ -244,7 +244,7 @@ def fork_a_sleeper() -> int:
     return child
 
 
-def test_a_forked_child_gets_a_clear_error_and_harms_nobody() -> None:
+def test_a_forked_child_gets_a_clear_error_and_harms_no_worker() -> None:
     with Crew(2) as crew:
         crew[0].run(call, "worker1", who)
         text, answer = crew[0].run(fork_and_try)

@@ -258,7 +258,7 @@ def test_torchrun_hosts_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     assert agent is not None
 
 
-def test_what_slurm_says_is_enough_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_meet_with_the_variables_of_slurm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, text in {**TASK, "SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "here"}.items():
         monkeypatch.setenv(variable, text)
     places = [Place("a", 0, 4), Place("b", 1, 4)]

@@ -183,7 +183,7 @@ def test_both_hosts_learn_that_their_keys_differ(hosts: Crew, key: str, tmp_path
     leave_all(hosts, graceful=False)
 
 
-def test_without_a_key_nobody_listens_beyond_loopback(hosts: Crew) -> None:
+def test_without_a_key_no_worker_listens_beyond_loopback(hosts: Crew) -> None:
     told = hosts[0].run(join_with, 0, {"host": ADDRESSES[0], "init_method": LONE})
     assert told.startswith("OptionError: listening on 10.77.0.1, beyond this machine, needs a key or certificates")
     assert "backhaul keygen" in told

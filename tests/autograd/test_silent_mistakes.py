@@ -283,7 +283,7 @@ def test_a_function_that_cuts_the_graph(pair: InProcessCluster, function: Any) -
             context_id.backward(loss)
 
 
-def test_calls_on_a_thread_of_ones_own(pair: InProcessCluster) -> None:
+def test_calls_on_a_thread_of_the_user_s_own(pair: InProcessCluster) -> None:
     """A thread that is started inside a context is not in that context."""
     x, found = leaf(4, 4), []
 

@@ -260,7 +260,7 @@ def test_the_stamps_of_a_pass() -> None:
     assert came[:5] == [Starts, Planned, RunBegan, Stored, RunEnded]
 
 
-def test_stamps_are_taken_once_and_only_of_what_has_a_stage() -> None:
+def test_stamps_are_taken_once_and_only_of_events_with_a_stage() -> None:
     seen = stages.Stamps()
     seen.observe(Returned(at=7, thread=3, failed=False))
     seen.observe(LinkUp(peer="a", served=False))

@@ -63,7 +63,7 @@ def busy(pair: InProcessCluster, gate: str) -> InProcessCluster:
     return pair
 
 
-def test_5000_calls_run_although_nobody_waits(pair: InProcessCluster, name: str) -> None:
+def test_5000_calls_run_although_no_thread_waits(pair: InProcessCluster, name: str) -> None:
     count = 5000
     futures = [pair[0].rpc_async("worker1", note, args=(name, i, count)) for i in range(count)]
     assert over[name].wait(PATIENCE)

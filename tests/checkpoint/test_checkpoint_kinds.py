@@ -270,7 +270,7 @@ def test_options_that_a_worker_has_changed_itself(trio: InProcessCluster, tmp_pa
         assert checkpoint.read(tmp_path)["optimizer"]["param_groups"][0]["lr"] == 0.25
 
 
-def test_what_an_optimizer_adds_to_its_state_dict_is_kept(tmp_path: Path) -> None:
+def test_additions_of_an_optimizer_to_its_state_dict_are_kept(tmp_path: Path) -> None:
     def optimizer() -> torch.optim.Optimizer:
         return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
 

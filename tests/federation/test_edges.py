@@ -418,7 +418,7 @@ def test_feedback_over_an_edge() -> None:
 NOISY = Edge(on_send=[Clip(1.0), GaussianNoise(2.0, releases=4)], on_gradient=[Clip(1.0), GaussianNoise(3.0)])
 
 
-def test_epsilon_counts_what_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epsilon_counts_the_tensors_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     composed: list[Any] = []
     monkeypatch.setattr("backhaul.federation.privacy.epsilon_of", lambda found, delta: composed.append((found, delta)))
     with federation(edges={"worker1": NOISY}):

@@ -67,7 +67,7 @@ def test_peers_may_call_only_these_methods() -> None:
     }
 
 
-def test_no_method_tells_what_is_behind_the_noise() -> None:
+def test_no_method_reveals_the_values_behind_the_noise() -> None:
     """All methods, with all kinds of arguments, by call, by reference and in a context."""
     parameters = [value.detach().clone() for value in make_encoder().state_dict().values()]
     secrets = [rows, make_encoder()(rows).detach(), *parameters]

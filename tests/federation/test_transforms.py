@@ -158,7 +158,7 @@ def test_int8_has_one_scale_for_short_rows(shape: tuple[int, ...]) -> None:
     assert Int8().compress(x)[1].shape == (1,)
 
 
-def test_int8_refuses_what_has_no_scale() -> None:
+def test_int8_refuses_tensors_without_a_scale() -> None:
     with pytest.raises(MisuseError, match="not finite"):
         Int8()(torch.tensor([1.0, math.inf]))
 

@@ -164,7 +164,7 @@ def test_an_address_that_is_not_known_is_asked_for() -> None:
     assert "give it with --master-addr, or as address= in a hostfile" in play.course.outcome.why
 
 
-def test_what_each_host_listens_on() -> None:
+def test_each_host_listens_on_its_own_address() -> None:
     def listening(play: Play) -> list[str]:
         play.greet(0)
         play.greet(1)

@@ -231,7 +231,7 @@ def test_an_object_that_cannot_travel_is_named_in_the_error(notebook: Notebook) 
         definitions(notebook["i"], notebook.names)
 
 
-def test_only_what_changed_is_sent_again(notebook: Notebook, remote: Remote) -> None:
+def test_only_changed_definitions_are_sent_again(notebook: Notebook, remote: Remote) -> None:
     sent: list[list[str]] = []
 
     def send(items: list[Definition]) -> None:

@@ -124,7 +124,7 @@ def test_conversions(convert: Any, through_parent: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_a_converted_module_computes(dtype: torch.dtype) -> None:
+def test_a_converted_module_computes_as_in_one_process(dtype: torch.dtype) -> None:
     m, local = twins(1, "worker1", linear)
     m.to(dtype)
     x = batch(3, 4, dtype=dtype)
@@ -190,7 +190,7 @@ def test_moves_on_the_worker() -> None:
             act()
 
 
-def test_conversions_that_change_nothing_ask_nobody(three: InProcessCluster) -> None:
+def test_conversions_that_change_nothing_make_no_call(three: InProcessCluster) -> None:
     calls: list[Any] = []
     parent = nn.Sequential(RemoteModule("worker1", Net))
     three[0].before_call.append(lambda *call: calls.append(call))

@@ -165,7 +165,7 @@ def test_an_old_state_dict_is_completed_as_in_torch(workers: InProcessCluster) -
     twins.train(optimizer, reference, dense_inputs(1))
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes(workers: InProcessCluster) -> None:
+def test_a_mismatched_state_is_refused_before_anything_changes(workers: InProcessCluster) -> None:
     _, optimizer, reference = trained(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     before = optimizer.state_dict()
     fewer = torch.optim.SGD(list(reference.param_groups[0]["params"])[:5], lr=0.5).state_dict()
@@ -243,7 +243,7 @@ def test_export_and_load_of_local_optimizers(workers: InProcessCluster) -> None:
     assert optimizer._group_options() == expected["param_groups"]
 
 
-def test_a_local_optimizer_does_not_load_what_does_not_fit(workers: InProcessCluster) -> None:
+def test_a_local_optimizer_refuses_a_mismatched_state(workers: InProcessCluster) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=0.1)
     there: Any = optimizer.remote_optimizers[0].local_value()
     with pytest.raises(OptionError, match=r"2 parameter groups for an optimizer that has 1$"):

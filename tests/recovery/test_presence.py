@@ -99,7 +99,7 @@ def test_a_broken_connection_that_is_made_again_is_no_loss() -> None:
         assert news.next()[0] == "worker2 lost"
 
 
-def test_a_callback_may_make_calls_and_what_it_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_may_make_calls_and_its_exceptions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def fail(info: rpc.WorkerInfo, cause: rpc.WorkerLostError) -> None:

@@ -515,7 +515,7 @@ def test_the_owner_s_death_confirms_that_its_values_are_gone() -> None:
     assert_nothing_left(workers, U, V, W)
 
 
-def test_a_sweep_that_is_given_up_frees_what_the_dead_held() -> None:
+def test_a_sweep_that_is_given_up_frees_the_values_of_the_dead_holder() -> None:
     workers = play(
         CREATED,
         [

@@ -123,7 +123,7 @@ def every_use_names(owner: str) -> int:
     return named
 
 
-def test_what_a_killed_holder_held_is_freed_within_6_seconds() -> None:
+def test_values_of_a_killed_holder_are_freed_within_6_seconds() -> None:
     with Crew(3) as crew:
         assert crew[1].run(make, "worker0", 1000) == sum(range(995, 1000))
         crew[1].run(hand_on, "worker2", 10)

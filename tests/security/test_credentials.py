@@ -215,7 +215,7 @@ def test_a_directory_that_is_open_to_others_is_not_used(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_gone_is_reached_by_nobody() -> None:
+def test_a_removed_directory_cannot_be_reached() -> None:
     with listening() as (transport, _):
         there = transport.addresses
     with pytest.raises(ChannelClosed):

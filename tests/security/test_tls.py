@@ -368,7 +368,7 @@ def test_a_certificate_of_another_ca_than_the_given_one(mint: Mint, tmp_path: Pa
     expect(f"{mint.ca} is not the CA that issued it", os.fspath(mint.ca), cert, key)
 
 
-def test_a_key_with_a_password_asks_nobody(mint: Mint, tmp_path: Path) -> None:
+def test_a_key_with_a_password_does_not_prompt(mint: Mint, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives.serialization import (
         BestAvailableEncryption,
         Encoding,

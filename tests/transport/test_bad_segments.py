@@ -203,7 +203,7 @@ def test_descriptors_may_be_named_by_a_later_frame(link: Link) -> None:
     os.close(made)
 
 
-def test_a_limit_counts_what_lies_in_segments() -> None:
+def test_a_message_limit_counts_bytes_in_segments() -> None:
     one, other = socket.socketpair()
     far = StreamChannel(other, RpcOptions(max_message_bytes=MiB + 1024), Budget(0))
     made = memfd(4 * MiB)

@@ -82,7 +82,7 @@ def test_64_mib_both_ways_at_once(group: Group) -> None:
     run(lambda: exchange(near, 0, 1), lambda: exchange(far, 1, 0))
 
 
-def test_what_arrives_is_the_receiver_s_own(group: Group) -> None:
+def test_received_tensors_belong_to_the_receiver(group: Group) -> None:
     near, far = group.pair()
     small, large = torch.zeros(10), torch.zeros(100_000)
     got: list[torch.Tensor] = []
@@ -177,7 +177,7 @@ def test_a_reader_is_woken_by_a_message(group: Group) -> None:
 
 @pytest.mark.parametrize("side", ["near", "far"])
 @pytest.mark.parametrize("how", ["shutdown", "close"])
-def test_the_end_comes_after_what_was_sent(group: Group, side: str, how: str) -> None:
+def test_the_end_comes_after_all_sent_messages(group: Group, side: str, how: str) -> None:
     near, far = group.pair()
     ending, other = (near, far) if side == "near" else (far, near)
     send(ending, Ping(1))

@@ -154,7 +154,7 @@ def test_a_deadline_that_has_passed(group: Group) -> None:
         group.transport().connect(transport.addresses, HELLO, time.monotonic() - 1)
 
 
-def test_listeners_are_readable_when_somebody_is_there(group: Group) -> None:
+def test_listeners_are_readable_when_a_visitor_has_come(group: Group) -> None:
     transport = group.transport(WELCOME.name)
     (listener,) = transport.listen()
     assert listener.accept() is None
