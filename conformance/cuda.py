@@ -3,7 +3,7 @@
     python conformance/cuda.py [--on torch] [--jobs 4] [PATTERN …]
 
 Importing the suites starts CUDA, and a process that has started CUDA cannot fork. So each test has its own interpreter,
-and starts its ranks anew. Tests that need more GPUs than available skip themselves.
+and starts its own ranks. Tests that need more GPUs than available skip themselves.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     worker1       worker2       worker3       worker4           killed, with SIGKILL, in the middle of a step:
     ┌───────┐     ┌───────┐     ┌───────┐     ┌───────┐         - `workers.restart` starts another process,
-    │ stage │ ──► │ stage │ ──► │ stage │ ──► │ stage │         - `checkpoint.Resume` makes the model anew, loads
+    │ stage │ ──► │ stage │ ──► │ stage │ ──► │ stage │         - `checkpoint.Resume` rebuilds the model, loads
     └───────┘     └───────┘     └───────┘     └───────┘           the last checkpoint, and repeats the steps since
 
 Each stage has dropout, so its random numbers matter as well. The program draws the losses of two runs from the same

@@ -1,4 +1,4 @@
-"""A live worker of a federation, and a peer of it that says what the bytes of an input spell.
+"""A live worker of a federation, and a lying peer whose messages are made from the bytes of an input.
 
 The worker runs with all its threads, in this process. Its peer has a connection for each input. After what it has said
 the worker answers a ping, or has cut the connection; a good peer is answered; nothing has failed that was not meant to;

@@ -1,4 +1,4 @@
-"""Calls of the operators that a federation may expose, of all that a peer can put together, in forked children.
+"""Calls of the operators that a federation may expose, with any arguments that a peer can make, in forked children.
 
     python fuzz/operator_cases.py [--cases 1000000] [--seconds 240] [--seed 0]
 

@@ -1,4 +1,4 @@
-"""A script in bytes -> one worker's reference machine, driven as its peers please.
+"""Turns bytes into a script that drives one worker's reference counting as hostile peers would.
 
 Worker 0 owns values, gives references away and gets some. Its peers 1 to 3 send whatever notices they like, about
 values and shares that exist or that they make up. Nothing here raises but `Broken`, for an invariant that does not
@@ -50,7 +50,7 @@ class Script:
         self.held: Counter[RefId] = Counter()  # copies here
         self.creating: list[RefId] = []  # whose owner has not answered
         self.shares: list[ShareId] = []
-        self.listed: set[tuple[int, RefId]] = set()  # who was told so, and has said nothing else since
+        self.listed: set[tuple[int, RefId]] = set()  # holders that were told so and have sent nothing else since
         self.dead: set[int] = set()
         self.steps = 0
         self.operations = (

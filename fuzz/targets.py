@@ -231,7 +231,7 @@ class Closed:
 
 def _lift_handle(value: Any, _: Any) -> Handle:
     if type(value) is not int:
-        raise ProtocolError("a handle that is none")
+        raise ProtocolError("not a handle")
     return Handle(value)
 
 

@@ -180,7 +180,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *options: str | Path) -> str:
     return capsys.readouterr().err
 
 
-def test_wrong_names_are_refused_and_the_right_ones_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_refused_and_the_known_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "--only", "no-op", "--only", "chain of 5")
 
     assert "there is no work called 'chain of 5'" in said
@@ -204,7 +204,7 @@ def test_the_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("other", ["explain", "growth"])
-def test_what_stands_beside_it_is_for_the_other_measurement(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_arguments_go_to_the_other_measurement(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
 
     def main_of_the_other(arguments: list[str]) -> int:
@@ -217,11 +217,11 @@ def test_what_stands_beside_it_is_for_the_other_measurement(other: str, monkeypa
     assert given == [["--quick", "--only", "a", "--json", "b", "--plot", "c", "--any"]]
 
 
-def test_a_baseline_is_not_for_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_baseline_is_refused_for_other_measurements(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--check is for the comparison" in refusal(capsys, "--check", "a", "--growth")
 
 
-def test_one_processor_is_not_for_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pinning_is_refused_for_other_measurements(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--pin is for the comparison" in refusal(capsys, "--pin", "--growth")
 
 

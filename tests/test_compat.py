@@ -31,7 +31,7 @@ def frames() -> Iterator[FrameType]:
     yield sys._getframe()
 
 
-def test_a_frame_is_at_the_line_that_it_is_at() -> None:
+def test_is_at_tells_whether_a_frame_is_at_a_place() -> None:
     frame = next(found := frames())
     line = frame.f_lineno
     place = (line, line, 4, 4 + len("yield sys._getframe()"))
@@ -42,7 +42,7 @@ def test_a_frame_is_at_the_line_that_it_is_at() -> None:
     del found
 
 
-def test_code_that_is_never_compiled() -> None:
+def test_some_code_is_never_compiled() -> None:
     seen: list[bool] = []
 
     def inner(x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_code_that_is_never_compiled() -> None:
     assert seen == [False]
 
 
-def test_whether_the_compiler_asks() -> None:
+def test_asked_by_compiler_is_true_only_while_tracing() -> None:
     from torch._guards import TracingContext, tracing
 
     assert not compat.asked_by_compiler()
@@ -143,7 +143,7 @@ for tensor in landing.tensors():
     assert done.returncode == 0, done.stderr
 
 
-def test_the_node_of_a_send_is_of_use_as_long_as_its_output_is_kept() -> None:
+def test_the_node_of_a_send_is_usable_while_its_output_is_kept() -> None:
     """Before torch 2.12 the node lives no longer than its output. So a context keeps the output and not the node."""
     output = send(1, [torch.ones(2, requires_grad=True) * 2])
     node: Any = output.grad_fn

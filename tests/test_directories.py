@@ -52,7 +52,7 @@ def end(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:
     process.communicate()
 
 
-def test_the_next_worker_removes_what_a_killed_one_left(parent: Path) -> None:
+def test_the_next_worker_removes_the_directory_of_a_killed_one(parent: Path) -> None:
     process, path = make_elsewhere()
     (path / "socket").touch()
     worker = StreamTransport(RpcOptions())
@@ -71,7 +71,7 @@ def test_the_next_worker_removes_what_a_killed_one_left(parent: Path) -> None:
     assert list(parent.iterdir()) == []
 
 
-def test_a_fork_that_still_has_it_keeps_it(parent: Path) -> None:
+def test_a_directory_stays_while_a_forked_child_uses_it(parent: Path) -> None:
     process, path = make_elsewhere("forks")
     process.wait()
     remove_dead(str(parent))
@@ -79,7 +79,7 @@ def test_a_fork_that_still_has_it_keeps_it(parent: Path) -> None:
     process.communicate("")  # its child ends with its standard input
 
 
-def test_what_is_not_ours_stays(parent: Path) -> None:
+def test_files_and_directories_of_others_stay(parent: Path) -> None:
     elsewhere = parent / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     (elsewhere / "lock").touch()
@@ -98,7 +98,7 @@ def test_what_is_not_ours_stays(parent: Path) -> None:
     remove_dead(str(parent / "nowhere"))
 
 
-def test_it_is_private_and_goes_with_all_that_is_in_it(parent: Path) -> None:
+def test_a_directory_is_private_and_is_removed_with_its_content(parent: Path) -> None:
     made = PrivateDirectory()
     assert os.stat(made.path).st_mode & 0o777 == 0o700
     Path(made.path, "file").touch()

@@ -59,7 +59,7 @@ def test_nothing_else_is_defined_beside_the_tree() -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_each_has_a_docstring(name: str) -> None:
+def test_each_error_has_its_own_docstring(name: str) -> None:
     assert inspect.getdoc(CLASSES[name]) != inspect.getdoc(CLASSES[name].__base__)  # type: ignore[arg-type]
 
 
@@ -72,14 +72,14 @@ EXAMPLES: list[Any] = [cls("what went wrong") for cls in TREE.values()] + [
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
-def test_each_can_be_pickled_and_copied(error: Exception) -> None:
+def test_each_error_can_be_pickled_and_copied(error: Exception) -> None:
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(other) is type(error)
         assert str(other) == str(error)
         assert vars(other) == vars(error)
 
 
-def test_what_users_catch() -> None:
+def test_errors_can_be_caught_as_builtin_types() -> None:
     assert issubclass(RpcTimeoutError, TimeoutError)
     assert issubclass(RpcTimeoutError, RuntimeError)
     assert issubclass(WorkerLostError, ConnectionError)
@@ -95,13 +95,13 @@ def test_the_lost_worker_is_named() -> None:
     assert WorkerLostError("gone").worker == ""
 
 
-def test_a_remote_error_says_what_there_was() -> None:
+def test_a_remote_error_keeps_worker_type_and_traceback() -> None:
     error = RemoteError("mod.Type on worker 'w': no", "w", "mod.Type", "Traceback ...")
     assert (error.worker, error.type_name, error.remote_traceback) == ("w", "mod.Type", "Traceback ...")
     assert RemoteError("x").worker == ""
 
 
-def test_who_has_done_its_part() -> None:
+def test_a_partial_error_names_the_workers_that_are_done() -> None:
     errors: dict[str, BaseException] = {
         "ps1": ValueError("no such shape"),
         "ps2": WorkerLostError("gone", "ps2"),

@@ -207,7 +207,7 @@ def last_line(text: str) -> str:
     return text.rstrip("\n").rpartition("\n")[2]
 
 
-def test_all_are_known_and_listed() -> None:
+def test_all_examples_are_known_and_listed() -> None:
     found = {path.name for pattern in ("*.py", "*.ipynb") for path in EXAMPLES.glob(pattern)}
     assert found == {*KNOWN, *ELSEWHERE, "demo.py"}
     listed = re.findall(r"^\| \[`?([\w.]+)`?\]\(([\w.]+)\) \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
@@ -215,7 +215,7 @@ def test_all_are_known_and_listed() -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in KNOWN])
-def test_it_keeps_its_promise(name: str, tmp_path: Path) -> None:
+def test_an_example_prints_what_it_promises(name: str, tmp_path: Path) -> None:
     example = KNOWN[name]
     done = run(EXAMPLES / name) if name.endswith(".py") else run_copy(name, source_of(name), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -233,14 +233,14 @@ SAMPLED = ("pipeline.py",)
 @pytest.mark.parametrize(
     "name", [each if each in SAMPLED else pytest.param(each, marks=pytest.mark.slow) for each in KNOWN]
 )
-def test_its_check_can_fail(name: str, tmp_path: Path) -> None:
+def test_the_check_of_an_example_can_fail(name: str, tmp_path: Path) -> None:
     spoiled = KNOWN[name].spoiled
     check_failure(spoiled, run_spoiled(name, spoiled, tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHER_CHECKS)
-def test_its_other_check_can_fail(name: str, tmp_path: Path) -> None:
+def test_the_other_check_of_an_example_can_fail(name: str, tmp_path: Path) -> None:
     spoiled = OTHER_CHECKS[name]
     check_failure(spoiled, run_spoiled(name, spoiled, tmp_path))
 

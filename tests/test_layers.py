@@ -129,7 +129,7 @@ class _Imports(dict[str, set[str]]):
 IMPORTS = _Imports()
 
 
-def test_no_two_files_of_the_tests_have_one_name() -> None:
+def test_test_files_have_unique_names() -> None:
     """One run may import all of them, and their folders are not packages, so names must be unique."""
     tests = Path(__file__).parent
     apart = (tests / "ray", tests / "clusters")
@@ -152,7 +152,7 @@ def test_the_imports_are_found() -> None:
 
 
 @pytest.mark.parametrize("module", FILES)
-def test_a_module_imports_only_from_the_layers_above_it_in_the_list(module: str) -> None:
+def test_a_module_imports_only_from_its_own_and_lower_layers(module: str) -> None:
     mine = LAYERS.index(layer(module))
     wrong = {other for other in IMPORTS[module] if LAYERS.index(layer(other)) > mine}
     assert not wrong
@@ -169,7 +169,7 @@ SEAMS = {
 
 
 @pytest.mark.parametrize("module", FILES)
-def test_what_a_module_knows_of_the_layers_above_it_is_listed(module: str) -> None:
+def test_typing_imports_from_higher_layers_are_listed(module: str) -> None:
     mine = LAYERS.index(layer(module))
     tree = ast.parse(FILES[module].read_text())
     named = {own(name) for node in ast.walk(tree) for name in imported(node)} - {None}
@@ -200,7 +200,7 @@ def test_cycles_are_found() -> None:
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_imports_have_no_cycle() -> None:
     assert cycle({module: IMPORTS[module] for module in FILES}) is None
 
 
@@ -290,11 +290,11 @@ RPC = [
 ]
 
 
-def test_what_backhaul_rpc_offers() -> None:
+def test_backhaul_rpc_exports_these_names() -> None:
     assert rpc.__all__ == RPC == sorted(RPC)
 
 
-def test_what_the_package_offers() -> None:
+def test_the_package_exports_these_names() -> None:
     assert sorted(backhaul.__all__) == [
         "RpcOptions",
         "TLS",
@@ -315,7 +315,7 @@ def test_what_the_package_offers() -> None:
     ]
 
 
-def test_what_the_testing_tools_are() -> None:
+def test_the_testing_package_exports_these_names() -> None:
     from backhaul import testing
 
     assert sorted(testing.__all__) == ["Faults", "FaultyTransport", "InProcessCluster", "Scheduler"]
@@ -339,7 +339,7 @@ def public_modules() -> Iterator[types.ModuleType]:
                 yield module
 
 
-def test_everything_that_is_offered_exists() -> None:
+def test_every_exported_name_exists() -> None:
     checked = 0
     for module in public_modules():
         for name in module.__all__:
@@ -348,12 +348,12 @@ def test_everything_that_is_offered_exists() -> None:
     assert checked > len(RPC)
 
 
-def test_nothing_is_offered_twice() -> None:
+def test_no_name_is_exported_twice() -> None:
     for module in public_modules():
         assert len(set(module.__all__)) == len(module.__all__), module.__name__
 
 
-def test_nothing_public_is_defined_in_rpc_that_is_not_offered() -> None:
+def test_rpc_defines_no_other_public_functions() -> None:
     defined = {
         name
         for name, value in vars(rpc).items()
@@ -381,7 +381,7 @@ def test_everything_public_in_rpc_is_documented() -> None:
         assert inspect.getdoc(getattr(rpc, name)), name
 
 
-def test_an_unknown_name_of_the_package() -> None:
+def test_an_unknown_name_of_the_package_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'backhaul' has no attribute 'nothing'"):
         backhaul.nothing  # noqa: B018
 
@@ -430,6 +430,6 @@ def test_the_packages_that_are_drawn_file_by_file() -> None:
 
 
 @pytest.mark.parametrize(("package", "drawn"), drawn_files().items(), ids=drawn_files())
-def test_a_package_is_drawn_as_it_is(package: str, drawn: set[str]) -> None:
+def test_a_package_is_drawn_with_its_files(package: str, drawn: set[str]) -> None:
     """A file that the drawing lacks fails, and so does a drawn file that is gone."""
     assert drawn == {name.split(".")[1] for name in FILES if name.startswith(f"{package}.")}

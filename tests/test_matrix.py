@@ -63,7 +63,7 @@ def test_the_table_names_what_failed_was_skipped_or_not_run() -> None:
     assert "Python 3.12, torch 2.11.0, skipped:\n  1 no root" in text
 
 
-def test_when_all_is_well() -> None:
+def test_a_matrix_is_good_if_pairs_ran_and_none_failed() -> None:
     good = run.Outcome(PAIR, counts={"passed": 3, "skipped": 1})
     missing = run.Outcome(PAIR, "no interpreter")
     assert run.is_good([good, missing])
@@ -97,7 +97,7 @@ def test_a_pair_without_an_environment_is_shown_as_not_run(capsys: pytest.Captur
     assert "not run: no python3.99 on the PATH" in capsys.readouterr().out
 
 
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_one_pair_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "FOLDER", tmp_path)
     small = tmp_path / "test_small.py"
     small.write_text("def test_good(): pass\ndef test_bad(): assert False, 'indeed'\n")
@@ -114,7 +114,7 @@ def _minor(pair: Any) -> int:
 
 
 @pytest.mark.parametrize("page", ["docs/versions.md", "pyproject.toml"])
-def test_what_is_claimed_is_what_is_run(page: str) -> None:
+def test_the_documented_versions_are_those_of_the_runner(page: str) -> None:
     """The table of docs/versions.md has the pairs of the runner. The ranges of pyproject.toml begin with them."""
     pairs = [Pair.parse(pair) for pair in run.PAIRS]
     text = (ROOT / page).read_text()

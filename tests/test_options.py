@@ -180,7 +180,7 @@ def test_seconds_become_floats() -> None:
     assert type(RpcOptions(connect_timeout=5).connect_timeout) is float
 
 
-def test_there_are_no_other_options() -> None:
+def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(OptionError, match="there is no option 'rpc_timout'; the options are rpc_timeout, init_method"):
         RpcOptions().rpc_timout = 5  # type: ignore[attr-defined]
     with pytest.raises(TypeError):

@@ -82,7 +82,7 @@ def wait_until_running(name: str) -> None:
 # -- death ------------------------------------------------------------------------------------------
 
 
-def test_everyone_who_waits_for_a_killed_worker_hears_within_a_second() -> None:
+def test_all_callers_of_a_killed_worker_learn_of_it_within_a_second() -> None:
     with Crew(4) as crew:
         direct = crew[0].start(seconds_until_lost, "worker1", block)
         many = crew[2].start(futures_until_lost, "worker1", 50)
@@ -244,7 +244,7 @@ def fork_a_sleeper() -> int:
     return child
 
 
-def test_a_forked_child_gets_a_clear_error_and_harms_nobody() -> None:
+def test_a_forked_child_gets_a_clear_error_and_harms_no_worker() -> None:
     with Crew(2) as crew:
         crew[0].run(call, "worker1", who)
         text, answer = crew[0].run(fork_and_try)
@@ -389,7 +389,7 @@ def test_graceful_shutdown_times_out_when_a_peer_never_asks() -> None:
 # -- transports -------------------------------------------------------------------------------------
 
 
-def test_tcp_with_the_launchers_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_meet_over_tcp_with_the_launcher_s_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKHAUL_SECRET", "ab" * 32)
     with Crew(2, transport="tcp") as crew:
         assert crew[0].run(add_on, "worker1", torch.ones(3_000_000)).sum().item() == 6_000_000

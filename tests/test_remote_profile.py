@@ -143,7 +143,7 @@ def test_the_callee_s_operators_are_in_the_caller_s_profile(profile: Profile, wo
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_averages_and_tables_have_them_too(profile: Profile, workers: InProcessCluster) -> None:
+def test_averages_and_tables_include_remote_operators(profile: Profile, workers: InProcessCluster) -> None:
     with profile() as done:
         for _ in range(3):
             rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
@@ -154,7 +154,7 @@ def test_averages_and_tables_have_them_too(profile: Profile, workers: InProcessC
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_what_else_is_recorded_is_as_the_caller_wants_it(profile: Profile, workers: InProcessCluster) -> None:
+def test_the_caller_s_profiler_options_hold_at_the_callee(profile: Profile, workers: InProcessCluster) -> None:
     x = torch.ones(4, 4)
     key = f"rpc_sync#aten::mm(worker0 -> worker1){REMOTE}aten::mm"
     with profile(record_shapes=True, profile_memory=True, with_flops=True, with_stack=True) as much:
@@ -328,7 +328,7 @@ def test_values_and_errors_stay_as_they_are(
         assert [event for event in events(done) if "#fail(worker0 -> worker1)" in event.name]
 
 
-def test_a_timeout_says_the_same(workers: InProcessCluster) -> None:
+def test_a_timeout_has_the_same_text_under_a_profiler(workers: InProcessCluster) -> None:
     released.clear()
     rpc.rpc_sync("worker1", work, args=(torch.ones(1),))  # so that the time below does not include the greeting
     with LEGACY() as done, pytest.raises(rpc.RpcTimeoutError, match="wait_for_release"):
@@ -543,11 +543,11 @@ def span(began: int, elapsed: float, report: Report | None) -> Span:
         (77, 150.0, 0.0),
     ],
 )
-def test_where_in_a_call_its_execution_is(began: int, length: float, offset: float) -> None:
+def test_the_execution_is_placed_inside_its_call(began: int, length: float, offset: float) -> None:
     assert span(1_000_000, 100.0, Report(began, length, {}, [])).offset() == offset
 
 
-def test_a_label_of_somebody_else_is_left_alone(workers: InProcessCluster) -> None:
+def test_a_user_s_label_is_left_alone(workers: InProcessCluster) -> None:
     with LEGACY() as done, profiler.record_function("mine [call 7]"):
         torch.ones(1)
     assert named(done, "mine [call 7]").node_id == -1

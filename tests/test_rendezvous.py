@@ -185,7 +185,7 @@ def test_an_address_of_another_machine_cannot_be_hosted() -> None:
         meet("tcp://no.such.host.invalid:29500", FIRST, 5)
 
 
-def test_one_of_several_addresses() -> None:
+def test_the_store_is_found_at_one_of_several_addresses() -> None:
     """Rank 0 hosts the store at the address of its own machine, and the others try all addresses."""
     port = free_port()
     method = f"tcp://192.0.2.9:{free_port()},127.0.0.1:{port}"
@@ -235,12 +235,12 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     check_meeting(first, meet("env://", SECOND, 5))
 
 
-def test_our_launcher_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_launcher_s_variable_gives_the_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(INIT_METHOD_VARIABLE, f"file://{tmp_path}/point")
     check_meeting(meet("env://", FIRST, 5), meet(f"file://{tmp_path}/point", SECOND, 5))
 
 
-def test_a_launcher_s_env_that_points_at_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_s_variable_may_not_be_env_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(INIT_METHOD_VARIABLE, "env://")
     with pytest.raises(OptionError, match="needs MASTER_ADDR and MASTER_PORT"):
         meet("env://", FIRST, 5)
@@ -258,7 +258,7 @@ def test_torchrun_hosts_the_store_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     assert agent is not None
 
 
-def test_what_slurm_says_is_enough_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_meet_with_the_variables_of_slurm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, text in {**TASK, "SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "here"}.items():
         monkeypatch.setenv(variable, text)
     places = [Place("a", 0, 4), Place("b", 1, 4)]
@@ -323,7 +323,7 @@ def test_a_group_that_meets_again_in_the_same_store_gets_a_part_of_its_own(tmp_p
     assert not after[0].replaces
 
 
-def test_one_that_has_shut_down_goes_on_though_others_have_not_yet(tmp_path: Path) -> None:
+def test_a_rank_may_start_again_before_others_have_shut_down(tmp_path: Path) -> None:
     method = f"file://{tmp_path}/point"
     with socket.create_server(("127.0.0.1", 0)) as server:
         before = join_both(method, Addresses(tcp=server.getsockname()))
@@ -335,7 +335,7 @@ def test_one_that_has_shut_down_goes_on_though_others_have_not_yet(tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", ["left", "died"])
-def test_one_that_comes_again_while_another_lives_joins_the_group_again(tmp_path: Path, how: str) -> None:
+def test_a_rank_that_comes_again_joins_the_living_group(tmp_path: Path, how: str) -> None:
     method = f"file://{tmp_path}/point"
     with socket.create_server(("127.0.0.1", 0)) as server:
         first, second = join_both(method, Addresses(tcp=server.getsockname()))
@@ -380,7 +380,7 @@ def test_a_second_living_worker_of_one_rank_is_refused_at_once(tmp_path: Path) -
         assert time.monotonic() - began < 10
 
 
-def test_a_rank_whose_others_died_while_they_waited_for_it(tmp_path: Path) -> None:
+def test_a_rank_comes_after_the_others_died_waiting_for_it(tmp_path: Path) -> None:
     method = f"file://{tmp_path}/point"
     alone = Membership(meet(method, FIRST, 5), 2)
     with pytest.raises(RpcTimeoutError):
@@ -421,13 +421,13 @@ def test_hosts_that_are_cut_off_for_a_moment_do_not_split_a_group(rank: int) -> 
         (True, True, 2, True),
     ],
 )
-def test_a_group_that_is_looked_at_once(look: bool | None, moved: bool, rank: int, joins: bool) -> None:
+def test_one_look_decides_whether_a_group_goes_on(look: bool | None, moved: bool, rank: int, joins: bool) -> None:
     begun = time.monotonic()
     assert goes_on(started(2), rank, 3, lambda addresses: look, lambda: moved, 60.0) is joins
     assert time.monotonic() - begun < 30.0
 
 
-def test_hosts_that_stay_away_are_given_up() -> None:
+def test_hosts_that_stay_unreachable_are_given_up() -> None:
     assert not goes_on(started(2), 2, 3, lambda addresses: None, lambda: False, 0.2)
 
 
@@ -487,7 +487,7 @@ def test_a_port_that_is_taken() -> None:
             meet(f"tcp://127.0.0.1:{port}", FIRST, 1)
 
 
-def test_nobody_hosts_the_store(capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_process_hosts_the_store(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     with pytest.raises(RpcTimeoutError, match=f"no store at 127.0.0.1:{port}; is rank 0 up?"):
         meet(f"tcp://127.0.0.1:{port}", SECOND, 0.5)
@@ -521,7 +521,7 @@ def test_a_living_member_takes_the_store_over_and_newcomers_find_the_group() -> 
     assert enter(method, 0).group == group  # the first one again
 
 
-def test_the_first_of_a_fixed_group_comes_again_to_a_store_that_was_taken_over() -> None:
+def test_rank_0_comes_again_to_a_store_that_was_taken_over() -> None:
     method = f"tcp://127.0.0.1:{free_port()}"
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = Addresses(tcp=server.getsockname())
@@ -573,7 +573,7 @@ def test_taking_the_store_over_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_a_store_whose_port_somebody_else_has_taken() -> None:
+def test_another_program_has_taken_the_port_of_the_store() -> None:
     """Workers that have met continue without the store. The program that has the port never answers."""
     port = free_port()
     host, second = enter(f"tcp://127.0.0.1:{port}", 0), enter(f"tcp://127.0.0.1:{port}", 1)

@@ -68,7 +68,7 @@ def is_container(node: ast.expr | None) -> bool:
 
 
 def changed(tree: ast.Module) -> set[str]:
-    """Names of a module that one of its functions binds anew, or whose contents it changes."""
+    """Names of a module that one of its functions rebinds, or whose contents a function changes."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -203,7 +203,7 @@ ALLOWED = {
 FOUND = found_in_package()
 
 
-def test_what_does_not_hang_off_a_worker_is_listed_with_its_reason() -> None:
+def test_every_global_of_the_process_is_listed_with_its_reason() -> None:
     """If this fails for something new: make it an attribute of the Worker, or of something that the Worker has."""
     allowed = [each for names in ALLOWED.values() for each in names.split()]
     assert len(allowed) == len(set(allowed))
@@ -212,7 +212,7 @@ def test_what_does_not_hang_off_a_worker_is_listed_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_it_says_why_where_it_is_defined(name: str) -> None:
+def test_every_global_states_its_reason_where_it_is_defined(name: str) -> None:
     assert FOUND[name]
 
 
@@ -235,7 +235,7 @@ def test_it_says_why_where_it_is_defined(name: str) -> None:
         ("class A:\n    def set(self):\n        self.x = 1", []),
     ],
 )
-def test_state_is_found(source: str, found: list[str]) -> None:
+def test_globals_are_found_in_a_source(source: str, found: list[str]) -> None:
     assert [name for name, _ in state(ast.parse(source))] == found
 
 

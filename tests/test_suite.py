@@ -1,4 +1,4 @@
-"""`make test` says what it cannot find, and no file of tests grows past what a reader can take in."""
+"""`make test` names missing modules and files, and no test file is too long."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ ROOT = Path(__file__).parent.parent
 MOST_LINES = 700
 
 
-def test_all_that_the_suite_names_is_there() -> None:
+def test_every_module_and_file_that_the_suite_names_exists() -> None:
     assert missing(PURE, (*PURE_TESTS, *UNTRACED)) == []
     named = {*LONGEST, *LONG}
     assert missing((), [f"tests/{name}" for name in named]) == []
 
 
-def test_a_renamed_module_or_file_is_named() -> None:
+def test_a_missing_module_or_file_is_reported() -> None:
     found = missing(["wire", "ids", "wire.nothing"], ["tests/wire", "tests/agent/test_nothing.py"])
     assert found == ["backhaul.wire.nothing", "tests/agent/test_nothing.py"]
 

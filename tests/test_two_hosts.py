@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make ne
 
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 PORT = 29555
-LONE = f"tcp://{ADDRESSES[0]}:29556"  # for who fails to join: a store counts how often each has come
+LONE = f"tcp://{ADDRESSES[0]}:29556"  # for workers that fail to join: a store counts how often each rank has come
 
 
 # Functions that run on the hosts.
@@ -168,7 +168,7 @@ def test_certificates_of_two_parties(hosts: Crew, tmp_path: Path) -> None:
     assert refused.startswith("OptionError: this worker is 'worker0', and its certificate")
 
 
-def test_another_key_is_told_to_both(hosts: Crew, key: str, tmp_path: Path) -> None:
+def test_both_hosts_learn_that_their_keys_differ(hosts: Crew, key: str, tmp_path: Path) -> None:
     make_key_file(str(tmp_path / "other.key"))
     keys = [key, str(tmp_path / "other.key")]
     join_all(hosts, *({"host": address, "key_file": each} for address, each in zip(ADDRESSES, keys, strict=True)))
@@ -183,7 +183,7 @@ def test_another_key_is_told_to_both(hosts: Crew, key: str, tmp_path: Path) -> N
     leave_all(hosts, graceful=False)
 
 
-def test_without_a_key_nobody_listens_beyond_loopback(hosts: Crew) -> None:
+def test_without_a_key_no_worker_listens_beyond_loopback(hosts: Crew) -> None:
     told = hosts[0].run(join_with, 0, {"host": ADDRESSES[0], "init_method": LONE})
     assert told.startswith("OptionError: listening on 10.77.0.1, beyond this machine, needs a key or certificates")
     assert "backhaul keygen" in told

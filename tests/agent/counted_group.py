@@ -127,7 +127,7 @@ def patience(size: int) -> Iterator[None]:
 
 
 class Work:
-    """Calls of Python functions, by worker. Threads that are nobody's count for nobody."""
+    """Calls of Python functions, by worker. Threads that belong to no worker do not count."""
 
     def __init__(self) -> None:
         self.of: dict[str, Counter[Any]] = {}

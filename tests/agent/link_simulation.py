@@ -446,7 +446,7 @@ class Peer:
                 self.answer()
 
     def die(self) -> Steps:
-        """It may have answered some more, and part of that may be lost."""
+        """The peer may have sent more answers, and part of these may be lost."""
         self.gone = True
         self.world.note("the peer of", self.line, "dies")
         while self.line.inbox and self.world.random.random() < 0.3:
@@ -458,13 +458,13 @@ class Peer:
         yield
 
     def nap(self) -> Steps:
-        """It does nothing for a while."""
+        """The peer does nothing for a while."""
         self.naps_until = self.world.now + min(2.0, self.world.style.patience / 2)
         self.world.note("the peer of", self.line, "naps")
         yield Until(lambda: False, self.naps_until)
 
     def hang(self) -> Steps:
-        """It is stopped, and nobody is told."""
+        """The peer stops, and no worker is told."""
         self.gone = True
         self.hangs_since = self.world.now
         self.world.note("the peer of", self.line, "hangs")

@@ -1,4 +1,4 @@
-"""What the threads of a worker do and wait for, as those who look at it see it."""
+"""Activity: what the threads of a worker do and wait for, as a person or a tool sees it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_several_threads_that_wait_for_one_future_are_all_seen(pair: list[Worker
     waits(pair[0], 0)
 
 
-def test_a_thread_is_seen_to_wait_until_it_is_known_why_its_peer_is_lost(pair: list[Worker]) -> None:
+def test_a_thread_counts_as_waiting_until_the_cause_of_its_peer_s_loss_is_known(pair: list[Worker]) -> None:
     """The launcher may take a while to tell."""
     raised: list[BaseException] = []
 
@@ -128,7 +128,7 @@ def test_a_thread_is_seen_to_wait_until_it_is_known_why_its_peer_is_lost(pair: l
     waits(pair[0], 0)
 
 
-def test_what_a_thread_handles_has_what_it_had_begun_before() -> None:
+def test_a_thread_reports_its_outer_request_under_its_inner_one() -> None:
     activity = Activity()
     note = activity.new_note()
     assert activity.handled_by(threading.get_ident()) is None

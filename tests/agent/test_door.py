@@ -90,7 +90,7 @@ class Doorway:
         return seconds
 
     def known(self) -> int:
-        """How many connections somebody vouches for, and that have not been let in yet."""
+        """The number of authenticated connections that have not been admitted yet."""
         return sum(guest.visitor.trusted for guest in list(self.door._guests.values()))
 
     def stop_watching(self) -> None:
@@ -136,12 +136,12 @@ def half_way(doorway: Doorway, sock: socket.socket) -> None:
         tunnel.feed(sock.recv(65536))
     sock.sendall(tunnel.take())
     deadline = time.monotonic() + SOON
-    while doorway.known() == before:  # the door tells nobody
+    while doorway.known() == before:  # the door signals no event for this
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-# Who gets in, and who does not.
+# Which visitors are admitted.
 
 
 @pytest.mark.parametrize("kind", ["memory", "unix", "tcp"])
@@ -166,7 +166,7 @@ def test_an_idle_door_has_no_thread(doorways: Callable[..., Doorway], monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_who_is_silent_is_cut_off_and_holds_nobody_up(doorways: Callable[..., Doorway], kind: str) -> None:
+def test_a_silent_visitor_is_cut_off_and_delays_no_other(doorways: Callable[..., Doorway], kind: str) -> None:
     doorway = doorways(kind, patience=1.0)
     began = time.monotonic()
     strangers = [doorway.raw() for _ in range(100)]
@@ -177,8 +177,8 @@ def test_who_is_silent_is_cut_off_and_holds_nobody_up(doorways: Callable[..., Do
     assert 0.9 < time.monotonic() - began < 4
 
 
-def test_who_dribbles_has_no_more_time_than_others(doorways: Callable[..., Doorway]) -> None:
-    """Bytes that come one by one: of a real first record, so that each could be the last that is missing."""
+def test_a_visitor_that_sends_byte_by_byte_gets_no_extra_time(doorways: Callable[..., Doorway]) -> None:
+    """The bytes are those of a real first record, so each of them could complete it."""
     tunnel = ClusterCredentials(SECRET, "worker1").tunnel(server=False)
     tunnel.shake()
     opening = tunnel.take()
@@ -202,7 +202,7 @@ def test_who_dribbles_has_no_more_time_than_others(doorways: Callable[..., Doorw
     assert slowest < 0.8
 
 
-def test_when_it_is_full_the_oldest_stranger_goes(doorways: Callable[..., Doorway]) -> None:
+def test_a_full_door_cuts_off_the_oldest_stranger(doorways: Callable[..., Doorway]) -> None:
     doorway = doorways(most=8)
     with ExitStack() as stack:
         known = stack.enter_context(doorway.raw())
@@ -218,7 +218,7 @@ def test_when_it_is_full_the_oldest_stranger_goes(doorways: Callable[..., Doorwa
                 sock.recv(1)
 
 
-def test_a_full_house_of_known_peers_turns_newcomers_away(doorways: Callable[..., Doorway]) -> None:
+def test_a_door_full_of_known_peers_turns_newcomers_away(doorways: Callable[..., Doorway]) -> None:
     doorway = doorways(most=2, patience=1.5)
     with ExitStack() as stack:
         known = [stack.enter_context(doorway.raw()) for _ in range(2)]
@@ -265,8 +265,8 @@ def test_closing_turns_everybody_away(doorways: Callable[..., Doorway], kind: st
         assert is_over(late)
 
 
-def test_a_process_without_descriptors(doorways: Callable[..., Doorway]) -> None:
-    """Half of the strangers go, so that others can come."""
+def test_a_process_without_free_descriptors_cuts_off_half_of_the_strangers(doorways: Callable[..., Doorway]) -> None:
+    """So others can connect."""
     doorway = doorways(patience=60.0)
     with ExitStack() as stack:
         strangers = [stack.enter_context(doorway.raw()) for _ in range(10)]
@@ -290,7 +290,7 @@ def test_a_process_without_descriptors(doorways: Callable[..., Doorway]) -> None
 # What is written down.
 
 
-def test_each_reason_is_news_once_and_then_counted() -> None:
+def test_each_reason_is_logged_a_few_times_and_then_counted() -> None:
     refusals = Refusals()
     assert refusals.summary() is None
     assert refusals.is_news("a")
@@ -306,7 +306,7 @@ def word(number: int) -> str:
     return "".join("abcdefghij"[int(digit)] for digit in str(number))
 
 
-def test_reasons_without_end_take_no_memory_without_end() -> None:
+def test_endless_different_reasons_take_bounded_memory() -> None:
     refusals = Refusals()
     news = [refusals.is_news(word(10000 + number) * 1000) for number in range(1000)]
     assert sum(news) == 32
@@ -320,7 +320,7 @@ def test_reasons_without_end_take_no_memory_without_end() -> None:
     assert "20 times: bj; 19 times: bi; 18 times: bh; 17 times: bg; 16 times: bf; 120 times for other" in summary
 
 
-def test_the_words_of_who_knocks_do_not_make_another_reason() -> None:
+def test_bytes_that_a_visitor_chose_do_not_make_a_new_reason() -> None:
     refusals = Refusals()
     said = [b"\x00'", b'"', b"GET '", bytes(40), b"", b"\\"]
     news = [refusals.is_news(f"no TLS: it starts with {each!r}, {number} bytes") for number, each in enumerate(said)]
@@ -333,7 +333,7 @@ def test_the_words_of_who_knocks_do_not_make_another_reason() -> None:
     )
 
 
-def test_a_thousand_strangers_are_a_few_lines(
+def test_a_thousand_strangers_are_logged_in_a_few_lines(
     doorways: Callable[..., Doorway], caplog: pytest.LogCaptureFixture
 ) -> None:
     doorway = doorways()
@@ -364,8 +364,8 @@ def test_a_thousand_strangers_are_a_few_lines(
 # In a worker.
 
 
-def test_a_worker_whose_peers_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All greet each other at once, and each has one thread for that."""
+def test_many_greetings_at_once_need_one_door_thread_per_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers greet each other at once."""
     with InProcessCluster(6, sockets=True) as workers:
         for one in workers:
             for other in workers:

@@ -96,7 +96,7 @@ def await_arrival(worker: Worker, listener: Listener) -> None:
 # To the thread that listens.
 
 
-def test_what_is_there_already_ends_the_wait(pair: InProcessCluster, listener: Listener) -> None:
+def test_a_message_that_has_already_arrived_ends_the_wait(pair: InProcessCluster, listener: Listener) -> None:
     served_by(pair[1]).reply(encode(report(1)))
     await_arrival(pair[0], listener)
     assert numbers(listener) == [1]
@@ -115,7 +115,7 @@ def test_a_thread_that_waits_is_woken(pair: InProcessCluster, listener: Listener
     joined(thread)
 
 
-def test_another_thread_ends_the_wait(pair: InProcessCluster, listener: Listener) -> None:
+def test_another_thread_can_end_the_wait(pair: InProcessCluster, listener: Listener) -> None:
     thread = started(listener.wake)
     start = time.monotonic()
     pair[0].agent.listeners.wait(listener, lambda: False, PATIENCE)
@@ -341,7 +341,7 @@ def test_a_request_that_comes_among_replies_is_answered(pair: InProcessCluster) 
 
 
 def test_a_message_is_read_although_no_thread_waits(pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a pass that failed its thread is gone, and what the others still send is to be dealt with."""
+    """After a failed pass its thread is gone, but messages that the others still send must be handled."""
     line_of(pair[0])
     handled = Handled(pair[0], Report, monkeypatch)
     pair[0].agent.listeners.read_later([1])
@@ -354,7 +354,7 @@ def test_a_message_is_read_although_no_thread_waits(pair: InProcessCluster, monk
 
 @pytest.mark.parametrize("calls", [True, False], ids=["read by a call", "read by a listener"])
 @pytest.mark.parametrize("junk", ["a message without a handler", "no message"])
-def test_what_makes_no_sense_ends_the_connection(
+def test_a_senseless_message_ends_the_connection(
     pair: InProcessCluster, calls: bool, junk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = line_of(pair[0])

@@ -18,7 +18,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path)
 
 
-def test_nothing_is_expected_without_a_promise() -> None:
+def test_no_report_is_expected_unless_the_launcher_promised_one() -> None:
     endings = Endings()
     assert not endings.expected
     assert not endings.is_awaited("boot/ns/1/2")
@@ -26,7 +26,7 @@ def test_nothing_is_expected_without_a_promise() -> None:
 
 
 @pytest.mark.parametrize("of_all_hosts", [False, True])
-def test_news_of_a_process(directory: str, of_all_hosts: bool) -> None:
+def test_the_launcher_s_report_of_an_end_is_read(directory: str, of_all_hosts: bool) -> None:
     promise(directory, of_all_hosts=of_all_hosts)
     endings = Endings()
     assert endings.expected

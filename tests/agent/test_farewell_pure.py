@@ -32,7 +32,7 @@ TABLE: dict[str, tuple[dict[int, Counts], bool]] = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_settled(name: str) -> None:
+def test_two_tallies_are_compared(name: str) -> None:
     tallies, expected = TABLE[name]
     assert balanced(tallies) is expected
 
@@ -84,7 +84,7 @@ def answer(id: int, value: Any) -> Any:
     return id, value
 
 
-def test_a_promise_answers_later_those_who_asked_before() -> None:
+def test_a_promise_answers_earlier_requests_once_it_is_kept() -> None:
     promise = _Promise(answer)
     inbound: Any = FakeInbound()
     asked: Any = [FakeEnvelope(1), FakeEnvelope(2)]
@@ -95,7 +95,7 @@ def test_a_promise_answers_later_those_who_asked_before() -> None:
     assert promise.asked_by() == set()
 
 
-def test_a_promise_answers_at_once_those_who_ask_after() -> None:
+def test_a_kept_promise_answers_later_requests_at_once() -> None:
     promise = _Promise(answer)
     inbound: Any = FakeInbound()
     promise.keep(None)

@@ -1,4 +1,4 @@
-"""A graceful shutdown in which a connection breaks: who lives is not taken for dead."""
+"""A graceful shutdown in which a connection breaks: a living worker is not taken for dead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cut(workers: InProcessCluster, one: int, other: int) -> None:
 
 
 @pytest.mark.parametrize("pair", [(1, 0), (0, 1), (2, 0), (2, 1)], ids=str)
-def test_a_connection_that_breaks_meanwhile(pair: tuple[int, int]) -> None:
+def test_a_connection_breaks_during_a_graceful_shutdown(pair: tuple[int, int]) -> None:
     with InProcessCluster(3, sockets=True) as workers:
         for worker in workers:
             with worker.as_current():

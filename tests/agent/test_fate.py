@@ -14,7 +14,7 @@ def test_a_new_fate_is_present_and_has_no_incarnation() -> None:
     assert not fate.is_given_up(1e9, 1.0)
 
 
-def test_doubt_is_news_once_and_keeps_the_first_time_and_the_last_reason() -> None:
+def test_repeated_doubts_keep_the_first_time_and_the_last_reason() -> None:
     fate = Fate("seven")
     assert fate.doubt(10.0, "refused")
     assert not fate.doubt(12.0, "no route")
@@ -32,7 +32,7 @@ def test_an_answer_ends_the_suspicion() -> None:
     assert fate.since == 20.0
 
 
-def test_what_is_over_stays_over() -> None:
+def test_a_fate_that_is_over_stays_over() -> None:
     fate = Fate("seven")
     assert fate.end("killed", certain=True)
     assert not fate.end("silent", certain=False)
@@ -44,7 +44,7 @@ def test_what_is_over_stays_over() -> None:
     assert not fate.continues("seven")
 
 
-def test_an_incarnation_is_continued_only_by_itself() -> None:
+def test_only_the_same_incarnation_continues_a_fate() -> None:
     fate = Fate("seven")
     assert fate.continues("seven")
     assert not fate.continues("eight")
@@ -62,7 +62,7 @@ def test_a_peer_is_given_up_after_the_whole_time_without_an_answer() -> None:
     assert not fate.is_given_up(1e12, 60.0)
 
 
-def test_attempts_come_ever_more_rarely_but_once_a_second_and_at_the_end() -> None:
+def test_the_pause_between_attempts_doubles_up_to_a_second() -> None:
     fate = Fate("seven")
     pauses = []
     for _ in range(8):
@@ -74,7 +74,7 @@ def test_attempts_come_ever_more_rarely_but_once_a_second_and_at_the_end() -> No
     assert fate.next_try(1e6, math.inf) == 1e6 + 1.0
 
 
-def test_what_is_over_is_not_given_up_once_more() -> None:
+def test_a_fate_that_is_over_is_not_given_up_again() -> None:
     fate = Fate("seven")
     fate.doubt(10.0, "refused")
     assert fate.end("killed", certain=True)

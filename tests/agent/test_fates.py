@@ -190,7 +190,7 @@ def test_the_end_of_a_worker_is_known_at_once(sockets: bool) -> None:
         assert not any(isinstance(event, Suspected) for event in seen.events)
 
 
-def test_a_graceful_shutdown_waits_for_those_who_cannot_be_reached(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graceful_shutdown_waits_for_unreachable_workers(caplog: pytest.LogCaptureFixture) -> None:
     faults = Faults()
     with InProcessCluster(3, faults=faults) as workers:
         seen = [Seen(worker) for worker in workers]
@@ -222,7 +222,7 @@ def test_a_graceful_shutdown_waits_for_those_who_cannot_be_reached(caplog: pytes
         assert all(worker.closed for worker in workers)
 
 
-def test_a_graceful_shutdown_names_whom_it_could_not_reach_at_its_deadline() -> None:
+def test_a_graceful_shutdown_that_times_out_names_unreachable_workers() -> None:
     faults = Faults()
     with InProcessCluster(2, faults=faults) as workers:
         seen = Seen(workers[1])
@@ -249,7 +249,7 @@ def call_until_lost(worker: Worker, use: Callable[[], object], ready: threading.
     return errors
 
 
-def test_a_leaving_worker_is_a_lost_one_to_all_who_call_it() -> None:
+def test_calls_to_a_leaving_worker_raise_only_worker_lost_errors() -> None:
     """Whatever the leaving worker is at when a call comes: no other error than `WorkerLostError`."""
     for _ in range(5):
         with InProcessCluster(3, sockets=True) as workers, ThreadPoolExecutor(2) as threads:

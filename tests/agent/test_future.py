@@ -1,4 +1,4 @@
-"""Future: torch's, and awaitable, with help from who waits, and each callback in its own context."""
+"""Future: a torch future that can be awaited. Waiting threads help to complete it; callbacks keep their contexts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def later(action: Callable[[], None]) -> threading.Thread:
 # Values and errors.
 
 
-def test_it_is_a_future_of_torch() -> None:
+def test_our_future_is_a_torch_future() -> None:
     future = done()
     assert isinstance(future, torch.futures.Future)
     assert future.done()
@@ -53,7 +53,7 @@ def test_any_value(value: Any) -> None:
     assert done(value).wait() is value
 
 
-def test_wait_until_another_thread_completes_it() -> None:
+def test_wait_returns_when_another_thread_completes_the_future() -> None:
     future: Future[int] = Future()
     assert not future.done()
     thread = later(lambda: future.settle(7))
@@ -61,7 +61,7 @@ def test_wait_until_another_thread_completes_it() -> None:
     thread.join()
 
 
-def test_all_who_wait_get_it() -> None:
+def test_all_waiting_threads_get_the_value() -> None:
     future: Future[int] = Future()
     got: list[int] = []
     threads = [later(lambda: got.append(future.wait())) for _ in range(5)]
@@ -92,7 +92,7 @@ def test_an_error_is_raised_each_time(how: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
-def test_errors_that_are_no_exceptions(kind: type[BaseException]) -> None:
+def test_base_exceptions_are_raised_too(kind: type[BaseException]) -> None:
     with pytest.raises(kind):
         failed(kind("over")).wait()
 
@@ -100,7 +100,7 @@ def test_errors_that_are_no_exceptions(kind: type[BaseException]) -> None:
 # Help.
 
 
-def test_who_waits_helps() -> None:
+def test_a_waiting_thread_helps_to_complete_the_future() -> None:
     helped = []
 
     def help() -> None:
@@ -114,7 +114,7 @@ def test_who_waits_helps() -> None:
     assert len(helped) == 1
 
 
-def test_nobody_helps_with_what_is_done() -> None:
+def test_a_complete_future_asks_for_no_help() -> None:
     future: Future[int] = Future(help=lambda: pytest.fail("no help was needed"))
     future.set_result(1)
     assert future.wait() == 1
@@ -131,7 +131,7 @@ def test_nobody_helps_with_what_is_done() -> None:
     ],
     ids=["then", "add_done_callback", "when_done"],
 )
-def test_somebody_attends_to_a_future_that_has_callbacks(use: Callable[[Future[Any]], Any]) -> None:
+def test_a_future_with_callbacks_is_attended_to(use: Callable[[Future[Any]], Any]) -> None:
     attended: list[int] = []
     future: Future[int] = Future(attend=lambda: attended.append(1))
     use(future)
@@ -139,7 +139,7 @@ def test_somebody_attends_to_a_future_that_has_callbacks(use: Callable[[Future[A
     future.settle(1)
 
 
-def test_who_waits_for_a_chain_helps_with_its_first_link() -> None:
+def test_a_thread_that_waits_for_a_chain_helps_with_its_first_future() -> None:
     attended: list[int] = []
 
     def help() -> None:
@@ -151,7 +151,7 @@ def test_who_waits_for_a_chain_helps_with_its_first_link() -> None:
     assert last.wait() == 20
 
 
-def test_what_a_future_needs_for_its_help_is_freed_when_it_is_done() -> None:
+def test_a_complete_future_drops_its_help_functions() -> None:
     class Thing:
         def help(self) -> None:
             pass
@@ -177,7 +177,7 @@ def test_then_chains() -> None:
     assert chained.wait() == 10
 
 
-def test_then_on_what_is_done_runs_at_once() -> None:
+def test_then_on_a_complete_future_runs_at_once() -> None:
     assert done(4).then(lambda f: f.value() + 1).wait() == 5
 
 
@@ -191,7 +191,7 @@ def test_a_callback_gets_the_future_itself() -> None:
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
-def test_what_a_callback_raises_is_its_child_s(kind: type[BaseException]) -> None:
+def test_an_exception_of_a_callback_fails_the_child_future(kind: type[BaseException]) -> None:
     def fail(_: Any) -> None:
         raise kind("in the callback")
 
@@ -202,7 +202,7 @@ def test_what_a_callback_raises_is_its_child_s(kind: type[BaseException]) -> Non
         child.then(lambda f: f.value()).wait()
 
 
-def test_an_error_passes_down_a_chain_until_somebody_takes_it() -> None:
+def test_an_error_passes_down_a_chain_until_a_callback_catches_it() -> None:
     def take(future: torch.futures.Future[Any]) -> str:
         try:
             future.value()
@@ -216,7 +216,7 @@ def test_an_error_passes_down_a_chain_until_somebody_takes_it() -> None:
     assert chained.wait() == "took no"
 
 
-def test_only_user_code_marks_a_future() -> None:
+def test_only_callbacks_of_the_user_mark_a_future() -> None:
     future: Future[int] = Future()
     future.when_done(lambda f: None)
     assert not future.has_callbacks
@@ -250,7 +250,7 @@ def test_callbacks_run_in_the_context_they_were_made_in(how: str) -> None:
     assert seen == ["where it was made", "where it was completed"]
 
 
-def test_what_a_callback_sets_stays_with_it() -> None:
+def test_context_variables_that_a_callback_sets_do_not_leak() -> None:
     future: Future[int] = Future()
     future.add_done_callback(lambda f: where.set("inside"))
     future.settle(1)
@@ -279,13 +279,13 @@ def test_collect_all_and_wait_all() -> None:
     thread.join()
 
 
-def test_an_error_among_those_waited_for() -> None:
+def test_wait_all_raises_the_error_of_one_future() -> None:
     futures = [done(1), failed(ValueError("no")), done(2)]
     with pytest.raises(ValueError, match="no"):
         torch.futures.wait_all(futures)
 
 
-def test_torch_s_own_then_on_ours() -> None:
+def test_then_of_torch_works_on_our_futures() -> None:
     collected = torch.futures.collect_all([done(1), done(2)])
     total = collected.then(lambda f: sum(future.value() for future in f.value()))
     assert total.wait() == 3
@@ -294,14 +294,14 @@ def test_torch_s_own_then_on_ours() -> None:
 # Asyncio.
 
 
-def test_awaiting_what_is_done() -> None:
+def test_a_complete_future_can_be_awaited() -> None:
     async def main() -> int:
         return await done(5)
 
     assert asyncio.run(main()) == 5
 
 
-def test_awaiting_what_another_thread_completes() -> None:
+def test_a_future_that_another_thread_completes_can_be_awaited() -> None:
     attended = threading.Event()
     future: Future[int] = Future(attend=attended.set)
 
@@ -343,7 +343,7 @@ def test_awaiting_raises_the_error() -> None:
         asyncio.run(main())
 
 
-def test_many_are_gathered() -> None:
+def test_many_futures_can_be_gathered() -> None:
     futures: list[Future[int]] = [Future() for _ in range(20)]
 
     async def wrap(future: Future[int]) -> int:
@@ -427,7 +427,7 @@ def test_a_failed_future_keeps_nothing_alive() -> None:
     assert gone() is None
 
 
-def test_waiting_with_nobody_to_complete_it_costs_no_cpu() -> None:
+def test_waiting_for_an_unattended_future_uses_no_cpu() -> None:
     future: Future[int] = Future()
     used: list[float] = []
 

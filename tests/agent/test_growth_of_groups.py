@@ -1,4 +1,4 @@
-"""What a group of n workers costs each of them, also the one that leads: to come together, to lose one, to part.
+"""The cost of a group of n workers for each of them, and for the leader: to join, to lose a worker, to shut down.
 
 Operations are counted, not seconds: calls of Python functions, messages, connections, questions to the store. The cost
 of a worker may grow as n log n. It is that of the dearest one, which leads the shutdown or loses n connections.

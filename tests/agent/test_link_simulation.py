@@ -522,12 +522,12 @@ def assert_noticed(mistake: type[Any], schedules: int) -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_simulation_notices(mistake: type[Any]) -> None:
+def test_the_simulation_finds_a_planted_mistake(mistake: type[Any]) -> None:
     assert_noticed(mistake, 600)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mistake", RARE_MISTAKES)
-def test_the_simulation_notices_some_day(mistake: type[Any]) -> None:
+def test_the_simulation_finds_a_rare_planted_mistake(mistake: type[Any]) -> None:
     assert_noticed(mistake, 10_000)

@@ -108,7 +108,7 @@ def test_futures_are_counted(end: str) -> None:
 # Waiting.
 
 
-def test_nobody_waits_for_a_slot_that_is_done() -> None:
+def test_no_thread_waits_for_a_finished_slot() -> None:
     one = slot()
     state = state_with(one, slot(2))
     state.read()
@@ -118,7 +118,7 @@ def test_nobody_waits_for_a_slot_that_is_done() -> None:
     assert not state.wanted
 
 
-def test_nobody_waits_beside_a_role_that_is_free() -> None:
+def test_no_thread_waits_while_the_reading_role_is_free() -> None:
     one = slot()
     state = state_with(one)
     assert not state.wait(one, "a")
@@ -146,8 +146,8 @@ def test_several_threads_wait_for_one_slot() -> None:
     assert state.finish(one, None) == ("a", "b")
 
 
-def test_a_slot_that_was_taken_out_is_waited_for_whoever_reads() -> None:
-    """The thread that took it out is about to finish it."""
+def test_a_thread_waits_for_a_given_up_slot_even_if_nobody_reads() -> None:
+    """The thread that took the slot out is about to finish it."""
     one = slot()
     state = state_with(one)
     assert state.give_up(one)
@@ -157,7 +157,7 @@ def test_a_slot_that_was_taken_out_is_waited_for_whoever_reads() -> None:
     assert state.stop_waiting(one, "a") is None
 
 
-def test_the_end_of_a_wait_leaves_nothing() -> None:
+def test_a_thread_that_stops_waiting_leaves_no_trace() -> None:
     one = slot()
     state = state_with(one)
     token = state.read()
@@ -233,7 +233,7 @@ def test_a_lost_link_is_not_read() -> None:
         (BACKLOG + 1, MOST_HELD, 1, False),
     ],
 )
-def test_what_may_be_held_back(under_way: int, held: int, size: int, expected: bool) -> None:
+def test_which_frames_may_be_held_back(under_way: int, held: int, size: int, expected: bool) -> None:
     state = state_with(*map(slot, range(under_way)))
     for number in range(held):
         state.hold(f"frame {number}")  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ LOOKS: list[tuple[str, list[tuple[float, str | None]]]] = [
 
 
 @pytest.mark.parametrize(("what", "looks"), LOOKS, ids=[what for what, _ in LOOKS])
-def test_looks(what: str, looks: list[tuple[float, str | None]]) -> None:
+def test_each_look_at_a_peer_waits_pings_or_loses_it(what: str, looks: list[tuple[float, str | None]]) -> None:
     state = state_with(slot())
     found: list[tuple[float, str | None]] = []
     for at, expected in looks:
@@ -282,7 +282,7 @@ def test_a_lost_peer_is_looked_at_no_more() -> None:
     assert state.look(0.0) is None
 
 
-def test_what_is_heard_changes_the_counter() -> None:
+def test_hearing_from_the_peer_changes_the_read_counter() -> None:
     state = state_with()
     before = state.reads
     state.heard()
@@ -323,7 +323,7 @@ def test_the_reader_of_a_lost_link_closes_its_channel() -> None:
     assert not state.must_close(), "once"
 
 
-def test_a_reader_that_stops_just_before_leaves_the_channel_to_the_other_thread() -> None:
+def test_a_reader_that_has_stopped_leaves_closing_to_the_losing_thread() -> None:
     state = state_with()
     token = state.read()
     state.lose()
@@ -341,7 +341,7 @@ def test_a_look_that_comes_late_pings_again() -> None:
     assert state.look(1000.0 + 1.27 * PATIENCE) == "lose"
 
 
-def test_a_peer_that_takes_much_lives() -> None:
+def test_a_peer_that_takes_many_bytes_is_alive() -> None:
     much = 1 << 20
     state = state_with(slot())
     assert state.look(1000.0, Way(1, much)) == "ping"
@@ -350,8 +350,8 @@ def test_a_peer_that_takes_much_lives() -> None:
     assert state.look(1010.0, Way(2, much)) == "lose"
 
 
-def test_a_peer_that_takes_little_need_not_live() -> None:
-    """Its system takes what it has room for, whether its process reads or not."""
+def test_a_peer_that_takes_few_bytes_may_be_dead() -> None:
+    """The peer's system takes what it has room for, whether or not the peer's process reads."""
     state = state_with(slot())
     assert state.look(1000.0, Way(1, 100)) == "ping"
     assert state.look(1003.0, Way(2, 100)) is None

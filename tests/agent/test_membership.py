@@ -1,4 +1,4 @@
-"""Who is in the group: fixed and dynamic ones, in threads over one store, and what a store may say."""
+"""Membership of fixed and dynamic groups, in threads over one store, and invalid contents of a store."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def gather(store: dist.Store, *names: str | None) -> list[Membership]:
 # Fixed groups.
 
 
-def test_all_of_a_fixed_group_know_each_other(store: dist.Store) -> None:
+def test_all_members_of_a_fixed_group_know_each_other(store: dist.Store) -> None:
     members = gather(store, "a", "b", None)
     for member in members:
         assert member.members() == [WorkerInfo(0, "a"), WorkerInfo(1, "b"), WorkerInfo(2, "worker2")]
@@ -101,7 +101,7 @@ def test_two_ranks_of_one_name(store: dist.Store) -> None:
         gather(store, "same", "other", "same")
 
 
-def test_a_rank_that_calls_itself_like_another_s_default(memory: dist.Store) -> None:
+def test_a_name_that_equals_another_rank_s_default_is_refused(memory: dist.Store) -> None:
     with pytest.raises(OptionError, match="the name 'worker1' is not unique"):
         gather(memory, "worker1", None)
 
@@ -124,7 +124,7 @@ class Gone(Exception):
     pass
 
 
-def test_waiting_ends_when_there_is_no_point_in_it(memory: dist.Store) -> None:
+def test_joining_stops_when_its_check_raises(memory: dist.Store) -> None:
     calls = []
 
     def check() -> None:
@@ -136,7 +136,7 @@ def test_waiting_ends_when_there_is_no_point_in_it(memory: dist.Store) -> None:
         Membership(memory, 2).join("a", 0, at("x"), soon(), check)
 
 
-def test_late_ones_are_waited_for(memory: dist.Store) -> None:
+def test_joining_waits_for_late_members(memory: dist.Store) -> None:
     waits = threading.Event()
     first = Membership(memory, 2)
 
@@ -151,7 +151,7 @@ def test_late_ones_are_waited_for(memory: dist.Store) -> None:
     assert [info.name for info in first.members()] == ["a", "b"]
 
 
-def test_who_leaves_a_fixed_group_is_still_known(memory: dist.Store) -> None:
+def test_a_member_that_left_a_fixed_group_is_still_known(memory: dist.Store) -> None:
     first, second = gather(memory, "a", "b")
     first.forget(1)
     second.leave()
@@ -162,7 +162,7 @@ def test_who_leaves_a_fixed_group_is_still_known(memory: dist.Store) -> None:
 # Finding.
 
 
-def test_by_name_rank_or_info(memory: dist.Store) -> None:
+def test_members_are_found_by_name_rank_or_info(memory: dist.Store) -> None:
     first, _ = gather(memory, "a", "b")
     for to in ("b", 1, WorkerInfo(1, "b")):
         found = first.find(to)
@@ -181,7 +181,7 @@ def test_by_name_rank_or_info(memory: dist.Store) -> None:
         (WorkerInfo(9, "z"), r"WorkerInfo\(id=9, name='z'\)"),
     ],
 )
-def test_an_unknown_worker_is_told_who_there_is(memory: dist.Store, to: Any, what: str) -> None:
+def test_the_error_for_an_unknown_worker_lists_the_members(memory: dist.Store, to: Any, what: str) -> None:
     first, _ = gather(memory, "a", "b")
     with pytest.raises(
         UnknownWorkerError,
@@ -190,7 +190,7 @@ def test_an_unknown_worker_is_told_who_there_is(memory: dist.Store, to: Any, wha
         first.find(to)
 
 
-def test_nobody_is_there_at_all(memory: dist.Store) -> None:
+def test_a_lookup_in_an_empty_group_says_so(memory: dist.Store) -> None:
     with pytest.raises(UnknownWorkerError, match="the workers of this group are none"):
         Membership(memory, None).find("a")
 
@@ -219,7 +219,7 @@ def test_a_dynamic_group_gives_out_ranks(store: dist.Store) -> None:
     assert first.group == second.group == third.group
 
 
-def test_many_enter_at_once(store: dist.Store) -> None:
+def test_many_workers_join_a_dynamic_group_at_once(store: dist.Store) -> None:
     with ThreadPoolExecutor(8) as threads:
         members = list(threads.map(lambda _: enter(store), range(8)))
     assert names(members[0]) == [f"worker{rank}" for rank in range(8)]
@@ -246,7 +246,7 @@ def test_newcomers_are_found_when_they_are_asked_for(memory: dist.Store) -> None
     assert first.find(2).name == "c"
 
 
-def test_who_has_left_is_gone_for_all(store: dist.Store) -> None:
+def test_a_member_that_left_a_dynamic_group_is_unknown_to_all(store: dist.Store) -> None:
     first, second = enter(store, "a"), enter(store, "b")
     assert names(first) == ["a", "b"]
     second.leave()
@@ -256,7 +256,7 @@ def test_who_has_left_is_gone_for_all(store: dist.Store) -> None:
     assert enter(store, "b").find("b").id == 2
 
 
-def test_the_first_of_all_may_leave(memory: dist.Store) -> None:
+def test_the_first_member_of_a_dynamic_group_may_leave(memory: dist.Store) -> None:
     first, second = enter(memory, "a"), enter(memory, "b")
     first.leave()
     assert names(second) == ["b"]
@@ -300,7 +300,7 @@ def test_the_successor_of_a_dead_member(memory: dist.Store) -> None:
     assert (after.name, after.id) == ("a", 2)
 
 
-def test_who_is_forgotten_is_looked_up_again(memory: dist.Store) -> None:
+def test_a_forgotten_member_is_looked_up_again(memory: dist.Store) -> None:
     first = enter(memory, "a")
     enter(memory, "b")
     first.find("b")
@@ -310,7 +310,7 @@ def test_who_is_forgotten_is_looked_up_again(memory: dist.Store) -> None:
     assert first.find("b").id == 1
 
 
-def test_nobody_forgets_itself(memory: dist.Store) -> None:
+def test_a_member_does_not_forget_itself(memory: dist.Store) -> None:
     first = enter(memory, "a")
     first.forget(0)
     assert first.find("a").id == 0
@@ -340,7 +340,7 @@ class Interrupted:
         return self._store.compare_set(key, expected, desired)
 
 
-def test_of_two_who_want_one_rank_at_once_one_gets_it(memory: dist.Store) -> None:
+def test_one_of_two_workers_gets_a_rank_that_both_want(memory: dist.Store) -> None:
     """The second comes in while the first has found the rank free, and has not taken it yet."""
     winners: list[Membership] = []
     interrupted = Interrupted(memory, lambda: winners.append(enter(memory, "quick", 3)))
@@ -351,7 +351,7 @@ def test_of_two_who_want_one_rank_at_once_one_gets_it(memory: dist.Store) -> Non
     assert winners[0].members() == [WorkerInfo(3, "quick")]
 
 
-def test_of_two_successors_of_a_dead_member_one_gets_its_rank(memory: dist.Store) -> None:
+def test_one_of_two_successors_gets_the_rank_of_a_dead_member(memory: dist.Store) -> None:
     enter(memory, "dead", 3)
     died = at("dead")
     winners: list[Membership] = []
@@ -377,7 +377,7 @@ class Breaking:
         return getattr(self._store, name)
 
 
-def test_those_who_have_met_go_on_without_their_store(memory: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_members_that_have_met_need_no_store(memory: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
     store = Breaking(memory)
     first = enter(store, "a")
     enter(store, "b")
@@ -402,8 +402,8 @@ def test_leaving_a_group_whose_store_is_gone(memory: dist.Store) -> None:
     assert first.find("a").id == 0
 
 
-def test_who_introduces_itself_is_known(memory: dist.Store) -> None:
-    """A newcomer's greeting says where it is: nobody needs the store for it."""
+def test_a_newcomer_that_greets_is_known(memory: dist.Store) -> None:
+    """A newcomer's greeting has its addresses, so no member has to ask the store."""
     first = enter(memory, "a")
     first.met(Member(5, "new", at("there")))
     assert first.find("new").addresses == at("there")
@@ -431,7 +431,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_a_record_that_is_none_ends_a_fixed_group(memory: dist.Store, name: str) -> None:
+def test_an_invalid_record_fails_a_fixed_group(memory: dist.Store, name: str) -> None:
     memory.set("member/1", GARBAGE[name])
     with pytest.raises(
         MisuseError, match="the record of rank 1 in the store is invalid; does another program use the store"
@@ -440,7 +440,7 @@ def test_a_record_that_is_none_ends_a_fixed_group(memory: dist.Store, name: str)
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_a_record_that_is_none_is_nobody_s_in_a_dynamic_group(memory: dist.Store, name: str) -> None:
+def test_an_invalid_record_is_ignored_in_a_dynamic_group(memory: dist.Store, name: str) -> None:
     memory.add("count", 2)
     memory.set("member/1", GARBAGE[name])
     member = enter(memory, "a")
@@ -452,27 +452,27 @@ def test_a_record_that_is_none_is_nobody_s_in_a_dynamic_group(memory: dist.Store
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_a_rank_under_which_there_is_garbage(memory: dist.Store, name: str) -> None:
+def test_a_rank_with_an_invalid_record_is_taken(memory: dist.Store, name: str) -> None:
     memory.set("member/0", GARBAGE[name])
     with pytest.raises(OptionError, match="rank 0 is taken by worker "):
         Membership(memory, 1).join("a", 0, at("x"), soon())
 
 
 @pytest.mark.parametrize("size", [1, None])
-def test_a_group_name_that_is_none(memory: dist.Store, size: int | None) -> None:
+def test_an_invalid_group_name_is_refused(memory: dist.Store, size: int | None) -> None:
     memory.set("group", b"\xff\xfe")
     with pytest.raises(BackhaulError):
         Membership(memory, size).join("a", 0, at("x"), soon())
 
 
 @pytest.mark.parametrize("count", ["many", "99999999999999999999999999"])
-def test_a_count_that_is_none(memory: dist.Store, count: str) -> None:
+def test_an_invalid_count_is_refused(memory: dist.Store, count: str) -> None:
     memory.set("count", count)
     with pytest.raises(BackhaulError):
         enter(memory, "a")
 
 
-def test_a_group_that_is_all_there_is_read_in_few_requests() -> None:
+def test_a_complete_group_is_read_in_few_requests() -> None:
     store = CountedStore()
     for rank in range(1, 1000):
         store.set(f"member/{rank}", record(rank, f"worker{rank}"))
@@ -484,7 +484,7 @@ def test_a_group_that_is_all_there_is_read_in_few_requests() -> None:
 
 
 @pytest.mark.parametrize("absent", [1, 37, 64, 65, 129, 199])
-def test_the_one_that_is_missing_among_many_is_named(memory: dist.Store, absent: int) -> None:
+def test_one_missing_rank_among_many_is_named(memory: dist.Store, absent: int) -> None:
     for rank in range(1, 200):
         if rank != absent:
             memory.set(f"member/{rank}", record(rank, f"worker{rank}"))

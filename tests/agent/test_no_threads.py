@@ -1,4 +1,4 @@
-"""When the machine gives no more threads: what waits for one is done later, and no connection is deaf."""
+"""No more threads can be started: the work is done later, and every connection is still read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 10.0
 
 
 class NoThreads:
-    """A pool that has none to give, as often as it is told to."""
+    """Makes a pool refuse to start a thread, ``left`` times."""
 
     def __init__(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 0
@@ -87,7 +87,7 @@ def served_by(workers: InProcessCluster) -> Served:
     return found
 
 
-def test_a_lead_that_nobody_can_take_stays_with_the_leader(
+def test_the_leader_keeps_the_lead_if_no_thread_can_take_it(
     busy: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = served_by(busy)
@@ -127,7 +127,7 @@ def test_held_replies_are_not_lost_with_a_successor_that_never_came(
     assert slow.wait() == "one"
 
 
-def test_the_next_tick_tries_again(
+def test_the_next_tick_tries_again_to_start_a_successor(
     busy: InProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads = NoThreads(busy[1].agent.pool, monkeypatch)
@@ -189,7 +189,7 @@ def test_completions_run_at_a_tick_if_no_thread_could_be_started(
     assert "no thread can be started" in caplog.text
 
 
-def test_ticks_alone_bring_the_queue_back(completions: tuple[Completions, NoThreads]) -> None:
+def test_the_ticks_drain_the_queue_without_threads(completions: tuple[Completions, NoThreads]) -> None:
     queue, threads = completions
     threads.left = 3
     done = threading.Event()

@@ -1,4 +1,4 @@
-"""Observers: they are told what happens, in order and with a time; and nothing is made while nobody observes."""
+"""Observers get events in order and with a time. Without an observer no event is made."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_an_event_knows_its_time_and_its_thread() -> None:
     assert before.thread == threading.get_ident()
 
 
-def test_nothing_is_made_while_nobody_observes(pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_is_made_without_an_observer(pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     modules = [module for name, module in list(__import__("sys").modules.items()) if name.startswith("backhaul.")]
     for kind in KINDS:
@@ -137,7 +137,7 @@ def test_nothing_is_made_while_nobody_observes(pair: InProcessCluster, monkeypat
     assert made == []
 
 
-def test_the_same_tells_an_observer_much(pair: InProcessCluster) -> None:
+def test_an_observer_gets_events_from_the_same_program(pair: InProcessCluster) -> None:
     """Otherwise the test above would prove nothing."""
     observed = Told(pair[0]), Told(pair[1])
     use_everything(pair)
@@ -168,7 +168,7 @@ CALL = (Asked, Sent, Read, Came, Began, Invoked, Returned, Ended, HandedOut, Set
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
-def test_a_call(connected: InProcessCluster, told: tuple[Told, Told], way: str) -> None:
+def test_a_call_emits_its_events_in_order(connected: InProcessCluster, told: tuple[Told, Told], way: str) -> None:
     caller, callee = told
     if way == "sync":
         connected[0].rpc_sync("worker1", int)
@@ -221,7 +221,7 @@ def test_an_observer_that_is_gone_hears_nothing_more(connected: InProcessCluster
 # Passes.
 
 
-def test_a_pass(connected: InProcessCluster, told: tuple[Told, Told]) -> None:
+def test_a_pass_emits_its_events_in_order(connected: InProcessCluster, told: tuple[Told, Told]) -> None:
     x = torch.rand(3, requires_grad=True)
     with connected[0].as_current(), dist_autograd.context() as ctx:
         y = rpc.rpc_sync("worker1", torch.tanh, args=(x * 2,))

@@ -89,11 +89,11 @@ def test_the_calls_of_each_thread_leave_in_their_order(seed: int) -> None:
     assert in_order(run(seed))
 
 
-def test_small_ones_do_pass() -> None:
+def test_small_calls_pass_large_ones() -> None:
     assert sum(run(seed).passed for seed in range(20)) > 100
 
 
-def test_without_the_rule_they_would_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_rule_calls_leave_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "_may_be_followed", lambda departure: False)
     assert not all(in_order(run(seed)) for seed in range(20))
 
@@ -147,8 +147,8 @@ def test_bytes_that_leave_make_room() -> None:
     assert one.left
 
 
-def test_a_reply_passes_a_call_that_another_may_follow() -> None:
-    """Only calls have an order: the thread of the one under way may have made the small one after it."""
+def test_a_small_reply_passes_a_large_call_and_a_small_call_does_not() -> None:
+    """Only calls have an order: one thread may have made the large call and then the small one."""
     reply, call = departure(passes=True), departure(passes=True, calls=True)
     box = box_with(reply, call, under_way=departure(calls=True))
     assert (reply.passes, call.passes) == (True, False)
@@ -156,7 +156,7 @@ def test_a_reply_passes_a_call_that_another_may_follow() -> None:
     assert box.next_small() is None
 
 
-def test_a_small_call_does_not_pass_one_of_its_kind_that_has_begun() -> None:
+def test_a_small_call_does_not_pass_a_small_call_that_has_begun() -> None:
     first, second, reply = (
         departure(passes=True, calls=True),
         departure(passes=True, calls=True),
@@ -188,7 +188,7 @@ def test_a_large_call_leaves_after_small_ones_that_came_before_it() -> None:
     assert box.next() is before
 
 
-def test_the_duty_goes_to_a_thread_that_waits() -> None:
+def test_the_duty_to_write_goes_to_a_waiting_thread() -> None:
     under_way, waited, other = departure(waiter="first"), departure(waiter="second"), departure()
     box = box_with(other, waited, under_way=under_way)
     assert box.take_duty()
@@ -225,7 +225,7 @@ def test_threads_are_woken_when_there_is_room() -> None:
     assert box.take_room() == []
 
 
-def test_all_that_has_not_left_is_lost_with_the_channel() -> None:
+def test_all_unsent_frames_are_lost_with_the_channel() -> None:
     under_way, rest, small, passing = departure(), departure(), departure(passes=True), departure(passes=True)
     box = box_with(passing, rest, small, under_way=under_way)
     assert box.next_small() is passing

@@ -1,4 +1,4 @@
-"""Pending calls: who waits for which reply, and who has waited too long."""
+"""Pending calls: the slot of each reply, and calls whose deadline has passed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_draining_takes_all_and_leaves_nothing() -> None:
         ([2.0, 2.0, 2.0], 2.0, [0, 1, 2], math.inf),
     ],
 )
-def test_the_overdue_come_in_the_order_of_their_deadlines(
+def test_overdue_calls_expire_in_the_order_of_their_deadlines(
     deadlines: list[float], now: float, overdue: list[int], next_deadline: float
 ) -> None:
     pending = filled(*deadlines)
@@ -89,7 +89,7 @@ def test_a_call_that_was_answered_does_not_expire() -> None:
     assert ids(pending.expire(9.0)) == [1]
 
 
-def test_calls_that_watch_their_own_deadline_are_left_to_it() -> None:
+def test_calls_that_watch_their_own_deadline_do_not_expire_here() -> None:
     pending = filled(1.0, watched=False)
     assert pending.next_deadline() == math.inf
     assert pending.expire(9.0) == []
@@ -106,7 +106,7 @@ def test_deadlines_of_answered_calls_do_not_pile_up() -> None:
     assert pending.next_deadline() == 1e9
 
 
-def test_against_a_plain_model() -> None:
+def test_pending_calls_behave_like_a_plain_dictionary() -> None:
     """Any mix of opening, answering and expiring, compared with a dictionary that is searched."""
     for seed in range(30):
         rng = random.Random(seed)
@@ -133,7 +133,7 @@ def test_against_a_plain_model() -> None:
             assert pending.next_deadline() == min(model.values(), default=math.inf)
 
 
-def test_what_is_pending_is_found() -> None:
+def test_a_pending_call_is_found_by_its_number() -> None:
     pending = filled(math.inf)
     assert 0 in pending
     assert 1 not in pending

@@ -1,4 +1,4 @@
-"""Pings: to a peer that is silent while it owes an answer, and no more than are needed to know that it is there."""
+"""Pings go to a silent peer that owes an answer, and no more often than necessary."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_long_call_is_pinged_now_and_then(sockets: bool) -> None:
     assert pings[2] - pings[0] > PATIENCE / 10
 
 
-def test_looks_after_a_long_stop_lose_nobody() -> None:
+def test_a_look_after_a_long_stop_loses_no_peer() -> None:
     """The process, or all of the machine, may have been stopped itself since the ping."""
     with InProcessCluster(2, sockets=True) as workers:
         line = workers[0].agent._route("worker1", time.monotonic() + 10)

@@ -79,7 +79,7 @@ def run(pool: Pool, job: Callable[[], None]) -> threading.Event:
 
 
 def idle(pool: Pool, count: int) -> None:
-    """Wait until so many threads are idle: a job's end and its thread's idleness are not one moment."""
+    """Wait until ``count`` threads are idle: a thread becomes idle only after the end of its job."""
     assert isinstance(pool._idle, Idle)
     with pool._idle.changed:
         assert pool._idle.changed.wait_for(lambda: len(pool._idle) == count, SOON), f"{len(pool._idle)} idle"

@@ -45,7 +45,7 @@ def test_every_holder_has_a_token_of_its_own() -> None:
     assert not any(role.holds(token) for token in tokens)
 
 
-def test_a_token_of_the_past_releases_nothing() -> None:
+def test_an_outdated_token_releases_nothing() -> None:
     role, token = held()
     role.release(token)
     second = role.take()
@@ -58,7 +58,7 @@ def test_a_token_of_the_past_releases_nothing() -> None:
 # Candidates.
 
 
-def test_nobody_lines_up_for_a_free_role() -> None:
+def test_a_thread_cannot_line_up_for_a_free_role() -> None:
     role: Role[str] = Role()
     assert not role.line_up("a")
     assert not role.wanted
@@ -130,9 +130,7 @@ def test_only_a_busy_holder_loses_the_role() -> None:
 
 
 @pytest.mark.parametrize(("begun", "turn", "passes"), [(1, 1, True), (1, 0, False), (3, 2, False), (3, 3, True)])
-def test_with_a_turn_the_role_passes_only_from_a_holder_that_is_still_at_it(
-    begun: int, turn: int, passes: bool
-) -> None:
+def test_a_role_passes_only_while_its_holder_is_in_the_given_turn(begun: int, turn: int, passes: bool) -> None:
     role, token = held()
     for _ in range(begun):
         role.finish(token)
@@ -142,7 +140,7 @@ def test_with_a_turn_the_role_passes_only_from_a_holder_that_is_still_at_it(
     assert role.holds(token) != passes
 
 
-def test_finish_tells_the_holder_whether_it_still_is_one() -> None:
+def test_finish_returns_whether_the_role_is_still_held() -> None:
     role, token = busy()
     assert role.finish(token)
     assert not role.busy
@@ -184,7 +182,7 @@ def test_nothing_is_undone_once_the_role_has_moved_on() -> None:
     assert role.holds(third)
 
 
-def test_the_end_takes_the_role_from_everybody() -> None:
+def test_an_ended_role_cannot_be_held_or_taken() -> None:
     role, token = busy()
     role.end()
     assert not role.holds(token)
@@ -194,6 +192,6 @@ def test_the_end_takes_the_role_from_everybody() -> None:
     assert not role.free
 
 
-def test_nobody_is_false() -> None:
+def test_the_token_of_nobody_is_false() -> None:
     """Callers ask ``if token``."""
     assert not NOBODY

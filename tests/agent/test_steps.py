@@ -79,8 +79,8 @@ def pair() -> Iterator[InProcessCluster]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mode_over_an_await(pair: InProcessCluster, mode: str) -> None:
-    """Another coroutine on the same thread computes without it, and its gradients are there."""
+def test_a_mode_around_an_await_does_not_reach_other_coroutines(pair: InProcessCluster, mode: str) -> None:
+    """Another coroutine on the same thread computes without the mode, and gets its gradients."""
     plain = modes()
     with MODES[mode](), MODES[mode]():
         special = modes()
@@ -106,7 +106,7 @@ def test_tasks_begin_with_the_modes_of_their_maker(pair: InProcessCluster, mode:
         assert rpc.rpc_sync("worker1", look) == modes()
 
 
-def test_the_caller_s_autocast_and_the_function_s_own(pair: InProcessCluster) -> None:
+def test_a_function_runs_under_the_caller_s_autocast_and_its_own(pair: InProcessCluster) -> None:
     with pair[0].as_current(), torch.autocast("cpu", torch.bfloat16):
         inside.clear()
         held = rpc.rpc_async("worker1", hold, args=("autocast",))
@@ -165,6 +165,6 @@ def test_a_function_that_leaves_gradients_off(pair: InProcessCluster, fails: boo
             assert rpc.rpc_sync("worker1", torch.is_grad_enabled) is True
 
 
-def test_the_warning_of_that(pair: InProcessCluster) -> None:
+def test_a_function_that_leaves_gradients_off_is_warned_about(pair: InProcessCluster) -> None:
     with pair[0].as_current(), pytest.raises(UserWarning, match=r"Write `with torch.no_grad\(\):` in the functions"):
         rpc.rpc_sync("worker1", switch_off, args=(False,))

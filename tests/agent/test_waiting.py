@@ -74,7 +74,7 @@ def joined(thread: threading.Thread) -> None:
 
 
 def keep(vigil: Vigil, lines: list[Calling], done: Callable[[], bool]) -> None:
-    """Wait until it is done. A memory channel may be readable in vain once."""
+    """Wait until ``done()``. A memory channel may once be readable without a message."""
     while not done():
         vigil.wait(lines, done, PATIENCE)
 
@@ -130,7 +130,7 @@ def test_a_sleeper_is_woken_by_another_thread() -> None:
     joined(thread)
 
 
-def test_a_wake_before_the_sleep_counts_and_two_count_for_one() -> None:
+def test_two_wakes_before_a_sleep_end_one_sleep() -> None:
     waiter = Waiter()
     waiter.wake()
     waiter.wake()
@@ -156,7 +156,7 @@ def test_a_vigil_ends_when_it_is_woken(vigil: Vigil, monkeypatch: pytest.MonkeyP
     joined(thread)
 
 
-def test_a_wake_before_the_vigil_ends_it_and_not_the_next(vigil: Vigil) -> None:
+def test_a_wake_before_a_vigil_ends_only_this_vigil(vigil: Vigil) -> None:
     vigil.wake()
     start = time.monotonic()
     vigil.wait([], lambda: False, PATIENCE)
@@ -166,7 +166,7 @@ def test_a_wake_before_the_vigil_ends_it_and_not_the_next(vigil: Vigil) -> None:
     assert time.monotonic() - start >= 0.05
 
 
-def test_a_vigil_for_what_is_done_does_not_wait(vigil: Vigil, trio: InProcessCluster) -> None:
+def test_a_vigil_that_is_already_done_does_not_wait(vigil: Vigil, trio: InProcessCluster) -> None:
     line = line_to(trio, 1)
     start = time.monotonic()
     vigil.wait([line], lambda: True, PATIENCE)
@@ -174,8 +174,8 @@ def test_a_vigil_for_what_is_done_does_not_wait(vigil: Vigil, trio: InProcessClu
     assert not line.being_read()
 
 
-def test_it_asks_whether_it_is_done_after_others_can_wake_it(vigil: Vigil, trio: InProcessCluster) -> None:
-    """Otherwise what comes between the two would find nobody to wake."""
+def test_a_vigil_can_be_woken_before_it_checks_whether_it_is_done(vigil: Vigil, trio: InProcessCluster) -> None:
+    """Otherwise a message that comes between the check and the sleep would wake no thread."""
     line = line_to(trio, 1)
     seen: list[bool] = []
 
@@ -189,7 +189,7 @@ def test_it_asks_whether_it_is_done_after_others_can_wake_it(vigil: Vigil, trio:
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_a_thread_reads_whatever_line_something_comes_on(
+def test_a_vigil_reads_the_line_on_which_a_message_comes(
     trio: InProcessCluster, vigil: Vigil, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     lines = [line_to(trio, 1), line_to(trio, 2)]
@@ -240,7 +240,7 @@ def test_a_vigil_that_is_offered_a_role_and_leaves_passes_it_on(trio: InProcessC
 def test_a_role_that_becomes_free_between_two_looks_is_taken(
     trio: InProcessCluster, vigil: Vigil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise nobody reads that line, and nobody is woken for it."""
+    """Otherwise no thread reads that line, and none is woken for it."""
     line = line_to(trio, 1)
     token = line.begin_reading()
     line_up = line.line_up
@@ -298,7 +298,7 @@ def test_a_vigil_on_lost_lines_sleeps(trio: InProcessCluster, vigil: Vigil) -> N
 def test_a_vigil_gives_up_all_roles_whatever_goes_wrong_with_one(
     trio: InProcessCluster, vigil: Vigil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No thread is to be had for a message that came: the other lines are not deaf because of that."""
+    """No thread can be started for a message that came. The other lines must still be read."""
     lines = [line_to(trio, 1), line_to(trio, 2)]
 
     def fails(*_: object, **__: object) -> None:
@@ -348,7 +348,7 @@ def test_a_thousand_calls_beside_a_future_take_no_descriptors(trio: InProcessClu
     assert future.wait()
 
 
-def test_vigils_of_several_threads_are_apart() -> None:
+def test_threads_do_not_share_a_vigil() -> None:
     vigils = Vigils(0.0)
     one, other = vigils.take(), vigils.take()
     assert one is not other

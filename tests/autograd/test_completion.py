@@ -36,14 +36,14 @@ TABLE: dict[str, list[Report]] = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_over_with_the_last_report_in_every_order(name: str) -> None:
+def test_a_pass_is_over_with_its_last_report_in_any_order(name: str) -> None:
     for order in itertools.permutations(TABLE[name]):
         ledger = Ledger()
         assert [ledger.report(*report) for report in order] == [False] * (len(order) - 1) + [True], order
         assert not ledger.open
 
 
-def test_open_are_the_roots_and_what_has_been_told_of_once() -> None:
+def test_the_ledger_holds_the_roots_and_runs_that_were_reported_once() -> None:
     ledger = Ledger()
     assert ledger.open == {ROOT}
     ledger.report([ROOT], [1, 2])
@@ -57,7 +57,7 @@ def test_open_are_the_roots_and_what_has_been_told_of_once() -> None:
     assert ledger.open == {3}
 
 
-def test_what_is_open_is_a_snapshot() -> None:
+def test_the_open_runs_are_a_snapshot() -> None:
     ledger = Ledger()
     before = ledger.open
     ledger.report([ROOT], [])

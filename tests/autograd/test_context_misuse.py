@@ -27,7 +27,7 @@ def _weights() -> None:
     new_weights()
 
 
-def test_ids_that_are_not_known(pair: InProcessCluster) -> None:
+def test_unknown_context_ids_are_refused(pair: InProcessCluster) -> None:
     with pair[0].as_current():
         x = leaf(3)
         for unknown in (0, 12345):
@@ -38,7 +38,7 @@ def test_ids_that_are_not_known(pair: InProcessCluster) -> None:
                 dist_autograd.backward(unknown, [x.sum()])
 
 
-def test_roots_that_cannot_be(pair: InProcessCluster) -> None:
+def test_invalid_roots_are_refused(pair: InProcessCluster) -> None:
     x = leaf(3)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         y = rpc.rpc_sync("worker1", double, args=(x,))
@@ -76,7 +76,7 @@ def test_references_that_cannot_be_roots(pair: InProcessCluster) -> None:
     await_no_leftovers(pair)
 
 
-def test_other_arguments_that_cannot_be(pair: InProcessCluster) -> None:
+def test_other_invalid_arguments_are_refused(pair: InProcessCluster) -> None:
     x = leaf(3)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         y = rpc.rpc_sync("worker1", double, args=(x,))
@@ -134,7 +134,7 @@ def test_a_plain_backward_through_a_received_tensor(pair: InProcessCluster) -> N
 
 
 def test_a_plain_gradient_of_a_received_tensor(pair: InProcessCluster) -> None:
-    """It stops at the tensor, so nothing is sent."""
+    """The local pass stops at the received tensor, so nothing is sent."""
     x = leaf(3)
     with pair[0].as_current(), dist_autograd.context():
         y = rpc.rpc_sync("worker1", double, args=(x,))

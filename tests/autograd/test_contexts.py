@@ -66,7 +66,7 @@ def kind_of(value: Any) -> str:
     return type(value).__name__
 
 
-def test_the_id_travels(pair: InProcessCluster) -> None:
+def test_a_context_id_can_be_sent_and_returned(pair: InProcessCluster) -> None:
     with pair[0].as_current(), dist_autograd.context() as ctx:
         assert rpc.rpc_sync("worker1", kind_of, args=(ctx,)) == type(ctx).__name__ == "ContextId"
         back = rpc.rpc_sync("worker1", identity, args=([ctx],))[0]
@@ -114,7 +114,7 @@ def gradients_of_own_context(name: str, x: Tensor) -> Tensor:
         return grad
 
 
-def test_a_remote_function_may_open_one_if_its_caller_has_none(trio: InProcessCluster) -> None:
+def test_a_remote_function_may_open_a_context_if_its_caller_has_none(trio: InProcessCluster) -> None:
     x = leaf(4, 4)
     assert torch.equal(trio[0].rpc_sync("worker1", gradients_of_own_context, args=("a", x)), W["a"].detach())
     await_no_leftovers(trio)
@@ -268,7 +268,7 @@ def fetch(rref: Any) -> Tensor:
     return rref.to_here()  # type: ignore[no-any-return]
 
 
-def test_the_graph_can_be_walked_as_torchs(pair: InProcessCluster) -> None:
+def test_sends_and_recvs_are_nodes_of_torch_s_graph(pair: InProcessCluster) -> None:
     x, y = leaf(3), leaf(3, seed=2)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         result = rpc.rpc_sync("worker1", torch.add, args=(x, y))
@@ -319,7 +319,7 @@ def who() -> str:
     return rpc.get_worker_info().name
 
 
-def test_gradients_are_where_the_leaf_is(trio: InProcessCluster) -> None:
+def test_gradients_are_on_the_worker_of_their_leaf(trio: InProcessCluster) -> None:
     x = leaf(2, 4)
     with trio[0].as_current(), dist_autograd.context() as ctx:
         loss = relay([("worker1", "a"), ("worker2", "b"), ("worker0", "c")], x).sum()
@@ -329,7 +329,7 @@ def test_gradients_are_where_the_leaf_is(trio: InProcessCluster) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_stays_of_a_context_that_was_left(trio: InProcessCluster, fails: bool) -> None:
+def test_no_worker_keeps_a_context_that_was_left(trio: InProcessCluster, fails: bool) -> None:
     """Also two hops away, after a pass or without one, and if the body raised."""
     x = leaf(2, 4)
     path = [("worker1", "a"), ("worker2", "b")]

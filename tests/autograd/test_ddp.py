@@ -247,7 +247,7 @@ def fill_grads(locally: bool) -> None:
 
 @pytest.mark.parametrize("locally", [False, True], ids=["numbers", "of a local backward"])
 @pytest.mark.parametrize("options", [{}, UNUSED, STATIC, VIEW], ids=title)
-def test_what_is_in_grad_stays(crew: Crew, options: Options, locally: bool) -> None:
+def test_a_pass_into_the_context_leaves_grad_unchanged(crew: Crew, options: Options, locally: bool) -> None:
     together(crew, ALL, set_up, {"dense": options})
     for step in range(3):
         together(crew, TRAINERS if locally else (*TRAINERS, SERVER), fill_grads, locally)
@@ -266,7 +266,9 @@ def beside(step: int) -> Tensor:
 
 @pytest.mark.parametrize("accumulate", ["context", "grad"])
 @pytest.mark.parametrize("options", [{}, UNUSED, STATIC, VIEW], ids=title)
-def test_a_plain_module_beside_it_is_not_averaged(crew: Crew, options: Options, accumulate: Accumulate) -> None:
+def test_a_plain_module_beside_a_ddp_module_is_not_averaged(
+    crew: Crew, options: Options, accumulate: Accumulate
+) -> None:
     got = expected(beside, 0)
     assert not torch.equal(got[0][0]["local.weight"], got[1][1]["local.weight"])
     check(crew, beside, {"dense": options}, accumulate=accumulate)

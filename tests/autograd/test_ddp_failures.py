@@ -175,7 +175,7 @@ def good_steps(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=lambda o: "+".join(o) or "plain")
-def test_an_error_behind_the_module(crew: Crew, options: dict[str, bool]) -> None:
+def test_a_pass_fails_after_its_ddp_module_was_averaged(crew: Crew, options: dict[str, bool]) -> None:
     """One trainer's pass fails on the server, after its module was averaged. The other trainer's pass succeeds."""
     together(crew, ALL, set_up, {"dense": options})
     together(crew, ALL, fill)
@@ -205,7 +205,7 @@ def test_an_error_before_the_module(crew: Crew, tmp_path: Path, broken: int, pro
     good_steps(crew)
 
 
-def test_an_error_in_a_context_of_both(crew: Crew, tmp_path: Path) -> None:
+def test_an_error_in_a_context_that_spans_both_trainers(crew: Crew, tmp_path: Path) -> None:
     """The worker that started the pass gets the error at once, while a trainer still waits in its process group."""
     together(crew, ALL, set_up, {"dense": {}})
     together(crew, ALL, fill)
@@ -264,7 +264,7 @@ def without_ddp(step: int) -> Tensor:
     return mse_loss(bare("dense")(call(SERVER, apply, "table", ids(rank(), step))), target(rank(), step))
 
 
-def test_a_trainer_that_dies_in_a_context_of_both(tmp_path: Path) -> None:
+def test_a_trainer_dies_in_a_context_that_spans_both_trainers(tmp_path: Path) -> None:
     """The error at the worker that started the pass names the lost worker."""
     with Crew(4) as crew:
         together(crew, TRAINERS, join_group, f"file://{tmp_path / 'store'}", PATIENT)

@@ -76,7 +76,7 @@ def before_and_after(step: int) -> Tensor:
 
 @each_way
 @each_option
-def test_one_before_and_one_after_a_call(crew: Crew, options: Options, accumulate: Accumulate) -> None:
+def test_ddp_modules_before_and_after_a_call(crew: Crew, options: Options, accumulate: Accumulate) -> None:
     check(crew, before_and_after, {"front": options, "dense": options}, steps=3, accumulate=accumulate)
 
 
@@ -114,7 +114,9 @@ def join(kept: Any, x: Tensor) -> Tensor:
 
 @each_way
 @each_option
-def test_called_twice_for_two_workers(crew: Crew, options: Options, accumulate: Accumulate) -> None:
+def test_a_ddp_module_is_called_once_for_each_of_two_workers(
+    crew: Crew, options: Options, accumulate: Accumulate
+) -> None:
     """Two messages, whose parts of the graph share only the module's parameters."""
     check(crew, called_twice, {"front": options}, steps=3, accumulate=accumulate)
 
@@ -127,7 +129,7 @@ def called_twice_in_turn(step: int) -> Tensor:
 
 
 @each_option
-def test_called_twice_in_turn(crew: Crew, options: Options) -> None:
+def test_a_ddp_module_is_called_before_and_after_a_call(crew: Crew, options: Options) -> None:
     check(crew, called_twice_in_turn, {"front": options}, steps=3)
 
 
@@ -152,7 +154,7 @@ def in_a_u(step: int) -> Tensor:
 
 @each_way
 @each_option
-def test_in_the_middle_of_a_u(crew: Crew, options: Options, accumulate: Accumulate) -> None:
+def test_ddp_modules_inside_a_u_shaped_model(crew: Crew, options: Options, accumulate: Accumulate) -> None:
     check(crew, in_a_u, {"front": options, "dense": {}}, steps=3, accumulate=accumulate)
     check(crew, in_a_u, {"front": options}, accumulate=accumulate)
     check(crew, in_a_u, {"dense": options}, accumulate=accumulate)
@@ -186,7 +188,7 @@ def loss_there(step: int, x: Tensor) -> Tensor:
 @each_way
 @each_option
 @pytest.mark.parametrize("initiator", [MASTER, 0])
-def test_one_context_of_both_trainers(crew: Crew, options: Options, accumulate: Accumulate, initiator: int) -> None:
+def test_one_context_spans_both_trainers(crew: Crew, options: Options, accumulate: Accumulate, initiator: int) -> None:
     """The master, or one of the trainers, makes the context."""
     check(crew, loss_of_both, {"dense": options}, initiators=[initiator], steps=3, accumulate=accumulate)
 
@@ -220,7 +222,7 @@ def three_against_one(step: int) -> Tensor:
 @pytest.mark.parametrize("options", [UNUSED, UNUSED | VIEW], ids="+".join)
 @pytest.mark.parametrize("program", [chain, ring, past_who_waits, three_against_one])
 @pytest.mark.parametrize("initiator", [MASTER, 0, 1])
-def test_trainers_in_a_row(
+def test_one_pass_goes_through_both_trainers(
     crew: Crew, program: trainers.Program, initiator: int, options: Options, accumulate: Accumulate
 ) -> None:
     """One trainer can average only after the gradients have reached the other, through it.
@@ -231,7 +233,7 @@ def test_trainers_in_a_row(
 
 
 @pytest.mark.parametrize("program", [chain, ring, past_who_waits])
-def test_trainers_in_a_row_once(crew: Crew, program: trainers.Program) -> None:
+def test_one_step_goes_through_both_trainers_without_options(crew: Crew, program: trainers.Program) -> None:
     check(crew, program, {"front": {}}, initiators=[MASTER], steps=1)
 
 
@@ -262,7 +264,7 @@ def u_of_the_master(step: int) -> Tensor:
 
 
 @each_option
-def test_at_the_bottom_of_a_u(crew: Crew, options: Options) -> None:
+def test_a_ddp_module_at_the_bottom_of_a_u_shaped_model(crew: Crew, options: Options) -> None:
     check(crew, u_of_the_master, {"front": options}, initiators=[MASTER])
 
 

@@ -319,7 +319,7 @@ def stop(crew: Crew, victim: int, patience: float, program: Any, *args: Any, gat
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_noticed_and_holds_nobody_up() -> None:
+def test_a_stopped_worker_is_noticed_and_delays_no_other() -> None:
     """First while a worker that only a third one knows waits in a gate for another one; then two hops away."""
     patience = 2.0
     with Crew(5, setup=setup, unresponsive_after=patience) as crew:

@@ -60,11 +60,11 @@ PLACES = {
     "initiator, at the start": Place("d", 0, lambda x: act("d", chain([("worker1", "a")], x)), {1: "a"}),
     "initiator, at the end": Place("d", 0, lambda x: chain([("worker1", "a")], act("d", x)), {1: "a"}),
     "called back": Place("c", 0, lambda x: chain([("worker1", "a"), ("worker0", "c")], x), {1: "a", 0: "c"}),
-    "who is waited for in a gate": Place("b", 2, lambda x: remote_fork(x), {2: "b", 3: "c"}),
-    "who is waited for in another gate": Place("c", 3, lambda x: remote_fork(x), {2: "b", 3: "c"}),
+    "a worker that a gate waits for": Place("b", 2, lambda x: remote_fork(x), {2: "b", 3: "c"}),
+    "a worker that another gate waits for": Place("c", 3, lambda x: remote_fork(x), {2: "b", 3: "c"}),
     "before its gates": Place("y!", 1, lambda x: remote_fork(x), {2: "b", 3: "c"}),
     "after its gates": Place("y", 1, lambda x: remote_fork(x), {2: "b", 3: "c"}),
-    "who the initiator waits for in a gate": Place("c", 2, lambda x: local_fork(x), {1: "b", 2: "c"}),
+    "a worker that the initiator's gate waits for": Place("c", 2, lambda x: local_fork(x), {1: "b", 2: "c"}),
     "initiator, before its gates": Place("y!", 0, lambda x: local_fork(x), {1: "b", 2: "c"}),
     "initiator, after its gates": Place("y", 0, lambda x: local_fork(x), {1: "b", 2: "c"}),
 }
@@ -227,7 +227,7 @@ def test_an_error_frees_gates_of_workers_that_only_a_third_one_knows(five: InPro
         ACTS.clear()
 
 
-def test_a_gate_is_free_though_the_next_pass_overtakes_the_news() -> None:
+def test_a_failed_pass_frees_a_gate_even_if_the_next_pass_comes_first() -> None:
     """Worker 1 hears of the next pass before it hears that the current pass, in which it waits, has failed."""
     faults = Faults(delay=1.0, kinds=(Failed,), delay_seconds=None)
     with InProcessCluster(4, faults=faults) as workers, workers[0].as_current():
@@ -274,7 +274,7 @@ def test_errors_on_several_workers_at_once(five: InProcessCluster) -> None:
     await_no_leftovers(five)
 
 
-def test_an_error_whose_type_cannot_be_had_here(pair: InProcessCluster) -> None:
+def test_an_error_whose_type_is_not_available_here(pair: InProcessCluster) -> None:
     class Local(Exception):
         pass
 
@@ -501,7 +501,7 @@ def test_an_interrupt_from_the_keyboard(five: InProcessCluster, program: str) ->
     await_no_leftovers(five)
 
 
-def test_nothing_is_kept_of_a_failed_pass(five: InProcessCluster) -> None:
+def test_a_failed_pass_keeps_no_tensors_alive(five: InProcessCluster) -> None:
     x = leaf(2, 4)
     kept = weakref.ref(x)
     ACTS["b"] = break_on_purpose
@@ -547,7 +547,7 @@ def test_a_pass_that_has_failed_elsewhere_stores_no_gradients(five: InProcessClu
     await_no_leftovers(five)
 
 
-def test_gradients_that_nobody_is_owed_fail_the_pass(five: InProcessCluster) -> None:
+def test_gradients_from_the_wrong_worker_fail_the_pass(five: InProcessCluster) -> None:
     """Worker 3 sends gradients for a tensor that was sent to worker 2."""
     with Latch("b") as latch, five[0].as_current(), dist_autograd.context() as ctx:
         running = backward_later(five, 0, ctx, chain_of_two(leaf(2, 4)).sum())
@@ -562,7 +562,7 @@ def test_gradients_that_nobody_is_owed_fail_the_pass(five: InProcessCluster) -> 
     await_no_leftovers(five)
 
 
-def test_hooks_after_accumulation_hold_up_only_who_wants_the_same_leaf(trio: InProcessCluster) -> None:
+def test_hooks_after_accumulation_delay_only_passes_to_the_same_leaf(trio: InProcessCluster) -> None:
     """And no thread waits longer than its own pass, since no lock is held while a user's hook runs."""
     shared, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     inside, released = threading.Event(), threading.Event()

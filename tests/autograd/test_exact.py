@@ -242,7 +242,7 @@ def test_a_weight_shared_by_calls(workers: InProcessCluster) -> None:
     check(workers, program, {0: [x], 1: [W["a"]]}, exact=False)
 
 
-def test_a_leaf_and_what_was_made_of_it(workers: InProcessCluster) -> None:
+def test_a_leaf_and_tensors_computed_from_it(workers: InProcessCluster) -> None:
     """A leaf and tensors computed from it, each sent from its own worker."""
     x = leaf(4, 4)
 

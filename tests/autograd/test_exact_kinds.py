@@ -46,7 +46,7 @@ def test_arguments_changed_in_place(pair: InProcessCluster) -> None:
     check(pair, program, {0: [x], 1: [W["a"]]}, exact=False)
 
 
-def test_a_leaf_sent_and_changed_in_place_there(pair: InProcessCluster) -> None:
+def test_a_sent_leaf_is_changed_in_place_by_its_receiver(pair: InProcessCluster) -> None:
     """A received tensor is not a leaf, so this is allowed."""
     x = leaf(4, 4)
     check(pair, lambda: call("worker1", change_in_place, x).sum(), {0: [x], 1: [W["a"]]})

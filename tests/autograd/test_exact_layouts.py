@@ -61,7 +61,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", [to_dense, times], ids=lambda each: each.__name__)
-def test_arguments(pair: InProcessCluster, layout: str, function: Any) -> None:
+def test_sparse_compressed_arguments(pair: InProcessCluster, layout: str, function: Any) -> None:
     if function is times and layout in ("bsr", "bsc"):
         pytest.skip("torch has no gradient of that product")
     a = compressed(layout)
@@ -76,7 +76,7 @@ def test_arguments(pair: InProcessCluster, layout: str, function: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_results_and_what_is_computed_here(pair: InProcessCluster, layout: str) -> None:
+def test_sparse_compressed_results_and_computed_arguments(pair: InProcessCluster, layout: str) -> None:
     def program(a: Tensor) -> Tensor:
         return (call("worker1", doubled, a * 3).to_dense() * W["b"]).sum()
 
@@ -87,7 +87,7 @@ def test_results_and_what_is_computed_here(pair: InProcessCluster, layout: str) 
         assert_same(context_id.gradients()[a], expected)
 
 
-def test_into_grad(pair: InProcessCluster) -> None:
+def test_sparse_compressed_gradients_into_grad(pair: InProcessCluster) -> None:
     """Only CSR: torch itself does not put gradients of the other layouts into .grad."""
     a = compressed("csr")
     expected = torch.autograd.grad(to_dense(a).sum(), a)[0]

@@ -261,7 +261,7 @@ def test_an_optimizer_step_in_a_hook_after_accumulation(pair: InProcessCluster) 
     await_no_leftovers(pair)
 
 
-def test_a_grad_that_was_there_is_left_alone(pair: InProcessCluster) -> None:
+def test_an_existing_grad_is_left_alone(pair: InProcessCluster) -> None:
     x = leaf(4, 4)
     x.grad, W["a"].grad = torch.ones(4, 4).double(), torch.full((4, 4), 2.0).double()
     W["a"].register_post_accumulate_grad_hook(lambda param: None)  # type: ignore[no-untyped-call]
@@ -343,8 +343,8 @@ def test_hooks_that_make_calls(pair: InProcessCluster) -> None:
     check(pair, program, {0: [x], 1: [W["a"]]})
 
 
-def test_a_gradient_is_nobody_elses_memory(pair: InProcessCluster) -> None:
-    """Passes add to it in place. That must not change the user's tensors, tensors kept by a hook, or other leaves."""
+def test_a_gradient_shares_memory_with_no_other_tensor(pair: InProcessCluster) -> None:
+    """Passes add to gradients in place. That must not change the user's tensors, tensors of a hook, or other leaves."""
     x, y = leaf(4, 4), leaf(4, 4, seed=2)
     given = torch.full((4, 4), 3.0, dtype=torch.float64)
     kept: list[Tensor] = []

@@ -59,7 +59,7 @@ def test_several_roots(trio: InProcessCluster) -> None:
     check(trio, program, {0: [x, y], 1: [W["a"]], 2: [W["b"]]}, exact=False)
 
 
-def test_roots_of_which_some_need_no_grad(pair: InProcessCluster) -> None:
+def test_some_roots_need_no_grad(pair: InProcessCluster) -> None:
     x = leaf(4, 4)
     expected = local_grads(layer("a", x).sum(), [x, W["a"]])
     with pair[0].as_current(), dist_autograd.context() as ctx:
@@ -91,7 +91,7 @@ def test_one_root_twice(pair: InProcessCluster) -> None:
     check(pair, program, {0: [x], 1: [W["a"]]}, exact=False)
 
 
-def test_roots_of_which_one_leads_to_another(pair: InProcessCluster) -> None:
+def test_one_root_depends_on_another(pair: InProcessCluster) -> None:
     x = leaf(4, 4)
 
     def program() -> list[Tensor]:
@@ -101,7 +101,7 @@ def test_roots_of_which_one_leads_to_another(pair: InProcessCluster) -> None:
     check(pair, program, {0: [x], 1: [W["a"], W["b"]]}, exact=False)
 
 
-def test_roots_that_are_no_scalars(pair: InProcessCluster) -> None:
+def test_roots_that_are_not_scalars(pair: InProcessCluster) -> None:
     x = leaf(4, 4)
     weights = leaf(4, 4, seed=5).detach()
 

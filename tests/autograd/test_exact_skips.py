@@ -64,7 +64,7 @@ def test_an_ancestor_of_a_sent_tensor_used_here(pair: InProcessCluster) -> None:
     check(pair, program, {0: [x], 1: [W["a"]]}, exact=False)
 
 
-def test_hooks_and_retained_gradients_see_the_whole_once(pair: InProcessCluster) -> None:
+def test_hooks_and_retained_gradients_see_the_complete_gradient_once(pair: InProcessCluster) -> None:
     """On the tensor that is sent and used here, on its ancestor, on the leaf, and on the received tensor."""
     x = leaf(4, 4)
     seen: dict[str, list[Tensor]] = {name: [] for name in ("x", "ancestor", "sent", "received")}
@@ -151,7 +151,7 @@ def u_on_worker(depth: int, x: Tensor) -> Tensor:
     return torch.sin(call(f"worker{depth % 3}", u_on_worker, depth + 1, h) * h + h)
 
 
-def test_u_within_u_over_three_workers(trio: InProcessCluster) -> None:
+def test_a_u_shaped_model_within_another_over_three_workers(trio: InProcessCluster) -> None:
     x = leaf(2, 4)
     leaves = {0: [x, W["a"], W["b"], W["e"]], 1: [W["c"]], 2: [W["d"]]}
     check(trio, lambda: u_on_worker(0, x).sum(), leaves, exact=False)

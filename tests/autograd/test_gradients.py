@@ -20,14 +20,14 @@ def stored(captured: list[torch.Tensor | None], leaves: list[torch.Tensor]) -> l
     return [into[leaf] for leaf in leaves]
 
 
-def test_a_gradient_that_nobody_else_has_is_taken() -> None:
+def test_an_unshared_gradient_is_kept_without_a_copy() -> None:
     captured: list[torch.Tensor | None] = [torch.ones(3)]
     place = captured[0].data_ptr()  # type: ignore[union-attr]
     (found,) = stored(captured, [torch.zeros(3)])
     assert found.data_ptr() == place
 
 
-def test_so_are_those_of_a_linear_layer_which_are_views() -> None:
+def test_unshared_views_from_a_linear_layer_are_kept_without_a_copy() -> None:
     layer = nn.Linear(3, 2)
     leaves: list[torch.Tensor] = list(layer.parameters())
     captured: list[torch.Tensor | None] = list(torch.autograd.grad(layer(torch.ones(4, 3)).sum(), leaves))
@@ -36,19 +36,19 @@ def test_so_are_those_of_a_linear_layer_which_are_views() -> None:
     assert [found.data_ptr() for found in stored(captured, leaves)] == places
 
 
-def test_a_gradient_that_somebody_keeps_is_copied() -> None:
+def test_a_gradient_that_is_in_use_elsewhere_is_copied() -> None:
     kept = torch.ones(3)
     (found,) = stored([kept], [torch.zeros(3)])
     assert found.data_ptr() != kept.data_ptr()
 
 
-def test_so_is_one_whose_base_somebody_keeps() -> None:
+def test_a_view_whose_base_is_in_use_is_copied() -> None:
     kept = torch.ones(6)
     (found,) = stored([kept.view(2, 3)], [torch.zeros(2, 3)])
     assert found.data_ptr() != kept.data_ptr()
 
 
-def test_so_is_one_that_somebody_has_a_view_of() -> None:
+def test_a_gradient_with_another_view_in_use_is_copied() -> None:
     captured: list[torch.Tensor | None] = [torch.ones(6)]
     kept = captured[0].view(2, 3)  # type: ignore[union-attr]
     (found,) = stored(captured, [torch.zeros(6)])
@@ -59,7 +59,7 @@ def test_so_is_one_that_somebody_has_a_view_of() -> None:
     assert found[1:].data_ptr() != kept.data_ptr()
 
 
-def test_gradients_that_share_memory_are_parted() -> None:
+def test_gradients_that_share_memory_are_separated() -> None:
     shared = torch.ones(6)
     captured: list[torch.Tensor | None] = [shared.view(2, 3), shared.view(3, 2)]
     del shared
@@ -68,13 +68,13 @@ def test_gradients_that_share_memory_are_parted() -> None:
     assert torch.equal(other, torch.ones(3, 2))
 
 
-def test_one_gradient_of_two_leaves_is_parted() -> None:
+def test_one_gradient_for_two_leaves_is_separated() -> None:
     one, other = stored([torch.ones(3)] * 2, [torch.zeros(3), torch.zeros(3)])
     one += 1
     assert torch.equal(other, torch.ones(3))
 
 
-def test_what_is_there_is_added_to() -> None:
+def test_a_gradient_is_added_to_an_existing_one() -> None:
     leaf = torch.zeros(3)
     into: dict[torch.Tensor, torch.Tensor] = {}
     for _ in range(2):

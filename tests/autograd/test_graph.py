@@ -99,7 +99,7 @@ def test_one_source_is_one_component() -> None:
     assert by_sources(plan({ROOT: rooted(a * 2, b * 2)})) == {(ROOT,): {id(a), id(b)}}
 
 
-def test_a_leaf_that_is_sent_as_it_is() -> None:
+def test_a_leaf_that_is_sent_unchanged() -> None:
     a = leaf()
     assert by_sources(plan({5: sent(5, a)})) == {(5,): {id(a)}}
     assert by_sources(plan({5: sent(5, a), 6: sent(6, a)})) == {(5,): {id(a)}, (6,): {id(a)}}
@@ -215,7 +215,7 @@ def test_reach_finds_each_output_once() -> None:
     assert reach([None], seen) == {}
 
 
-def test_components_that_need_not_be_together_can_be() -> None:
+def test_independent_components_can_be_joined() -> None:
     a, b = leaf(), leaf()
     (x,), common = received(1000), torch.sin(a)
     nodes = {5: sent(5, common), 6: sent(6, common * 2), 7: sent(7, x * b), 8: sent(8, a)}
@@ -305,7 +305,7 @@ def test_the_engine_turns_to_a_gate_when_nothing_else_is_ready() -> None:
     assert x.grad.eq(3).all()
 
 
-def test_what_a_tensor_depends_on_is_foreseen() -> None:
+def test_the_sender_foresees_the_recvs_that_a_tensor_depends_on() -> None:
     (x,), (y, z) = received(1000, reach=()), received(2000, 2, ((7,), (8, 9)))
     assert foresee(sent(1, leaf() * 2)) == ()
     assert foresee(sent(1, x)) == (1000,)
@@ -313,12 +313,12 @@ def test_what_a_tensor_depends_on_is_foreseen() -> None:
     assert set(foresee(sent(1, x * z)) or ()) == {1000, 2001, 8, 9}
 
 
-def test_what_a_sender_did_not_know_its_receiver_does_not_know() -> None:
+def test_a_dependency_unknown_to_the_sender_is_unknown_to_the_receiver() -> None:
     (x,), (y,) = received(1000, reach=()), received(1001)
     assert foresee(sent(1, x * y)) is None
 
 
-def test_large_graphs_are_not_looked_through() -> None:
+def test_large_graphs_are_not_searched() -> None:
     (x,) = received(1000, reach=())
     for _ in range(100):
         x = x + 1
@@ -333,7 +333,7 @@ def test_no_more_sources_are_foreseen_than_a_message_has_room_for() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_sources_as_one_component(seed: int) -> None:
+def test_planning_sources_as_one_component_equals_joining_their_plans(seed: int) -> None:
     """`as_one` gives the same as `plan` and `together`."""
     sources = Graph(seed).nodes
     found, wanted = as_one(sources), together(plan(sources))
@@ -345,7 +345,7 @@ def test_sources_as_one_component(seed: int) -> None:
     assert not found.in_order
 
 
-def test_sources_of_a_large_graph_are_not_made_one() -> None:
+def test_sources_of_a_large_graph_are_not_planned_as_one_component() -> None:
     x = leaf()
     for _ in range(100):
         x = x + 1

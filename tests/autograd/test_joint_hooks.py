@@ -158,7 +158,7 @@ def test_hooks_that_are_gone_are_forgotten() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("mode", ["all", "any"])
-def test_leaves_of_which_there_may_be_one(pair: InProcessCluster, mode: Any, count: int) -> None:
+def test_hooks_over_one_or_several_leaves(pair: InProcessCluster, mode: Any, count: int) -> None:
     leaves = [leaf(2, 2), leaf(2, 2, seed=2)]
     seen: Seen = []
     handle = register_multi_grad_hook(leaves[:count], lambda gradients: seen.append(tolist(gradients)), mode=mode)
@@ -212,7 +212,7 @@ class Rounded(torch.autograd.Function):
         return gradient
 
 
-def test_a_tensor_of_a_hook_is_gone(pair: InProcessCluster) -> None:
+def test_one_tensor_of_a_hook_has_been_freed(pair: InProcessCluster) -> None:
     """Before torch 2.13, the part of the hook on a Function's result is freed with that result."""
     seen: Seen = []
     x = leaf(2)

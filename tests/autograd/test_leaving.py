@@ -48,7 +48,7 @@ def test_leaving_while_a_pass_runs_on_another_thread(five: InProcessCluster) -> 
         ACTS.clear()
 
 
-def test_leaving_while_another_worker_runs_a_pass_of_it(five: InProcessCluster) -> None:
+def test_leaving_while_another_worker_runs_a_pass_of_the_context(five: InProcessCluster) -> None:
     with Latch("b") as latch:
         with five[0].as_current(), dist_autograd.context() as ctx:
             future = rpc.rpc_async("worker1", backward_via, args=(ctx, "worker2", leaf(2, 4)))
@@ -72,7 +72,7 @@ def test_a_recv_that_finds_its_context_gone_says_so(trio: InProcessCluster) -> N
     await_no_leftovers(trio)
 
 
-def test_what_a_left_context_has_under_way_ends_by_itself(five: InProcessCluster) -> None:
+def test_work_under_way_in_a_left_context_ends_by_itself(five: InProcessCluster) -> None:
     """Worker 1 reaches its Recv after the context is gone; then it would send to worker 2, which knows no such pass."""
     with Latch("a") as latch:
         with five[0].as_current(), dist_autograd.context() as ctx:

@@ -85,7 +85,7 @@ def test_a_pass_that_fails_is_noted_as_aborted_unless_it_is_over() -> None:
     assert record.aborted == set()
 
 
-def test_a_pass_that_has_failed_depends_on_nobody() -> None:
+def test_a_failed_pass_depends_on_no_worker() -> None:
     local, _, _ = made()
     local.giving_to(PEER.id)
     local.got_from(2)

@@ -90,7 +90,7 @@ def tell_inquiries(worker: Any) -> threading.Event:
     return asked
 
 
-def test_contexts_vanish_behind_a_worker_that_is_gone(five: InProcessCluster) -> None:
+def test_contexts_vanish_behind_a_dead_worker(five: InProcessCluster) -> None:
     """Worker 3 knows the context only from worker 2, which knows it from worker 1."""
     asked = tell_inquiries(five[0])
     with five[0].as_current(), dist_autograd.context() as ctx:
@@ -106,8 +106,8 @@ def test_contexts_vanish_behind_a_worker_that_is_gone(five: InProcessCluster) ->
     nothing_is_left(five, 0, 2, 3, 4)
 
 
-def test_contexts_vanish_behind_a_worker_that_is_gone_in_between(five: InProcessCluster) -> None:
-    """As above, but afterwards only the context ends."""
+def test_contexts_vanish_behind_a_dead_worker_in_the_middle_of_a_chain(five: InProcessCluster) -> None:
+    """Between the death and the end of the context nothing else happens."""
     asked = tell_inquiries(five[0])
     with five[0].as_current(), dist_autograd.context():
         chain([("worker1", "a"), ("worker2", "b"), ("worker3", "c")], leaf(2, 4))
@@ -126,7 +126,7 @@ def with_own_fork(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_gates_behind_a_worker_that_is_gone_are_free(five: InProcessCluster, own: bool) -> None:
+def test_gates_behind_a_dead_worker_are_freed(five: InProcessCluster, own: bool) -> None:
     """Worker 2 waits in a gate for worker 3, which works. Worker 1, between worker 2 and the initiator, leaves."""
     with Latch("c") as latch, five[0].as_current(), dist_autograd.context() as ctx:
         x = leaf(2, 4)
@@ -256,7 +256,7 @@ def test_contexts_vanish_though_the_message_was_lost(number: int) -> None:
             faults._next.clear()
 
 
-def test_a_cut_connection_is_no_dead_initiator() -> None:
+def test_a_cut_connection_does_not_end_the_context() -> None:
     """A worker that loses its connection asks whether the context is over. If that fails too, it asks again."""
     faults = Faults()
     with InProcessCluster(3, faults=faults) as workers, workers[0].as_current():
@@ -293,7 +293,7 @@ def test_random_cuts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", PASS_MESSAGES)
-def test_the_timeout_is_for_messages_that_vanish(kind: type[Any]) -> None:
+def test_a_pass_whose_message_vanishes_ends_at_its_timeout(kind: type[Any]) -> None:
     """No connection ends, so no worker notices the loss, but the pass still ends."""
     faults = Faults()
     with InProcessCluster(4, faults=faults) as workers, workers[0].as_current():
@@ -306,7 +306,7 @@ def test_the_timeout_is_for_messages_that_vanish(kind: type[Any]) -> None:
         await_no_leftovers(workers)
 
 
-def test_a_pass_goes_on_when_workers_are_looked_after() -> None:
+def test_a_slow_pass_is_not_mistaken_for_a_dead_worker() -> None:
     """With short timeouts, a slow backward function one or two hops away is not mistaken for a dead worker."""
     options = rpc.RpcOptions(unresponsive_after=1.0)
     with InProcessCluster(4, options=options) as workers, workers[0].as_current(), dist_autograd.context() as ctx:

@@ -46,7 +46,7 @@ def test_a_leaf_that_was_sent_twice(accumulate: Any) -> None:
     handle.remove()
 
 
-def test_what_is_in_grad_stays_and_is_not_counted() -> None:
+def test_an_existing_grad_stays_and_is_not_added_to() -> None:
     leaf = torch.ones(2, requires_grad=True)
     leaf.grad = torch.full((2,), 7.0)
     node = node_of(leaf)

@@ -54,7 +54,7 @@ def counting(workers: InProcessCluster) -> Iterator[Counter[str]]:
         yield counts
 
 
-def test_a_chain_says_no_more_than_its_gradients_and_that_each_run_is_over(pair: InProcessCluster) -> None:
+def test_a_chain_sends_only_gradients_and_reports(pair: InProcessCluster) -> None:
     x = leaf(4, 4)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         y = x
@@ -67,7 +67,7 @@ def test_a_chain_says_no_more_than_its_gradients_and_that_each_run_is_over(pair:
 
 
 @pytest.mark.usefixtures("no_hooks")
-def test_a_chain_whose_values_are_only_sent_on_is_run_as_one_by_the_worker_that_makes_them(
+def test_one_worker_runs_a_chain_of_its_own_values_in_one_go(
     pair: InProcessCluster,
 ) -> None:
     x = leaf(4, 4)
@@ -89,7 +89,7 @@ def test_a_small_run_with_several_gradients_for_the_starter_sends_one_message(pa
         assert counts == {"Gradients": 2}
 
 
-def test_the_gradients_of_a_message_go_back_in_one(pair: InProcessCluster) -> None:
+def test_the_gradients_of_a_message_go_back_in_one_message(pair: InProcessCluster) -> None:
     x, y = leaf(4, 4), leaf(4, 4, seed=3)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         result = call("worker1", torch.mul, x, y)
@@ -121,7 +121,7 @@ def test_one_source_is_run_by_the_thread_that_read_its_gradients(
     assert runners == readers
 
 
-def test_a_skip_needs_no_question_if_the_messages_have_told_what_they_depend_on(pair: InProcessCluster) -> None:
+def test_a_skip_needs_no_resolving_if_the_messages_carry_their_dependencies(pair: InProcessCluster) -> None:
     x = leaf(4, 4)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         h = torch.sin(x)
@@ -139,7 +139,7 @@ def deep_layer(name: str, x: Tensor) -> Tensor:
     return layer(name, x)
 
 
-def test_a_skip_is_resolved_by_the_ways_that_the_gradients_take(pair: InProcessCluster) -> None:
+def test_a_skip_is_resolved_along_the_paths_of_the_gradients(pair: InProcessCluster) -> None:
     x = leaf(4, 4)
     with pair[0].as_current(), dist_autograd.context() as ctx:
         h = torch.sin(x)

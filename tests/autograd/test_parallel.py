@@ -231,7 +231,7 @@ def call_both() -> dict[int, Gradients]:
 
 
 @pytest.mark.parametrize("kind", kinds("fully_shard", "replicate of fully_shard"))
-def test_modules_that_are_called(crew: Crew, kind: str) -> None:
+def test_modules_of_trainers_are_called_by_a_server(crew: Crew, kind: str) -> None:
     together(crew, (*TRAINERS, SERVER), set_up, kind)
     got = crew[SERVER].run(call_both)
     total = {name: mean(0)[name] + mean(1)[name] for name in mean(0)}
@@ -316,7 +316,7 @@ def refused_without_sync() -> None:
             dist_autograd.backward(context_id, [loss], timeout=WITHIN)
 
 
-def test_no_sync_of_the_older_one_is_refused(crew: Crew) -> None:
+def test_no_sync_of_fsdp_1_is_refused(crew: Crew) -> None:
     together(crew, (*TRAINERS, SERVER), set_up, "FSDP")
     together(crew, TRAINERS, refused_without_sync)
 
@@ -377,7 +377,7 @@ def refused(to: str, placement: Any, says: str) -> None:
     assert "send tensor.full_tensor()" in str(caught.value)
 
 
-def test_dtensors_mean_the_same_where_they_arrive(crew: Crew) -> None:
+def test_dtensors_keep_their_meaning_or_are_refused(crew: Crew) -> None:
     assert crew[0].run(send_dtensor, "worker1", Replicate()) == [[8.0, 8.0]] * 2
     assert crew[1].run(send_dtensor, "worker1", Shard(0)) == [[16.0, 16.0]] * 2
     assert crew[0].run(send_dtensor, "worker0", Partial()) == [[8.0, 8.0]] * 2
@@ -395,5 +395,5 @@ def norm_refused() -> None:
             rpc.rpc_sync(f"worker{rank()}", double, args=(norm,))
 
 
-def test_a_norm_is_no_sum_of_parts(crew: Crew) -> None:
+def test_a_partial_norm_is_refused(crew: Crew) -> None:
     together(crew, TRAINERS, norm_refused)

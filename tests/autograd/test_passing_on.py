@@ -39,13 +39,13 @@ def gradient_of(pair: InProcessCluster, change: Callable[[Tensor], object], *, a
 
 
 @pytest.mark.usefixtures("no_hooks")
-def test_nothing_is_run_for_it(pair: InProcessCluster, runs: list[int]) -> None:
+def test_a_tensor_that_is_sent_on_needs_no_run(pair: InProcessCluster, runs: list[int]) -> None:
     assert gradient_of(pair, lambda v: None) == [4, 4, 4]
     assert len(runs) == 3  # one for the sum here, and two there
 
 
 @pytest.mark.parametrize("after", [True, False])
-def test_a_hook_is_called_whenever_it_was_put_there(pair: InProcessCluster, after: bool) -> None:
+def test_a_hook_set_before_or_after_sending_is_called(pair: InProcessCluster, after: bool) -> None:
     seen: list[list[float]] = []
 
     def hook(gradient: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def test_a_hook_that_is_gone_again_does_not_count(pair: InProcessCluster, runs: 
     assert len(runs) == 3
 
 
-def test_a_retained_gradient_is_there(pair: InProcessCluster) -> None:
+def test_a_retained_gradient_is_stored(pair: InProcessCluster) -> None:
     kept: list[Tensor] = []
 
     def retain(v: Tensor) -> None:

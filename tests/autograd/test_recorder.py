@@ -31,7 +31,7 @@ def test_the_sender_of_a_message_is_noted_with_its_context() -> None:
     assert record.workers() == {1, 2}
 
 
-def test_of_the_contexts_that_are_over_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_latest_ended_contexts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REMEMBERED", 2)
     contexts = Contexts(ME)
     for id in (1, 2, 3):
@@ -42,7 +42,7 @@ def test_of_the_contexts_that_are_over_the_latest_are_remembered(monkeypatch: py
     assert contexts.join(THEIRS + 1, PEER) is not None
 
 
-def test_a_peer_may_tell_of_a_number_of_contexts_at_a_time() -> None:
+def test_a_peer_s_open_contexts_are_limited() -> None:
     contexts = Contexts(ME, Quotas(contexts=2))
     for id in (1, 2):
         contexts.join(THEIRS + id, PEER)
@@ -52,7 +52,7 @@ def test_a_peer_may_tell_of_a_number_of_contexts_at_a_time() -> None:
     assert contexts.join(THEIRS + 3, PEER) is not None
 
 
-def test_the_floor_of_a_worker_only_rises() -> None:
+def test_the_floor_of_ended_passes_only_rises() -> None:
     record = Record(THEIRS)
     record.raise_floor(PEER.id, THEIRS + 9)
     record.raise_floor(PEER.id, THEIRS + 5)
@@ -91,7 +91,7 @@ def test_without_gradients_only_the_values_leave() -> None:
     assert record.workers() == {PEER.id}, "it takes part, and hears of the end"
 
 
-def test_messages_have_the_numbers_of_their_sender() -> None:
+def test_a_message_with_a_number_of_another_worker_is_refused() -> None:
     contexts = Contexts(ME)
     tensors = [torch.ones(2, requires_grad=True)]
     with pytest.raises(ProtocolError, match="does not belong to its sender, worker 'worker1'"):

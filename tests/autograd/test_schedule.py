@@ -55,7 +55,7 @@ def test_one_candidate_is_run_as_its_gradients_come() -> None:
     assert not schedule.must_resolve
 
 
-def test_candidates_apart_are_run_as_their_gradients_come() -> None:
+def test_independent_candidates_are_run_as_their_gradients_come() -> None:
     x = leaf()
     sources = {**one(50, x * 2), **one(60, x * 3), **roots(x * 4)}
     schedule = Schedule(sources)
@@ -84,15 +84,14 @@ def test_tensors_of_a_message_that_get_no_gradient_are_not_run(common: Tensor) -
     assert not schedule.must_resolve
 
 
-def test_without_them_what_is_left_may_fall_apart() -> None:
-    """It is still one run."""
+def test_the_rest_of_a_message_is_one_run_even_if_it_falls_apart() -> None:
     x, y = leaf() * 2, leaf() * 2
     sources = message(50, x, x * y, y)
     schedule = Schedule(sources)
     assert come(schedule, sources, 50, 52) == [[52, 50]]
 
 
-def test_without_candidates_nothing_happens_before_one_comes() -> None:
+def test_an_empty_schedule_runs_a_source_that_comes_later() -> None:
     schedule = Schedule({})
     assert schedule.take_part([3]) == {}
     assert schedule.resolve() == []
@@ -175,7 +174,7 @@ def test_a_candidate_that_takes_no_part_is_not_waited_for(common: Tensor) -> Non
     assert come(schedule, sources, 60) == [[60, 50]]
 
 
-def test_without_it_components_may_fall_apart_too() -> None:
+def test_components_without_an_absent_candidate_may_fall_apart() -> None:
     x, y = leaf() * 2, leaf() * 2
     sources = {**one(50, x), **one(60, y), **one(70, x * y)}
     schedule = Schedule(sources)
@@ -185,7 +184,7 @@ def test_without_it_components_may_fall_apart_too() -> None:
     assert come(schedule, sources, 60) == [[60]]
 
 
-def test_a_message_of_which_one_tensor_waits_for_others(common: Tensor) -> None:
+def test_one_tensor_of_a_message_waits_for_other_messages(common: Tensor) -> None:
     """A component without gates runs now, and separately from one with gates."""
     sources = {**one(40, common), **message(50, common * 2, leaf()), **message(60, leaf(), leaf())}
     schedule = Schedule(sources)
@@ -207,15 +206,15 @@ def test_runs_that_wait_are_not_put_together(common: Tensor) -> None:
     assert sorted(come(schedule, sources, 50, 51)) == [[50, 40], [51, 41]]
 
 
-def test_what_has_come_takes_part(common: Tensor) -> None:
-    """Even if the message that says so has not arrived yet."""
+def test_a_candidate_whose_gradient_has_come_takes_part(common: Tensor) -> None:
+    """Even if the TakePart message for it has not arrived yet."""
     sources = {**one(50, common), **one(60, common)}
     schedule = Schedule(sources)
     come(schedule, sources, 60)
     assert resolved(schedule) == [[60]]
 
 
-def test_what_has_been_run_is_not_run_again_when_the_pass_is_resolved(common: Tensor) -> None:
+def test_a_candidate_that_was_run_is_not_run_again_after_resolving(common: Tensor) -> None:
     sources = {**one(40, leaf()), **one(50, common), **one(60, common)}
     schedule = Schedule(sources)
     assert come(schedule, sources, 40) == [[40]]
@@ -225,7 +224,7 @@ def test_what_has_been_run_is_not_run_again_when_the_pass_is_resolved(common: Te
     assert come(schedule, sources, 40) == []
 
 
-def test_a_candidate_that_comes_though_it_was_not_to_is_run_alone(common: Tensor) -> None:
+def test_a_candidate_that_comes_unexpectedly_is_run_alone(common: Tensor) -> None:
     sources = {**one(50, common), **one(60, common)}
     schedule = Schedule(sources)
     come(schedule, sources, 60)
@@ -249,7 +248,7 @@ def test_a_source_is_run_once() -> None:
     assert come(schedule, sources, 50) == []
 
 
-def test_taking_part_finds_outputs_once() -> None:
+def test_take_part_returns_each_output_once() -> None:
     (x, z), (y,) = received(1000, 2), received(1001)
     schedule = Schedule({**one(50, x), **message(60, x * y, z), **roots(leaf() * 2)})
     assert schedule.take_part([ROOT]) == {}
@@ -259,8 +258,8 @@ def test_taking_part_finds_outputs_once() -> None:
     assert schedule.take_part([61]) == {recv_of(x): [1]}
 
 
-def test_what_the_roots_depend_on_may_be_known_already(common: Tensor) -> None:
-    """The messages say it, so no worker must be asked."""
+def test_roots_with_known_dependencies_need_no_resolving(common: Tensor) -> None:
+    """The messages carry the dependencies, so no worker must be asked."""
     (x,) = received(THEIRS, reach=((50, 3 << ID_BITS),))
     sources = {**one(50, common), **one(60, common), **roots(common * x)}
     schedule = Schedule(sources)
@@ -279,7 +278,7 @@ def test_roots_that_depend_on_no_candidate_are_run_alone(common: Tensor, tensors
     assert not schedule.must_resolve
 
 
-def test_what_is_known_of_one_message_does_not_help_if_another_has_not_told(common: Tensor) -> None:
+def test_one_message_with_unknown_dependencies_needs_resolving(common: Tensor) -> None:
     (x,), (y,) = received(THEIRS, reach=((50,),)), received(THEIRS + 1)
     sources = {**one(50, common), **roots(common * x * y)}
     schedule = Schedule(sources)
@@ -303,7 +302,7 @@ def test_a_worker_that_did_not_start_the_pass_has_to_ask(common: Tensor) -> None
     assert schedule.must_resolve
 
 
-def test_others_may_have_the_pass_resolved_all_the_same(common: Tensor) -> None:
+def test_another_worker_may_still_ask_to_resolve_the_pass(common: Tensor) -> None:
     """What the starter has foreseen is not confused with what TakePart messages say."""
     (x,) = received(THEIRS, reach=((50,),))
     sources = {**one(50, common), **roots(common * x)}

@@ -148,7 +148,7 @@ def with_memory(x: Tensor) -> Tensor:
     return (x * STATE["h"]) @ W["b"]
 
 
-def test_a_run_that_waits_for_what_it_has_given_itself(trio: InProcessCluster) -> None:
+def test_a_run_waits_for_a_gradient_that_it_makes_itself(trio: InProcessCluster) -> None:
     """The two sources of worker 1 reach a common node. The run that needs the second one's gradient also makes it."""
     x = leaf(3, 4)
 
@@ -191,7 +191,7 @@ def layer_that_fails(name: str, x: Tensor) -> Tensor:
     return y
 
 
-def test_what_fails_behind_a_shortcut_reaches_the_starter(trio: InProcessCluster) -> None:
+def test_an_error_behind_a_shortcut_reaches_the_starter(trio: InProcessCluster) -> None:
     with trio[0].as_current(), dist_autograd.context() as context:
         v = call("worker1", layer_that_fails, "a", leaf(3, 4))
         loss = along([("worker1", "b")], v)

@@ -63,7 +63,7 @@ def use_up(x: Tensor) -> Tensor:
     return x.grad
 
 
-def test_leaves_that_are_meant_as_such(pair: InProcessCluster) -> None:
+def test_intended_leaves_cause_no_warning(pair: InProcessCluster) -> None:
     """Leaves on purpose cause no warning. (Warnings are errors in these tests.)"""
     x = leaf(4, 4)
     with pair[0].as_current():
@@ -251,7 +251,7 @@ def test_a_step_without_any_gradient(pair: InProcessCluster, params: Any, betwee
             assert caught[0].filename == __file__
 
 
-def test_one_gradient_will_do(pair: InProcessCluster) -> None:
+def test_a_step_with_one_gradient_causes_no_warning(pair: InProcessCluster) -> None:
     """Parameters that a pass does not reach are normal, so nothing warns. (Warnings are errors in these tests.)"""
     with pair[0].as_current():
         optimizer = DistributedOptimizer(
@@ -283,7 +283,7 @@ def test_a_function_that_cuts_the_graph(pair: InProcessCluster, function: Any) -
             context_id.backward(loss)
 
 
-def test_calls_on_a_thread_of_ones_own(pair: InProcessCluster) -> None:
+def test_calls_on_a_thread_of_the_user_s_own(pair: InProcessCluster) -> None:
     """A thread that is started inside a context is not in that context."""
     x, found = leaf(4, 4), []
 
@@ -412,7 +412,9 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("program", "error", "says"), REFUSED, ids=lambda each: getattr(each, "__name__", ""))
-def test_what_is_refused(pair: InProcessCluster, program: Any, error: type[Exception], says: str) -> None:
+def test_programs_that_would_train_nothing_are_refused(
+    pair: InProcessCluster, program: Any, error: type[Exception], says: str
+) -> None:
     W["a"] = leaf(4, 4, seed=2)
     with pair[0].as_current(), pytest.raises(error, match=says):
         program(leaf(4, 4))

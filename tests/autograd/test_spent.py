@@ -56,7 +56,7 @@ def test_300_passes_in_one_context_have_few_candidates(pair: InProcessCluster, c
     assert max(candidates) <= 2
 
 
-def test_those_that_were_retained_stay_candidates(pair: InProcessCluster, candidates: list[int]) -> None:
+def test_sends_of_retained_graphs_stay_candidates(pair: InProcessCluster, candidates: list[int]) -> None:
     x = leaf(2, 4)
     with pair[0].as_current(), dist_autograd.context() as context_id:
         for count in range(1, 6):
@@ -66,7 +66,7 @@ def test_those_that_were_retained_stay_candidates(pair: InProcessCluster, candid
     assert max(candidates) == 6  # and the root
 
 
-def test_those_of_results_that_were_not_used_stay_candidates(pair: InProcessCluster) -> None:
+def test_sends_of_unused_results_stay_candidates(pair: InProcessCluster) -> None:
     x = leaf(2, 4)
     with pair[0].as_current(), dist_autograd.context() as context_id:
         unused = call("worker1", layer, "a", torch.sin(x))
@@ -260,7 +260,7 @@ def starts_of(*tensors: Tensor) -> list[Any]:
     return [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
 
 
-def test_what_came_is_the_gradient() -> None:
+def test_a_leaf_s_gradient_is_stored_as_it_came() -> None:
     x, y = leaf(3), leaf(2, 2)
     ones, twos = torch.ones(3, dtype=torch.float64), torch.full((2, 2), 2.0, dtype=torch.float64)
     found = without_a_run(starts_of(x, y), [ones, twos])
@@ -273,7 +273,7 @@ def test_what_came_is_the_gradient() -> None:
     assert torch.equal(ones, torch.ones(3, dtype=torch.float64))
 
 
-def test_what_torch_has_to_run() -> None:
+def test_gradients_that_do_not_match_their_leaf_need_a_run() -> None:
     x = leaf(3)
     good = torch.ones(3, dtype=torch.float64)
     assert without_a_run(starts_of(x), [good]) is not None

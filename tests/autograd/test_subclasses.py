@@ -157,8 +157,8 @@ def test_a_wrapper(pair: InProcessCluster) -> None:
     check(pair, lambda: Sum.apply(call("worker1", double_of_parts, Both.apply(x))).sum(), {0: [x]})  # type: ignore[no-untyped-call]
 
 
-def test_a_wrapper_that_is_used_here_and_there(trio: InProcessCluster) -> None:
-    """Two workers get it, one of them twice in a list."""
+def test_a_wrapper_that_is_used_by_its_sender_and_its_receivers(trio: InProcessCluster) -> None:
+    """Two workers get the wrapper, one of them twice in a list."""
     x = leaf(3, 2)
 
     def program() -> Tensor:
@@ -340,7 +340,7 @@ def echo(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_outside_of_a_context_they_are_leaves(pair: InProcessCluster, requires_grad: bool) -> None:
+def test_subclasses_arrive_as_leaves_outside_a_context(pair: InProcessCluster, requires_grad: bool) -> None:
     labelled = torch.arange(3.0).as_subclass(Labelled)
     labelled.label = "it"
     wrapper = Pair(torch.ones(2), torch.zeros(2), 3.0)

@@ -53,13 +53,13 @@ LEFT = r"if .*observers( or | and |:)|profiler_is_on\(\)|with .*activity\.waits|
         ("self.observers.add(meter)", "self.observers.add(meter)"),
     ],
 )
-def test_the_places_that_look_are_left_out(source: str, left: str) -> None:
+def test_observing_code_is_stripped(source: str, left: str) -> None:
     tree, count = bare.strip(source)
     assert ast.unparse(tree) == left
     assert count == (source != left)
 
 
-def test_the_notes_of_a_thread_are_left_out() -> None:
+def test_notes_about_threads_are_stripped() -> None:
     source = """
 def wait(self):
     waiting = self.activity.waiting
@@ -80,7 +80,7 @@ def wait(self):
     assert count == 4
 
 
-def test_no_place_is_left() -> None:
+def test_the_stripped_package_contains_no_observing_code() -> None:
     counts: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
         if "bench" in path.parts:
@@ -98,7 +98,7 @@ def nothing() -> None:
     pass
 
 
-def test_a_call_enters_no_code_for_those_who_look_and_a_pass_enters_only_notes_of_waits() -> None:
+def test_a_call_enters_no_observing_code_and_a_pass_only_notes_its_waits() -> None:
     """With nothing switched on. Counted at both ends, on all threads of the workers."""
     found: Counter[str] = Counter()
 
@@ -134,12 +134,12 @@ def test_a_call_enters_no_code_for_those_who_look_and_a_pass_enters_only_notes_o
 
 
 @pytest.mark.timeout(120)
-def test_being_ready_for_those_who_look_takes_less_than_2_percent_of_all_bytecodes() -> None:
+def test_being_ready_to_be_observed_takes_under_2_percent_of_all_bytecodes() -> None:
     for work, (looking, everything) in bare.count().items():
         assert 0 < looking / everything < MOST, work
 
 
-def test_only_what_asks_and_notes_counts_as_looking() -> None:
+def test_only_checks_and_notes_count_as_observing() -> None:
     source = """
 def work(self):
     if self.observers:

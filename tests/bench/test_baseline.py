@@ -41,7 +41,7 @@ def test_the_ratio_of_a_row_over_tls_is_that_of_tls() -> None:
     assert baseline.ratios([tls]) == {"TLS no-op p50": 2.0}
 
 
-def test_a_quarter_may_be_lost() -> None:
+def test_a_loss_of_up_to_a_quarter_is_allowed() -> None:
     before = {"a": 4.0, "b": 4.0, "c": 4.0, "only before": 1.0}
     assert baseline.losses({"a": 3.0, "b": 2.9, "c": 9.0, "only now": 0.1}, before) == [Loss("b", 4.0, 2.9)]
 
@@ -50,7 +50,7 @@ def test_a_loss_says_how_much() -> None:
     assert str(Loss("chain of 4", 2.0, 1.0)) == "chain of 4: 1.00x, was 2.00x (-50%)"
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_baseline_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     baseline.write(path, rows(a=1.23456, b=2.0), {"cpus": 2})
     assert baseline.read(path) == {"a": 1.235, "b": 2.0}
@@ -58,7 +58,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"torch/backhaul": []}', '{"torch/backhaul": {"a": "fast"}}'])
-def test_another_file_is_no_baseline(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_baseline_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(BadBaseline, match="--write-baseline"):
@@ -86,7 +86,7 @@ def test_a_run_that_lost_nothing_passes(capsys: pytest.CaptureFixture[str]) -> N
     assert "new: chain of 1" in output
 
 
-def test_what_is_lost_once_is_measured_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slower_figure_is_measured_again(capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 
     def again(names: list[str]) -> Result:
@@ -99,7 +99,7 @@ def test_what_is_lost_once_is_measured_again(capsys: pytest.CaptureFixture[str])
     assert "2 of 2 ratios" in capsys.readouterr().out
 
 
-def test_what_is_lost_twice_fails_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_that_is_slower_twice_fails_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     before = {"chain of 4": 2.0, "chain of 1": 2.0}
     first, second = result(chain_of_4=1.0, chain_of_1=2.0), result(chain_of_4=1.2)
     assert lost_in(before, first, lambda names: second) == 1
@@ -108,7 +108,7 @@ def test_what_is_lost_twice_fails_and_is_named(capsys: pytest.CaptureFixture[str
     assert "1 of 2 ratios" in output
 
 
-def test_what_is_lost_once_and_then_not_measured_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slower_figure_that_is_not_measured_again_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert lost_in({"chain of 4": 2.0}, result(chain_of_4=1.0), lambda names: result(chain_of_1=1.0)) == 1
     assert "lost: chain of 4: 1.00x" in capsys.readouterr().out
 
@@ -124,7 +124,7 @@ def test_a_failure_in_the_second_look_fails() -> None:
     assert lost_in({"chain of 4": 2.0}, result(chain_of_4=1.0), lambda names: second) == 1
 
 
-def test_what_is_below_its_floor_is_measured_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_below_its_floor_is_measured_again(capsys: pytest.CaptureFixture[str]) -> None:
     asked = []
 
     def again(names: list[str]) -> Result:
@@ -139,18 +139,18 @@ def test_what_is_below_its_floor_is_measured_again(capsys: pytest.CaptureFixture
     assert "\nfloor: " not in output
 
 
-def test_what_is_below_its_floor_twice_fails_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_figure_below_its_floor_twice_fails_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = result(**{"no-op p50": 2.5}), result(**{"no-op p50": 2.9})
     assert check(FILE, {"no-op p50": 2.5}, first, lambda names: second) == 1
     assert "\nfloor: no-op p50: BELOW 3x\n" in capsys.readouterr().out
 
 
-def test_what_is_below_its_floor_and_then_not_measured_fails() -> None:
+def test_a_figure_below_its_floor_that_is_not_measured_again_fails() -> None:
     first = result(**{"no-op p50": 2.5})
     assert check(FILE, {"no-op p50": 2.5}, first, lambda names: result(chain_of_4=2.5)) == 1
 
 
-def test_a_second_look_for_both_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_and_missed_floors_are_measured_again_together(capsys: pytest.CaptureFixture[str]) -> None:
     first = result(**{"no-op p50": 2.5, "chain of 4": 2.5})
     good = result(**{"no-op p50": 3.0, "chain of 4": 4.0})
     assert check(FILE, {"no-op p50": 2.5, "chain of 4": 4.0}, first, lambda names: good) == 0
@@ -164,7 +164,7 @@ def test_without_torch_there_is_nothing_to_check(capsys: pytest.CaptureFixture[s
     assert "no ratio to torch" in capsys.readouterr().err
 
 
-def test_the_committed_baseline_is_one() -> None:
+def test_the_committed_baseline_is_valid() -> None:
     before = baseline.read(ROOT / "bench-baseline.json")
     assert baseline.gone(before, FIGURES) == []
     assert {"no-op p50", "echo 64 MiB", "chain of 4"} <= set(before)

@@ -21,7 +21,7 @@ from backhaul.errors import OptionError
 from backhaul.security.keys import make_key_file
 
 
-def test_without_namespaces_it_is_loopback_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_namespaces_the_hosts_are_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with Hosts() as made:
         assert made.why_loopback.startswith("no network namespaces (")
@@ -57,7 +57,7 @@ def test_bare_ports_over_the_address_of_their_host(
         assert torch.equal(port.echo(tensor), tensor)
 
 
-def test_the_table_says_what_was_wanted_and_where() -> None:
+def test_the_table_names_the_targets_and_the_hosts() -> None:
     rounds = {TLS: [0.1, 0.1], PLAIN: [0.05, 0.05], TORCH: [0.09, 0.09], SSL: [0.08, 0.08], TCP: [0.04, 0.04]}
     rows = [
         Row(Figure("echo 64 MiB", ours=TLS), rounds),
@@ -72,7 +72,7 @@ def test_the_table_says_what_was_wanted_and_where() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_in_short(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_smoke_run_prints_and_writes_its_rows(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (
         between.main(["--smoke", "--only", "no-op", "--only", "echo 1 MiB", "--json", str(tmp_path / "out.json")]) == 0
     )

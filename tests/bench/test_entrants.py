@@ -104,7 +104,7 @@ def result() -> Result:
         return compare.run(Plan(rounds=2, seconds=60.0, times=TIMES, names=names, limits=LIMITS))
 
 
-def test_the_row_says_what_happened(result: Result) -> None:
+def test_a_row_notes_what_went_wrong(result: Result) -> None:
     assert {row.figure.name: row.notes for row in result.rows} == {
         "slow to prepare": {},
         "trial raises": {MEMCPY: "raises KeyError"},
@@ -122,7 +122,7 @@ def test_all_other_rows_and_systems_go_on(result: Result) -> None:
         assert all(rounds == [1.0, 1.0] for rounds in row.rounds.values())
 
 
-def test_what_went_wrong_for_backhaul_is_told_apart(result: Result) -> None:
+def test_faults_of_backhaul_are_listed_separately(result: Result) -> None:
     assert len(result.faults) == 5
     assert [(fault.work, fault.brief) for fault in result.failed] == [("is wrong", "wrong gradients")]
 
@@ -154,7 +154,7 @@ class NeverStarts:
         raise SystemFailed("nobody answers", "hangs")
 
 
-def test_work_for_several_servers_has_processes_of_its_own() -> None:
+def test_workloads_with_several_servers_get_their_own_processes() -> None:
     names = ("no-op", "two clients", "chain of 4 over 3", "fan-out of 8 over 4", "3 trainers")
     workloads = [WORKLOADS[name] for name in names]
     found = entrants_of(list(PORTS), workloads, lambda fault: None, LIMITS)

@@ -84,7 +84,7 @@ CALL: Stamps = {
 }
 
 
-def test_the_way_of_a_call() -> None:
+def test_the_path_of_a_call_is_followed() -> None:
     assert shown(follow(CALL, MAIN, 0, 170, FREE)) == [
         (0, "client", IN_BETWEEN, 5),
         (0, "client", "pack the values", 15),
@@ -103,11 +103,11 @@ def test_the_way_of_a_call() -> None:
     ]
 
 
-def test_the_parts_of_a_way_are_the_whole_of_it() -> None:
+def test_the_pieces_of_a_path_add_up_to_the_whole() -> None:
     assert sum(piece.nanoseconds for piece in follow(CALL, MAIN, 0, 170, FREE)) == 170
 
 
-def test_a_write_that_is_stamped_after_the_read_of_it_counts_up_to_there() -> None:
+def test_a_write_counts_up_to_the_read_of_its_bytes() -> None:
     events = {
         MAIN: stamps((Encoded, 10), (Sent, 60), (Read, 100)),
         SERVER: stamps((Sent, -10), (Read, 40), (Ended, 50), (Sent, 105), (Read, 200)),
@@ -139,7 +139,7 @@ def test_a_thread_that_loses_its_processor_after_a_write_still_gets_its_reply_fr
     ]
 
 
-def test_a_read_of_what_is_there_is_no_wait() -> None:
+def test_a_read_of_available_bytes_is_not_a_wait() -> None:
     events = {MAIN: stamps((Encoded, 5), (Packed, 30), (Read, 35)), SERVER: stamps((Ended, 10), (Sent, 20))}
     assert shown(follow(events, MAIN, 0, 50, FREE)) == [
         (0, "client", "encode the frame", 5),
@@ -153,9 +153,7 @@ def test_a_read_of_what_is_there_is_no_wait() -> None:
     ("reader", "goes_on"),
     [(stamps((Read, 70), (Came, 80), (Queued, 90)), Starts), (stamps((Read, 70), (Came, 90)), Resumes)],
 )
-def test_the_way_goes_through_another_thread_that_reads_for_the_first(
-    reader: list[Stamp], goes_on: type[Event]
-) -> None:
+def test_the_path_goes_through_a_thread_that_reads_for_the_caller(reader: list[Stamp], goes_on: type[Event]) -> None:
     events = {
         MAIN: stamps((Encoded, 10), (Sent, 20), (Waits, 30), (goes_on, 100)),
         READER: reader,
@@ -174,7 +172,7 @@ def test_the_way_goes_through_another_thread_that_reads_for_the_first(
     assert found[-2:] == [(3, "", BETWEEN_THREADS, 10), (3, "client", IN_BETWEEN, 5)]
 
 
-def test_a_job_that_a_thread_queues_for_itself_is_no_wait() -> None:
+def test_a_job_that_a_thread_queues_for_itself_is_not_a_wait() -> None:
     events = {MAIN: stamps((Queued, 10), (HandedOut, 15), (Starts, 20)), READER: stamps((Queued, 5), (Queued, 50))}
     assert {where for _, where, _, _ in shown(follow(events, MAIN, 0, 30, FREE))} == {"client"}
 
@@ -191,18 +189,18 @@ def test_a_message_that_stands_before_the_call_has_a_stage_of_its_own() -> None:
     assert sum(nanoseconds for *_, nanoseconds in way) == 170
 
 
-def test_what_a_stamp_costs_is_taken_off_the_stages_before_and_after_it() -> None:
+def test_the_cost_of_a_stamp_is_subtracted_from_the_adjacent_stages() -> None:
     way = follow({MAIN: stamps((Packed, 10), (Encoded, 30))}, MAIN, 0, 100, (1.0, 4.0))
     assert [piece.nanoseconds for piece in way] == [9, 15, 66]
 
 
-def test_a_way_that_ends_nowhere() -> None:
+def test_a_path_that_cannot_be_followed_is_an_error() -> None:
     events = {MAIN: stamps((Waits, 10), (Read, 50)), SERVER: stamps((Ended, 30), (Sent, 40))}
     with pytest.raises(Strayed):
         follow(events, MAIN, 0, 100, FREE)
 
 
-def test_the_summary_is_of_the_usual_way() -> None:
+def test_the_summary_describes_the_most_common_path() -> None:
     rows: dict[Thread, list[tuple[int, int, int]]] = {MAIN: [], SERVER: []}
     windows = []
     for number in range(5):
@@ -225,7 +223,7 @@ def test_the_summary_is_of_the_usual_way() -> None:
     ]
 
 
-def test_nothing_can_be_said_of_ways_that_end_nowhere() -> None:
+def test_a_workload_without_complete_paths_has_no_summary() -> None:
     with pytest.raises(Strayed, match="call: no repetition could be followed"):
         summarise("call", [Way([], 100)], 1.0)
 
@@ -262,7 +260,7 @@ def test_the_stamps_of_a_pass() -> None:
     assert came[:5] == [Starts, Planned, RunBegan, Stored, RunEnded]
 
 
-def test_stamps_are_taken_once_and_only_of_what_has_a_stage() -> None:
+def test_stamps_are_taken_once_and_only_of_events_with_a_stage() -> None:
     seen = stages.Stamps()
     seen.observe(Returned(at=7, thread=3, failed=False))
     seen.observe(LinkUp(peer="a", served=False))
@@ -276,7 +274,7 @@ def test_a_stamp_costs_less_than_a_few_microseconds() -> None:
     assert 0 < after < 5000
 
 
-def test_nothing_is_made_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_event_is_made_when_nothing_observes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("an event that nobody observes")
 
@@ -338,7 +336,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict[s
     return done.stdout, {work["work"]: work for work in json.loads(Path(path).read_text())["works"]}
 
 
-def test_every_work_is_there(ran: tuple[str, dict[str, dict[str, Any]]]) -> None:
+def test_every_workload_is_explained(ran: tuple[str, dict[str, dict[str, Any]]]) -> None:
     text, works = ran
     assert list(works) == list(EXPECTED) == [part for name, work in WORKS.items() for part in work.names(name)]
     assert [line.split("  ")[0] for line in text.splitlines() if line.rstrip().endswith("share")] == list(EXPECTED)
@@ -346,7 +344,7 @@ def test_every_work_is_there(ran: tuple[str, dict[str, dict[str, Any]]]) -> None
 
 @pytest.mark.slow  # by the clock: other work on the machine would decide
 @pytest.mark.parametrize("work", EXPECTED)
-def test_the_stages_are_all_there_and_are_the_whole(ran: tuple[str, dict[str, dict[str, Any]]], work: str) -> None:
+def test_all_stages_are_there_and_add_up(ran: tuple[str, dict[str, dict[str, Any]]], work: str) -> None:
     text, works = ran
     found = works[work]
     stages = found["stages"]

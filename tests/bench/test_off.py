@@ -17,7 +17,7 @@ def rounds_around(middle: float, count: int, seed: int) -> list[float]:
     return [draw.gauss(middle, 0.02) for _ in range(count)]
 
 
-def test_an_estimate_lies_in_its_interval_and_finds_what_is_there() -> None:
+def test_an_interval_contains_its_estimate_and_the_true_value() -> None:
     found = estimate([rounds_around(1.01, 30, seed) for seed in range(8)])
     assert found.low < found.point < found.high
     assert found.low < 0.01 < found.high
@@ -53,7 +53,7 @@ def test_a_steady_drift_cancels_within_a_round() -> None:
         assert ratio(turns, "wall") == pytest.approx(1.0)
 
 
-def test_who_is_first_changes() -> None:
+def test_the_variants_take_turns_in_going_first() -> None:
     assert order(0)[0] != order(1)[0]
 
 

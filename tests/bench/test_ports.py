@@ -27,7 +27,7 @@ def test_a_socket_sends_back_what_it_gets(system: str, tmp_path: Path) -> None:
         port.noop()
 
 
-def test_what_goes_over_tls_is_compared_with_the_same_work() -> None:
+def test_every_tls_workload_has_an_equal_plain_one() -> None:
     plain = {f"TLS {name}": workload for name, workload in WORKLOADS.items()}
     over_tls = [workload for workload in WORKLOADS.values() if workload.figures[0].ours == "backhaul-tls"]
     assert len(over_tls) == 3

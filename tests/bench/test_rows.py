@@ -20,7 +20,7 @@ def test_a_spread_is_the_median_and_the_quartiles() -> None:
     assert Spread.of([7.0]) == (7.0, 7.0, 7.0)
 
 
-def test_a_ratio_is_that_of_the_ratios_of_each_round() -> None:
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     assert row("any", torch=[2.0, 40.0, 6.0], backhaul=[1.0, 10.0, 2.0]).ratio("torch", "backhaul") == (3.0, 2.5, 3.5)
 
 
@@ -29,12 +29,12 @@ def test_no_ratio_to_a_system_without_numbers() -> None:
     assert row("any", backhaul=[1.0]).ratio("torch", "backhaul") is None
 
 
-def test_no_ratio_to_nothing() -> None:
+def test_rounds_of_zero_have_no_ratio() -> None:
     assert row("any", torch=[1.0], backhaul=[0.0]).ratio("torch", "backhaul") is None
     assert row("any", torch=[1.0, 4.0], backhaul=[0.0, 2.0]).ratio("torch", "backhaul") == (2.0, 2.0, 2.0)
 
 
-def test_a_system_that_failed_after_some_rounds_has_those_of_its_rows_that_were_well() -> None:
+def test_a_system_that_failed_keeps_its_completed_rounds() -> None:
     assert row("any", torch=[2.0], backhaul=[1.0, 10.0, 2.0]).ratio("torch", "backhaul") == (2.0, 2.0, 2.0)
 
 
@@ -54,7 +54,7 @@ def test_a_note_stands_in_place_of_numbers() -> None:
         (5.0, 0.3, "floor", "floor 3x"),  # too far from a bare socket for the aim
     ],
 )
-def test_how_a_row_stands_to_its_floor(torch: float, ping_pong: float, met: str, text: str) -> None:
+def test_a_row_is_judged_against_its_floor_and_aim(torch: float, ping_pong: float, met: str, text: str) -> None:
     assert standing(row("no-op p50", torch=[torch], backhaul=[1.0], ping_pong=[ping_pong])) == (met, text)
 
 
@@ -86,7 +86,7 @@ def test_three_seconds_are_not_held_against_the_ceiling_of_ten() -> None:
     assert standing(Row(idle_figure(3.0), {"backhaul": [5.0]})) is None
 
 
-def test_a_row_without_a_floor_or_without_torch_stands_nowhere() -> None:
+def test_a_row_without_a_floor_or_torch_is_not_judged() -> None:
     assert standing(row("nested x 8", torch=[1.0], backhaul=[1.0])) is None
     assert standing(row("no-op p50", backhaul=[1.0])) is None
 
@@ -111,7 +111,7 @@ def test_on_one_processor_tensors_over_tls_are_still_held_against_bare_ssl() -> 
     assert floor_of(Figure("TLS echo 1 MiB", ours="backhaul-tls"), pinned=True) is None
 
 
-def test_every_floor_is_that_of_a_figure() -> None:
+def test_every_floor_belongs_to_a_figure() -> None:
     assert set(FLOORS) <= set(FIGURES)
     assert all(floor.at_least < floor.aim for floor in FLOORS.values())
 
@@ -126,6 +126,6 @@ def test_every_floor_is_against_a_system_that_does_the_same_work() -> None:
         assert (floor.against, figure.ours) in RATIOS[figure.ours]
 
 
-def test_the_speed_of_a_row_is_that_of_what_it_is_about() -> None:
+def test_the_speed_of_a_row_is_that_of_its_own_transport() -> None:
     assert row("any", torch=[4.0], backhaul=[1.0], backhaul_tls=[2.0]).speed == (4.0, 4.0, 4.0)
     assert row("any", "backhaul-tls", torch=[4.0], backhaul=[1.0], backhaul_tls=[2.0]).speed == (2.0, 2.0, 2.0)

@@ -40,7 +40,7 @@ def test_numbers_have_three_digits_and_a_unit(figure: Figure, number: float, sho
     assert shown in text(Row(figure, {"backhaul": [number]}))[2]
 
 
-def test_headings_rows_and_what_else_there_is_to_say() -> None:
+def test_a_table_has_headings_rows_and_remarks() -> None:
     first, heading, line, *rest = text(Row(Figure("chain of 4"), {"backhaul": [1.0], "torch": [3.5]}))
 
     assert "rounds: 1; load before: 0.50" in first
@@ -70,7 +70,7 @@ def test_tls_has_a_table_of_its_own() -> None:
     assert "0.50x" in second
 
 
-def test_what_no_row_says_is_said_below_and_what_misses_its_floor_is_listed() -> None:
+def test_faults_and_missed_floors_are_listed_below_the_table() -> None:
     hangs, ends = Fault("torch", "nested", "hangs", "..."), Fault("torch", "the end", "does not shut down well", "...")
     rows = [
         Row(Figure("nested"), {"backhaul": [1.0]}, {"torch": "hangs"}),

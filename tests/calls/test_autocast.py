@@ -91,7 +91,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("function", "dtype"), CASES, ids=lambda each: getattr(each, "__name__", str(each)))
-def test_calls(trio: InProcessCluster, function: Any, dtype: torch.dtype) -> None:
+def test_a_call_runs_under_the_caller_s_autocast(trio: InProcessCluster, function: Any, dtype: torch.dtype) -> None:
     args = (X, X) if function is torch.mm else (X,)
     with trio[0].as_current():
         with torch.autocast("cpu", torch.bfloat16):
@@ -106,8 +106,8 @@ def test_calls(trio: InProcessCluster, function: Any, dtype: torch.dtype) -> Non
         assert rpc.rpc_sync("worker1", multiply, args=(X,)).dtype is torch.float32
 
 
-def test_coroutines(pair: InProcessCluster) -> None:
-    """They share a thread with coroutines that have another mode."""
+def test_a_coroutine_runs_under_the_caller_s_autocast(pair: InProcessCluster) -> None:
+    """The coroutine shares a thread with coroutines that have another mode."""
     with pair[0].as_current():
         with torch.autocast("cpu", torch.bfloat16):
             futures = [rpc.rpc_async("worker1", multiply_later, args=(X,)) for _ in range(3)]
@@ -116,7 +116,7 @@ def test_coroutines(pair: InProcessCluster) -> None:
         assert plain.wait() is torch.float32
 
 
-def test_methods_of_references(pair: InProcessCluster) -> None:
+def test_methods_of_references_run_under_the_caller_s_autocast(pair: InProcessCluster) -> None:
     with pair[0].as_current():
         GO.set()
         rref = rpc.remote("worker1", Multiplying)
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_one_process(pair: InProcessCluster) -> None:
         assert torch.equal(context_id.gradients()[x], expected)
 
 
-def test_what_a_message_may_say() -> None:
+def test_a_message_carries_autocast_devices_and_dtypes() -> None:
     assert autocast.here() == ()
     with torch.autocast("cpu", torch.float16):
         assert autocast.here() == (("cpu", "float16"),)

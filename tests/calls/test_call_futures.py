@@ -131,7 +131,7 @@ def test_calls_do_not_see_each_others_context_variables(pair: InProcessCluster) 
     assert [pair[0].rpc_sync("worker1", set_and_get, args=(value,)) for value in ("a", "b", None)] == ["unset"] * 3
 
 
-def test_callbacks_run_in_the_context_of_who_added_them(pair: InProcessCluster) -> None:
+def test_callbacks_run_in_the_context_in_which_they_were_added(pair: InProcessCluster) -> None:
     variable = contextvars.ContextVar("variable", default="outside")
     variable.set("inside")
     assert pair[0].rpc_async("worker1", who).then(lambda _: variable.get()).wait() == "inside"

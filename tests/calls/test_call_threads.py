@@ -90,7 +90,7 @@ def test_threads_share_one_peer(pair: InProcessCluster) -> None:
     assert not wrong
 
 
-def test_nobody_waits_for_a_reply_that_another_thread_has_read(
+def test_no_thread_waits_for_a_reply_that_another_thread_has_read(
     pair: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slot is done before its reading thread gives up the role of reader, so its caller never waits for the role."""

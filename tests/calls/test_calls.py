@@ -42,7 +42,7 @@ def test_a_worker_can_call_itself(pair: InProcessCluster) -> None:
     assert pair[0].rpc_sync(0, bounce, args=("worker0", "worker0", 5)) == 5
 
 
-def test_unknown_worker_lists_those_that_exist(pair: InProcessCluster) -> None:
+def test_the_error_for_an_unknown_worker_lists_all_workers(pair: InProcessCluster) -> None:
     with pytest.raises(rpc.UnknownWorkerError, match=r"named 'workr1'.*'worker0' \(rank 0\), 'worker1' \(rank 1\)"):
         pair[0].rpc_sync("workr1", who)
     with pytest.raises(rpc.UnknownWorkerError, match="rank 7"):
@@ -148,7 +148,7 @@ def change_weights() -> None:
     _weights.add_(1)
 
 
-def test_a_result_is_what_it_was_when_the_function_returned(pair: InProcessCluster) -> None:
+def test_a_result_keeps_its_value_from_the_function_s_return(pair: InProcessCluster) -> None:
     """Even if the next request, which changes the tensor in place, has already arrived."""
     for _ in range(40):
         before = int(_weights[0])

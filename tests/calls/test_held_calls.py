@@ -63,7 +63,7 @@ def busy(pair: InProcessCluster, gate: str) -> InProcessCluster:
     return pair
 
 
-def test_5000_calls_run_although_nobody_waits(pair: InProcessCluster, name: str) -> None:
+def test_5000_calls_run_although_no_thread_waits(pair: InProcessCluster, name: str) -> None:
     count = 5000
     futures = [pair[0].rpc_async("worker1", note, args=(name, i, count)) for i in range(count)]
     assert over[name].wait(PATIENCE)
@@ -72,7 +72,7 @@ def test_5000_calls_run_although_nobody_waits(pair: InProcessCluster, name: str)
 
 
 @pytest.mark.parametrize("count", range(1, 19))
-def test_the_last_ones_leave_at_a_tick(busy: InProcessCluster, name: str, gate: str, count: int) -> None:
+def test_the_last_held_calls_leave_at_a_tick(busy: InProcessCluster, name: str, gate: str, count: int) -> None:
     """Even if there are too few calls to be sent at once."""
     for i in range(count):
         busy[0].rpc_async("worker1", note, args=(name, i, count))
@@ -119,7 +119,7 @@ def test_a_call_is_held_while_many_are_under_way(
     open_gate(gate)
 
 
-def test_enough_of_them_leave_at_once(
+def test_enough_held_calls_leave_at_once(
     busy: InProcessCluster, name: str, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = stop_ticking(busy, monkeypatch)
@@ -145,7 +145,9 @@ def test_large_calls_are_not_held_and_take_the_others_along(
     open_gate(gate)
 
 
-def test_a_callback_has_them_leave_at_once(busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_a_callback_sends_held_calls_at_once(
+    busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = stop_ticking(busy, monkeypatch)
     done = threading.Event()
     futures = [busy[0].rpc_async("worker1", who) for _ in range(3)]
@@ -159,7 +161,7 @@ def test_a_callback_has_them_leave_at_once(busy: InProcessCluster, gate: str, mo
     open_gate(gate)
 
 
-def test_an_awaited_one_leaves_at_once(busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_awaited_call_leaves_at_once(busy: InProcessCluster, gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_ticking(busy, monkeypatch)
 
     async def ask() -> list[int]:
@@ -170,8 +172,8 @@ def test_an_awaited_one_leaves_at_once(busy: InProcessCluster, gate: str, monkey
     open_gate(gate)
 
 
-def test_those_of_a_collection_leave(busy: InProcessCluster, gate: str) -> None:
-    """Torch attaches callbacks to them that Backhaul does not see."""
+def test_held_calls_of_collected_futures_leave(busy: InProcessCluster, gate: str) -> None:
+    """Torch attaches callbacks to the futures that Backhaul does not see."""
     futures = [busy[0].rpc_async("worker1", operator.add, args=(i, 1)) for i in range(5)]
     assert [future.wait() for future in torch.futures.collect_all(futures).wait()] == [1, 2, 3, 4, 5]
     open_gate(gate)
@@ -235,7 +237,7 @@ def test_a_call_that_comes_when_the_peer_has_just_been_lost(
     assert [type(error) for error in errors] == [rpc.WorkerLostError]
 
 
-def test_threads_that_wait_and_threads_that_do_not(pair: InProcessCluster) -> None:
+def test_some_threads_wait_for_their_calls_and_others_do_not(pair: InProcessCluster) -> None:
     wrong: list[object] = []
     futures: list[torch.futures.Future[int]] = []
     lock = threading.Lock()
@@ -262,7 +264,7 @@ def test_threads_that_wait_and_threads_that_do_not(pair: InProcessCluster) -> No
 
 
 @pytest.mark.parametrize("threads", [2, 8])
-def test_threads_that_all_do_not_wait(pair: InProcessCluster, name: str, threads: int) -> None:
+def test_many_threads_make_calls_without_waiting(pair: InProcessCluster, name: str, threads: int) -> None:
     """Some thread may be about to hold a call back when the tick comes."""
     each = 3000 // threads
 
@@ -319,8 +321,8 @@ def await_notes(name: str) -> bool:
     return over[name].wait(30)
 
 
-def test_calls_that_were_to_leave_when_there_was_no_room() -> None:
-    """They are sent when there is room, although no thread waits for them and nothing else is sent."""
+def test_held_calls_that_met_a_full_socket_leave_later() -> None:
+    """The calls are sent when there is room, although no thread waits for them and nothing else is sent."""
     with Crew(2) as crew:
         assert crew[0].run(rpc.rpc_sync, "worker1", who) == "worker1"
         crew[1].signal(signal.SIGSTOP)

@@ -97,7 +97,6 @@ def keep_and_check(count: int) -> None:
         assert tensor.eq(i).all()
 
 
-def test_processes_that_keep_what_they_get() -> None:
-    """They keep more tensors than a channel may have segments."""
+def test_a_process_keeps_more_tensors_than_a_channel_has_segments() -> None:
     with Crew(2) as crew:
         crew[0].run(keep_and_check, segments._MAX_LIVING + 20)

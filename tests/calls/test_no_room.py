@@ -164,8 +164,8 @@ def test_a_tensor_without_room_at_the_caller(pair: Crew) -> None:
     assert pair[0].run(outcome, "worker1", identity, 7) == 7
 
 
-def test_no_descriptors() -> None:
-    """A worker that cannot open a connection says why. It can when descriptors are free again."""
+def test_a_worker_without_free_descriptors_says_so() -> None:
+    """The error says why no connection can be opened. When descriptors are free again, the call works."""
     with Crew(2, transport="unix", segment_pool_bytes=0) as crew:
         text = crew[0].run(outcome_without_descriptors, "worker1")
         assert re.search(r"no connection to worker 'worker1': this process has used up its \d+ descriptors", text)

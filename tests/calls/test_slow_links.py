@@ -180,7 +180,7 @@ def test_late_replies_do_not_keep_the_thread_of_the_coroutines() -> None:
         assert all(torch.equal(future.wait(), torch.ones(1 << 17)) for future in futures)
 
 
-def test_a_late_reply_is_what_it_was_when_the_coroutine_returned() -> None:
+def test_a_late_reply_keeps_its_value_from_the_coroutine_s_return() -> None:
     with slow_cluster(2, 4 * MEGABIT) as workers:
         caller = workers[0]
         caller.rpc_sync("worker1", nothing)
@@ -219,7 +219,7 @@ def test_a_peer_that_takes_nothing_is_lost_in_the_end(caplog: pytest.LogCaptureF
         assert any("it has taken nothing of a message" in record.getMessage() for record in caplog.records)
 
 
-def test_all_who_wait_to_send_are_told_that_the_connection_has_ended() -> None:
+def test_all_threads_that_wait_to_send_learn_that_the_connection_has_ended() -> None:
     """One thread writes, and the others wait for their turn: none of them stays until its deadline."""
     big = torch.ones(1 << 20)
     with slow_cluster(2, None) as workers, ThreadPoolExecutor(3) as pool:

@@ -51,7 +51,7 @@ def names(path: Path) -> set[str]:
 WHOLE = {"index.json", "lock", "data"}
 
 
-def test_all_is_on_the_disk_before_the_swap(trio: InProcessCluster, tmp_path: Path, monkeypatch: Any) -> None:
+def test_all_files_are_on_the_disk_before_the_swap(trio: InProcessCluster, tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "new" / "checkpoint"
     events: list[tuple[str, str]] = []
     fsync, replace, mkdir = os.fsync, os.replace, os.mkdir
@@ -93,7 +93,7 @@ def test_all_is_on_the_disk_before_the_swap(trio: InProcessCluster, tmp_path: Pa
     assert after[0] == ("sync", here)
 
 
-def test_the_old_one_stays_until_the_swap(trio: InProcessCluster, tmp_path: Path) -> None:
+def test_the_old_checkpoint_stays_until_the_swap(trio: InProcessCluster, tmp_path: Path) -> None:
     with trio[0].as_current():
         model = RemoteModule("worker1", nn.Linear, (2, 2))
         checkpoint.save({"model": model, "epoch": 1}, tmp_path)
@@ -110,7 +110,7 @@ def test_the_old_one_stays_until_the_swap(trio: InProcessCluster, tmp_path: Path
         assert names(tmp_path) == WHOLE
 
 
-def test_a_failed_save_leaves_the_old_one_and_nothing_else(trio: InProcessCluster, tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(trio: InProcessCluster, tmp_path: Path) -> None:
     def fail() -> None:
         raise LookupError("not today")
 
@@ -150,7 +150,7 @@ def test_left_overs_go_before_their_space_is_needed(tmp_path: Path) -> None:
     assert checkpoint.read(tmp_path) == {"look": {"found": False}}
 
 
-def test_one_that_saves_while_another_does(tmp_path: Path) -> None:
+def test_a_second_save_at_the_same_time_is_refused(tmp_path: Path) -> None:
     """From another thread, or from the same one; the first save is not disturbed."""
     errors = []
 
@@ -181,7 +181,7 @@ def save_epoch(path: Path, epoch: int) -> None:
     checkpoint.save({"epoch": epoch}, path)
 
 
-def test_one_that_saves_in_another_process(tmp_path: Path) -> None:
+def test_a_second_save_by_another_process_is_refused(tmp_path: Path) -> None:
     with Crew(1, group=False) as crew:
 
         def first() -> None:
@@ -282,7 +282,7 @@ def test_files_that_are_replaced_when_they_should_be_read(times: int, trio: InPr
                 checkpoint.load(tmp_path, {"model": model})
 
 
-def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_may_be_strings_or_path_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint.save({"epoch": 1}, "a/b")
     checkpoint.save({"epoch": 2}, Path("a"))

@@ -59,7 +59,7 @@ def load_after_trouble(placement: Any) -> tuple[str, bool]:
     return str(caught.value), isinstance(caught.value, PartialError)
 
 
-def test_gathered_and_sent_back(apart: Crew, tmp_path: Path) -> None:
+def test_state_is_gathered_and_sent_back(apart: Crew, tmp_path: Path) -> None:
     apart[0].run(train_and_save, 2, True)
     (data,) = (tmp_path / "0" / "checkpoint").glob("data-*")
     assert {file.name for file in data.iterdir()} == {"common.pt", "worker0.pt", "worker1.pt", "worker2.pt"}
@@ -70,7 +70,7 @@ def test_gathered_and_sent_back(apart: Crew, tmp_path: Path) -> None:
     assert_equal(apart[0].run(go_on, ("worker2", None, "worker2", "worker0"), 2), expected)
 
 
-def test_each_reads_what_it_sees(apart: Crew, tmp_path: Path) -> None:
+def test_each_worker_reads_the_files_that_it_sees(apart: Crew, tmp_path: Path) -> None:
     """One worker sees the files, and one sees only some of them."""
     apart[0].run(train_and_save, 2, True)
     shutil.copytree(tmp_path / "0" / "checkpoint", tmp_path / "1" / "checkpoint")
@@ -86,7 +86,7 @@ def test_each_reads_what_it_sees(apart: Crew, tmp_path: Path) -> None:
     assert_equal(apart[0].run(go_on, ("worker1",) * 4, 2)["model"]["blocks.1.0.weight"].shape, torch.Size([5, 6]))
 
 
-def test_without_gather_the_worker_says_so(apart: Crew, tmp_path: Path) -> None:
+def test_without_gather_a_worker_says_that_it_does_not_see_the_directory(apart: Crew, tmp_path: Path) -> None:
     with pytest.raises(PartialError) as caught:
         apart[0].run(train_and_save, 1, False)
     assert sorted(caught.value.errors) == ["worker1", "worker2"]
@@ -96,7 +96,7 @@ def test_without_gather_the_worker_says_so(apart: Crew, tmp_path: Path) -> None:
     assert not os.listdir(tmp_path / "1")
 
 
-def test_files_that_neither_sees(apart: Crew, tmp_path: Path) -> None:
+def test_a_file_that_neither_worker_nor_caller_sees(apart: Crew, tmp_path: Path) -> None:
     apart[0].run(train_and_save, 1, True)
     (data,) = (tmp_path / "0" / "checkpoint").glob("data-*")
     (data / "worker2.pt").unlink()

@@ -58,7 +58,7 @@ def changed(*path: Any, to: Any) -> bytes:
     return json.dumps(content).encode()
 
 
-def test_there_and_back() -> None:
+def test_an_encoded_index_is_decoded_to_the_same() -> None:
     found = decode(encode(index()))
     assert found == index()
     assert list(found.of_kind(Model)["model"].keys) == ["b", "a"]  # in their order
@@ -66,7 +66,7 @@ def test_there_and_back() -> None:
     assert found.of_kind(Value) == {"epoch": Value()}
 
 
-def test_it_is_readable_for_others() -> None:
+def test_an_index_is_plain_json() -> None:
     content = json.loads(encode(index()))
     assert list(content) == ["format", "version", "data", "common", "files", "objects"]
     assert content["version"] == VERSION == 1
@@ -74,12 +74,12 @@ def test_it_is_readable_for_others() -> None:
     assert content["objects"]["epoch"] == {"kind": "value"}
 
 
-def test_what_a_later_minor_change_adds_is_passed_over() -> None:
+def test_unknown_fields_of_an_index_are_ignored() -> None:
     assert decode(changed("remark", to="written on a Sunday")) == index()
 
 
 @pytest.mark.parametrize("length", range(0, len(encode(index())) - 2, 7))
-def test_a_truncated_one(length: int) -> None:
+def test_a_truncated_index_is_refused(length: int) -> None:
     with pytest.raises(BackhaulError, match="it is damaged"):
         decode(encode(index())[:length])
 
@@ -106,7 +106,7 @@ def test_a_truncated_one(length: int) -> None:
         (changed("data", to=None), "missing required field `data`"),
     ],
 )
-def test_a_damaged_one(content: bytes, message: str) -> None:
+def test_a_damaged_index_is_refused(content: bytes, message: str) -> None:
     with pytest.raises(BackhaulError, match=message):
         decode(content)
 

@@ -188,7 +188,7 @@ def test_versions_of_modules_are_kept(trio: InProcessCluster, tmp_path: Path) ->
         round_trip(Outer(saved, Versioned()), Outer(Versioned(), into), Outer(Versioned(), Versioned()), tmp_path)
 
 
-def test_a_module_that_renames_what_remote_ones_have(trio: InProcessCluster, tmp_path: Path) -> None:
+def test_a_module_that_renames_the_keys_of_remote_modules(trio: InProcessCluster, tmp_path: Path) -> None:
     with trio[0].as_current():
         saved = Outer(Renaming(RemoteModule("worker1", nn.Linear, (2, 3))), RemoteModule("worker2", nn.ReLU))
         into = Outer(Renaming(nn.Linear(2, 3)), nn.ReLU())
@@ -270,7 +270,7 @@ def test_options_that_a_worker_has_changed_itself(trio: InProcessCluster, tmp_pa
         assert checkpoint.read(tmp_path)["optimizer"]["param_groups"][0]["lr"] == 0.25
 
 
-def test_what_an_optimizer_adds_to_its_state_dict_is_kept(tmp_path: Path) -> None:
+def test_additions_of_an_optimizer_to_its_state_dict_are_kept(tmp_path: Path) -> None:
     def optimizer() -> torch.optim.Optimizer:
         return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
 
@@ -332,7 +332,7 @@ def test_schedulers(make: Any, trio: InProcessCluster, tmp_path: Path) -> None:
         assert into.last_epoch == saved.last_epoch == 3
 
 
-def test_others_that_have_a_state(tmp_path: Path) -> None:
+def test_other_objects_with_a_state_dict(tmp_path: Path) -> None:
     scaler = GradScaler(init_scale=8.0)
     checkpoint.save({"scaler": scaler, "thermometer": Thermometer(21.5)}, tmp_path)
     into: dict[str, Any] = {"scaler": GradScaler(init_scale=2.0), "thermometer": Thermometer(0.0)}
@@ -361,7 +361,7 @@ def test_plain_values(tmp_path: Path) -> None:
     assert_equal(checkpoint.load(tmp_path, values), values)
 
 
-def test_an_empty_one(tmp_path: Path) -> None:
+def test_an_empty_checkpoint(tmp_path: Path) -> None:
     checkpoint.save({}, tmp_path)
     assert checkpoint.load(tmp_path, {}) == checkpoint.read(tmp_path) == {}
 
@@ -386,7 +386,7 @@ def with_extra(state: Any) -> nn.Module:
         ({"model": with_extra(Unknown())}, "'model' -> '_extra_state', a Unknown"),
     ],
 )
-def test_what_could_not_be_read_again_is_not_saved(objects: dict[str, Any], where: str, tmp_path: Path) -> None:
+def test_values_that_could_not_be_read_again_are_not_saved(objects: dict[str, Any], where: str, tmp_path: Path) -> None:
     checkpoint.save({"epoch": 1}, tmp_path)
     with pytest.raises(MisuseError, match=rf"readable by torch.load\(weights_only=True\)(.|\n)*not:\n  {where}"):
         checkpoint.save({"epoch": 2, **objects}, tmp_path)
@@ -394,20 +394,20 @@ def test_what_could_not_be_read_again_is_not_saved(objects: dict[str, Any], wher
     assert len(list(tmp_path.glob("data-*"))) == 1
 
 
-def test_a_reference_is_no_value(trio: InProcessCluster, tmp_path: Path) -> None:
+def test_a_reference_is_not_saved(trio: InProcessCluster, tmp_path: Path) -> None:
     says = "'values' -> 'ref', a RRef: UnsendableError: .*an RRef can only be sent to other workers"
     with trio[0].as_current(), pytest.raises(MisuseError, match=says):
         checkpoint.save({"ref": rpc.RRef(1)}, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["", 3, "two\nlines", None])
-def test_names_that_are_none(name: Any, tmp_path: Path) -> None:
+def test_invalid_names_are_refused(name: Any, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="is not a valid name for an object in a checkpoint"):
         checkpoint.save({name: 1}, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_objects_that_are_no_dict(tmp_path: Path) -> None:
+def test_objects_must_be_a_dict(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="objects must be a dict"):
         checkpoint.save([nn.Linear(1, 1)], tmp_path)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="objects must be a dict"):

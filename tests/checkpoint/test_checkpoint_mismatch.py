@@ -161,13 +161,13 @@ def test_a_truncated_file(name: str, length: int, saved: Path, run: Run) -> None
         checkpoint.read(saved)
 
 
-def test_those_who_need_a_missing_file_are_named(saved: Path, run: Run) -> None:
+def test_the_workers_that_need_a_missing_file_are_named(saved: Path, run: Run) -> None:
     (data(saved) / "worker2.pt").unlink()  # block 1, which is local in the other run
     needs = "worker 'worker0' needs the file 'worker2.pt' of the checkpoint but does not see it: FileNotFoundError"
     assert_nothing_changes(run, saved, {"model": run.model}, BackhaulError, needs)
 
 
-def test_a_file_that_a_remote_worker_needs_and_nobody_sees(saved: Path, three: InProcessCluster) -> None:
+def test_a_file_that_a_remote_worker_needs_and_no_worker_sees(saved: Path, three: InProcessCluster) -> None:
     (data(saved) / "worker2.pt").unlink()
     run = Run(SPREAD, seed=50)
     says = ("worker 'worker2' needs the file 'worker2.pt'", "This worker, 'worker0', does not see it either: [Errno 2]")
@@ -306,7 +306,7 @@ def test_links_are_not_followed(saved: Path, run: Run) -> None:
     )
 
 
-def test_a_directory_is_no_file(saved: Path, run: Run) -> None:
+def test_a_directory_in_place_of_a_file_is_refused(saved: Path, run: Run) -> None:
     file = data(saved) / "worker1.pt"
     file.unlink()
     file.mkdir()

@@ -42,7 +42,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_an_index_names_only_what_is_on_the_disk(tmp_path: Path, steps: list[str]) -> None:
+def test_an_index_names_only_files_on_the_disk(tmp_path: Path, steps: list[str]) -> None:
     files.commit(str(tmp_path), index_of(files.new_data(str(tmp_path))))
     assert steps == ["sync data", "sync next index", "sync .", "replace next index", "sync ."]
 

@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
 
 
 @pytest.mark.parametrize("name", checkpoint.__all__)
-def test_it_has_every_function_with_its_arguments(name: str) -> None:
+def test_the_page_has_every_function_with_its_arguments(name: str) -> None:
     arguments: list[str] = []
     for each in inspect.signature(getattr(checkpoint, name)).parameters.values():
         if each.kind is each.KEYWORD_ONLY and "*" not in arguments:
@@ -38,7 +38,7 @@ def functions() -> Iterator[tuple[set[str], str]]:
                 yield made, "".join(text for text in texts if isinstance(text, str))
 
 
-def test_its_messages_are_those_of_the_errors() -> None:
+def test_the_page_quotes_the_errors_as_they_are_raised() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| `(\w+)` \|$", PAGE.partition("\n## Errors\n")[2], flags=re.MULTILINE)
     assert len(rows) > 5
     found = list(functions())

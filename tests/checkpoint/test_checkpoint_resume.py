@@ -42,7 +42,9 @@ def go_on(placement: Placement, path: Path, *, distributed: bool = True) -> Run:
 
 
 @placements("after")
-def test_from_three_workers_to_others(after: tuple[int, Placement], tmp_path: Path) -> None:
+def test_a_checkpoint_of_three_workers_resumes_on_other_placements(
+    after: tuple[int, Placement], tmp_path: Path
+) -> None:
     save_on(3, SPREAD, tmp_path)
     size, placement = after
     with InProcessCluster(size) as workers, workers[0].as_current():
@@ -50,25 +52,25 @@ def test_from_three_workers_to_others(after: tuple[int, Placement], tmp_path: Pa
 
 
 @placements("before")
-def test_from_others_to_one_process(before: tuple[int, Placement], tmp_path: Path) -> None:
+def test_a_checkpoint_of_workers_resumes_in_one_process(before: tuple[int, Placement], tmp_path: Path) -> None:
     """Without any worker."""
     save_on(*before, tmp_path)
     assert_equal(go_on(ALONE, tmp_path, distributed=False).state(), uninterrupted(BEFORE + AFTER))
 
 
-def test_from_one_process_to_workers(tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_process_resumes_on_workers(tmp_path: Path) -> None:
     checkpoint.save(Run(ALONE, distributed=False).step(BEFORE).objects(), tmp_path)
     with InProcessCluster(3) as workers, workers[0].as_current():
         assert_equal(go_on(SPREAD, tmp_path).state(), uninterrupted(BEFORE + AFTER))
 
 
-def test_another_worker_may_load_than_saved(tmp_path: Path) -> None:
+def test_a_worker_may_load_what_another_worker_saved(tmp_path: Path) -> None:
     save_on(3, SPREAD, tmp_path)
     with InProcessCluster(3) as workers, workers[2].as_current():
         assert_equal(go_on(("worker0", None, "worker1", "worker2"), tmp_path).state(), uninterrupted(BEFORE + AFTER))
 
 
-def test_gathered(tmp_path: Path) -> None:
+def test_a_gathered_checkpoint_resumes(tmp_path: Path) -> None:
     save_on(3, SPREAD, tmp_path, gather=True)
     with InProcessCluster(2) as workers, workers[0].as_current():
         assert_equal(go_on(("worker1", None, "worker0", "worker1"), tmp_path).state(), uninterrupted(BEFORE + AFTER))
@@ -103,7 +105,7 @@ def test_read_gives_the_state_dicts_of_one_process(before: tuple[int, Placement]
     assert_equal(alone.take(found).step(AFTER).state(), uninterrupted(BEFORE + AFTER))
 
 
-def test_what_is_read_is_no_part_of_the_file(tmp_path: Path) -> None:
+def test_tensors_that_were_read_do_not_depend_on_the_files(tmp_path: Path) -> None:
     """The tensors can be changed, and stay when the files go."""
     run = Run(ALONE, distributed=False).step(1)
     checkpoint.save(run.objects(), tmp_path)

@@ -117,7 +117,7 @@ def test_the_losses_are_those_of_an_undisturbed_run(undisturbed: list[float], na
     assert checkpoint.read(tmp_path)["seen"] == 8 * STEPS
 
 
-def test_a_driver_that_ends_goes_on_where_it_was(undisturbed: list[float], tmp_path: Path) -> None:
+def test_a_restarted_driver_continues_where_it_ended(undisturbed: list[float], tmp_path: Path) -> None:
     with InProcessCluster(3) as three, three[0].as_current():
         torch.manual_seed(7)
         checkpoint.Resume(tmp_path, build, every=3).run(train, 4)
@@ -167,7 +167,7 @@ def test_a_worker_that_does_not_come_back(tmp_path: Path) -> None:
         assert refusal.value.__cause__ is resume.losses[0]
 
 
-def test_one_that_is_lost_again_and_again(tmp_path: Path) -> None:
+def test_a_worker_that_is_lost_again_and_again(tmp_path: Path) -> None:
     with InProcessCluster(3) as three, three[0].as_current():
         resume = checkpoint.Resume(tmp_path, build, every=3, replace=replace(three), most=2)
 
@@ -199,7 +199,7 @@ def weights(objects: dict[str, Any]) -> list[torch.Tensor]:
     return [param.to_here().detach().clone() for param in parameter_rrefs(objects["model"])]
 
 
-def test_only_what_was_lost_is_restored(tmp_path: Path) -> None:
+def test_only_lost_state_is_restored(tmp_path: Path) -> None:
     """worker2 has the values of the checkpoint; the others have those from when worker2 was lost."""
     with InProcessCluster(3) as three, three[0].as_current():
         found: dict[str, Any] = {}
@@ -232,7 +232,7 @@ def test_only_what_was_lost_is_restored(tmp_path: Path) -> None:
         assert found["objects"]["scheduler"].last_epoch == STEPS
 
 
-def test_what_is_not_lost_keeps_the_state_of_its_optimizer(tmp_path: Path) -> None:
+def test_surviving_workers_keep_their_optimizer_state(tmp_path: Path) -> None:
     with InProcessCluster(3) as three, three[0].as_current():
         counts: list[list[float]] = []
 
@@ -248,7 +248,7 @@ def test_what_is_not_lost_keeps_the_state_of_its_optimizer(tmp_path: Path) -> No
         assert counts[6] == [5.0, 5.0, 5.0, 5.0, 3.0, 3.0]
 
 
-def test_what_is_no_way_to_resume(tmp_path: Path) -> None:
+def test_invalid_arguments_of_resume_are_refused(tmp_path: Path) -> None:
     for wrong in ({"every": 0}, {"every": 1.5}, {"restore": "some"}):
         with pytest.raises(OptionError, match="Resume: "):
             checkpoint.Resume(tmp_path, build, **wrong)  # type: ignore[arg-type]

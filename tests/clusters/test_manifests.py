@@ -102,7 +102,7 @@ def test_schemas_find_mistakes() -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_what_all_have(name: str) -> None:
+def test_every_manifest_has_a_key_a_probe_and_labels(name: str) -> None:
     """The key as a file, a probe, requests, no rights, and the labels that the policy selects."""
     (policy,) = load("network-policy.yaml")
     chosen = policy["spec"]["podSelector"]["matchLabels"]
@@ -143,7 +143,7 @@ TOOLS = [tool for tool in ("ip", "unshare", "nsenter", "setpriv") if shutil.whic
 
 @pytest.mark.skipif(os.geteuid() != 0 or bool(TOOLS), reason=f"needs root for namespaces, and {TOOLS or 'no more'}")
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_workers_with_these_environments(name: str, tmp_path: Path) -> None:
+def test_workers_train_in_the_environments_of_a_manifest(name: str, tmp_path: Path) -> None:
     """The pods wait for the last one, become ready then, train, and exit with 0."""
     pods = pods_of(load(name))
     with running(pods, tmp_path, secrets.token_hex(32) + "\n", {"TRAIN_STEPS": "1000000"}) as pods_up:

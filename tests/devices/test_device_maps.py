@@ -29,7 +29,7 @@ def test_a_device_has_one_name(given: object, name: str) -> None:
 
 
 @pytest.mark.parametrize("given", [-1, True, "mps", "cuda:x", "cpu:1", None, 1.5])
-def test_what_is_no_device_is_refused(given: object) -> None:
+def test_an_invalid_device_is_refused(given: object) -> None:
     with pytest.raises(OptionError, match="not a device"):
         name_of(given)
 
@@ -89,7 +89,9 @@ TWO = Devices(2)
         ({"b": {"cuda:0": "cuda:1"}}, Devices(2, used=(0,)), "Node a has unexpected target devices in its device map"),
     ],
 )
-def test_maps_are_checked_against_what_there_is(maps: dict[str, dict[str, str]], theirs: Devices, message: str) -> None:
+def test_maps_are_checked_against_the_existing_devices(
+    maps: dict[str, dict[str, str]], theirs: Devices, message: str
+) -> None:
     with pytest.raises(OptionError, match=message):
         check({"a": Devices(2, maps), "b": theirs})
 

@@ -82,7 +82,7 @@ def listening() -> tuple[socket.socket, int]:
 # Nothing is wrong.
 
 
-def test_without_anything(doctor: Doctor, environment: Path) -> None:
+def test_nothing_is_wrong_without_any_options(doctor: Doctor, environment: Path) -> None:
     found = doctor()
 
     assert (found.code, found.wrong) == (0, [])
@@ -150,7 +150,7 @@ def test_ipv6(doctor: Doctor, key: Path) -> None:
     assert found.fact("tried", "TCP").startswith("::1, port ")
 
 
-def test_what_programs_read(doctor: Doctor, key: Path) -> None:
+def test_json_output_is_complete(doctor: Doctor, key: Path) -> None:
     found = doctor("--key-file", key, "--json")
     data = json.loads(found.text)
 
@@ -199,7 +199,7 @@ def test_a_key_that_others_can_read(doctor: Doctor, key: Path) -> None:
         ("not a key", "does not contain a key in hexadecimal"),
     ],
 )
-def test_a_key_that_is_none(
+def test_an_invalid_key_is_reported(
     doctor: Doctor, key: Path, monkeypatch: pytest.MonkeyPatch, content: str, text: str
 ) -> None:
     key.write_text(content)
@@ -212,7 +212,7 @@ def test_a_key_that_is_none(
     assert found.fact("authentication", "TCP") == "not possible: the key is unusable"
 
 
-def test_a_secret_that_is_none(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_secret_is_reported(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKHAUL_SECRET", "abcd")
     found = doctor()
     assert found.code == 1
@@ -335,7 +335,7 @@ def test_a_host_of_another_machine(doctor: Doctor, key: Path) -> None:
     assert "cannot listen on 192.0.2.77" in found.wrong[0]
 
 
-def test_a_host_that_is_no_name(doctor: Doctor, key: Path) -> None:
+def test_an_invalid_host_name_is_reported(doctor: Doctor, key: Path) -> None:
     found = doctor("--key-file", key, "--host", "no..such..host")
     assert found.code == 1
     assert "is not a name or address of this machine" in found.wrong[0]
@@ -367,7 +367,7 @@ def short_path() -> Iterator[Path]:
     ],
     ids=["open to others", "a file", "missing"],
 )
-def test_a_directory_for_sockets_that_will_not_do(
+def test_an_unusable_directory_for_sockets_is_reported(
     doctor: Doctor, short_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None], text: str
 ) -> None:
     place = short_path / "run"

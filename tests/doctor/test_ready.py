@@ -32,7 +32,7 @@ def look(capsys: pytest.CaptureFixture[str], wanted: int = 1, name: str | None =
     return code, capsys.readouterr().out
 
 
-def test_workers_that_serve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serving_workers_are_ready(capsys: pytest.CaptureFixture[str]) -> None:
     with InProcessCluster(2, sockets=True):
         assert look(capsys, 2) == (0, "ready: worker0, worker1\n")
         assert look(capsys, 1, "worker1") == (0, "ready: worker0, worker1\n")
@@ -42,7 +42,7 @@ def test_workers_that_serve(capsys: pytest.CaptureFixture[str]) -> None:
     assert look(capsys) == (1, nobody)
 
 
-def test_one_that_listens_and_does_not_greet(
+def test_a_worker_that_listens_but_does_not_greet_is_not_ready(
     capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Like a worker that still waits for its group, or is stopped."""
@@ -61,7 +61,7 @@ def test_one_that_listens_and_does_not_greet(
     assert look(capsys)[1].startswith("not ready: none; no worker of user")
 
 
-def test_one_that_says_something_else(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_a_socket_with_another_protocol_is_not_ready(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     directory = here / "backhaul-x"
     directory.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as sock:

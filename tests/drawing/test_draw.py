@@ -186,7 +186,7 @@ def test_after_a_backward_every_run_has_its_time(three: InProcessCluster) -> Non
         assert found.picture.lines[0].startswith("backward: ")
 
 
-def test_what_is_not_reached_by_a_pass_has_carried_nothing(three: InProcessCluster) -> None:
+def test_arrows_that_a_pass_did_not_reach_carried_nothing(three: InProcessCluster) -> None:
     with dist_autograd.context() as context_id:
         used = rpc.rpc_sync("worker1", double, args=(leaf(2),))
         rpc.rpc_sync("worker2", double, args=(leaf(2),))
@@ -367,7 +367,7 @@ def test_a_gate_that_waited_in_vain(three: InProcessCluster) -> None:
         assert sorted(failed) == [(1, "to worker0"), (1, "to worker2"), (2, "to worker1")]
 
 
-def test_a_second_pass_counts(three: InProcessCluster) -> None:
+def test_the_latest_pass_is_drawn(three: InProcessCluster) -> None:
     with dist_autograd.context() as context_id:
         loss = rpc.rpc_sync("worker1", on, args=("worker2", stop, leaf(4, 3))).sum()
         Stops.error = ValueError("not yet")
@@ -459,7 +459,7 @@ def test_a_context_id_stays_the_number_that_it_is(three: InProcessCluster) -> No
         assert (type(back), back) == (ContextId, context_id)
 
 
-def test_a_notebook_shows_it_by_itself(three: InProcessCluster) -> None:
+def test_a_notebook_shows_the_drawing_of_a_context_id(three: InProcessCluster) -> None:
     formatters = pytest.importorskip("IPython.core.formatters")
     formatter = formatters.DisplayFormatter()
     with dist_autograd.context() as context_id:

@@ -91,8 +91,8 @@ def test_an_operation_on_parameters_of_two_modules_belongs_to_what_is_around_the
     assert (box["label"], box["class"]) == ("Net", "")
 
 
-def test_what_depends_on_different_recvs_is_not_in_one_box() -> None:
-    """The second may come from what was sent of the first: an arrow would lead back to its own box."""
+def test_nodes_that_depend_on_different_recvs_get_different_boxes() -> None:
+    """The second Recv may depend on a Send of the first box. In one box, an arrow would lead back to it."""
     nodes: list[Node] = [Entry(7), Entry(8)]
     first = then(nodes, "Tanh", 0)
     found = condensed(nodes, first, then(nodes, "Add", first, then(nodes, "Sin", 1)))
@@ -118,12 +118,12 @@ def test_a_parameter_that_is_sent_itself_keeps_its_name() -> None:
     assert box["leaves"] == [["fc1.weight", [2, 2]]]
 
 
-def test_what_is_sent_on_as_it_came() -> None:
+def test_a_tensor_that_is_sent_on_unchanged_is_a_relay() -> None:
     found = condensed([Entry(7)], 0)
     assert (found.boxes, found.relays) == ([], [(7, 100)])
 
 
-def test_micro_batches_become_one() -> None:
+def test_micro_batches_are_drawn_as_one_box() -> None:
     nodes: list[Node] = []
     ends = []
     for message in range(12):
@@ -144,7 +144,7 @@ def stack(nodes: list[Node], layers: int) -> int:
     return at
 
 
-def test_many_layers_are_ranges_in_their_order() -> None:
+def test_many_layers_are_drawn_as_ranges_in_order() -> None:
     nodes: list[Node] = []
     found = condensed(nodes, stack(nodes, 60))
     assert titles(found) == [f"{first}-{first + 5}" for first in range(0, 60, 6)]
@@ -160,13 +160,13 @@ def test_many_layers_are_ranges_in_their_order() -> None:
         (20, [str(layer) for layer in range(20)]),
     ],
 )
-def test_more_layers_are_drawn_with_less_of_each(layers: int, drawn: list[str]) -> None:
+def test_more_layers_are_drawn_with_fewer_details(layers: int, drawn: list[str]) -> None:
     nodes: list[Node] = []
     assert titles(condensed(nodes, stack(nodes, layers))) == drawn
 
 
 @pytest.mark.parametrize("most", [2, 5, MOST_BOXES])
-def test_there_are_never_more_boxes_than_that(most: int) -> None:
+def test_the_number_of_boxes_never_exceeds_its_limit(most: int) -> None:
     """Unrelated modules: the rest can only be described by its size."""
     nodes: list[Node] = []
     ends = []

@@ -117,7 +117,7 @@ def test_messages_that_cross_are_joined_by_their_ids() -> None:
     assert all(tail == head for tail, head in ends)
 
 
-def test_who_is_mentioned() -> None:
+def test_the_workers_that_a_part_mentions_are_found() -> None:
     one = part(1, workers=[[0, "worker0"]], sends=[sent(7, 3)], recvs=[came(8, 2)])
     assert mentioned(one) == [0, 2, 3]
     assert mentioned({"rank": 1, "worker": "worker1", "known": False}) == []
@@ -174,7 +174,7 @@ def test_before_a_pass_gates_may_wait_and_during_one_they_do() -> None:
     assert item_of(shown, "send", 0).lines[1:] == ["gate: waits now"]
 
 
-def test_a_later_pass_counts() -> None:
+def test_a_later_run_replaces_a_failed_one() -> None:
     runs = [run(7, backward=1, failed=True), run(7, backward=2)]
     shown = picture([part(0, sends=[sent(7, 1)], runs=runs)])
     assert item_of(shown, "send", 0).lines[1:] == ["run: 1.5 ms"]
@@ -191,7 +191,7 @@ def test_a_later_pass_counts() -> None:
         ([(1, 0, "ValueError: no\nmore")], [], "backward failed after 1 ms: ValueError: no⏎more", True),
     ],
 )
-def test_what_is_said_of_passes(
+def test_the_first_line_summarises_the_passes(
     passes: list[tuple[int, int, str | None]], going: list[int], line: str, failed: bool
 ) -> None:
     told = [{"backward": id, "began": began, "nanoseconds": 1_000_000, "error": error} for id, began, error in passes]
@@ -199,7 +199,7 @@ def test_what_is_said_of_passes(
     assert (shown.lines[0], shown.failed) == (line, failed)
 
 
-def test_many_workers_are_too_many() -> None:
+def test_only_some_of_many_workers_are_drawn() -> None:
     parts = [part(rank, sends=[sent(rank + 100, (rank + 1) % 40)]) for rank in range(40)]
     shown = picture(parts)
     assert len(shown.lanes) == MOST_LANES
@@ -356,7 +356,7 @@ def test_without_graphviz(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not (tmp_path / "a.png").exists()
 
 
-def test_graphviz_that_fails_is_replaced_and_said(
+def test_a_failing_graphviz_is_logged_and_our_layout_is_used(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     program = tmp_path / "dot"

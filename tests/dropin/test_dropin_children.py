@@ -23,7 +23,7 @@ def test_processes_that_are_forked_and_those_of_a_fork_server() -> None:
     ]
 
 
-def test_processes_that_must_be_told_first_where_backhaul_is() -> None:
+def test_child_processes_that_need_the_path_to_backhaul_first() -> None:
     packages = [str(Path(backhaul.__file__).parent.parent), sysconfig.get_paths()["purelib"]]
     ways = ["spawn", "forkserver", "cluster"]
     output = run("-S", "starting.py", *ways, PACKAGES=os.pathsep.join(packages))

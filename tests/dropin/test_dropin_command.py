@@ -99,7 +99,7 @@ def test_a_wrong_command_line(tmp_path: Path, argv: list[str], message: str) -> 
     assert f"python -m backhaul.dropin: error: {message}" in done.stderr
 
 
-def test_a_module_that_needs_one_that_is_not_there(tmp_path: Path) -> None:
+def test_a_module_whose_import_fails(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "__init__.py").write_text("import nothing_of_the_kind")
     done = start("-m", "backhaul.dropin", "-m", "broken.part", cwd=tmp_path)

@@ -30,7 +30,7 @@ def test_install(kind: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_these_kinds_of_torch_are(kind: str) -> None:
+def test_the_tested_kinds_of_torch_differ(kind: str) -> None:
     """The three kinds of torch really differ; otherwise the cases would prove nothing."""
     show = (
         "import torch, torch.distributed as dist\n"

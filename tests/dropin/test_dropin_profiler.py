@@ -46,7 +46,7 @@ def test_a_reference_that_no_profiler_saw_has_no_profiling_future(found: dict[st
         ("a module here", "forward"),
     ],
 )
-def test_a_call_inside_torchscript_says_at_once_why_it_cannot_be(
+def test_a_call_inside_torchscript_explains_why_it_is_impossible(
     case: str, function: str, found: dict[str, Any]
 ) -> None:
     problem = found[case]

@@ -37,7 +37,7 @@ def assert_is_backhaul(found: list[dict[str, Any]]) -> None:
         assert found[0][result] == on_torch()[0][result], result
 
 
-def test_the_program_is_one_for_torch() -> None:
+def test_the_program_uses_torch_without_backhaul() -> None:
     """The program really uses torch when Backhaul is not installed; otherwise the others would prove nothing."""
     assert len(on_torch()) == 3
     for worker in on_torch():
@@ -52,7 +52,7 @@ SLOW = ("-m backhaul.dropin, forkserver", "-m backhaul.dropin, spawn", "torchrun
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW else way for way in WAYS])
-def test_the_program_unmodified(way: str) -> None:
+def test_the_unmodified_program_uses_backhaul(way: str) -> None:
     assert_is_backhaul(facts(run(*WAYS[way])))
 
 

@@ -335,7 +335,9 @@ KNOWN: list[tuple[str, dict[str, str], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("environ", "full_name", "expected"), [each[1:] for each in KNOWN], ids=[e[0] for e in KNOWN])
-def test_what_an_environment_says(environ: dict[str, str], full_name: str, expected: dict[str, Any]) -> None:
+def test_each_environment_gives_the_expected_rows(
+    environ: dict[str, str], full_name: str, expected: dict[str, Any]
+) -> None:
     said = read(environ, lambda: full_name)
     assert values(said) == expected
     assert [row.problem for row in said if getattr(row, "problem", "")] == []
@@ -436,7 +438,7 @@ PROBLEMS: list[tuple[dict[str, str], str, str]] = [
 
 
 @pytest.mark.parametrize(("environ", "field", "text"), PROBLEMS)
-def test_a_problem_is_raised_by_who_uses_the_row(environ: dict[str, str], field: str, text: str) -> None:
+def test_the_problem_of_a_row_is_raised_when_the_row_is_used(environ: dict[str, str], field: str, text: str) -> None:
     row = getattr(read(environ, lambda: FULL_NAME), field)
     assert row.value is None
     with pytest.raises(OptionError) as caught:

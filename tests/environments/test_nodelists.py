@@ -32,7 +32,7 @@ LISTS: list[tuple[str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("text", "nodes"), LISTS)
-def test_lists(text: str, nodes: list[str]) -> None:
+def test_node_lists_are_expanded(text: str, nodes: list[str]) -> None:
     assert expand(text) == nodes
     assert first(text) == nodes[0]
 
@@ -58,7 +58,7 @@ def test_lists(text: str, nodes: list[str]) -> None:
         (f"a[{'9' * 5000}]", "is not a range of numbers"),
     ],
 )
-def test_what_is_no_list(text: str, why: str) -> None:
+def test_invalid_node_lists_are_refused(text: str, why: str) -> None:
     with pytest.raises(OptionError) as caught:
         expand(text)
     assert why in str(caught.value)

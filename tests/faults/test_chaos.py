@@ -125,14 +125,14 @@ def await_mistake(seeds: int, match: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_peer_that_cannot_be_reached_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_finds_an_unreachable_peer_that_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos_network._Transport, "is_over", lambda self, addresses: True)
     await_mistake(200, "a reference was lost|cannot be used|has failed for")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_lost_call_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_finds_a_lost_call_that_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Agent.call
 
     def insist(self: Agent, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ def test_a_lost_call_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_step_that_some_have_missed_is_called_good(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_finds_a_step_that_some_workers_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     step = DistributedOptimizer.step
 
     def forgive(self: DistributedOptimizer, *args: Any) -> None:
@@ -163,7 +163,7 @@ def test_a_step_that_some_have_missed_is_called_good(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_contexts_are_not_left_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_finds_contexts_that_are_not_left_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The initiator does not ask again whether a context still exists when a connection has ended."""
     monkeypatch.setattr(Autograd, "_on_present", lambda self, peer: None)
     monkeypatch.setattr(Autograd, "_on_connection_ended", lambda self, connection, peer, error: None)
@@ -172,13 +172,13 @@ def test_contexts_are_not_left_after_a_failure(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_pass_does_not_hear_of_lost_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_finds_a_pass_that_ignores_lost_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "lost", lambda self, peer, error: None)
     await_mistake(300, "all threads wait|took|still run|left over")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_shares_on_a_broken_connection_are_not_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_finds_shares_that_are_not_recalled_from_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Holdings, "_on_connection_ended", lambda self, connection, peer, error: None)
     await_mistake(300, "left over")

@@ -48,7 +48,7 @@ def socket_path() -> str:
 
 def drop_connections() -> None:
     for line in current().agent.calling():
-        line.lose(rpc.WorkerLostError("the test begins anew", line.peer.name))
+        line.lose(rpc.WorkerLostError("the test starts again", line.peer.name))
 
 
 class Outcomes(dict[str, int]):

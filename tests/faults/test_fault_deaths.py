@@ -83,7 +83,7 @@ def test_sigkill_of_an_owner(measure: Measure) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault("SIGKILL of a holder of 1,000 references", "the owner frees the values within 6 s")
-def test_sigkill_of_a_holder_of_a_thousand(measure: Measure) -> None:
+def test_sigkill_of_a_worker_that_holds_1000_references(measure: Measure) -> None:
     with Crew(3) as crew:
         baseline.note_all(crew)
         crew[2].run(load.hold, "worker0", 5)
@@ -117,7 +117,7 @@ def test_sigkill_of_an_initiator(measure: Measure) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("SIGKILL during an optimizer step", "the error lists who has stepped, within 2 s")
+@pytest.mark.fault("SIGKILL during an optimizer step", "the error lists the workers that have stepped, within 2 s")
 def test_sigkill_during_an_optimizer_step(measure: Measure) -> None:
     names = ["worker1", "worker2", "worker3"]
     with Crew(4) as crew:

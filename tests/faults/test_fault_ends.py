@@ -170,7 +170,7 @@ def test_a_restart_in_a_fixed_group(measure: Measure) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault("two workers claim one name", "the second is refused within 1 s, and the first goes on")
-def test_two_claim_one_name(measure: Measure) -> None:
+def test_two_workers_claim_one_name(measure: Measure) -> None:
     with Crew(3, group=False) as crew:
         for rank in range(2):
             crew[rank].run(join, crew.place(rank, None))

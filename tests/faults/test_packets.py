@@ -40,7 +40,7 @@ def test_one_bit_of_the_data_is_inverted_and_the_checksum_fits() -> None:
         assert before ^ after == 1 << bit
 
 
-def test_what_is_not_tcp_is_left_alone() -> None:
+def test_packets_that_are_not_tcp_are_left_alone() -> None:
     assert read(b"") is None
     assert ends(b"\x60" + bytes(60)) is None
     datagram = bytearray(reset(FLOW, 1))

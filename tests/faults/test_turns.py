@@ -60,7 +60,7 @@ def test_waiting_takes_no_time() -> None:
         assert 1500 <= time.monotonic() - began < 1501
 
 
-def test_a_wait_ends_when_another_thread_says_so() -> None:
+def test_a_wait_ends_when_another_thread_notifies() -> None:
     with World(1):
         condition = threading.Condition()
         there: list[str] = []

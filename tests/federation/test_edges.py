@@ -246,7 +246,7 @@ def encode_sum() -> Tensor:
     return encode(rows).sum()
 
 
-def test_what_a_worker_sends_itself_does_not_leave() -> None:
+def test_values_that_a_worker_sends_itself_are_not_transformed() -> None:
     with federation(edges={"*": HALVE}):
         assert rpc.rpc_sync("worker0", echo, (torch.ones(1),)).item() == 1.0
 
@@ -256,7 +256,7 @@ HIDDEN = ["complex tensor", "keys", "a set", "deep"]
 
 
 @pytest.mark.parametrize("what", [*NUMBERS, *HIDDEN])
-def test_numbers_that_are_no_tensors_do_not_leave(what: str) -> None:
+def test_numbers_outside_tensors_do_not_leave(what: str) -> None:
     with federation(edges={"worker0": HALVE}):
         shop = rpc.remote("worker1", Shop)
         for attempt in (shop.rpc_sync().raw_in, lambda way: shop.remote().raw_in(way).to_here()):
@@ -280,7 +280,7 @@ class Plain:
         self.number = number
 
 
-def test_what_may_pass_goes_as_it_is() -> None:
+def test_types_in_passes_leave_unchanged() -> None:
     passes = [torch.int64, float, complex, bytes]
     with federation(edges={"worker*": Edge(on_send=[halved], on_gradient=[], passes=passes)}):
         value = [torch.arange(3), 0.5, 1j, b"x", {"a": (1.5, None)}]
@@ -289,7 +289,7 @@ def test_what_may_pass_goes_as_it_is() -> None:
         assert found[1:] == value[1:]
 
 
-def test_the_error_says_what_to_write() -> None:
+def test_the_error_says_which_passes_to_write() -> None:
     with federation(edges={"worker1": HALVE}):
         with pytest.raises(UnsendableError, match=r"cannot change a tensor of torch.int64: .*passes=\[torch.int64\]"):
             rpc.rpc_sync("worker1", echo, (torch.arange(3),))
@@ -301,7 +301,7 @@ def test_the_error_says_what_to_write() -> None:
 
 
 @pytest.mark.parametrize("trust", ["federation", "cluster"])
-def test_errors_of_ours_are_told_and_carry_nothing_else(trust: Any) -> None:
+def test_our_own_errors_are_sent_without_attributes(trust: Any) -> None:
     options = RpcOptions(trust=trust, edges={"worker0": HALVE})
     with InProcessCluster(2, options=options) as workers, workers[0].as_current():
         with pytest.raises(RefusedError, match=r"^not this$") as told:
@@ -321,7 +321,7 @@ def refuse(text: str | None, with_more: bool) -> None:
 
 
 @pytest.mark.parametrize("trust", ["federation", "cluster"])
-def test_texts_of_exceptions_stay(trust: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_texts_of_exceptions_do_not_leave(trust: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The text of any exception may contain numbers, so it stays. The worker's log has it."""
     secret = str(rows[0, 0].item())
     options = RpcOptions(trust=trust, edges={"worker0": HALVE})
@@ -336,7 +336,7 @@ def test_texts_of_exceptions_stay(trust: Any, caplog: pytest.LogCaptureFixture) 
     assert secret in caplog.text
 
 
-def test_texts_of_backward_functions_stay() -> None:
+def test_texts_of_exceptions_in_backward_do_not_leave() -> None:
     """A failed pass tells the other workers the reason, as far as the edge allows."""
     with federation(edges={"worker0": HALVE}), dist_autograd.context() as context_id:
         found = rpc.rpc_sync("worker1", with_bad_backward)
@@ -418,7 +418,7 @@ def test_feedback_over_an_edge() -> None:
 NOISY = Edge(on_send=[Clip(1.0), GaussianNoise(2.0, releases=4)], on_gradient=[Clip(1.0), GaussianNoise(3.0)])
 
 
-def test_epsilon_counts_what_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epsilon_counts_the_tensors_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     composed: list[Any] = []
     monkeypatch.setattr("backhaul.federation.privacy.epsilon_of", lambda found, delta: composed.append((found, delta)))
     with federation(edges={"worker1": NOISY}):
@@ -443,7 +443,7 @@ def test_epsilon_is_that_of_the_library() -> None:
         assert epsilon("worker1", 1e-5) == accountant.get_epsilon(1e-5)
 
 
-def test_what_leaves_without_noise_makes_it_infinite() -> None:
+def test_a_gradient_without_noise_makes_epsilon_infinite() -> None:
     half = Edge(on_send=[Clip(1.0), GaussianNoise(1.0)], on_gradient=[])
     with federation(edges={"worker*": half}), dist_autograd.context() as context_id:
         found = rpc.rpc_sync("worker1", encode_rows)
@@ -451,7 +451,7 @@ def test_what_leaves_without_noise_makes_it_infinite() -> None:
         assert epsilon("worker1", 1e-5) == math.inf
 
 
-def test_what_may_pass_without_noise_counts_too() -> None:
+def test_a_float_that_passes_without_noise_makes_epsilon_infinite() -> None:
     edge = Edge(on_send=[Clip(1.0), GaussianNoise(1.0)], on_gradient=[], passes=[torch.float32, torch.int64])
     with federation(edges={"worker1": edge}):
         rpc.rpc_sync("worker1", drop, (torch.arange(2),))
@@ -460,7 +460,7 @@ def test_what_may_pass_without_noise_counts_too() -> None:
         assert epsilon("worker1", 1e-5) == math.inf
 
 
-def test_a_chain_without_noise_is_infinite_too() -> None:
+def test_a_chain_without_noise_makes_epsilon_infinite() -> None:
     with federation(edges={"worker1": Edge(on_send=[Clip(1.0)], on_gradient=[])}):
         rpc.rpc_sync("worker1", drop, (torch.ones(2),))
         assert epsilon("worker1", 1e-5) == math.inf
@@ -484,7 +484,7 @@ def test_noise_averages_out_unless_the_releases_are_bounded() -> None:
         (lambda: epsilon("worker1", 1e-5, sensitivity=0), "sensitivity=0 must be a positive number"),
     ],
 )
-def test_epsilon_misused(attempt: Callable[[], float], text: str) -> None:
+def test_misuse_of_epsilon_is_refused(attempt: Callable[[], float], text: str) -> None:
     with federation(edges={"worker1": NOISY}), pytest.raises(MisuseError, match=text):
         attempt()
 
@@ -497,6 +497,6 @@ def test_epsilon_of_noise_that_no_clip_bounds() -> None:
 
 
 @pytest.mark.parametrize("value", [[], {"a": 1}, {"": HALVE}, {1: HALVE}, HALVE])
-def test_edges_that_are_none(value: Any) -> None:
+def test_invalid_edges_are_refused(value: Any) -> None:
     with pytest.raises(OptionError, match=r"option edges: .* must be a dict of edges"):
         RpcOptions(edges=value)

@@ -156,7 +156,7 @@ def test_without_gradients() -> None:
             assert torch.equal(found, make_encoder()(rows[ids_of(0)]))
 
 
-def test_what_a_remote_module_says_of_a_party() -> None:
+def test_a_remote_module_describes_its_party() -> None:
     with federation():
         shop = RemoteModule("worker1", Shop)
         assert str(shop) == "RemoteModule(Shop on worker1/cpu)"
@@ -245,7 +245,7 @@ def test_a_party_filled_wrongly(arguments: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("what", [Hidden, nn.Linear, party_models.plain_module, party_models.party_of])
-def test_what_is_missing_is_named(what: Any) -> None:
+def test_a_refusal_names_what_is_not_exposed(what: Any) -> None:
     with federation():
         with pytest.raises(RefusedError) as refusal:
             RemoteModule("worker1", what)
@@ -260,7 +260,7 @@ def test_a_party_that_is_exposed_to_others_only() -> None:
         RemoteModule("worker1", Shop)
 
 
-def test_a_reference_that_is_no_party() -> None:
+def test_a_reference_to_something_other_than_a_party_is_refused() -> None:
     with federation(), pytest.raises(RefusedError, match="use this reference as a RemoteModule"):
         RemoteModule.init_from_module_rref("worker1", rpc.remote("worker1", party_models.plain_module))
 
@@ -284,14 +284,14 @@ REFUSED: dict[str, Callable[[RemoteModule], Any]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_only_the_party_does(what: str) -> None:
+def test_operations_reserved_for_the_party_are_refused(what: str) -> None:
     with federation():
         shop = RemoteModule("worker1", Shop)
         with pytest.raises(MisuseError, match=f"{what}.* is not allowed on the module of a party: let 'worker1'"):
             REFUSED[what](shop)
 
 
-def test_an_optimizer_of_what_belongs_to_others() -> None:
+def test_an_optimizer_over_another_worker_s_module_is_refused() -> None:
     with federation(), pytest.raises(MisuseError, match=r"only its owner may step it. Let 'worker1' expose a"):
         DistributedOptimizer(torch.optim.SGD, [rpc.remote("worker1", party_models.plain_module)], lr=0.1)
 
@@ -332,7 +332,7 @@ def test_a_party_that_does_not_step() -> None:
             del given["one"]
 
 
-def test_each_saves_its_own(tmp_path: Path) -> None:
+def test_each_party_saves_its_own_checkpoint(tmp_path: Path) -> None:
     with federation():
         shop, head = RemoteModule("worker1", Shop), make_head()
         optimizer = DistributedOptimizer(torch.optim.SGD, parameter_rrefs(shop, head), lr=0.1)

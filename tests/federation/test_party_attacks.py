@@ -51,7 +51,7 @@ def is_told(value: Any, secrets: list[Tensor]) -> bool:
     return isinstance(value, float)
 
 
-def test_only_these_methods_are_for_others() -> None:
+def test_peers_may_call_only_these_methods() -> None:
     """If you add a method to Party, add it here, and check what it reveals."""
     names = PeerNames("worker0", 1 << 20)
     party = Party(make_encoder())
@@ -67,7 +67,7 @@ def test_only_these_methods_are_for_others() -> None:
     }
 
 
-def test_no_method_tells_what_is_behind_the_noise() -> None:
+def test_no_method_reveals_the_values_behind_the_noise() -> None:
     """All methods, with all kinds of arguments, by call, by reference and in a context."""
     parameters = [value.detach().clone() for value in make_encoder().state_dict().values()]
     secrets = [rows, make_encoder()(rows).detach(), *parameters]
@@ -136,7 +136,7 @@ def test_the_noise_of_a_fetched_value_is_new_each_time_and_counted() -> None:
         assert crossing.released("on_send").tensors == 2
 
 
-def test_the_parameters() -> None:
+def test_parameters_are_sent_only_if_the_party_shares_them() -> None:
     with federation():
         shop = RemoteModule("worker1", Shop)
         with pytest.raises(RefusedError, match="Shop does not share its parameters"):
@@ -261,7 +261,7 @@ def test_a_gradient_is_used_once() -> None:
 
 
 @pytest.mark.parametrize("context_id", [1 << 60, -1, 0, True, "a", 0.5, [1]])
-def test_contexts_that_are_none(context_id: Any) -> None:
+def test_invalid_contexts_are_refused(context_id: Any) -> None:
     with federation():
         shop = RemoteModule("worker1", Shop)
         for name in ("step", "accumulate"):
@@ -271,12 +271,12 @@ def test_contexts_that_are_none(context_id: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [1, "eval", None])
-def test_a_mode_that_is_none(mode: Any) -> None:
+def test_an_invalid_mode_is_refused(mode: Any) -> None:
     with federation(), pytest.raises(BackhaulError, match="takes True or False"):
         rpc.remote("worker1", Shop).rpc_sync().train(mode)
 
 
-def test_batches_of_a_loader_go_to_one_call_each() -> None:
+def test_each_batch_of_a_loader_goes_to_one_call() -> None:
     """Two peers at once take turns, and the loader starts only once."""
     party = Party(torch.nn.Identity(), loader=[torch.full((1,), float(number)) for number in range(100)])
     found: list[float] = []

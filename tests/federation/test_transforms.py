@@ -96,7 +96,7 @@ def test_the_noise_is_normal() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, (1 << 20) + 1])
-def test_as_many_numbers_as_are_asked_for(count: int) -> None:
+def test_gaussian_returns_the_requested_count(count: int) -> None:
     assert gaussian(count).shape == (count,)
 
 
@@ -140,7 +140,7 @@ def test_bfloat16_is_the_cast(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_int8_is_near_by_half_a_step_of_each_row(dtype: torch.dtype) -> None:
+def test_int8_is_within_half_a_step_of_each_row(dtype: torch.dtype) -> None:
     x = some(6, 20, dtype=dtype)
     x[3] = 0
     found = Int8()(x)
@@ -158,7 +158,7 @@ def test_int8_has_one_scale_for_short_rows(shape: tuple[int, ...]) -> None:
     assert Int8().compress(x)[1].shape == (1,)
 
 
-def test_int8_refuses_what_has_no_scale() -> None:
+def test_int8_refuses_tensors_without_a_scale() -> None:
     with pytest.raises(MisuseError, match="not finite"):
         Int8()(torch.tensor([1.0, math.inf]))
 
@@ -184,7 +184,7 @@ def test_gradients_pass_straight_through(compression: Compression) -> None:
 @pytest.mark.parametrize("compression", [BFloat16(), Int8(), TopK(0.25)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(6, 4), (5,), (), (0, 3), (2, 3, 4)])
-def test_what_is_received_is_what_the_sender_reckons_with(
+def test_the_receiver_gets_the_values_that_the_sender_computed(
     compression: Compression, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     crossing = Crossing("bank", Edge(on_send=[compression], on_gradient=[]))
@@ -239,7 +239,7 @@ BAD: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_compressed_tensors_that_are_none(what: str) -> None:
+def test_invalid_compressed_tensors_are_refused(what: str) -> None:
     codes, tensors = BAD[what]()
     with pytest.raises(ProtocolError, match="compressed tensor"):
         expanded(codes, tensors, 1 << 20)
@@ -265,7 +265,7 @@ parts = st.builds(
 
 @given(st.lists(codes, max_size=3), st.lists(parts, max_size=5))
 @settings(max_examples=200, deadline=None)
-def test_whatever_comes_is_expanded_within_the_limit_or_refused(found: list[Coded], tensors: list[Tensor]) -> None:
+def test_any_codes_are_expanded_within_the_limit_or_refused(found: list[Coded], tensors: list[Tensor]) -> None:
     try:
         made = expanded(found, tensors, 4096)
     except ProtocolError:
@@ -281,7 +281,7 @@ def test_whatever_comes_is_expanded_within_the_limit_or_refused(found: list[Code
 
 
 @pytest.mark.parametrize("compression", [BFloat16(feedback=True), Int8(feedback=True), TopK(0.25, feedback=True)])
-def test_feedback_adds_what_was_taken_away(compression: Compression) -> None:
+def test_feedback_adds_the_error_of_the_last_compression(compression: Compression) -> None:
     """Compared with the same computation, written out."""
     crossing = Crossing("bank", Edge(on_send=[], on_gradient=[compression]))
     plain = type(compression)(0.25) if isinstance(compression, TopK) else type(compression)()
@@ -385,7 +385,7 @@ def test_a_function_that_does_not_keep_the_shape_and_dtype(wrong: Any) -> None:
         crossing.values(None, [torch.ones(2)])
 
 
-def test_a_function_that_fails_sends_nothing_and_tells_nobody_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_transform_sends_nothing_and_hides_its_text(caplog: pytest.LogCaptureFixture) -> None:
     def fail(tensor: Tensor) -> Tensor:
         raise ValueError(f"{tensor.tolist()}")
 
@@ -489,7 +489,7 @@ def test_epsilon_is_what_opacus_says_without_dp_accounting(monkeypatch: pytest.M
     assert epsilon_of([Mechanism(1.3, 50)], 1e-5) == accountant.get_epsilon(1e-5)
 
 
-def test_without_a_library_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epsilon_needs_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("dp_accounting", "opacus", "opacus.accountants"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MisuseError, match=r"pip install 'backhaul\[privacy\]'"):
@@ -518,7 +518,7 @@ def test_the_library_is_given_the_mechanisms_as_they_are(monkeypatch: pytest.Mon
     assert composed == [(1.5, 3), (2.0, 1)]
 
 
-def test_parts_land_where_their_tensor_does() -> None:
+def test_parts_of_a_compressed_tensor_land_on_its_device() -> None:
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
     codes = [Coded(1, "topk", "float32", (4,)), Coded(0, "bf16", "float32", (4,))]
     assert devices_of(codes, [first, second]) == [first, second, second]
@@ -527,5 +527,5 @@ def test_parts_land_where_their_tensor_does() -> None:
             devices_of([Coded(place, "topk", "float32", (4,))], [first, second])
 
 
-def test_coded_says_what_the_receiver_needs() -> None:
+def test_coded_describes_the_original_tensor() -> None:
     assert coded(2, Int8(), torch.zeros(3, 1, requires_grad=True)) == Coded(2, "int8", "float32", (3, 1), True)

@@ -54,7 +54,7 @@ def guest(cluster: InProcessCluster) -> Iterator[Guest]:
     made.close()
 
 
-def test_a_guest_is_told_what_it_asks(cluster: InProcessCluster, guest: Guest) -> None:
+def test_a_guest_gets_an_answer(cluster: InProcessCluster, guest: Guest) -> None:
     cluster[0].rpc_sync("worker1", watched.double, (torch.ones(1),))
     assert guest.info == cluster[0].info
     snapshot = guest.ask("snapshot")
@@ -68,7 +68,7 @@ def test_a_guest_is_told_what_it_asks(cluster: InProcessCluster, guest: Guest) -
     assert [member.info for member in members(guest)] == [cluster[0].info, cluster[1].info]
 
 
-def test_a_question_that_has_no_answer(guest: Guest) -> None:
+def test_an_invalid_question_is_an_error(guest: Guest) -> None:
     with pytest.raises(RemoteError, match="'nothing' is not a topic of inspection"):
         guest.ask("nothing")
     with pytest.raises(RemoteError, match="TypeError"):
@@ -107,14 +107,14 @@ def test_a_guest_may_do_nothing_else(cluster: InProcessCluster, message: Any, ca
     assert cluster[0].inspection.snapshot()["calls"]["calls_received"] == 1
 
 
-def test_the_same_call_of_a_member_runs(cluster: InProcessCluster) -> None:
+def test_a_member_may_make_the_call_that_is_refused_to_guests(cluster: InProcessCluster) -> None:
     """A member's call runs the function; otherwise the test above would prove nothing."""
     cluster[1].rpc_sync("worker0", ran, ("by a member",))
     assert RAN == ["by a member"]
     RAN.clear()
 
 
-def test_there_are_at_most_sixteen(cluster: InProcessCluster) -> None:
+def test_a_worker_accepts_at_most_16_guests(cluster: InProcessCluster) -> None:
     guests = [visit(cluster[0]) for _ in range(16)]
     try:
         for guest in guests:
@@ -167,7 +167,7 @@ def test_a_graceful_shutdown_does_not_wait_for_guests(cluster: InProcessCluster,
         guest.ask("clock")
 
 
-def test_nobody_is_there(tmp_path: Path) -> None:
+def test_visiting_an_address_without_a_worker_fails(tmp_path: Path) -> None:
     with pytest.raises(WorkerLostError, match="no worker answers"):
         Guest(Addresses(host=addresses_host(), unix=str(tmp_path / "nobody")), transport_for())
 
@@ -188,7 +188,7 @@ class Trap:
 @pytest.mark.parametrize(
     "answer", [Trap(), ran, [torch.load], {"a": Trap}], ids=["object", "function", "list", "class"]
 )
-def test_an_answer_is_data(cluster: InProcessCluster, guest: Guest, answer: Any) -> None:
+def test_an_answer_that_is_not_plain_data_is_refused(cluster: InProcessCluster, guest: Guest, answer: Any) -> None:
     """A hijacked worker cannot run anything where its answers are read, not even an import."""
     cluster[0].inspection.topics["trap"] = lambda: answer
     with pytest.raises(ProtocolError):
@@ -232,6 +232,6 @@ def test_several_clusters_are_named(place: Path, monkeypatch: pytest.MonkeyPatch
     assert f"  {place}: worker0, worker1" in str(caught.value).splitlines()
 
 
-def test_where_nothing_can_be() -> None:
+def test_a_place_that_is_neither_a_directory_nor_an_address_is_refused() -> None:
     with pytest.raises(MisuseError, match="'nowhere' is neither a directory nor the host:port of a worker"):
         find_cluster("nowhere")

@@ -31,7 +31,7 @@ def peer(worker: Worker, name: str) -> dict[str, Any]:
 # Questions.
 
 
-def test_an_unknown_topic_says_what_there_is(pair: InProcessCluster) -> None:
+def test_the_error_for_an_unknown_topic_lists_all_topics(pair: InProcessCluster) -> None:
     inspection: Inspection = pair[0].inspection
     with pytest.raises(rpc.MisuseError, match=r"'nothing' is not a topic of inspection; there are .*meter, .*snapshot"):
         inspection("nothing", {})
@@ -90,7 +90,7 @@ def test_bytes_on_devices_have_a_path_of_their_own() -> None:
         assert peer(pair[0], "worker1")["bytes"]["device"] == {"sent": 4096, "received": 0}
 
 
-def test_what_runs_and_what_is_awaited(pair: InProcessCluster) -> None:
+def test_the_snapshot_has_running_and_awaited_calls(pair: InProcessCluster) -> None:
     gate = watched.new_gate(f"runs-{id(pair)}")
     future = pair[0].rpc_async("worker1", watched.wait_at, (gate,))
     watched.await_visitor(gate)
@@ -198,7 +198,7 @@ def test_a_peer_that_cannot_be_reached() -> None:
         assert errors == [{"direction": "connect", "kind": "WorkerLostError", "count": 1}]
 
 
-def test_when_a_peer_was_heard() -> None:
+def test_the_snapshot_says_when_a_peer_was_last_heard() -> None:
     with InProcessCluster(2) as pair:
         pair[0].rpc_sync("worker1", int)
         assert peer(pair[0], "worker1")["heard"] is None
@@ -224,7 +224,7 @@ def find_thread(worker: Worker, handles: str) -> dict[str, Any]:
     return found[0]
 
 
-def test_a_thread_that_waits_says_for_whom_and_for_what() -> None:
+def test_a_waiting_thread_names_its_peer_and_its_call() -> None:
     """worker0 has called worker1, which has called worker0, which does not answer."""
     with InProcessCluster(2) as pair:
         gate = watched.new_gate("stuck")

@@ -54,7 +54,7 @@ def await_served(worker: Worker, name: str, count: int) -> None:
     watched.until(worker, lambda: counts(worker, "served").get(name, (0, 0))[0] >= count)
 
 
-def test_the_first_question_switches_it_on(pair: InProcessCluster) -> None:
+def test_the_first_question_switches_the_meter_on(pair: InProcessCluster) -> None:
     pair[0].rpc_sync("worker1", watched.double, (torch.ones(1),))
     assert not pair[0].agent.observers
     first = figures(pair[0])
@@ -226,7 +226,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_the_first_event_that_comes_too_late_switches_it_off(trio: InProcessCluster) -> None:
+def test_an_event_long_after_the_last_question_switches_the_meter_off(trio: InProcessCluster) -> None:
     meter = trio[0].inspection.meter
     since = meter.figures()["since"]
     assert meter.on
@@ -240,7 +240,7 @@ def test_the_first_event_that_comes_too_late_switches_it_off(trio: InProcessClus
 
 
 @pytest.mark.usefixtures("impatient")
-def test_it_stays_on_while_it_is_held(trio: InProcessCluster) -> None:
+def test_the_meter_stays_on_while_it_is_held(trio: InProcessCluster) -> None:
     meter = trio[0].inspection.meter
     releases = [meter.hold(), meter.hold()]
     trio[0].rpc_sync("worker1", watched.double, (torch.ones(1),))
@@ -254,13 +254,13 @@ def test_it_stays_on_while_it_is_held(trio: InProcessCluster) -> None:
     assert not meter.on
 
 
-def test_it_starts_no_thread(trio: InProcessCluster) -> None:
+def test_the_meter_starts_no_thread(trio: InProcessCluster) -> None:
     before = set(threading.enumerate())
     trio[0].inspection.meter.figures()
     assert set(threading.enumerate()) == before
 
 
-def test_what_began_before_it_came_on_does_not_confuse_it(trio: InProcessCluster) -> None:
+def test_calls_from_before_the_meter_was_on_do_no_harm(trio: InProcessCluster) -> None:
     gate = watched.new_gate("early")
     early = trio[0].rpc_async("worker1", watched.wait_at, (gate,))
     watched.await_visitor(gate)

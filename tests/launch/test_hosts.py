@@ -138,8 +138,8 @@ def test_a_lease_is_renewed_from_the_time_of_its_question() -> None:
     assert lease.is_over(107.0)
 
 
-def test_the_launcher_is_sure_only_after_the_lease_of_its_last_answer() -> None:
-    """Whatever the network delays, the steward's lease ends before the launcher takes it for over."""
+def test_the_steward_s_lease_ends_before_the_launcher_counts_it_as_over() -> None:
+    """This holds for any delay of the network."""
     lease, grants = Lease(6.0, now=99.0), Grants(6.0, now=99.5)
     question = lease.ask(100.0)
     assert question == 1
@@ -179,7 +179,7 @@ def test_messages_arrive_however_they_are_cut(size: int) -> None:
     assert reader.greeted
 
 
-def test_to_a_steward() -> None:
+def test_every_message_to_a_steward_is_encoded_and_decoded() -> None:
     messages: list[protocol.Message] = [
         protocol.Setup("b", {"A": "1"}, "/work", None, 30.0),
         protocol.Listen("10.0.0.1", 0),
@@ -193,7 +193,7 @@ def test_to_a_steward() -> None:
     assert protocol.Reader(protocol.ToSteward).feed(b"".join(map(protocol.frame, messages))) == messages
 
 
-def test_what_is_not_a_message() -> None:
+def test_bytes_that_are_not_a_message_are_refused() -> None:
     for wrong in (b"\x00\x00\x00\x01\xc1", protocol.frame(protocol.Ask(1)), b"\xff\xff\xff\xff"):
         with pytest.raises(ProtocolError):
             protocol.Reader(protocol.ToSteward).feed(wrong)
@@ -228,7 +228,7 @@ def test_the_first_line_says_where_to_look_for_backhaul() -> None:
     assert json.loads(first_line({"OTHER": "x"})) == {"path": []}
 
 
-def test_what_is_started_ends_without_its_first_line() -> None:
+def test_a_remote_python_without_its_first_line_ends() -> None:
     done = subprocess.run([sys.executable, "-c", BOOT], stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 

@@ -164,7 +164,7 @@ def test_an_address_that_is_not_known_is_asked_for() -> None:
     assert "give it with --master-addr, or as address= in a hostfile" in play.course.outcome.why
 
 
-def test_what_each_host_listens_on() -> None:
+def test_each_host_listens_on_its_own_address() -> None:
     def listening(play: Play) -> list[str]:
         play.greet(0)
         play.greet(1)
@@ -245,7 +245,7 @@ def test_a_steward_that_talks_like_a_launcher() -> None:
 # Workers that end.
 
 
-def test_all_end_well() -> None:
+def test_all_workers_end_with_success() -> None:
     play = Play().run()
     for rank in range(4):
         play.end(rank)
@@ -300,7 +300,7 @@ def test_with_rejoin_the_others_go_on() -> None:
     assert play.course.outcome == Outcome(3, "worker2 exited with code 3 on host b", stopped=False)
 
 
-def test_a_failure_that_was_made_good_is_none() -> None:
+def test_a_failure_that_a_restart_repaired_does_not_count() -> None:
     play = Play(restarts=1, rejoin=True).run()
     play.end(2, 3)
     play.over(2)
@@ -457,7 +457,7 @@ def test_with_rejoin_and_no_restarts_a_lost_host_is_gone_for_good() -> None:
     assert play.course.outcome.why == "worker2 was lost with host b, which has not answered for 12 s"
 
 
-def test_nobody_waits_for_a_host_that_is_away_when_all_others_have_ended() -> None:
+def test_an_absent_host_is_not_waited_for_once_all_others_have_ended() -> None:
     play = Play(restarts=9, rejoin=True).run()
     play.drop(1)
     play.answer(0)

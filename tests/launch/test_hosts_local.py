@@ -91,7 +91,7 @@ def test_with_rejoin_the_others_go_on(run: RunScript) -> None:
     ]
 
 
-def test_a_killed_launcher_leaves_nobody_behind(run: RunScript) -> None:
+def test_a_killed_launcher_leaves_no_process_behind(run: RunScript) -> None:
     launch = run("import os, signal; print(os.getpid(), os.getppid()); signal.pause()")
     family = pids(launch.lines(2))
     directory = Path(f"/proc/{family[0]}/environ").read_bytes().split(b"BACKHAUL_RUNTIME_DIR=")[1].split(b"\0")[0]
@@ -156,7 +156,7 @@ def test_a_steward_ends_its_workers_when_it_is_not_answered(tmp_path: Path) -> N
         pipe.close()
 
 
-def test_a_guardian_that_hears_nothing_kills() -> None:
+def test_a_guardian_that_gets_no_word_kills_its_workers() -> None:
     with subprocess.Popen(
         [sys.executable, "-S", "-c", "import signal; signal.pause()"], start_new_session=True
     ) as child:
@@ -167,7 +167,7 @@ def test_a_guardian_that_hears_nothing_kills() -> None:
         guardian.close()
 
 
-def test_the_register_of_a_guardian_knows_when_to_expect_the_next_word() -> None:
+def test_the_register_of_a_guardian_keeps_the_time_until_the_next_word() -> None:
     register = Register()
     assert not register.feed(b"+7\n")
     assert register.feed(b"=2.5\n+8\n")

@@ -220,7 +220,7 @@ FAMILY = """
     """
 
 
-def test_a_killed_launcher_leaves_nobody_behind_anywhere(run: RunScript, network: Network) -> None:
+def test_a_killed_launcher_leaves_no_process_behind_on_any_host(run: RunScript, network: Network) -> None:
     launch = run(FAMILY)
     family = pids(launch.lines(4))
     assert len(family) == 8
@@ -290,7 +290,7 @@ def test_a_launcher_that_vanishes_ends_all(run: RunScript, network: Network) -> 
     assert_gone(family)
 
 
-def test_a_short_cut_harms_nobody(run: RunScript, network: Network, tmp_path: Path) -> None:
+def test_a_short_interruption_of_the_network_harms_no_worker(run: RunScript, network: Network, tmp_path: Path) -> None:
     source = """
         import os, time
         print("ready", flush=True)

@@ -74,7 +74,7 @@ def ship(notebook: Notebook, remote: Remote, name: str) -> Any:
     return remote.names[name]
 
 
-def test_a_function_with_all_it_uses(notebook: Notebook, remote: Remote) -> None:
+def test_a_function_travels_with_everything_that_it_uses(notebook: Notebook, remote: Remote) -> None:
     notebook.type("import math as m, os.path\nfrom functools import partial")
     notebook.type("SCALE = 2.5\nTABLE = {'a': [1, 2]}")
     notebook.type(
@@ -213,7 +213,7 @@ def test_without_source_byte_code_travels(notebook: Notebook, remote: Remote) ->
     assert (f(1), f(1, z=0), f.__module__, f.__qualname__) == (14, 12, "__main__", "f")
 
 
-def test_what_cannot_travel_says_so(notebook: Notebook) -> None:
+def test_an_object_that_cannot_travel_is_named_in_the_error(notebook: Notebook) -> None:
     notebook.type_without_source("class Unknown:\n    def method(self): pass\ndef f(): return Unknown()")
     with pytest.raises(UnsendableError, match=r"do not have 'Unknown' of __main__.*put it into a file"):
         definitions(notebook["f"], notebook.names)
@@ -231,7 +231,7 @@ def test_what_cannot_travel_says_so(notebook: Notebook) -> None:
         definitions(notebook["i"], notebook.names)
 
 
-def test_only_what_changed_is_sent_again(notebook: Notebook, remote: Remote) -> None:
+def test_only_changed_definitions_are_sent_again(notebook: Notebook, remote: Remote) -> None:
     sent: list[list[str]] = []
 
     def send(items: list[Definition]) -> None:
@@ -284,14 +284,14 @@ def test_a_send_that_fails_is_tried_again(notebook: Notebook, remote: Remote) ->
     assert remote.received == ["f"]
 
 
-def test_what_the_workers_have_is_not_sent(notebook: Notebook, remote: Remote) -> None:
+def test_a_function_that_the_workers_have_is_not_sent(notebook: Notebook, remote: Remote) -> None:
     shipper = Shipper(remote.receive, notebook.names, at_home=lambda name, value: name == "known")
     notebook.type("LOCK = __import__('threading').Lock()\ndef known(): return LOCK\ndef f(): return known")
     shipper(notebook["f"])
     assert remote.received == ["f"]
 
 
-def test_arguments_count_too(notebook: Notebook) -> None:
+def test_definitions_in_arguments_are_found(notebook: Notebook) -> None:
     notebook.type("class A: pass\nclass B: pass\nclass C: pass\ndef f(): pass\nlocal = (lambda: lambda: 0)()")
     value = notebook["A"]()
     value.inside = {"key": (notebook["B"](), value)}
@@ -304,7 +304,7 @@ def test_arguments_count_too(notebook: Notebook) -> None:
     assert names_of_main((math.sqrt, threading.Lock, functools.partial, 3, "x", None)) == set()
 
 
-def test_shipper_takes_whatever_is_called(notebook: Notebook, remote: Remote) -> None:
+def test_the_shipper_accepts_any_callable_and_arguments(notebook: Notebook, remote: Remote) -> None:
     shipper = Shipper(remote.receive, notebook.names)
     shipper(math.sqrt)
     shipper(lambda: 0)
@@ -367,7 +367,7 @@ def test_ipython(tmp_path: Any) -> None:
     assert done.stdout == f"{expected}\n", done.stdout + done.stderr
 
 
-def test_functions_are_what_they_seem() -> None:
+def test_functions_made_by_exec_belong_to_main() -> None:
     """Functions made by exec belong to ``__main__``. The tests above rely on that."""
     notebook = Notebook()
     notebook.type("def f(): pass")

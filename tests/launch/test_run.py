@@ -247,7 +247,7 @@ FAMILY = """
     """
 
 
-def test_a_killed_launcher_leaves_nobody_behind(run: RunScript) -> None:
+def test_a_killed_launcher_leaves_no_process_behind(run: RunScript) -> None:
     launch = run(FAMILY, n=3)
     family = pids(launch.lines(3))
     assert len(family) == 6
@@ -288,7 +288,7 @@ def test_an_interrupt_reaches_children_of_workers(run: RunScript) -> None:
     assert_gone(family)
 
 
-def test_a_child_that_escaped_with_the_output_does_not_hold_us_up(run: RunScript) -> None:
+def test_an_escaped_child_with_open_output_does_not_delay_the_launcher(run: RunScript) -> None:
     source = """
         import os, subprocess, sys
         child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"], start_new_session=True)
@@ -372,7 +372,7 @@ def test_version_and_help_do_not_import_torch() -> None:
     assert done.stdout.startswith("backhaul 0.")
 
 
-def test_the_guardians_register() -> None:
+def test_the_register_of_a_guardian_adds_and_removes_groups() -> None:
     register = Register()
     for chunk in (b"+1", b"2\n+7\n-1", b"2\n-99\n"):
         register.feed(chunk)

@@ -180,7 +180,7 @@ def _own_expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def _expressions(node: ast.expr) -> Iterator[ast.expr]:
-    """The node and what is in it. The text of a message is none of it."""
+    """The node and the expressions in it, except for the texts of messages."""
     if isinstance(node, ast.JoinedStr):
         return
     yield node

@@ -1,4 +1,4 @@
-"""A mistake that an engineer could make, and the tests that are to notice it."""
+"""A mistake that an engineer could make, and the tests that must notice it."""
 
 from __future__ import annotations
 

@@ -22,17 +22,17 @@ def test_a_mutant_by_hand_applies(mutant: Mutant) -> None:
     assert [path for path in mutant.tests if not (ROOT / path).exists()] == []
 
 
-def test_no_mutant_by_hand_is_there_twice() -> None:
+def test_no_mutant_by_hand_is_listed_twice() -> None:
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
 
 
 @pytest.mark.parametrize("file", MODULES)
-def test_a_pure_module_and_its_tests_are_there(file: str) -> None:
+def test_each_pure_module_and_its_tests_exist(file: str) -> None:
     assert len(changes_of((PACKAGE / file).read_text())) >= 10
     assert [path for path in MODULES[file] if not (ROOT / path).exists()] == []
 
 
-def test_each_excuse_is_for_a_mutant_that_there_is() -> None:
+def test_each_excuse_names_an_existing_mutant() -> None:
     keys = {file: {change.key for change in changes_of((PACKAGE / file).read_text())} for file, _ in EXCUSES}
     assert [(file, key) for file, key in EXCUSES if key not in keys[file]] == []
 
@@ -50,7 +50,7 @@ class Counter:
 '''
 
 
-def test_what_the_rules_change() -> None:
+def test_the_rules_make_these_changes() -> None:
     assert [change.key.removeprefix("Counter.add: ") for change in changes_of(SOURCE)] == [
         "self.full and not 0 <= more < 9 -> ((self.full) or (not 0 <= more < 9))",
         "self.full and not 0 <= more < 9 -> ((not 0 <= more < 9))",

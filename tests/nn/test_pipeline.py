@@ -231,7 +231,7 @@ def test_tensors_of_different_sizes() -> None:
 # As a module.
 
 
-def test_its_state_is_that_of_sequential() -> None:
+def test_a_pipeline_has_the_state_of_a_sequential() -> None:
     pipeline, local = build("12", 2, Net)
     state, expected = pipeline.state_dict(), local.state_dict()
     assert list(state) == list(expected)
@@ -245,7 +245,7 @@ def test_its_state_is_that_of_sequential() -> None:
         pipeline.load_state_dict(broken)
 
 
-def test_its_stages() -> None:
+def test_the_stages_of_a_pipeline_can_be_listed_and_indexed() -> None:
     pipeline, local = build("12", 2, Net)
     assert len(pipeline) == 2
     assert [stage.on for stage in pipeline] == ["worker1", "worker2"]
@@ -258,7 +258,7 @@ def test_its_stages() -> None:
     assert list(pipeline.parameters(recurse=False)) == list(pipeline.buffers(recurse=False)) == []
 
 
-def test_its_stages_change_with_it() -> None:
+def test_changes_of_a_pipeline_reach_its_stages() -> None:
     pipeline, _ = build("12", 2, Net)
     pipeline.eval().half().requires_grad_(False)
     pipeline.zero_grad()
@@ -281,7 +281,7 @@ def test_one_stage_twice() -> None:
     assert len(pipeline.remote_parameters()) == 2
 
 
-def test_inside_of_a_model() -> None:
+def test_a_pipeline_inside_a_model() -> None:
     """The pipeline is between local modules, and one state dict has all of them."""
     pipeline, local = build("12", 2)
     before, after = linear(), linear()
@@ -299,7 +299,7 @@ def test_inside_of_a_model() -> None:
     close(got, grads(twin))
 
 
-def test_sent_to_another_worker() -> None:
+def test_a_pipeline_is_sent_to_another_worker() -> None:
     pipeline, local = build("120", 2)
     close(rpc.rpc_sync("worker2", run_there, args=(pipeline, batch(4, 4))), local(batch(4, 4)))
     assert rpc.rpc_sync("worker1", given, args=(pipeline,)).chunks == 2

@@ -91,7 +91,7 @@ def test_an_argument_that_cannot_be_sent() -> None:
 
 
 @pytest.mark.usefixtures("three_with_nothing_left")
-def test_an_error_waits_for_what_is_under_way() -> None:
+def test_an_error_waits_for_the_calls_under_way() -> None:
     """So a second try does not overlap with the rest of the first."""
     pipeline = Pipeline([RemoteModule("worker1", Hangs, ("slow", 1)), RemoteModule("worker2", Breaks, ("x", 0))], 3)
     Hangs.go_on.clear()

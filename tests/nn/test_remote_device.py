@@ -51,7 +51,7 @@ def test_other_formats_are_refused(three: InProcessCluster, text: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["worker7", "worker7/cpu", "rank:7", "cpu", "cuda:0/cpu"])
-def test_a_worker_that_there_is_none_of(three: InProcessCluster, text: str) -> None:
+def test_an_unknown_worker_is_refused(three: InProcessCluster, text: str) -> None:
     with pytest.raises(UnknownWorkerError, match=r"'worker1' \(rank 1\).*a remote device is") as caught:
         place(text)
     assert repr(text) in str(caught.value)

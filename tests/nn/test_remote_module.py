@@ -155,7 +155,7 @@ def test_a_module_that_is_sent() -> None:
     assert ask(m, identity_of) != id(local)
 
 
-def test_what_the_constructor_raises() -> None:
+def test_an_exception_of_the_constructor_is_raised_here() -> None:
     with pytest.raises(LookupError, match="not today") as caught:
         RemoteModule("worker1", Failing, ("not today",))
     assert "in __init__" in str(caught.value.__cause__)
@@ -203,7 +203,7 @@ def test_the_module_goes_with_its_last_remote_module(three: InProcessCluster) ->
     await_that(lambda: three[1].references.counts()["values"] == 0, "the module is gone")
 
 
-def test_what_forward_raises() -> None:
+def test_an_exception_of_forward_is_raised_here() -> None:
     m = RemoteModule("worker1", linear)
     for call in (m, lambda x: m.forward_async(x).wait()):
         with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
@@ -229,7 +229,7 @@ def call_from_there(m: RemoteModule, x: Tensor) -> tuple[str, bool, Tensor]:
 
 
 @pytest.mark.parametrize("to", ["worker1", "worker2", "worker0"])
-def test_sent_to_a_worker(to: str) -> None:
+def test_a_remote_module_is_sent_to_a_worker(to: str) -> None:
     """The receiver is a third worker, the owner, or the sender itself."""
     m, local = twins(1, "worker1", linear)
     m.eval()
@@ -238,7 +238,7 @@ def test_sent_to_a_worker(to: str) -> None:
     assert torch.equal(y, local(batch(2, 4)))
 
 
-def test_sent_and_trained_there() -> None:
+def test_a_remote_module_is_trained_by_its_receiver() -> None:
     """worker2 calls a module on worker1 in worker0's context."""
     m, local = twins(1, "worker1", linear)
     local(batch(2, 4)).sum().backward()
@@ -249,7 +249,7 @@ def test_sent_and_trained_there() -> None:
     assert equal_lists(got, grads(local))
 
 
-def test_sent_inside_of_values_and_modules() -> None:
+def test_a_remote_module_is_sent_inside_values_and_modules() -> None:
     m, local = twins(1, "worker1", linear)
     x = batch(2, 4)
     for value in ([{"m": m}], (m, m)):
@@ -279,7 +279,7 @@ class Unpicklable(nn.Module):
         return x
 
 
-def test_pickled_by_other_means() -> None:
+def test_a_remote_module_cannot_be_pickled_by_other_means() -> None:
     m = RemoteModule("worker1", linear)
     for value in (m, nn.Sequential(m)):
         with pytest.raises(UnsendableError, match=r"can only be (pickled when using RPC|sent to other workers)"):
@@ -363,7 +363,7 @@ def test_a_reference_that_cannot_be_used() -> None:
         RemoteModule.init_from_module_rref("worker1", rpc.remote("worker1", Failing))
 
 
-def test_two_for_one_module_see_the_same() -> None:
+def test_two_remote_modules_of_one_module_share_its_state() -> None:
     m = RemoteModule("worker1", linear)
     other = rpc.rpc_sync("worker2", given, args=(m,))
     other.apply(zero)
@@ -385,7 +385,7 @@ def test_two_for_one_module_see_the_same() -> None:
         (lambda m: setattr(m, "c", nn.ReLU()), "setting 'c'"),
     ],
 )
-def test_it_has_nothing_of_its_own(act: Any, what: str) -> None:
+def test_a_remote_module_takes_no_parameters_of_its_own(act: Any, what: str) -> None:
     m = RemoteModule("worker1", linear)
     with pytest.raises(MisuseError, match=rf"{what} is not possible on a RemoteModule.*in module_cls"):
         act(m)
@@ -394,7 +394,7 @@ def test_it_has_nothing_of_its_own(act: Any, what: str) -> None:
     assert not m._modules
 
 
-def test_what_else_is_refused() -> None:
+def test_other_operations_that_are_refused() -> None:
     m = RemoteModule("worker1", linear)
     with pytest.raises(MisuseError, match="share_memory is not for a RemoteModule"):
         m.share_memory()

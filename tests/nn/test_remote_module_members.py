@@ -212,7 +212,7 @@ def meet(module: Meets) -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, "worker1", [nn.ReLU()], nn.ReLU().parameters(), None])
-def test_what_has_no_parameters(wrong: Any) -> None:
+def test_parameter_rrefs_takes_only_modules(wrong: Any) -> None:
     with pytest.raises(OptionError, match=r"parameter_rrefs takes modules, as in parameter_rrefs\(encoder, decoder\)"):
         parameter_rrefs(wrong)
 

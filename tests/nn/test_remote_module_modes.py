@@ -67,7 +67,7 @@ def test_train_and_eval(through_parent: bool) -> None:
     assert ask(m, modes) == [True] * 4
 
 
-def test_a_mode_that_is_none() -> None:
+def test_an_invalid_mode_is_refused() -> None:
     m = RemoteModule("worker1", Noisy)
     with pytest.raises(ValueError, match="expected to be boolean"):
         m.train("yes")  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_conversions(convert: Any, through_parent: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_a_converted_module_computes(dtype: torch.dtype) -> None:
+def test_a_converted_module_computes_as_in_one_process(dtype: torch.dtype) -> None:
     m, local = twins(1, "worker1", linear)
     m.to(dtype)
     x = batch(3, 4, dtype=dtype)
@@ -190,7 +190,7 @@ def test_moves_on_the_worker() -> None:
             act()
 
 
-def test_conversions_that_change_nothing_ask_nobody(three: InProcessCluster) -> None:
+def test_conversions_that_change_nothing_make_no_call(three: InProcessCluster) -> None:
     calls: list[Any] = []
     parent = nn.Sequential(RemoteModule("worker1", Net))
     three[0].before_call.append(lambda *call: calls.append(call))
@@ -258,7 +258,7 @@ def test_a_remote_module_inside_of_a_remote_module_changes_too() -> None:
     assert equal_lists(list(inner.state_dict().values()), list(local.state_dict().values()))
 
 
-def test_each_is_one_call(three: InProcessCluster) -> None:
+def test_each_change_is_one_call(three: InProcessCluster) -> None:
     m = RemoteModule("worker1", Net)
     other = Net()
     calls: list[Any] = []

@@ -127,7 +127,7 @@ def test_the_state_after_training_steps(pair: Callable[..., Pair]) -> None:
     assert same(found, local.state_dict())
 
 
-def test_an_own_destination(pair: Callable[..., Pair]) -> None:
+def test_a_destination_of_the_user_s_own(pair: Callable[..., Pair]) -> None:
     m, local = pair()
     for model, other in ((m, local), (local, m)):
         mine: dict[str, Any] = {"already": 1}
@@ -146,7 +146,7 @@ def test_keep_vars(pair: Callable[..., Pair]) -> None:
         assert not any(value.requires_grad for value in m.state_dict().values())
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_shared_parameters_stay_shared_in_the_state() -> None:
     m, _ = alone()
     found = m.state_dict()
     assert found["first.weight"].data_ptr() == found["second.weight"].data_ptr()
@@ -225,7 +225,7 @@ EDITS = {
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("metadata", [True, False])
 @pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS.keys())
-def test_what_does_not_fit(
+def test_mismatched_states_fail_as_in_one_process(
     pair: Callable[..., Pair], edits: list[Callable[[dict[str, Any]], None]], metadata: bool, strict: bool
 ) -> None:
     """The keys, texts and order are those of one process, and so is what gets loaded anyway."""
@@ -386,7 +386,7 @@ def test_a_remote_module_inside_of_a_remote_module() -> None:
     assert m.state_dict()["0.scale"].equal(twin.state_dict()["inner.part.0.scale"])
 
 
-def test_what_is_no_state() -> None:
+def test_a_state_that_is_not_a_dict_is_refused() -> None:
     m, _ = alone()
     with pytest.raises(TypeError, match="dict-like"):
         m.load_state_dict([1])  # type: ignore[arg-type]

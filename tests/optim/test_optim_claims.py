@@ -99,7 +99,7 @@ def test_a_thread_does_not_wait_for_itself() -> None:
     assert len(claims) == 0
 
 
-def test_an_error_lets_go() -> None:
+def test_an_error_releases_the_claim() -> None:
     claims, log = Claims(), list[str]()
     a = object()
     with pytest.raises(ValueError, match="oh"), claims.on([a]):

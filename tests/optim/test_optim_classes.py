@@ -88,7 +88,7 @@ def test_every_class_of_torch(workers: InProcessCluster, optimizer_class: Any) -
 
 
 @pytest.mark.parametrize("optimizer_class", [each for each in CLASSES if needs_a_closure(each)])
-def test_one_that_needs_a_closure_is_refused(workers: InProcessCluster, optimizer_class: Any) -> None:
+def test_an_optimizer_that_needs_a_closure_is_refused(workers: InProcessCluster, optimizer_class: Any) -> None:
     parameter = nn.Parameter(torch.ones(2))
     counts = workers[0].references.counts()
     with pytest.raises(OptionError, match=rf"{optimizer_class.__name__} needs arguments for its step \(closure\)"):
@@ -121,7 +121,7 @@ def test_options(workers: InProcessCluster, optimizer_class: Any, options: dict[
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # Adagrad makes sparse tensors
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adagrad])
-def test_sparse_gradients_for_those_that_take_both(workers: InProcessCluster, optimizer_class: Any) -> None:
+def test_sparse_gradients_for_optimizers_that_take_both(workers: InProcessCluster, optimizer_class: Any) -> None:
     check(optimizer_class, sparse_twins(), sparse_inputs(STEPS), lr=0.1)
 
 
@@ -192,7 +192,7 @@ class HalfADuck:
         pass
 
 
-def test_one_that_has_groups_and_nothing_else(workers: InProcessCluster) -> None:
+def test_an_optimizer_with_only_groups_and_a_step(workers: InProcessCluster) -> None:
     optimizer = DistributedOptimizer(HalfADuck, [nn.Parameter(torch.ones(1))])
     assert optimizer.param_groups[0]["lr"] == 0.1
     optimizer.param_groups[0]["lr"] = 0.2
@@ -232,7 +232,7 @@ class Twin(Duck):
             parameter.grad = None
 
 
-def test_one_that_has_nothing_but_a_step(workers: InProcessCluster) -> None:
+def test_an_optimizer_with_only_a_step(workers: InProcessCluster) -> None:
     twins = dense_twins()
     optimizer = DistributedOptimizer(Duck, twins.rrefs, 0.1)
     twins.train(optimizer, Twin(twins.parameters, 0.1), dense_inputs(STEPS))
@@ -247,7 +247,7 @@ def test_one_that_has_nothing_but_a_step(workers: InProcessCluster) -> None:
         optimizer.step()
 
 
-def test_zero_grad_of_one_that_has_nothing_but_a_step(workers: InProcessCluster) -> None:
+def test_zero_grad_of_an_optimizer_with_only_a_step(workers: InProcessCluster) -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = DistributedOptimizer(Duck, [parameter], 0.1)
     optimizer.zero_grad()
@@ -265,7 +265,7 @@ class OddlyNamed(torch.optim.SGD):
         super().step()
 
 
-def test_a_method_may_call_its_object_what_it_likes(workers: InProcessCluster) -> None:
+def test_a_method_may_name_its_first_argument_freely(workers: InProcessCluster) -> None:
     check(OddlyNamed, dense_twins(), dense_inputs(STEPS), lr=0.1)
 
 
@@ -277,7 +277,7 @@ def scheduled(params: Any, lr: float) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_one_that_brings_its_own_scheduler(workers: InProcessCluster) -> None:
+def test_an_optimizer_with_its_own_scheduler(workers: InProcessCluster) -> None:
     check(scheduled, dense_twins(), dense_inputs(STEPS), lr=0.1)
 
 
@@ -286,7 +286,7 @@ def sgd(params: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("make", [sgd, functools.partial(torch.optim.SGD, momentum=0.5)])
-def test_what_is_called_as_a_class_is(workers: InProcessCluster, make: Any) -> None:
+def test_a_factory_can_be_given_instead_of_a_class(workers: InProcessCluster, make: Any) -> None:
     check(make, dense_twins(), dense_inputs(STEPS), lr=0.1)
 
 
@@ -297,7 +297,7 @@ class MakesItsOwnGroups(torch.optim.SGD):
         super().__init__(groups, lr=lr)
 
 
-def test_one_that_makes_groups_of_its_own_can_step(workers: InProcessCluster) -> None:
+def test_an_optimizer_that_makes_its_own_groups_can_step(workers: InProcessCluster) -> None:
     twins = Twins([("worker1", nn.Linear, (4, 3))])
     optimizer = DistributedOptimizer(MakesItsOwnGroups, twins.rrefs, lr=0.1)
     twins.train(optimizer, MakesItsOwnGroups(twins.parameters, lr=0.1), dense_inputs(2))
@@ -335,7 +335,7 @@ def lbfgs(params: Any) -> torch.optim.Optimizer:
         (lbfgs, "LBFGS needs arguments for its step"),
     ],
 )
-def test_what_is_no_optimizer(workers: InProcessCluster, make: Any, message: str) -> None:
+def test_classes_that_are_not_optimizers_are_refused(workers: InProcessCluster, make: Any, message: str) -> None:
     twins = Twins([("worker1", nn.Linear, (4, 3))])
     with pytest.raises(Exception, match=message):
         DistributedOptimizer(make, twins.rrefs)

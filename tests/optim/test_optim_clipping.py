@@ -82,7 +82,7 @@ def test_training_with_clipped_gradients(workers: InProcessCluster, optimizer_cl
 
 
 @pytest.mark.parametrize("norm_type", [1, 2, math.inf])
-def test_grad(workers: InProcessCluster, norm_type: float) -> None:
+def test_grad_is_clipped_in_place_without_a_context(workers: InProcessCluster, norm_type: float) -> None:
     """Without a context, ``.grad`` is clipped in place, as torch does."""
     twins = dense_twins()
     x = dense_inputs(1)[0]
@@ -225,7 +225,7 @@ def test_sparse_gradients(workers: InProcessCluster, norm_type: float) -> None:
         torch.testing.assert_close(gradient.to_dense(), parameter.grad)
 
 
-def test_sparse_grad(workers: InProcessCluster) -> None:
+def test_sparse_grad_is_clipped_in_place(workers: InProcessCluster) -> None:
     parameter = nn.Parameter(torch.ones(4, 2))
     torch.autograd.backward(nn.functional.embedding(torch.tensor([1, 1, 3]), parameter, sparse=True).sum())
     total = clip_grad_norm_(None, [parameter], 1.0)
@@ -235,7 +235,7 @@ def test_sparse_grad(workers: InProcessCluster) -> None:
     assert parameter.grad.to_dense().norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-def test_what_cannot_be_clipped(workers: InProcessCluster) -> None:
+def test_invalid_parameters_are_refused(workers: InProcessCluster) -> None:
     with pytest.raises(OptionError, match="7 cannot be optimized"):
         clip_grad_norm_(None, [7], 1.0)
     with pytest.raises(OptionError, match="a set does not have"):

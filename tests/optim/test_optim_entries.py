@@ -31,7 +31,7 @@ NAN = float("nan")
         (NAN, NAN),
     ],
 )
-def test_what_is_the_same(one: Any, other: Any) -> None:
+def test_equal_entries_are_the_same(one: Any, other: Any) -> None:
     assert same(one, other)
     assert same(other, one)
 
@@ -55,7 +55,7 @@ def test_what_is_the_same(one: Any, other: Any) -> None:
         (NoTruth(), NoTruth()),
     ],
 )
-def test_what_is_not_the_same(one: Any, other: Any) -> None:
+def test_different_entries_are_not_the_same(one: Any, other: Any) -> None:
     assert not same(one, other)
     assert not same(other, one)
 

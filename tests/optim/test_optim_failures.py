@@ -62,7 +62,7 @@ def backward(twins: Twins, context_id: int) -> None:
 @pytest.mark.parametrize(
     "failing", [{"worker0"}, {"worker1"}, {"worker0", "worker2"}, {"worker0", "worker1", "worker2"}]
 )
-def test_an_error_says_who_has_stepped(workers: InProcessCluster, failing: set[str]) -> None:
+def test_an_error_names_the_workers_that_have_stepped(workers: InProcessCluster, failing: set[str]) -> None:
     twins = dense_twins()
     optimizer = DistributedOptimizer(Fragile, twins.rrefs, lr=0.1)
     for rref, parameter in zip(twins.rrefs, twins.parameters, strict=True):
@@ -120,8 +120,8 @@ def await_values(workers: InProcessCluster, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("failing", [{"worker0"}, {"worker1"}, {"worker0", "worker1", "worker2"}])
-def test_nothing_is_left_of_what_could_not_be_made(workers: InProcessCluster, failing: set[str]) -> None:
-    """Also while the error is kept."""
+def test_a_failed_constructor_leaves_nothing_on_any_worker(workers: InProcessCluster, failing: set[str]) -> None:
+    """Not even while the error is kept alive."""
     twins = dense_twins()
     FAILING.update(failing)
     gc.collect()
@@ -266,7 +266,7 @@ def test_workers_that_are_killed() -> None:
         assert crew[0].run(make_and_tell) == (("worker0",), ["WorkerLostError"])
 
 
-def test_the_errors_that_leave_it_open() -> None:
+def test_a_partial_error_says_whether_the_step_may_have_been_done() -> None:
     assert "may have been done" in str(PartialError("the step", (), {"worker1": RpcTimeoutError("late")}))
     assert "may have been done" in str(PartialError("the step", (), {"worker1": WorkerLostError("dead", "worker1")}))
     assert "may have been done" not in str(PartialError("the step", (), {"worker1": ValueError("wrong")}))

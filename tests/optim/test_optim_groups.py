@@ -251,7 +251,7 @@ def test_a_parameter_that_comes_twice(workers: InProcessCluster) -> None:
         ([{"params": [("a", nn.Parameter(torch.ones(1)))]}, {"params": []}], "name all, or none"),
     ],
 )
-def test_parameters_that_are_none(workers: InProcessCluster, given: Any, message: str) -> None:
+def test_invalid_parameters_are_refused(workers: InProcessCluster, given: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         DistributedOptimizer(torch.optim.SGD, given)
 
@@ -263,19 +263,21 @@ def test_parameters_that_are_none(workers: InProcessCluster, given: Any, message
         (torch.ones(1, requires_grad=True) * 2, "can't optimize a non-leaf Tensor"),
     ],
 )
-def test_references_to_what_is_no_parameter(workers: InProcessCluster, value: Any, message: str) -> None:
+def test_references_to_other_values_than_parameters_are_refused(
+    workers: InProcessCluster, value: Any, message: str
+) -> None:
     with pytest.raises(PartialError, match=message):
         DistributedOptimizer(torch.optim.SGD, [RRef(value)])
 
 
-def test_a_list_of_groups_that_somebody_else_has_changed(workers: InProcessCluster) -> None:
+def test_a_changed_list_of_groups_is_refused(workers: InProcessCluster) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))])
     optimizer.param_groups.append({"params": []})
     with pytest.raises(MisuseError, match=r"use add_param_group\(\)"):
         optimizer.step()
 
 
-def test_it_stays_where_it_was_made(workers: InProcessCluster) -> None:
+def test_an_optimizer_cannot_be_sent_or_copied(workers: InProcessCluster) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=0.1)
     assert "of SGD on 'worker0'" in repr(optimizer)
     assert "lr: 0.1" in repr(optimizer)

@@ -84,7 +84,7 @@ class Plain:
         self.count += 1
 
 
-def test_steps_of_others_are_left_as_they_are() -> None:
+def test_steps_of_other_classes_are_left_unchanged() -> None:
     quickest(Counting([parameter()], lr=0.5))()
     assert Counting.count == 1
     plain = Plain()
@@ -98,7 +98,7 @@ class Bare(torch.optim.Optimizer):
         return number
 
 
-def test_a_class_of_ours_has_torch_s_wrapper_when_it_needs_it() -> None:
+def test_our_class_gets_torch_s_wrapper_when_hooks_need_it() -> None:
     step = Bare.step
     optimizer: Any = Bare([parameter()], {})
     assert type(optimizer).step is step

@@ -50,7 +50,9 @@ def through_a_file(state_dict: Any) -> Any:
 
 
 @pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
-def test_into_one_process(workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]) -> None:
+def test_a_local_optimizer_loads_a_distributed_state(
+    workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]
+) -> None:
     twins, optimizer, reference = trained(optimizer_class, options)
     fresh = optimizer_class(twins.parameters, **options)
     fresh.load_state_dict(through_a_file(optimizer.state_dict()))
@@ -59,7 +61,9 @@ def test_into_one_process(workers: InProcessCluster, optimizer_class: Any, optio
 
 
 @pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
-def test_out_of_one_process(workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]) -> None:
+def test_a_distributed_optimizer_loads_a_local_state(
+    workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]
+) -> None:
     twins, _, reference = trained(optimizer_class, options)
     fresh = DistributedOptimizer(optimizer_class, twins.rrefs)  # the options come with the state
     fresh.load_state_dict(through_a_file(reference.state_dict()))
@@ -69,7 +73,9 @@ def test_out_of_one_process(workers: InProcessCluster, optimizer_class: Any, opt
 
 
 @pytest.mark.parametrize(("optimizer_class", "options"), CLASSES)
-def test_onto_another_placement(workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]) -> None:
+def test_a_state_is_loaded_on_another_placement(
+    workers: InProcessCluster, optimizer_class: Any, options: dict[str, Any]
+) -> None:
     twins, optimizer, reference = trained(optimizer_class, options)
     saved = optimizer.state_dict()
     moved = Twins([(worker, linear, args) for worker, args in zip(["worker2"] * 3 + ["worker0"], SHAPES, strict=True)])
@@ -159,7 +165,7 @@ def test_an_old_state_dict_is_completed_as_in_torch(workers: InProcessCluster) -
     twins.train(optimizer, reference, dense_inputs(1))
 
 
-def test_what_does_not_fit_is_refused_before_anything_changes(workers: InProcessCluster) -> None:
+def test_a_mismatched_state_is_refused_before_anything_changes(workers: InProcessCluster) -> None:
     _, optimizer, reference = trained(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     before = optimizer.state_dict()
     fewer = torch.optim.SGD(list(reference.param_groups[0]["params"])[:5], lr=0.5).state_dict()
@@ -216,7 +222,7 @@ def test_hooks_of_state_dicts(workers: InProcessCluster) -> None:
     assert len(twins.rrefs) == len(saved["state"])
 
 
-def test_what_the_checkpoint_uses(workers: InProcessCluster) -> None:
+def test_export_and_load_of_local_optimizers(workers: InProcessCluster) -> None:
     """`export` and `load` of each local optimizer are all that a checkpoint needs."""
     twins, optimizer, reference = trained(torch.optim.Adam, {"lr": 0.1})
     expected = reference.state_dict()
@@ -237,7 +243,7 @@ def test_what_the_checkpoint_uses(workers: InProcessCluster) -> None:
     assert optimizer._group_options() == expected["param_groups"]
 
 
-def test_a_local_optimizer_does_not_load_what_does_not_fit(workers: InProcessCluster) -> None:
+def test_a_local_optimizer_refuses_a_mismatched_state(workers: InProcessCluster) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=0.1)
     there: Any = optimizer.remote_optimizers[0].local_value()
     with pytest.raises(OptionError, match=r"2 parameter groups for an optimizer that has 1$"):

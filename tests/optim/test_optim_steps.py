@@ -120,7 +120,7 @@ def step_as(worker: Worker, optimizer: DistributedOptimizer, context_id: int) ->
         optimizer.step(context_id)
 
 
-def test_a_context_that_is_over_is_refused_before_anybody_steps(workers: InProcessCluster) -> None:
+def test_an_ended_context_is_refused_before_any_worker_steps(workers: InProcessCluster) -> None:
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
     with dist_autograd.context() as context_id:
@@ -144,7 +144,7 @@ def calls_to(workers: InProcessCluster, rank: int) -> int:
     return sum(line.calls_started for line in workers[rank].agent.serving.lines)
 
 
-def test_what_is_done_is_one_call_to_each_worker(workers: InProcessCluster) -> None:
+def test_each_operation_is_one_call_to_each_worker(workers: InProcessCluster) -> None:
     twins = dense_twins()
     optimizer = DistributedOptimizer(
         torch.optim.Adam, [{"params": twins.rrefs[::2]}, {"params": twins.rrefs[1::2]}], lr=0.1
@@ -251,7 +251,7 @@ def linear_of_integers(inputs: int, outputs: int) -> nn.Module:
     return layer
 
 
-def test_accumulating_where_there_is_nothing_to(workers: InProcessCluster) -> None:
+def test_accumulating_without_gradients_leaves_grad_unchanged(workers: InProcessCluster) -> None:
     """On a worker that took no part, and for a parameter without a gradient, .grad stays as it is."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
@@ -367,7 +367,7 @@ class Naive(torch.optim.Optimizer):
                 parameter.data.add_(parameter.grad.mul_(-group["lr"]))
 
 
-def test_one_that_changes_gradients_in_place(workers: InProcessCluster) -> None:
+def test_an_optimizer_that_changes_gradients_in_place(workers: InProcessCluster) -> None:
     twins = dense_twins()
     optimizer = DistributedOptimizer(Naive, twins.rrefs, lr=0.1)
     twins.train(optimizer, Naive(twins.parameters, lr=0.1), dense_inputs(3))

@@ -28,7 +28,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
             await_nothing_left(made)
 
 
-def test_everything_at_once(group: InProcessCluster) -> None:
+def test_accumulation_scaling_clipping_schedule_and_restart_together(group: InProcessCluster) -> None:
     """Gradients are accumulated, scaled and clipped; there is a schedule, and a restart in the middle."""
     twins = dense_twins()
     optimizer = DistributedOptimizer(torch.optim.AdamW, twins.rrefs, lr=0.1)

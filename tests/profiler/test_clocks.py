@@ -7,7 +7,7 @@ import random
 from backhaul.profiler.clocks import RoundTrip, align, trips
 
 
-def test_the_shortest_round_trip_counts() -> None:
+def test_the_shortest_round_trip_gives_the_offset() -> None:
     found = align(
         [RoundTrip(0, 1000 + 90, 100), RoundTrip(200, 1000 + 205, 210), RoundTrip(300, 1000 + 301, 340)],
         same_host=False,
@@ -30,13 +30,13 @@ def test_the_offset_is_right_to_within_the_error() -> None:
         assert abs(found.offset - offset) <= found.error
 
 
-def test_one_host_has_one_clock() -> None:
+def test_workers_of_one_host_share_a_clock() -> None:
     found = align([RoundTrip(0, 60, 100)], same_host=True)
     assert (found.offset, found.error) == (0, 0)
     assert (found.measured_offset, found.measured_error) == (10, 50)
 
 
-def test_unless_what_was_measured_says_otherwise() -> None:
+def test_round_trips_that_contradict_a_shared_clock_win() -> None:
     """As in a container with its own clock."""
     found = align([RoundTrip(0, 5000, 100)], same_host=True)
     assert (found.offset, found.error, found.method) == (4950, 50, "round trips")

@@ -21,7 +21,7 @@ from backhaul.testing import InProcessCluster
 OPERATORS = 200_000
 
 
-def test_what_is_packed_is_unpacked() -> None:
+def test_a_packed_recording_is_unpacked_to_the_same() -> None:
     threads = [
         {"native": 1, "name": "one", "rows": [["Read", at, 0, {}] for at in range(2 * parcel.BLOCK_ROWS + 1)]},
         {"native": 2, "name": "two", "rows": []},

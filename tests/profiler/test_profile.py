@@ -145,7 +145,7 @@ def test_every_call_has_an_arrow_to_its_execution_and_one_back(reading: Reading)
         assert reply.target.begin <= reply.arrived <= call.end
 
 
-def test_what_a_call_does_there_lies_within_it(reading: Reading) -> None:
+def test_the_execution_and_its_operators_lie_within_the_call(reading: Reading) -> None:
     """The execution of a call, the user's function in it, and the function's operators, on the same thread."""
     calls = {(call.process, call.args["call"]): call for call in reading.slices("backhaul.call")}
     functions = reading.slices("backhaul.function")
@@ -320,7 +320,7 @@ def test_the_shares_of_each_worker_add_up_to_the_wall_time(profiled: profile) ->
     assert all(each.seconds["compute"] > 0 for each in summary.workers)
 
 
-def test_the_chain_of_a_step_tiles_it(profiled: profile) -> None:
+def test_the_chain_of_a_step_covers_it_without_gaps(profiled: profile) -> None:
     summary = profiled.summary()
     assert [chain.step for chain in summary.chains] == ["ProfilerStep#0", "ProfilerStep#1"]
     for chain in summary.chains:
@@ -453,7 +453,7 @@ def test_an_unknown_worker(crowd: InProcessCluster) -> None:
     assert not crowd[0].agent.observers
 
 
-def test_dropped_events_are_told(crowd: InProcessCluster) -> None:
+def test_dropped_events_cause_a_warning(crowd: InProcessCluster) -> None:
     with (
         crowd[0].as_current(),
         pytest.warns(RuntimeWarning, match=r"max_events=20 was reached, and \d+ of worker 'worker0'"),
@@ -466,7 +466,7 @@ def test_dropped_events_are_told(crowd: InProcessCluster) -> None:
         assert sum(each.seconds.values()) == pytest.approx(each.wall, rel=0.05)
 
 
-def test_another_profiler_in_the_block_is_told(crowd: InProcessCluster) -> None:
+def test_another_profiler_in_the_block_causes_a_warning(crowd: InProcessCluster) -> None:
     with (
         crowd[0].as_current(),
         pytest.warns(RuntimeWarning, match="no operators of worker 'worker0': another torch.profiler was started"),
@@ -492,7 +492,7 @@ def test_inside_of_a_context_the_profile_does_not_join_it(crowd: InProcessCluste
         assert not found.told
 
 
-def test_the_package_offers_it() -> None:
+def test_the_package_exports_profile() -> None:
     assert backhaul.profiler.profile is profile
 
 

@@ -183,7 +183,7 @@ def test_a_gate_opens_before_its_wait_ends() -> None:
     assert {(11, "compute"), (20, "gates"), (21, "gates"), (41, "compute")} <= states
 
 
-def test_what_began_before_the_recording_or_has_not_ended() -> None:
+def test_spans_cut_off_by_the_recording() -> None:
     told = told_of(thread("a", 1, (10, Returned(failed=False)), (20, Invoked(what="g"))))
     assert spans(told) == [("function", "g", 20, 100)]
     assert told.spans[0].details["unfinished"]

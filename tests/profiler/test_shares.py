@@ -24,7 +24,7 @@ def parts(*threads: list[Piece], interpreter: Interpreter = FREE) -> dict[str, f
     return {state: round(seconds * 1e3, 6) for state, seconds in found.seconds.items() if seconds > 1e-9}
 
 
-def test_nothing() -> None:
+def test_a_worker_without_threads_is_idle() -> None:
     assert parts() == {"idle": 100}
 
 
@@ -45,7 +45,7 @@ def test_threads_that_work_share_the_moment() -> None:
     assert parts([piece(0, 100, "compute")], [piece(0, 50, "wire")]) == {"compute": 75, "wire": 25}
 
 
-def test_only_the_window_counts() -> None:
+def test_only_time_within_the_window_counts() -> None:
     assert parts([piece(-50, 10, "compute"), piece(90, 200, "wire")]) == {"compute": 10, "wire": 10, "idle": 80}
 
 
@@ -58,7 +58,7 @@ def test_a_function_that_sleeps_computes() -> None:
     assert parts([piece(0, 100, "compute", computed=0)], interpreter=FREE) == {"compute": 100}
 
 
-def test_the_interpreter_is_judged_by_the_looks_around() -> None:
+def test_the_nearest_samples_decide_whether_the_interpreter_was_held() -> None:
     half = Interpreter([(at * MS, 2 * MS if at < 50 else 0) for at in range(0, 100, 5)])
     thread = [piece(0, 48, "compute", computed=0), piece(52, 100, "compute", computed=0)]
     assert parts(thread, interpreter=half) == {"interpreter": 48, "compute": 48, "idle": 4}

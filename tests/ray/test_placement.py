@@ -32,7 +32,7 @@ NODES = [
 ]
 
 
-def test_what_is_missing() -> None:
+def test_the_error_lists_what_is_missing() -> None:
     assert missing({"CPU": 2.0, "GPU": 1.0}, 3, "PACK", NODES, 30.0).splitlines() == [
         "Ray found no room for 3 workers within 30 s. Asked for: 3 times CPU 2, GPU 1, strategy 'PACK'; there is room "
         "for 0 now, and for 1 when nothing else runs",
@@ -51,11 +51,11 @@ def test_what_is_missing() -> None:
         ("STRICT_PACK", 5, "  missing: one node with room for all workers, as STRICT_PACK requires"),
     ],
 )
-def test_what_a_strategy_misses(strategy: str, n: int, line: str) -> None:
+def test_the_error_names_what_a_strategy_lacks(strategy: str, n: int, line: str) -> None:
     assert line in missing({"CPU": 1.0}, n, strategy, NODES, 1.0).splitlines()
 
 
-def test_without_what_is_free() -> None:
+def test_the_error_without_reported_free_resources() -> None:
     """Other versions of Ray may not report free resources."""
     assert "  node a: CPU 2" in missing({"CPU": 4.0}, 1, "PACK", [Node("a", {"CPU": 2.0})], 1.0).splitlines()
 
@@ -71,7 +71,7 @@ def test_no_room(nodes: Any) -> None:
     eventually(lambda: not living_actors() and not placements())
 
 
-def test_room_that_others_have(nodes: Any) -> None:
+def test_the_error_counts_room_that_others_use(nodes: Any) -> None:
     with (
         backhaul.ray.cluster(3),
         pytest.raises(RpcTimeoutError, match=r"room for 1 now, and for 2 when nothing else runs"),

@@ -99,7 +99,7 @@ def test_a_broken_connection_that_is_made_again_is_no_loss() -> None:
         assert news.next()[0] == "worker2 lost"
 
 
-def test_a_callback_may_make_calls_and_what_it_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_callback_may_make_calls_and_its_exceptions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def fail(info: rpc.WorkerInfo, cause: rpc.WorkerLostError) -> None:
@@ -152,7 +152,7 @@ def test_newcomers_to_a_dynamic_group() -> None:
     first.shutdown(graceful=False)
 
 
-def test_no_callback_without_a_function_or_a_worker() -> None:
+def test_a_callback_needs_a_function_and_a_worker() -> None:
     with InProcessCluster(1) as alone, alone[0].as_current(), pytest.raises(MisuseError, match="a callback is"):
         rpc.on_lost("function")  # type: ignore[arg-type]
     with pytest.raises(NotInitializedError):

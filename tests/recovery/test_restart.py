@@ -158,7 +158,7 @@ def run(tmp_path: Path, *options: str, source: str = TRAINING) -> subprocess.Com
 
 
 @pytest.mark.slow
-def test_run_restarts_workers_that_fail_the_first_of_all_too(tmp_path: Path) -> None:
+def test_run_restarts_workers_that_fail_including_worker0(tmp_path: Path) -> None:
     """worker1 ends twice; worker0, for which all others wait in shutdown, ends once."""
     done = run(tmp_path, "--max-restarts", "3")
     assert done.returncode == 0, done.stderr
@@ -202,7 +202,7 @@ def test_run_restarts_no_worker_that_it_stops_itself(tmp_path: Path) -> None:
     assert "restarted" not in done.stderr
 
 
-def test_a_number_of_restarts_that_is_none(tmp_path: Path) -> None:
+def test_a_negative_number_of_restarts_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "--max-restarts", "-1")
     assert done.returncode == 2
     assert "--max-restarts must be at least 0, not -1" in done.stderr

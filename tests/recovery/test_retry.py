@@ -43,7 +43,7 @@ def lose_another() -> None:
 
 @pytest.mark.parametrize("retry", [1, Retry(1), Retry(3, within=20.0)])
 @pytest.mark.parametrize("lost", [Call, Result])
-def test_a_lost_call_is_made_again(lost: type[Any], retry: Any) -> None:
+def test_a_lost_call_is_repeated(lost: type[Any], retry: Any) -> None:
     faults = Faults()
     with InProcessCluster(2, faults=faults) as pair:
         pair[0].rpc_sync("worker1", count, args=("first",))
@@ -55,7 +55,7 @@ def test_a_lost_call_is_made_again(lost: type[Any], retry: Any) -> None:
         assert made in ((1,) if lost is Call else (1, 2))
 
 
-def test_without_retry_it_is_not() -> None:
+def test_without_retry_a_lost_call_is_not_repeated() -> None:
     faults = Faults()
     with InProcessCluster(2, faults=faults) as pair:
         pair[0].rpc_sync("worker1", count, args=("first",))
@@ -65,7 +65,7 @@ def test_without_retry_it_is_not() -> None:
         assert runs["call"] == 1
 
 
-def test_so_many_times_and_no_more() -> None:
+def test_a_lost_call_is_repeated_at_most_as_often_as_given() -> None:
     faults = Faults()
     with InProcessCluster(2, faults=faults) as pair:
         for call in (pair[0].rpc_sync, lambda *args, **kwargs: pair[0].rpc_async(*args, **kwargs).wait()):
@@ -79,7 +79,7 @@ def test_so_many_times_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("function", [fail, lose_another])
-def test_what_the_function_raises_is_not_repeated(function: Any) -> None:
+def test_an_exception_of_the_function_is_not_retried(function: Any) -> None:
     with InProcessCluster(2) as pair:
         with pytest.raises((ValueError, WorkerLostError)):
             pair[0].rpc_sync("worker1", function, retry=5)
@@ -88,7 +88,7 @@ def test_what_the_function_raises_is_not_repeated(function: Any) -> None:
         assert runs[function.__name__] == 2
 
 
-def test_it_waits_for_the_replacement() -> None:
+def test_a_retry_waits_for_the_replacement() -> None:
     with InProcessCluster(3) as three:
         three[0].rpc_sync("worker2", count, args=("first",))
         three[2].shutdown(graceful=False)
@@ -111,7 +111,7 @@ async def _awaited(three: InProcessCluster) -> int:
     return result
 
 
-def test_it_waits_no_longer_than_it_may() -> None:
+def test_a_retry_waits_no_longer_than_its_limit() -> None:
     with InProcessCluster(2) as pair:
         pair[1].shutdown(graceful=False)
         began = time.monotonic()
@@ -144,7 +144,7 @@ def test_a_changed_argument_is_noticed() -> None:
             future.wait()
 
 
-def test_inside_a_context_it_is_refused() -> None:
+def test_a_retry_inside_a_context_is_refused() -> None:
     """The lost attempt may have recorded something, so the whole context must be repeated."""
     with InProcessCluster(2) as pair, pair[0].as_current():
         with dist_autograd.context():
@@ -155,13 +155,13 @@ def test_inside_a_context_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("retry", [-1, 1.5, "2", True, (1, 2)])
-def test_what_is_no_retry(retry: Any) -> None:
+def test_an_invalid_number_of_retries_is_refused(retry: Any) -> None:
     with InProcessCluster(1) as alone, pytest.raises(OptionError, match="must be a whole number of repetitions"):
         alone[0].rpc_sync("worker0", count, args=("call",), retry=retry)
 
 
 @pytest.mark.parametrize("within", [0, -1.0, True, "soon", float("nan")])
-def test_what_is_no_time_for_it(within: Any) -> None:
+def test_an_invalid_time_limit_is_refused(within: Any) -> None:
     with pytest.raises(OptionError, match="must be a number of seconds"):
         Retry(1, within)
 

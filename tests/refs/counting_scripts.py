@@ -1,7 +1,7 @@
 """Scripts for `Counting`, one transition at a time: what each worker is told, and what it answers, literally.
 
-A script is a table of ``worker, call, answer``. Workers are O (the owner, mostly), U (the worker that made the value),
-V and W. Messages are carried by hand, so that a script reads like a drawing of the race that it is about.
+A script is a table of ``worker, call, answer``. The workers are O (mostly the owner), U (the creator of the value), V
+and W. Messages are carried by hand, so a script reads like a drawing of the race that it tests.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The state of a `simulation`, and the judge who watches it.
+"""The state of a `simulation`, and the checks of what counting promises.
 
-A *claim* is what counting owes something to: a worker that has a reference, or a message that brings
-one to a living worker. Only one thing voids a claim: that the message was on a broken connection, and had not come
-when it was recalled. A reference of such a message, and what is made of it, is a claim only once the owner has
-confirmed it.
+A *claim* on a value belongs to a worker that has a reference to it, or to a message that brings a reference to a living
+worker. A claim is void only if the message was on a broken connection and was recalled before it arrived. A reference
+from such a message, and each copy of it, becomes a claim when the owner confirms it.
 
-At all times: nothing is freed that somebody has a claim to, and nobody who has one is told that the value is gone,
-unless its owner is, or the message that was to create it.
-When all is quiet: what has claims is there, with exactly those listed who have it; and of the rest nothing is left,
-no entries, no pins, no notices, no sweeps. What a broken connection still has in it may come before that or after.
+At every step: no value with a claim is freed. A worker with a claim is told that the value is gone only if the owner is
+dead, or if the message that should have created the value is lost.
+
+When nothing can happen any more: each value with claims exists, and its owner lists exactly the workers that have one.
+No other entries, pins, notices or sweeps are left. Messages in a broken connection may arrive before or after that.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Worker:
         self.outboxes: dict[int, Outbox] = {}
         self.inboxes: dict[int, Inbox] = {}
         self.outbound: dict[int, Connection] = {}
-        self.todo: list[tuple[Connection | None, int, UserMessage]] = []  # what was read, over what, of whom
+        self.todo: list[tuple[Connection | None, int, UserMessage]] = []  # messages that were read, with their senders
         self.creating: dict[RefId, Connection] = {}  # not answered yet
-        self.dead: set[int] = set()  # whose deaths this worker knows of
-        self.suspects: set[int] = set()  # of whom it has been asked
+        self.dead: set[int] = set()  # ranks that this worker knows to be dead
+        self.suspects: set[int] = set()  # ranks that a sweep has asked about
         self.values: set[RefId] = set()
         self.hands: Counter[RefId] = Counter()
         self.temps: Counter[RefId] = Counter()
@@ -123,7 +123,7 @@ class World:
                     raise self.failure(f"{ref} is freed, but is on its way to worker {receiver.rank}", ref)
 
     def check_void(self, worker: Worker, ref: RefId) -> None:
-        """Nobody waits for a value that will not come."""
+        """Check that a worker gives up only a value that will not come."""
         if ref in self.under_way and ref not in self.in_doubt and self.workers[ref.creator].alive:
             raise self.failure(f"worker {worker.rank} gives up {ref}, which is being created", ref)
         if worker.counting.expects(ref):
@@ -142,9 +142,9 @@ class World:
             worker.gone.add(ref)
 
     def check_all(self) -> None:
-        """All is quiet: what has claims is there, and nothing else."""
+        """Nothing can happen any more: values with claims exist, and nothing else is left."""
         living = self.living()
-        # Of creations that did not arrive, the owner may have heard of others, or not at all.
+        # The owner may have heard of a creation that did not arrive from other workers, or not at all.
         missing = self.lost | self.under_way
         for worker in living:
             rank, counting = worker.rank, worker.counting
@@ -165,9 +165,9 @@ class World:
                     if ref.owner == rank and user is not worker:
                         held.setdefault(ref, set()).add(user.rank)
             owned = set(counting.owned)
-            self.compare(f"owned in vain by {rank}", owned - set(held), set())
+            self.compare(f"owned without a claim by {rank}", owned - set(held), set())
             self.compare(f"missing at {rank}", set(held) - owned - missing, set())
-            self.compare(f"values in vain at {rank}", worker.values - owned, set())
+            self.compare(f"values without an entry at {rank}", worker.values - owned, set())
             for ref in owned:
                 known = {ref.creator} if ref in missing else set()
                 self.compare(f"listed for {ref}", counting.holders(ref) - known, held[ref] - known, ref)

@@ -7,21 +7,21 @@ Pure and single-threaded. One seed is one program::
 
 Workers
 -------
-Each has a `Counting`, an `Outbox` and an `Inbox` for each peer, copies of references in the user's ``hands``,
-references that messages have brought and that are not unpacked yet (``temps``), and values, which exist until `Free`.
+Each worker has a `Counting`, an `Outbox` and an `Inbox` for each peer, copies of references in the user's ``hands``,
+references from messages that are not unpacked yet (``temps``), and values, which exist until `Free`.
 
-This file is also the model of the driver, that is, of what `Counting` requires of it:
+This file is also the model of the driver, so it does what `Counting` requires of its driver:
 
-- What a method of `Counting` answers is in the outboxes before any method is called again.
-- A connection is made when there is first something to send. Messages that were read may be handled later and in
-  another order; what they bring is received when they are read, or later.
-- Each end of a broken connection notices that at a time of its own, and writes in vain until then. Then it tells
-  `connection_ended`, sends the notices under way again, gives up the creations that it has no answer for,
-  and connects anew, to see whether the other end lives.
-- A worker learns of a death when it has received all that the dead one sent it. One that never had a
-  connection with it learns nothing, until it tries to send something, or is asked in a sweep.
+- The actions that a method of `Counting` returns are in the outboxes before the next method is called.
+- A connection is made when the first message is sent. Messages that were read may be handled later and in another
+  order. Their references are received when the message is read, or later.
+- The two ends of a broken connection notice the break at different times. Until then, what they write is lost. Then
+  each end calls `connection_ended`, sends its unanswered notices again, gives up its unanswered creations, and opens
+  a new connection, to see whether the other end lives.
+- A worker learns of a death after it has received everything that the dead worker sent to it. A worker without a
+  connection to the dead worker learns of it when it tries to send a message, or when a sweep asks about it.
 
-What counting promises is judged in `simulated_world`.
+`simulated_world` checks what counting promises.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Simulation(World):
         return priority
 
     def lane(self, happening: Happening) -> Any:
-        """What shares a priority."""
+        """A key: happenings with the same key share a priority."""
         act, (first, *_) = happening
         if isinstance(first, Queue):
             return (
@@ -185,7 +185,7 @@ class Simulation(World):
         return act.__name__, first.rank
 
     def settle(self, stale: bool) -> None:
-        """Let everything happen that can, and check what there is then."""
+        """Let everything happen that can, and check the final state."""
         limit = self.tally["steps"] + 20_000
         while self.happen(stale):
             if self.tally["steps"] > limit:
@@ -289,7 +289,7 @@ class Simulation(World):
                 worker.claims.add(ref)
 
     def unpack(self, worker: Worker, ref: RefId) -> None:
-        """The user gets some copies of what a message has brought."""
+        """Give the user some copies of the references from a message."""
         passing_on = self.random.random() < self.style.passing_on
         for _ in range(1 if passing_on else self.random.choice([0, 1, 1, 2])):
             self.hold(worker, ref)
@@ -350,7 +350,7 @@ class Simulation(World):
                 self.message_lost(connection, message)
 
     def can_learn(self, worker: Worker, dead: int) -> bool:
-        """There was a connection, and all that came over it has been dealt with."""
+        """Whether there was a connection and everything that came over it has been handled."""
         connections = self.network.between(worker.rank, dead)
         return (
             bool(connections)
@@ -376,7 +376,7 @@ class Simulation(World):
         self.give_up_creations(worker, lambda over: over.acceptor == dead)
 
     def examine(self, worker: Worker, rank: int) -> None:
-        """Somebody takes this one for dead: try to reach it."""
+        """Try to reach a worker that another worker takes for dead."""
         worker.suspects.discard(rank)
         if rank not in worker.dead:
             self.connect(worker, rank)
@@ -445,7 +445,7 @@ class Simulation(World):
             self.network.post(connection.calls[worker.rank], message)
 
     def send(self, worker: Worker, refs: list[RefId]) -> None:
-        """A call that takes references somewhere, or the result of one."""
+        """A call, or the result of one, that brings references to another worker."""
         ranks = list(self.workers)
         if self.style.ring:
             strangers = [rank for rank in ranks if rank not in (worker.rank, refs[0].owner, *worker.dead)]
@@ -500,7 +500,7 @@ class Simulation(World):
                 self.drop(worker, ref)
 
     def end_group(self) -> None:
-        """All give up what they have; the finalizers run later."""
+        """All workers give up their references; the finalizers run later."""
         for worker in self.living():
             for ref in list(worker.counting.used):
                 worker.claims.discard(ref)

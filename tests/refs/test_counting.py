@@ -105,7 +105,7 @@ ENDING_WITH_NOTHING: dict[str, list[Step]] = {
         (V, do.drop(X), []),
         *DROPPED_BY_V,
     ],
-    "share with one who has it": [
+    "share with a worker that has it": [
         *CREATED,
         (U, do.share(X, V), FROM_U),
         (V, do.receive(X, FROM_U), [Send(O, Register(X))]),
@@ -327,7 +327,7 @@ ENDING_WITH_NOTHING: dict[str, list[Step]] = {
 
 
 @pytest.mark.parametrize("script", ENDING_WITH_NOTHING.values(), ids=ENDING_WITH_NOTHING.keys())
-def test_nothing_is_left_of(script: list[Step]) -> None:
+def test_nothing_is_left_after_a_script(script: list[Step]) -> None:
     assert_nothing_left(play(script))
 
 
@@ -367,7 +367,7 @@ DEATHS: dict[str, list[Step]] = {
         (O, hears(V, Register(X)), [Send(V, Registered(X))]),
         (O, do.died(U), [Send(V, Sweep((U,))), Send(W, Sweep((U,)))]),
         (V, hears(O, Sweep((U,))), []),
-        (V, hears(O, Registered(X)), [Confirm(X, True), Send(U, Unpin(FROM_U))]),  # in vain
+        (V, hears(O, Registered(X)), [Confirm(X, True), Send(U, Unpin(FROM_U))]),  # U is dead and does not get it
         (V, do.died(U), [Send(O, Swept((U,)))]),
         (O, hears(V, Swept((U,))), []),
         (O, hears(W, Swept((U,))), []),
@@ -416,9 +416,9 @@ DEATHS: dict[str, list[Step]] = {
         *CREATED,
         (O, do.died(V), []),
         (O, do.died(W), []),
-        (O, do.died(U), [Free(X)]),  # there is nobody to ask
+        (O, do.died(U), [Free(X)]),  # no worker is left to ask
         (O, do.died(O), []),
-        (O, do.joined(V), None),  # a late word of one that is dead
+        (O, do.joined(V), None),  # late news of a dead worker
         (O, hears(V, Register(X)), []),
     ],
     "of the creator, before its creation came": [
@@ -433,10 +433,10 @@ DEATHS: dict[str, list[Step]] = {
         (O, hears(V, Register(X)), [Send(V, Registered(X, False))]),
         (O, do.own_for(X, U), [Free(X)]),  # it is handled too late to matter
     ],
-    "of one who has asked": [
+    "of a worker that has asked": [
         (W, hears(V, Sweep((U,))), []),
         (W, do.died(V), []),
-        (W, do.died(U), []),  # the answer has nobody to go to
+        (W, do.died(U), []),  # the worker that asked is dead
     ],
     "of one more, while another is asked about": [
         (W, hears(V, Sweep((U,))), []),
@@ -448,7 +448,7 @@ DEATHS: dict[str, list[Step]] = {
 
 
 @pytest.mark.parametrize("script", DEATHS.values(), ids=DEATHS.keys())
-def test_death(script: list[Step]) -> None:
+def test_nothing_of_a_dead_worker_is_left_after_a_script(script: list[Step]) -> None:
     workers = play(script)
     dead = {rank for counting in workers.values() for rank in counting._dead}
     assert_nothing_left(workers, *(set(workers) - dead))
@@ -471,7 +471,7 @@ def test_the_owner_s_death_confirms_that_its_values_are_gone() -> None:
             (W, do.receive(X, ShareId(U, 2)), [Send(U, Unpin(ShareId(U, 2)))]),
             (U, hears(W, Unpin(ShareId(U, 2))), []),
             (U, do.is_confirmed(X), True),
-            (U, do.drop(X), []),  # there is nobody to tell
+            (U, do.drop(X), []),  # the owner is dead
             (V, do.drop(X), []),
             (W, do.drop(X), []),
             (W, do.drop(X), []),
@@ -480,7 +480,7 @@ def test_the_owner_s_death_confirms_that_its_values_are_gone() -> None:
     assert_nothing_left(workers, U, V, W)
 
 
-def test_a_sweep_that_is_given_up_frees_what_the_dead_held() -> None:
+def test_a_sweep_that_is_given_up_frees_the_values_of_the_dead_holder() -> None:
     workers = play(
         CREATED,
         [
@@ -494,7 +494,7 @@ def test_a_sweep_that_is_given_up_frees_what_the_dead_held() -> None:
     assert_nothing_left(workers, O)
 
 
-def test_who_joins_during_a_sweep_is_not_waited_for() -> None:
+def test_a_sweep_does_not_wait_for_workers_that_join_during_it() -> None:
     counting = Counting(O)
     counting.joined(U)
     counting.joined(V)
@@ -543,7 +543,7 @@ def test_many_creations_are_remembered_as_one_range() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_numbers_in_any_order(seed: int) -> None:
+def test_numbers_are_remembered_in_any_order(seed: int) -> None:
     order = random.Random(seed).sample(range(30), 30)
     numbers = Numbers()
     for count, number in enumerate(order, 1):
@@ -555,7 +555,7 @@ def test_numbers_in_any_order(seed: int) -> None:
 
 
 def test_a_sweep_about_a_worker_that_lives_is_answered() -> None:
-    """Whoever asks is mistaken, or means a predecessor of that worker."""
+    """The worker that asks is mistaken, or means a predecessor of that worker."""
     counting = Counting(1)
     assert counting.handle(0, Sweep((2, 3))) == []
     assert counting.lives(2) == []
@@ -594,7 +594,7 @@ def test_a_share_that_comes_twice_is_unpinned_once() -> None:
     assert user.handle(0, Recall((share,))) == [Send(0, Unpin(share))]
 
 
-def test_a_peer_may_have_so_many_unconfirmed_shares() -> None:
+def test_a_peer_s_unconfirmed_shares_are_limited() -> None:
     user = Counting(1, direct=True)
     rights = GivenRights(user, 10, ranks=(0, 1))
     ref = RefId(0, 0, 1)
@@ -610,12 +610,12 @@ def test_a_peer_may_have_so_many_unconfirmed_shares() -> None:
     ("ref", "number"),
     [(RefId(0, 7, 1), 1), (RefId(0, -1, 1), 1), (RefId(0, 0, -1), 1), (RefId(0, 0, 1 << 63), 1), (RefId(0, 0, 1), -1)],
 )
-def test_references_as_no_worker_makes_them(ref: RefId, number: int) -> None:
+def test_references_that_no_worker_can_have_made_are_refused(ref: RefId, number: int) -> None:
     rights = GivenRights(Counting(1, direct=True), None, ranks=(0, 1))
     assert rights.objection(((ref, ShareId(0, number)),), 0) == f"{ref}, which no worker has made"
 
 
-def test_who_was_given_a_value_is_known_as_long_as_it_is_pinned() -> None:
+def test_the_owner_knows_the_receivers_of_a_value_while_it_is_pinned() -> None:
     owner = Counting(0, direct=True)
     ref = owner.new_ref(0)
     owner.own(ref)

@@ -42,7 +42,7 @@ def test_a_late_answer_to_an_earlier_batch_changes_nothing() -> None:
     assert box.again() == (2, (B,))
 
 
-def test_what_is_thrown_away_keeps_its_number() -> None:
+def test_a_dropped_notice_keeps_its_number() -> None:
     box = Outbox()
     box.add(A)
     box.next_batch()
@@ -53,18 +53,18 @@ def test_what_is_thrown_away_keeps_its_number() -> None:
     assert box.next_batch() == (2, (C,))
 
 
-def test_each_number_is_taken_once() -> None:
+def test_each_batch_number_is_accepted_once() -> None:
     box = Inbox()
     assert [box.accept(number) for number in (1, 1, 2, 1, 2, 3)] == [True, False, True, False, False, True]
 
 
-def test_another_process_counts_anew() -> None:
+def test_a_new_process_starts_its_own_count() -> None:
     box = Inbox()
     assert [box.accept(*batch) for batch in [(1, 7), (2, 7), (1, 8), (1, 8), (2, 8)]] == [True, True, True, False, True]
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_over_connections_that_lose_and_repeat(seed: int) -> None:
+def test_notices_arrive_once_over_connections_that_lose_and_repeat(seed: int) -> None:
     """Any batch that was ever sent may come at any time, and come again; answers may be lost."""
     rng = random.Random(seed)
     sent: list[Notice] = []

@@ -28,7 +28,7 @@ def ends_seen_by(worker: Worker) -> tuple[threading.Event, list[Over]]:
     return came, found
 
 
-def test_an_end_is_known_on_other_machines() -> None:
+def test_workers_on_other_machines_learn_of_an_end() -> None:
     group = MortalGroup(["here", "here", "elsewhere"])
     try:
         far = group.workers[2]
@@ -39,7 +39,7 @@ def test_an_end_is_known_on_other_machines() -> None:
         with group.workers[0].as_current():
             assert rpc.rpc_sync("worker1", who) == "worker1", "or it would not notice the end"
         group.kill(1)
-        assert came.wait(PATIENCE), "no word of it"
+        assert came.wait(PATIENCE), "the end was not reported"
         assert [(each.peer, each.reason, each.certain) for each in found] == [
             ("worker1", "its process has ended", True)
         ]

@@ -123,7 +123,7 @@ def every_use_names(owner: str) -> int:
     return named
 
 
-def test_what_a_killed_holder_held_is_freed_within_6_seconds() -> None:
+def test_values_of_a_killed_holder_are_freed_within_6_seconds() -> None:
     with Crew(3) as crew:
         assert crew[1].run(make, "worker0", 1000) == sum(range(995, 1000))
         crew[1].run(hand_on, "worker2", 10)
@@ -161,7 +161,7 @@ def join(place: dict[str, Any]) -> None:
     rpc.init_rpc(**place)
 
 
-def test_a_worker_that_takes_the_place_of_a_dead_one_starts_anew() -> None:
+def test_a_worker_that_replaces_a_dead_one_starts_without_references() -> None:
     with Crew(4, group=False) as crew:
         for rank in range(3):
             crew[rank].run(join, crew.place(rank, None))
@@ -197,7 +197,7 @@ def test_a_worker_that_was_stopped_and_goes_on_can_be_given_references() -> None
 
 
 @pytest.mark.parametrize("attempt", range(3))
-def test_a_sharer_that_is_killed_at_once_takes_no_value_along(attempt: int) -> None:
+def test_a_reference_survives_the_immediate_death_of_its_sender(attempt: int) -> None:
     """If the receiver has got the message at all, the reference in it is good."""
     with Crew(3) as crew:
         crew[1].run(hand_on, "worker2", 0)

@@ -1,4 +1,4 @@
-"""A creation that the owner refuses: whoever asks for the value learns why, and does not wait for it."""
+"""A creation that the owner refuses: a worker that asks for the value learns why, and does not wait for it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from backhaul.refs import holdings
 from backhaul.testing import InProcessCluster
 
 
-def test_why_is_known_before_the_creation_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who finds no creation under way looks next whether it has failed, without a lock."""
+def test_the_cause_of_a_refusal_is_stored_before_the_creation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that finds no creation under way checks next whether the creation has failed, without a lock."""
     under_way: list[int] = []
     kept = holdings.kept
     with InProcessCluster(2, options=RpcOptions(quotas=Quotas(references=1))) as workers, workers[0].as_current():

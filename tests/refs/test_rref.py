@@ -325,7 +325,7 @@ def balance_of(name: str) -> int:
     return _kept[name].to_here().balance
 
 
-def test_the_owner_itself_may_keep_what_others_dropped(workers: InProcessCluster) -> None:
+def test_the_owner_may_keep_a_value_that_others_dropped(workers: InProcessCluster) -> None:
     rref = rpc.rpc_sync("worker1", keep_made_here, args=("own",))
     assert rref.to_here().sum() == 3
     del rref
@@ -335,7 +335,7 @@ def test_the_owner_itself_may_keep_what_others_dropped(workers: InProcessCluster
     wait_until(lambda: values_on(workers[1]) == 0)
 
 
-def test_the_value_is_freed_itself(workers: InProcessCluster) -> None:
+def test_the_value_itself_is_freed(workers: InProcessCluster) -> None:
     before = Account.made
     rref = rpc.remote("worker1", Counted)
     rref.to_here()
@@ -370,7 +370,7 @@ def test_a_thousand_references_share_and_drop(workers: InProcessCluster) -> None
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_any_order_of_messages(seed: int) -> None:
+def test_references_work_in_any_order_of_messages(seed: int) -> None:
     with InProcessCluster(3, seed=seed) as workers, workers[0].as_current():
         rrefs = [rpc.remote(f"worker{i % 3}", Account, args=(i,)) for i in range(12)]
         futures = []

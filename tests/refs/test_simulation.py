@@ -116,7 +116,7 @@ class BelievesLateMessages(Counting):
 
 
 class ForgetsTheCreator(Counting):
-    """Whoever registers before the creation comes, and releases, frees it for the creator, too."""
+    """A worker that registers before the creation comes, and releases, frees the value for the creator, too."""
 
     def expects(self, ref: RefId) -> bool:
         is_new = ref not in self._owned
@@ -179,7 +179,7 @@ class TakesOldAnswers(Counting):
 
 
 class AsksAboutTheLast(TakesOldAnswers):
-    """It does not matter to a sweep who else is dead."""
+    """A sweep asks only about the latest death, and not about the earlier ones."""
 
     def died(self, worker: int) -> list[Action]:
         return [

@@ -31,7 +31,7 @@ def test_a_value_of_an_earlier_process_is_not_expected() -> None:
     assert owner.handle(2, Register(early)) == [Send(2, Registered(early, True))], "its creation is on the way"
 
 
-def test_a_creator_that_does_not_know_the_process() -> None:
+def test_a_creator_that_does_not_know_the_owner_s_process() -> None:
     owner = Counting(0, life=NEW)
     unknown, mistaken = RefId(0, 1, 5), RefId(0, 1, 6, OLD)
     assert owner.handle(2, Register(unknown)) == [Send(2, Registered(unknown, True))]

@@ -168,8 +168,8 @@ def connect_again_and_again(besieged: Besieged, secret: bytes, stop: threading.E
     return took
 
 
-def test_500_slow_ones(besieged: Besieged, secret: bytes) -> None:
-    """Each is cut when its time is up, and other peers do not notice them."""
+def test_500_slow_connections(besieged: Besieged, secret: bytes) -> None:
+    """Each connection is cut when its time is up, and other peers do not notice the attack."""
     count = 500
     word = client_hello(secret)
     # Over a unix socket, over TCP, and over TCP after the first half of the handshake.

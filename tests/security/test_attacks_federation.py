@@ -185,7 +185,7 @@ def test_an_exposed_function_is_not_refused(mallory: Mallory) -> None:
     assert mallory.call("torch:neg", [TENSOR, 0], tensors=[torch.ones(2)]).tree == [TENSOR, 0]
 
 
-def test_functions_that_are_no_names(mallory: Mallory) -> None:
+def test_functions_that_are_not_given_by_name(mallory: Mallory) -> None:
     exposed_function = [NAMED, "exposed:echo"]
     for function in (
         [trees.METHOD, [TENSOR, 0], "numpy"],
@@ -442,7 +442,7 @@ def test_tensors_that_are_larger_than_their_message(mallory: Mallory, federation
         assert answer.type_name == "backhaul.errors.QuotaError"
 
 
-def test_more_calls_than_it_may_have(mallory: Mallory, federation: Besieged) -> None:
+def test_more_calls_than_the_quota(mallory: Mallory, federation: Besieged) -> None:
     federation.victim.run(_open_gate)
     for number in range(70):
         mallory.send(Call(1000 + number, [TUPLE, [NAMED, "exposed:wait"], [TUPLE, "gate"], {}]))

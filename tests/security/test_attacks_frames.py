@@ -60,7 +60,7 @@ LENGTHS = {
 }
 
 
-def test_lengths_that_nobody_has_memory_for(besieged: Besieged) -> None:
+def test_lengths_that_exceed_any_memory(besieged: Besieged) -> None:
     with besieged.attack():
         for lengths in LENGTHS.values():
             assert_cut_off(besieged, HEADER.pack(b"BH", 1, CALL, *lengths) + bytes(64))
@@ -178,7 +178,7 @@ def test_tables_of_tensors_that_lie(besieged: Besieged) -> None:
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_the_lie_is_what_is_refused(name: str) -> None:
+def test_a_lying_table_is_refused_by_the_decoder(name: str) -> None:
     lie, payload = LIES[name]
     with pytest.raises(ProtocolError):
         Decoder().receive_data(frame(b"\x92\x01\x92\x03\x00", lie, payload))
@@ -194,7 +194,7 @@ def test_a_table_that_does_not_lie_is_taken() -> None:
 
 
 @pytest.mark.parametrize("depth", [200, 10_000, 100_000])
-def test_nesting(besieged: Besieged, depth: int) -> None:
+def test_deep_nesting(besieged: Besieged, depth: int) -> None:
     """Metadata that is too nested for msgpack ends the connection. A tree that is too nested gets an error answer."""
     bodies = {
         "lists": b"\x92\x00" * depth + b"\xc0",

@@ -75,7 +75,7 @@ def try_all() -> tuple[int, list[str], bool]:
     return refused, taken, "backhaul.wire.pickles" in sys.modules
 
 
-def test_there_are_two_hundred() -> None:
+def test_there_are_200_pickles() -> None:
     assert len(set(payloads())) >= 200
 
 
@@ -90,7 +90,7 @@ DEEDS: dict[str, tuple[Callable[..., Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", DEEDS)
-def test_the_witness_sees_what_must_not_happen(besieged: Besieged, name: str) -> None:
+def test_the_audit_hook_notices_forbidden_operations(besieged: Besieged, name: str) -> None:
     deed, argument = DEEDS[name]
     _, events = besieged.victim.run(run_watched, _do, deed, argument)
     assert any(event.startswith(name) for event in events)

@@ -94,7 +94,7 @@ CERTIFICATES: dict[str, tuple[Callable[[bytes], Issued], str]] = {
 
 
 @pytest.mark.parametrize("name", CERTIFICATES)
-def test_a_certificate_that_is_not_good(besieged: Besieged, secret: bytes, tmp_path: Path, name: str) -> None:
+def test_an_invalid_certificate(besieged: Besieged, secret: bytes, tmp_path: Path, name: str) -> None:
     make, words = CERTIFICATES[name]
     with besieged.attack():
         told = refusal(besieged, plain_context(make(secret), tmp_path))
@@ -273,7 +273,7 @@ def test_a_replayed_connection(besieged: Besieged, secret: bytes) -> None:
         assert len(re.findall("TLS", besieged.log())) >= served
 
 
-def test_a_server_s_words_replayed_to_a_client(besieged: Besieged, secret: bytes) -> None:
+def test_a_server_s_bytes_are_replayed_to_a_client(besieged: Besieged, secret: bytes) -> None:
     recorded = b""
     with besieged.attack():
         tunnel = ClusterCredentials(secret, "worker2").tunnel(server=False)

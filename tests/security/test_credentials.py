@@ -29,7 +29,7 @@ HELLO = Hello("group", 1, "worker1", 0)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else too")
 
 
-def test_a_socketpair_is_between_ourselves() -> None:
+def test_a_socketpair_has_our_own_credentials() -> None:
     left, right = socket.socketpair()
     with left, right:
         assert peer_credentials(left) == (os.getpid(), os.geteuid(), os.getegid())
@@ -37,7 +37,7 @@ def test_a_socketpair_is_between_ourselves() -> None:
         require_same_user(right)
 
 
-def test_the_pid_is_that_of_who_connected(tmp_path: Path) -> None:
+def test_the_pid_is_that_of_the_connecting_process(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         server.listen()
@@ -215,7 +215,7 @@ def test_a_directory_that_is_open_to_others_is_not_used(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_gone_is_reached_by_nobody() -> None:
+def test_a_removed_directory_cannot_be_reached() -> None:
     with listening() as (transport, _):
         there = transport.addresses
     with pytest.raises(ChannelClosed):

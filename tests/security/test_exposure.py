@@ -36,14 +36,14 @@ def test_an_exposed_function_is_found_by_its_name() -> None:
     assert SHOP.name_of(exposed.double) == "exposed:double"
 
 
-def test_to_whom() -> None:
+def test_a_function_is_exposed_only_to_matching_names() -> None:
     assert BANK.find("exposed:for_some") is exposed.for_some
     assert PeerNames("worker1", 0).find("exposed:for_some") is exposed.for_some
     for name in ("shop", "bank", "worker10", "Bank-7", "xbank-1", "BANK-1"):
         refused(PeerNames(name, 0), "exposed:for_some")
 
 
-def test_the_table_of_a_worker_is_above_the_one_of_the_process() -> None:
+def test_a_worker_s_table_overrides_that_of_the_process() -> None:
     mine, other = Table(below=exposure.registry), Table(below=exposure.registry)
     mine.expose(exposed.hidden, to="shop")
     mine.expose(exposed.for_some, to="shop")
@@ -55,7 +55,7 @@ def test_the_table_of_a_worker_is_above_the_one_of_the_process() -> None:
     refused(PeerNames("shop", 0), "exposed:hidden")
 
 
-def test_what_is_not_there_and_what_is_not_exposed_give_one_text() -> None:
+def test_missing_and_unexposed_names_give_the_same_text() -> None:
     names = [
         "exposed:hidden",
         "exposed:for_some",
@@ -79,13 +79,13 @@ def test_what_is_not_there_and_what_is_not_exposed_give_one_text() -> None:
     assert len({refused(SHOP, name) for name in names}) == 1
 
 
-def test_it_is_the_object_that_was_exposed_and_not_what_has_its_name_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exposed_object_is_used_even_if_its_name_was_rebound(monkeypatch: pytest.MonkeyPatch) -> None:
     before = exposed.double
     monkeypatch.setattr(exposed, "double", exposed.hidden)
     assert SHOP.find("exposed:double") is before
 
 
-def test_to_expose_it_again_replaces_it() -> None:
+def test_exposing_a_function_again_replaces_its_peers() -> None:
     rpc.expose(exposed.double, to="bank-*")
     refused(SHOP, "exposed:double")
     assert BANK.find("exposed:double") is exposed.double
@@ -110,14 +110,14 @@ def test_a_function_of_another_module() -> None:
         ("[!a]", ["[!a]"], ["b"]),
     ],
 )
-def test_only_the_star_is_special(pattern: str, matches: list[str], others: list[str]) -> None:
+def test_only_the_star_is_special_in_a_pattern(pattern: str, matches: list[str], others: list[str]) -> None:
     entry = Exposed(exposed.double, (pattern,))
     assert all(map(entry.is_for, matches))
     assert not any(map(entry.is_for, others))
 
 
 @pytest.mark.parametrize("to", ["", [], (), [""], ["a", ""], None, 7, b"bank", {"a": 1}, [b"bank"]])
-def test_to_whom_must_be_names(to: Any) -> None:
+def test_the_argument_to_must_be_names(to: Any) -> None:
     with pytest.raises(OptionError, match="give the name of a worker, or a list of names"):
         rpc.expose(exposed.hidden, to=to)
     refused(SHOP, "exposed:hidden")
@@ -134,7 +134,7 @@ def test_to_whom_must_be_names(to: Any) -> None:
         (Account(1).deposit, "bound to a Account"),
     ],
 )
-def test_what_cannot_be_exposed(thing: Any, text: str) -> None:
+def test_objects_that_cannot_be_exposed(thing: Any, text: str) -> None:
     with pytest.raises(MisuseError, match=text):
         rpc.expose(thing)
 
@@ -164,7 +164,7 @@ __doc__ deposit.__func__ deposit.__globals__
 
 
 @pytest.mark.parametrize("name", ["", *NO_METHODS.split()])
-def test_nothing_else_is_a_method_and_nothing_runs(name: str) -> None:
+def test_other_attributes_are_not_methods_and_do_not_run(name: str) -> None:
     exposed.called.clear()
     assert SHOP.method(Account(1), name) is None
     assert not exposed.called
@@ -203,7 +203,7 @@ def test_a_method_that_is_hidden_by_an_unexposed_class() -> None:
     assert SHOP.method(Top(1), "deposit") is None
 
 
-def test_methods_are_for_whom_the_class_is() -> None:
+def test_methods_are_exposed_to_the_peers_of_their_class() -> None:
     assert SHOP.method(Vault(), "open") is None
     assert BANK.method(Vault(), "open") is not None
 
@@ -214,7 +214,7 @@ def test_another_class_of_the_same_name() -> None:
 
 
 @pytest.mark.parametrize("value", [1, "text", torch.ones(1), [1], print, Account, exposed])
-def test_nothing_is_a_method_of_what_is_no_instance_of_an_exposed_class(value: Any) -> None:
+def test_objects_of_unexposed_classes_have_no_methods(value: Any) -> None:
     for name in ("append", "add", "format", "deposit", "title", "__call__"):
         assert SHOP.method(value, name) is None
 
@@ -222,13 +222,13 @@ def test_nothing_is_a_method_of_what_is_no_instance_of_an_exposed_class(value: A
 # Exceptions.
 
 
-def test_exceptions_that_may_be_raised() -> None:
+def test_exceptions_that_may_be_rebuilt() -> None:
     assert SHOP.exception("builtins.ValueError") is ValueError
     assert SHOP.exception("backhaul.errors.QuotaError") is QuotaError
     assert SHOP.exception("exposed.Declined") is exposed.Declined
 
 
-def test_an_exception_is_for_whom_its_class_is() -> None:
+def test_an_exception_is_rebuilt_only_for_peers_of_its_class() -> None:
     assert BANK.exception("exposed.Overdrawn") is exposed.Overdrawn
     assert SHOP.exception("exposed.Overdrawn") is None
 
@@ -242,7 +242,7 @@ subprocess.CalledProcessError
 
 
 @pytest.mark.parametrize("name", ["", *NO_EXCEPTIONS.split()])
-def test_exceptions_that_may_not(name: str) -> None:
+def test_exceptions_that_may_not_be_rebuilt(name: str) -> None:
     assert SHOP.exception(name) is None
 
 
@@ -303,7 +303,7 @@ def test_every_operator_is_found_and_runs(all_exposed: None) -> None:
         ("bmm", (torch.ones(2, 10**5, 1), torch.ones(2, 1, 10**5))),
     ],
 )
-def test_no_operator_makes_much_of_little(name: str, args: Any, all_exposed: None) -> None:
+def test_no_operator_makes_a_large_result_from_small_arguments(name: str, args: Any, all_exposed: None) -> None:
     with pytest.raises(QuotaError, match="may be larger than 1048576 bytes"):
         SHOP.find(f"torch:{name}")(*args)
 
@@ -335,6 +335,6 @@ def test_no_operator_takes_minutes(all_exposed: None) -> None:
         ("exp", (torch.ones(2, dtype=torch.complex64),), {}, "tensors of torch.complex64"),
     ],
 )
-def test_what_operators_are_not_given(name: str, args: Any, kwargs: Any, text: str, all_exposed: None) -> None:
+def test_operators_refuse_dangerous_arguments(name: str, args: Any, kwargs: Any, text: str, all_exposed: None) -> None:
     with pytest.raises(MisuseError, match=text):
         SHOP.find(f"torch:{name}")(*args, **kwargs)

@@ -51,7 +51,7 @@ def asker(workers: InProcessCluster) -> Iterator[Worker]:
 # Calls.
 
 
-def test_what_one_worker_exposes_is_not_exposed_by_the_others_of_its_process(workers: InProcessCluster) -> None:
+def test_a_worker_s_exposed_functions_are_not_those_of_others_in_its_process(workers: InProcessCluster) -> None:
     workers[0].expose(exposed.hidden, to="worker1")
     assert workers[1].rpc_sync("worker0", exposed.hidden, (1, 2)) == (1, 2)
     with pytest.raises(RefusedError, match=REFUSED):
@@ -60,7 +60,7 @@ def test_what_one_worker_exposes_is_not_exposed_by_the_others_of_its_process(wor
         workers[1].rpc_sync("worker2", exposed.hidden)
 
 
-def test_an_exposed_function(asker: Worker) -> None:
+def test_an_exposed_function_can_be_called(asker: Worker) -> None:
     assert rpc.rpc_sync("worker0", exposed.double, (21,)) == 42
     assert torch.equal(rpc.rpc_async("worker0", exposed.double, (torch.ones(2),)).wait(), torch.full((2,), 2.0))
     assert rpc.remote("worker0", exposed.double, (3,)).to_here() == 6
@@ -71,7 +71,7 @@ def test_an_exposed_function(asker: Worker) -> None:
 
 
 @pytest.mark.parametrize("function", [exposed.hidden, torch.zeros, torch.load, print, int, exposed.Secret])
-def test_what_is_not_exposed(asker: Worker, function: Any) -> None:
+def test_unexposed_functions_are_refused(asker: Worker, function: Any) -> None:
     exposed.called.clear()
     with pytest.raises(RefusedError) as refusal:
         rpc.rpc_sync("worker0", function, (1,))
@@ -144,12 +144,12 @@ def test_replies_are_read_as_strictly(asker: Worker) -> None:
         (Account(1).deposit, "bound to an object"),
     ],
 )
-def test_what_would_be_pickled_does_not_leave(asker: Worker, value: Any, text: str) -> None:
+def test_values_that_need_pickle_do_not_leave(asker: Worker, value: Any, text: str) -> None:
     with pytest.raises(UnsendableError, match=text):
         rpc.rpc_sync("worker0", exposed.echo, (value,))
 
 
-def test_values_that_are_long_without_tensors(asker: Worker) -> None:
+def test_long_values_outside_tensors_are_refused(asker: Worker) -> None:
     with pytest.raises(UnsendableError, match="a federation takes 1048576: send large data as tensors"):
         rpc.rpc_sync("worker0", exposed.echo, ([0.5] * 2_000_000,))
     assert rpc.rpc_sync("worker0", exposed.double, (torch.zeros(2_000_000),)).shape == (2_000_000,)
@@ -225,7 +225,7 @@ def test_methods_of_exposed_classes(asker: Worker) -> None:
 
 
 @pytest.mark.parametrize("name", ["_audit", "owner", "inherited", "hook", "nothing", "__class__", "__getattribute__"])
-def test_other_methods(asker: Worker, name: str) -> None:
+def test_unexposed_methods_are_refused(asker: Worker, name: str) -> None:
     account = rpc.remote("worker0", Account, (1,))
     exposed.called.clear()
     with pytest.raises(RefusedError) as refusal:
@@ -234,7 +234,7 @@ def test_other_methods(asker: Worker, name: str) -> None:
     assert not exposed.called
 
 
-def test_methods_of_what_is_not_exposed(asker: Worker) -> None:
+def test_methods_of_unexposed_classes_are_refused(asker: Worker) -> None:
     for rref in (rpc.rpc_sync("worker0", exposed.savings), rpc.rpc_sync("worker0", exposed.vault)):
         for name in ("deposit", "withdraw", "open", "__class__"):
             with pytest.raises(RefusedError):
@@ -250,13 +250,13 @@ def test_the_type_of_a_value_is_not_told(asker: Worker) -> None:
         rpc.remote("worker0", Account)._get_type()
 
 
-def test_a_reference_that_was_given(asker: Worker) -> None:
+def test_a_given_reference_can_be_used(asker: Worker) -> None:
     given = rpc.rpc_sync("worker0", exposed.give, ([1, 2],))
     assert given.to_here() == [1, 2]
     assert rpc.rpc_sync("worker0", exposed.value_of, (given,)) == [1, 2]
 
 
-def test_a_reference_of_ours_that_we_give(asker: Worker) -> None:
+def test_a_reference_to_our_value_can_be_given(asker: Worker) -> None:
     mine = rpc.RRef("mine")
     assert rpc.rpc_sync("worker0", exposed.value_of, (mine,)) == "mine"
     assert rpc.rpc_sync("worker0", exposed.echo, ([mine],))[0].local_value() == "mine"
@@ -271,7 +271,7 @@ def test_a_reference_does_not_go_to_a_third_worker(workers: InProcessCluster, as
     assert given.to_here() == 1
 
 
-def test_what_is_given_back_is_freed(workers: InProcessCluster, asker: Worker) -> None:
+def test_a_value_whose_reference_is_given_back_is_freed(workers: InProcessCluster, asker: Worker) -> None:
     owner = workers[0].references
 
     def settled(count: int) -> bool:
@@ -301,7 +301,7 @@ def test_gradients(asker: Worker) -> None:
         assert torch.equal(dist_autograd.get_gradients(context)[x], torch.full((3,), 2.0, dtype=torch.float64))
 
 
-def test_nobody_guesses_a_context(asker: Worker) -> None:
+def test_context_ids_cannot_be_guessed(asker: Worker) -> None:
     ids = []
     for _ in range(20):
         with dist_autograd.context() as context:
@@ -381,7 +381,7 @@ def test_errors_can_be_copied() -> None:
         assert str(copy.copy(error)) == str(error)
 
 
-def test_nobody_is_told_how_often_others_call() -> None:
+def test_a_peer_does_not_learn_how_often_others_call() -> None:
     with federation() as workers, liar(workers) as peer:
         found = []
         for calls in (1, 2, 3):

@@ -85,7 +85,7 @@ NAMES = [
 ]
 
 
-def test_calls_of_what_is_not_exposed(workers: InProcessCluster) -> None:
+def test_calls_of_unexposed_functions_are_refused(workers: InProcessCluster) -> None:
     with liar(workers) as peer, attack(workers):
         for name in NAMES:
             assert is_refused(peer.call(name, "touch /tmp/owned")), name
@@ -112,7 +112,7 @@ FUNCTIONS = [
 ]
 
 
-def test_calls_of_what_is_not_a_name(workers: InProcessCluster) -> None:
+def test_calls_of_functions_that_are_not_names_are_refused(workers: InProcessCluster) -> None:
     tensor = torch.zeros(4, dtype=torch.uint8)
     with liar(workers) as peer, attack(workers):
         for function in FUNCTIONS:
@@ -135,7 +135,7 @@ CALLS = [
 ]
 
 
-def test_calls_that_are_none(workers: InProcessCluster) -> None:
+def test_malformed_calls_are_refused(workers: InProcessCluster) -> None:
     with liar(workers) as peer, attack(workers):
         for tree in CALLS:
             assert is_refused(peer.ask(Call, tree)), tree
@@ -219,8 +219,8 @@ def test_keys_are_counted_over_all_of_a_message(workers: InProcessCluster) -> No
 
 
 @pytest.mark.parametrize("tree", [{"a": 1}, {1: 2}, [trees.LIST, {(1, 2): 3}], [trees.LIST, "x" * 500, {b"a": []}]])
-def test_a_map_ends_the_connection(workers: InProcessCluster, tree: Any) -> None:
-    """Its keys would be hashed while it is decoded."""
+def test_a_map_in_a_message_ends_the_connection(workers: InProcessCluster, tree: Any) -> None:
+    """The keys of a map would be hashed while the message is decoded."""
     with liar(workers) as peer, attack(workers):
         peer.send(Call(1, [trees.TUPLE, [trees.NAMED, "exposed:echo"], [trees.TUPLE, tree], {}]))
         assert peer.is_cut_off()
@@ -275,7 +275,7 @@ def test_an_operator_makes_no_more_than_a_message(workers: InProcessCluster) -> 
             assert answer.type_name == "backhaul.errors.QuotaError"
 
 
-def test_messages_that_belong_elsewhere(workers: InProcessCluster) -> None:
+def test_replies_on_a_line_for_requests_end_the_connection(workers: InProcessCluster) -> None:
     for message in (Result(1, None), Failure(1, "worker2", "x", "y", "z")):
         with liar(workers) as peer, attack(workers):
             peer.send(message)
@@ -292,7 +292,7 @@ def test_a_peer_that_waits_for_the_end_ten_thousand_times(workers: InProcessClus
         assert peer.is_cut_off()
 
 
-def test_what_a_peer_may_ask_for_besides_calls(workers: InProcessCluster) -> None:
+def test_a_peer_may_also_ping_and_ask_for_a_tally(workers: InProcessCluster) -> None:
     with liar(workers) as peer:
         assert isinstance(peer.ask(Ping), Result)
         assert isinstance(peer.ask(Tally), Result)
@@ -324,7 +324,7 @@ def lie(workers: InProcessCluster, answer: Any, tensors: Any = ()) -> None:
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_values_in_replies(workers: InProcessCluster, value: Any) -> None:
+def test_forbidden_values_in_replies_are_refused(workers: InProcessCluster, value: Any) -> None:
     lie(workers, lambda id: Result(id, value))
     with attack(workers), pytest.raises((MisuseError, ProtocolError)):
         workers[0].rpc_sync("worker2", exposed.double, (1,))
@@ -334,7 +334,7 @@ def test_values_in_replies(workers: InProcessCluster, value: Any) -> None:
     "ref",
     [RefId(0, 0, 1), RefId(0, 2, 1), RefId(1, 0, 1), RefId(1, 1, 1), RefId(2, 2, 1), RefId(77, 0, 1)],
 )
-def test_references_in_replies_that_nobody_gave(workers: InProcessCluster, ref: RefId) -> None:
+def test_references_in_replies_that_no_worker_gave(workers: InProcessCluster, ref: RefId) -> None:
     """A peer can only send references that it owns or was given. Its own references must come from itself."""
     tree = [trees.EXTENSION, "rref", [trees.TUPLE, ref.owner, ref.creator, ref.number]]
     sharer = 1 if ref.owner == 2 else 2
@@ -350,7 +350,7 @@ def test_references_in_replies_that_nobody_gave(workers: InProcessCluster, ref: 
 @pytest.mark.parametrize(
     "name", ["os.system", "builtins.SystemExit", "builtins.KeyboardInterrupt", "exposed.Unknown", "\x1b[2J" * 1000]
 )
-def test_exceptions_in_replies(workers: InProcessCluster, name: str) -> None:
+def test_exceptions_in_replies_are_only_text(workers: InProcessCluster, name: str) -> None:
     lie(workers, lambda id: Failure(id, "worker1", name, "te\x1b[2Jxt", "line 1", PICKLE))
     with attack(workers), pytest.raises(RemoteError, match=r"te\\x1b\[2Jxt") as failure:
         workers[0].rpc_sync("worker2", exposed.double, (1,))
@@ -360,7 +360,7 @@ def test_exceptions_in_replies(workers: InProcessCluster, name: str) -> None:
     assert len(str(failure.value)) < 1000
 
 
-def test_a_recorded_reply_of_a_context_that_nobody_made(workers: InProcessCluster) -> None:
+def test_a_recorded_reply_of_a_context_that_no_worker_made(workers: InProcessCluster) -> None:
     context = (2 << 48) + 5
     tensor = torch.ones(1, requires_grad=True)
     lie(workers, lambda id: Result(id, [trees.TENSOR, 0], (), Mark(context + id, (2 << 48) + 1)), [tensor])
@@ -377,7 +377,7 @@ def test_a_recorded_reply_of_a_context_that_nobody_made(workers: InProcessCluste
 # Quotas.
 
 
-def test_calls_under_way() -> None:
+def test_the_quota_of_calls_under_way() -> None:
     gate = exposed.gates["liar"] = threading.Event()
     with federation(quotas=Quotas(calls=5)) as workers:
         peers = [Liar(workers) for _ in range(3)]
@@ -402,7 +402,7 @@ def test_calls_under_way() -> None:
                 peer.close()
 
 
-def test_the_bytes_of_calls_under_way() -> None:
+def test_the_quota_of_bytes_of_calls_under_way() -> None:
     large = torch.zeros(150_000)
     gate = exposed.gates["bytes"] = threading.Event()
     with federation(quotas=Quotas(request_bytes=1 << 20)) as workers:
@@ -433,7 +433,7 @@ def test_a_message_beyond_the_quota_ends_the_connection() -> None:
             assert is_value(peer.call("exposed:double", 4), 8)
 
 
-def test_connections_of_one_peer(workers: InProcessCluster) -> None:
+def test_a_new_connection_of_a_peer_replaces_the_old_one(workers: InProcessCluster) -> None:
     """A new connection replaces an old one, and no more threads are used."""
     ended = threading.Semaphore(0)
     serving = workers[0].agent.serving
@@ -458,7 +458,7 @@ def test_connections_of_one_peer(workers: InProcessCluster) -> None:
             peer.close()
 
 
-def test_contexts() -> None:
+def test_the_quota_of_contexts() -> None:
     with federation(quotas=Quotas(contexts=4)) as workers:
         with liar(workers) as peer, attack(workers):
             for number in range(4):

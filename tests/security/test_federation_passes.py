@@ -87,7 +87,7 @@ def messages_about(backward: Pass, source: int) -> list[tuple[Any, list[torch.Te
     ]
 
 
-def test_a_context_that_it_does_not_know(workers: InProcessCluster) -> None:
+def test_messages_about_a_guessed_context_change_nothing(workers: InProcessCluster) -> None:
     """No message about guessed ids changes what others get."""
     with workers[1].as_current(), dist_autograd.context() as context, liar(workers) as peer:
         x = leaf()
@@ -105,8 +105,8 @@ def test_a_context_that_it_does_not_know(workers: InProcessCluster) -> None:
     assert weight.grad is None
 
 
-def test_gradients_of_what_was_sent_to_another(workers: InProcessCluster) -> None:
-    """It knows the context, so it can make the pass fail. It cannot choose the gradients."""
+def test_gradients_for_tensors_sent_to_another_peer_are_refused(workers: InProcessCluster) -> None:
+    """The peer knows the context, so it can make the pass fail. It cannot choose the gradients."""
     with workers[1].as_current(), dist_autograd.context() as context, liar(workers) as peer:
         x = leaf()
         weighed = rpc.rpc_sync("worker0", exposed.weigh, (x,))
@@ -156,7 +156,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_gradient_that_cannot_be_of_what_was_sent(
+def test_a_gradient_that_does_not_fit_its_tensor_is_refused(
     workers: InProcessCluster, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with liar(workers) as peer, attack(workers):
@@ -180,7 +180,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("kind", GOOD)
-def test_a_gradient_that_can(workers: InProcessCluster, kind: str) -> None:
+def test_a_gradient_that_fits_its_tensor_is_taken(workers: InProcessCluster, kind: str) -> None:
     with liar(workers) as peer, attack(workers):
         answer = peer.call("exposed:weigh", [trees.TENSOR, 0], tensors=[leaf()], mark=Mark(NEXT, NEXT + 1))
         peer.send(Gradients(Pass(NEXT + 5, NEXT, 0, False, False), (answer.mark.message,), (0,)), [GOOD[kind]])
@@ -205,7 +205,7 @@ def test_places_of_gradients_are_in_order(workers: InProcessCluster) -> None:
         assert not record.gradients
 
 
-def test_nobody_is_told_of_a_pass_on_behalf_of_a_peer(workers: InProcessCluster) -> None:
+def test_only_the_sender_of_a_false_pass_gets_the_error(workers: InProcessCluster) -> None:
     """The context is unknown. The sender gets the error, not the worker that the message names as the starter."""
     told: dict[int, list[Any]] = {1: [], 2: []}
     for rank, found in told.items():
@@ -241,7 +241,7 @@ def test_gradients_that_wait_are_charged() -> None:
     assert charges.of(6) == 0
 
 
-def test_nobody_ends_a_context_of_another(workers: InProcessCluster) -> None:
+def test_a_peer_cannot_end_the_context_of_another(workers: InProcessCluster) -> None:
     with workers[1].as_current(), dist_autograd.context() as context:
         weighed = rpc.rpc_sync("worker0", exposed.weigh, (x := leaf(),))
         with liar(workers) as peer, attack(workers):
@@ -264,7 +264,7 @@ def test_a_context_that_is_over_is_ended_by_whoever_says_so(workers: InProcessCl
     assert eventually(lambda: all(worker.autograd.counts()["contexts"] == 0 for worker in workers))
 
 
-def test_a_worker_that_answers_for_contexts_of_others(workers: InProcessCluster) -> None:
+def test_an_answer_about_contexts_of_others_is_ignored(workers: InProcessCluster) -> None:
     """worker2 is asked about its own contexts, and answers that other workers' contexts are over."""
     with workers[1].as_current(), dist_autograd.context() as context:
         rpc.rpc_sync("worker0", exposed.weigh, (leaf(),))
@@ -280,7 +280,7 @@ def test_a_worker_that_answers_for_contexts_of_others(workers: InProcessCluster)
                 assert workers[0].autograd.contexts.get(context) is not None
 
 
-def test_reports_of_what_others_have_to_do(workers: InProcessCluster) -> None:
+def test_a_report_about_the_work_of_others_fails_the_pass(workers: InProcessCluster) -> None:
     """A false report does not end a pass. The pass fails, and the error names the liar."""
     with workers[0].as_current(), dist_autograd.context() as context, liar(workers) as peer:
         late = threading.Event()
@@ -313,7 +313,7 @@ def test_reports_of_what_others_have_to_do(workers: InProcessCluster) -> None:
     assert "worker2" in str(error)
 
 
-def test_what_is_reported_twice() -> None:
+def test_a_repeated_report_is_a_protocol_error() -> None:
     ledger = Ledger(doubts=True)
     assert not ledger.report([ROOT], [7, 8])
     for consumed, emitted in (([], [7]), ([], [9, 9]), ([ROOT], [])):
@@ -325,7 +325,7 @@ def test_what_is_reported_twice() -> None:
     assert honest.report([8], [])
 
 
-def test_passes_without_number(workers: InProcessCluster) -> None:
+def test_the_number_of_passes_is_limited(workers: InProcessCluster) -> None:
     without_pauses(workers[0])
     with liar(workers) as peer, attack(workers):
         context, message = NEXT, NEXT + 1
@@ -348,7 +348,7 @@ def test_the_quota_of_contexts_comes_back_when_they_end() -> None:
                 assert torch.equal(double_of(context), TWOS)
 
 
-def test_recorded_tensors() -> None:
+def test_the_quota_of_recorded_tensors() -> None:
     with federation(quotas=Quotas(references=5)) as workers, liar(workers) as peer, attack(workers):
         for number in range(5):
             mark = Mark(NEXT, NEXT + 1 + number)
@@ -369,7 +369,7 @@ def test_a_peer_that_keeps_gradients_back_is_not_waited_for_beyond_the_timeout(w
         assert torch.equal(double_of(context), TWOS)
 
 
-def test_nobody_says_that_the_passes_of_another_are_over(workers: InProcessCluster) -> None:
+def test_a_peer_cannot_declare_the_passes_of_another_over(workers: InProcessCluster) -> None:
     """A member of the context knows all ids. It can make a pass fail, but cannot make it hang."""
     with workers[1].as_current(), dist_autograd.context() as context, liar(workers) as peer:
         weighed = rpc.rpc_sync("worker0", exposed.weigh, (x := leaf(),))

@@ -138,7 +138,7 @@ def test_a_hundred_thousand_guesses(workers: InProcessCluster) -> None:
     assert workers[0].references.counts()["values"] == before["values"]
 
 
-def test_nobody_is_struck_off_by_another(workers: InProcessCluster) -> None:
+def test_a_peer_cannot_strike_off_another_holder(workers: InProcessCluster) -> None:
     account = held_by_the_good_peer(workers)
     with liar(workers) as peer, attack(workers):
         tell(
@@ -157,7 +157,7 @@ def test_nobody_is_struck_off_by_another(workers: InProcessCluster) -> None:
     assert workers[1].agent.is_connected(0)
 
 
-def test_a_pin_of_another(workers: InProcessCluster) -> None:
+def test_a_peer_cannot_confirm_a_share_of_another(workers: InProcessCluster) -> None:
     """While a reference is on its way to one peer, another confirms it. That would free the value too early."""
     with liar(workers) as peer, liar(workers, rank=1) as good:
         ref, share = given_to(good, 5)
@@ -168,7 +168,7 @@ def test_a_pin_of_another(workers: InProcessCluster) -> None:
         assert is_value(good.ask(Fetch, ref), 5)
 
 
-def test_what_a_worker_uses_is_not_confirmed_by_a_stranger(workers: InProcessCluster) -> None:
+def test_only_the_owner_can_say_that_a_value_is_gone(workers: InProcessCluster) -> None:
     """worker0 has a reference to a value of worker1, and worker2 says that the value is gone."""
     with workers[0].as_current():
         theirs = rpc.rpc_sync("worker1", exposed.give, ("theirs",))
@@ -177,7 +177,7 @@ def test_what_a_worker_uses_is_not_confirmed_by_a_stranger(workers: InProcessClu
         assert theirs.to_here() == "theirs"
 
 
-def test_what_was_given_back_is_no_longer_ours(workers: InProcessCluster) -> None:
+def test_a_reference_that_was_given_back_cannot_be_used(workers: InProcessCluster) -> None:
     with liar(workers) as peer, attack(workers):
         ref, share = given_to(peer, 5)
         assert is_value(peer.ask(Fetch, ref), 5)
@@ -190,7 +190,7 @@ def test_what_was_given_back_is_no_longer_ours(workers: InProcessCluster) -> Non
     assert eventually(lambda: workers[0].references.counts()["values"] == 0)
 
 
-def test_values_that_are_made(workers: InProcessCluster) -> None:
+def test_a_peer_creates_only_new_values_of_its_own(workers: InProcessCluster) -> None:
     call = [trees.TUPLE, [trees.NAMED, "exposed:double"], [trees.TUPLE, 4], {}]
     with liar(workers) as peer, attack(workers):
         assert isinstance(peer.ask(Create, RefId(0, 2, 1), call), Result)
@@ -225,7 +225,7 @@ def test_gaps_in_the_numbers_of_creations(workers: InProcessCluster) -> None:
         assert peer.is_cut_off()
 
 
-def test_methods_that_are_not_called_as_methods_are(workers: InProcessCluster) -> None:
+def test_malformed_method_calls_are_refused(workers: InProcessCluster) -> None:
     with liar(workers) as peer, attack(workers):
         ref, _ = given_to(peer, 5)
         mine = tree_of(ref)
@@ -246,7 +246,7 @@ def test_methods_that_are_not_called_as_methods_are(workers: InProcessCluster) -
             assert is_refused(peer.call("backhaul.refs.proxy:invoke", *arguments, refs=given)), arguments
 
 
-def test_references_of_a_peer_s_own_that_are_none(workers: InProcessCluster) -> None:
+def test_a_reference_to_a_missing_value_of_the_peer(workers: InProcessCluster) -> None:
     """An exposed function gets the reference, and its call fails because there is no value. Nothing else fails."""
     with liar(workers) as peer, attack(workers):
         ref = RefId(2, 2, 123)
@@ -257,7 +257,7 @@ def test_references_of_a_peer_s_own_that_are_none(workers: InProcessCluster) -> 
 # Quotas.
 
 
-def test_references_to_our_values() -> None:
+def test_the_quota_of_references_to_our_values() -> None:
     with federation(quotas=Quotas(references=10)) as workers:
         with liar(workers) as peer, attack(workers):
             given = [given_to(peer, number) for number in range(10)]
@@ -271,7 +271,7 @@ def test_references_to_our_values() -> None:
         assert eventually(lambda: workers[0].references.counts()["values"] <= 6)
 
 
-def test_references_to_their_values() -> None:
+def test_the_quota_of_references_to_their_values() -> None:
     with federation(quotas=Quotas(references=10)) as workers, liar(workers) as peer, attack(workers):
         refs = tuple((RefId(2, 2, number), ShareId(2, number)) for number in range(11))
         assert is_refused(peer.call("exposed:double", 1, refs=refs))
@@ -297,8 +297,8 @@ def test_an_honest_peer_beyond_its_quota_keeps_what_it_has() -> None:
         assert [account.rpc_sync().deposit(1) for account in accounts] == list(range(2, 32))
 
 
-def test_a_dead_peer_gives_all_back(workers: InProcessCluster) -> None:
-    """No other worker is asked, because all its references came from here."""
+def test_all_references_of_a_dead_peer_are_given_back(workers: InProcessCluster) -> None:
+    """No other worker is asked, because this worker gave the peer all its references."""
     with workers[2].as_current():
         kept = [rpc.remote("worker0", Account, (number,)) for number in range(3)]
         assert [each.rpc_sync().deposit(0) for each in kept] == [0, 1, 2]
@@ -322,7 +322,7 @@ def owner_of_one() -> tuple[Counting, ShareId]:
     return owner, owner.share(MINE, 1)
 
 
-def test_who_may_use_a_value() -> None:
+def test_only_the_owner_and_the_given_peers_may_use_a_value() -> None:
     owner, share = owner_of_one()
     assert [owner.may_use(peer, MINE) for peer in range(3)] == [True, True, False]
     assert not owner.may_use(1, RefId(0, 0, 2))
@@ -356,12 +356,12 @@ def test_who_may_use_a_value() -> None:
         (1, Recall((ShareId(1, 1), ShareId(2, 1))), False),
     ],
 )
-def test_what_a_peer_may_say(peer: int, notice: Notice, allowed: bool) -> None:
+def test_which_notices_a_peer_may_send(peer: int, notice: Notice, allowed: bool) -> None:
     owner, _ = owner_of_one()
     assert GivenRights(owner, None, range(3)).may_say(peer, notice) is allowed
 
 
-def test_the_dead_are_struck_off_at_once() -> None:
+def test_dead_holders_are_struck_off_at_once() -> None:
     owner, _ = owner_of_one()
     owner.handle(1, Register(MINE))
     owner.joined(1)

@@ -68,13 +68,13 @@ def mutated(name: str, number: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_where_it_starts(name: str) -> None:
+def test_the_first_inputs_pass(name: str) -> None:
     for data in FIRST[name]:
         TARGETS[name](data)
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_mutations(name: str) -> None:
+def test_mutated_inputs_pass(name: str) -> None:
     @settings(
         max_examples=EXAMPLES[name],
         deadline=None,
@@ -92,7 +92,7 @@ def test_mutations(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 @settings(max_examples=50, deadline=None, database=None)
 @given(data=st.binary(max_size=300))
-def test_random_bytes(name: str, data: bytes) -> None:
+def test_random_inputs_pass(name: str, data: bytes) -> None:
     TARGETS[name](data)
 
 
@@ -130,12 +130,12 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found(name: str) -> None:
+def test_inputs_that_once_failed_pass(name: str) -> None:
     target, data = FOUND[name]
     TARGETS[target](bytes.fromhex(data))
 
 
-def test_what_takes_too_much_is_found() -> None:
+def test_inputs_that_take_too_much_memory_or_time_are_found() -> None:
     kept: list[bytes] = []
 
     def greedy(data: bytes) -> None:

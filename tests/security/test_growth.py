@@ -138,7 +138,7 @@ FIXED = {Ping, AwaitReady, AwaitEnd, Tally, Goodbye, Fetch, Resolve, Resolved, C
 CASES = [(kind, place) for kind, makers in GROWING.items() for place in range(len(makers))]
 
 
-def test_every_kind_is_looked_at() -> None:
+def test_every_kind_of_message_is_tested() -> None:
     assert GROWING.keys() | FIXED == set(KINDS.values())
     assert not GROWING.keys() & FIXED
 
@@ -202,7 +202,7 @@ def check(peer: Peer, make: Callable[[int], bytes]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "place"), CASES, ids=[f"{kind.__name__}-{place}" for kind, place in CASES])
-def test_twice_as_much_takes_twice_as_long(peer: Peer, kind: type[Any], place: int) -> None:
+def test_a_message_of_twice_the_size_takes_twice_as_long(peer: Peer, kind: type[Any], place: int) -> None:
     make = GROWING[kind][place]
     assert type(make(1)) is kind
     check(peer, lambda count: bytes(encode(make(count))))
@@ -315,7 +315,9 @@ def test_parts_that_can_grow_are_found() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind", "make"), FROM_TYPES, ids=[name for name, _, _ in FROM_TYPES])
-def test_what_grows_by_its_type(peer: Peer, name: str, kind: type[Any], make: Callable[[int], Any]) -> None:
+def test_every_part_that_can_grow_takes_linear_time(
+    peer: Peer, name: str, kind: type[Any], make: Callable[[int], Any]
+) -> None:
     msgspec.convert(make(2), kind)  # so it is one
     check(peer, lambda count: framed(kind, make(count)))
 
@@ -355,7 +357,7 @@ def test_maps_of_keys_that_collide(peer: Peer) -> None:
     check(peer, make)
 
 
-def test_a_square_is_noticed(workers: InProcessCluster) -> None:
+def test_quadratic_cost_is_noticed(workers: InProcessCluster) -> None:
     class Slow(Peer):
         def cost(self, data: bytes) -> float:
             return 1e-9 * len(data) ** 2

@@ -53,12 +53,12 @@ def test_the_bytes_are_those_of_the_table() -> None:
 # Not our protocol at all.
 
 
-def test_a_server_says_what_plain_text_is() -> None:
+def test_a_server_s_error_quotes_plain_text() -> None:
     with pytest.raises(ProtocolError, match="does not speak Backhaul: it starts with b'GET '"):
         length_of_hello(b"GET / HTTP/1.1\r\n"[:HEAD_SIZE])
 
 
-def test_a_client_says_what_plain_text_is() -> None:
+def test_a_client_s_error_quotes_plain_text() -> None:
     with pytest.raises(ProtocolError, match="not a Backhaul worker: it says b'SSH-'"):
         length_of_welcome(b"SSH-2.0-OpenSSH_9.2p1"[:HEAD_SIZE])
 

@@ -95,7 +95,7 @@ CONTENTS = [
 
 
 @pytest.mark.parametrize(("content", "text"), CONTENTS)
-def test_what_is_no_key_is_refused_and_not_shown(path: Path, content: str, text: str) -> None:
+def test_an_invalid_key_is_refused_and_not_shown(path: Path, content: str, text: str) -> None:
     path.write_text(content)
     with pytest.raises(OptionError, match=text) as refusal:
         read_key_file(str(path))
@@ -110,7 +110,7 @@ def test_longer_keys_and_other_ways_to_write_them(path: Path) -> None:
     assert read_key_file(str(path)) == b"\xab" * 16 + b"\xcd" * 16
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="there is no key file"):
         read_key_file(str(tmp_path / "nothing"))
     with pytest.raises(OptionError, match="is not a regular file"):
@@ -154,7 +154,9 @@ def test_a_key_file_that_changed_since_is_checked_again(path: Path) -> None:
         options.secret_or_inherited()
 
 
-def test_the_first_that_is_set_counts(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_source_of_a_key_that_is_set_wins(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = read_key_file(str(path))
     make_key_file(str(tmp_path / "other"))
     other = read_key_file(str(tmp_path / "other"))

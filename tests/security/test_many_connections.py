@@ -1,4 +1,4 @@
-"""A peer of a federation that opens one connection after the other has a few of them, and only it loses some."""
+"""A peer of a federation that opens connection after connection keeps only a few, and other peers lose none."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from backhaul.wire import trees
 from backhaul.wire.frames import HEADER
 
 
-def test_some_are_free_and_the_rest_take_their_time() -> None:
+def test_the_first_wrongs_are_free_and_later_ones_cost_time() -> None:
     penalties = Penalties(3, 2.0)
     assert penalties.wait("shop", 10.0) == 0
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_a_peer_that_is_refused_all_the_time_is_read_slowly() -> None:
         assert workers[1].rpc_sync("worker0", exposed.double, (21,)) == 42
 
 
-def test_what_takes_long_to_refuse_counts_for_more() -> None:
+def test_messages_that_take_long_to_refuse_cost_more() -> None:
     keys = [[trees.TUPLE, *(-1 - (number >> bit & 1) for bit in range(15))] for number in range(4000)]  # with one hash
     with federation() as workers, liar(workers) as peer:
         refusals = workers[0].agent.permissions.refusals

@@ -38,7 +38,7 @@ def test_a_peer_that_is_not_believed_has_quotas_and_one_connection() -> None:
     assert RpcOptions(trust="federation", connections=4).most_connections == 1
 
 
-def test_no_other_policy() -> None:
+def test_an_unknown_policy_is_refused() -> None:
     for wrong in ("", "clusters", None, ["cluster"]):
         with pytest.raises(OptionError, match="must be 'cluster' or 'federation'"):
             RpcOptions(trust=wrong)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def test_the_members_of_a_federation_are_known() -> None:
         FEDERATION.check_group(None)
 
 
-def test_a_cluster_takes_its_options_as_they_are() -> None:
+def test_a_cluster_leaves_the_transport_options_unchanged() -> None:
     options = RpcOptions(transport="unix")
     assert CLUSTER.transport_options(options) is options
     with pytest.raises(OptionError, match="needs a certificate for each peer"):

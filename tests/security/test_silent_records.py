@@ -151,7 +151,7 @@ def test_padded_records(pair: Pair) -> None:
         read_to_the_end(pair.channel)
 
 
-def test_what_a_worker_sends_brings_what_it_promises(pair: Pair) -> None:
+def test_messages_of_a_worker_arrive_as_they_were_sent(pair: Pair) -> None:
     """Large and small messages arrive as they were sent."""
     for number in range(40):
         tensors = [torch.randn(number * 4000)] if number % 2 else []

@@ -77,7 +77,7 @@ def test_two_workers_of_a_cluster_learn_each_other_s_names() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 5000, RECORD, RECORD + 1, 100_000])
-def test_what_one_writes_the_other_reads(size: int) -> None:
+def test_bytes_arrive_in_both_directions(size: int) -> None:
     server, client = between(cluster(), cluster())
     assert join(server, client) == (None, None)
     data = os.urandom(size)
@@ -101,7 +101,7 @@ def test_there_is_no_session_to_resume() -> None:
     assert not client.stream.session_reused
 
 
-def test_a_recorded_connection_is_of_no_use() -> None:
+def test_a_recorded_connection_cannot_be_replayed() -> None:
     """The exact bytes that a client sent to one server are sent to another server of the same cluster."""
     server, client = between(cluster(), cluster())
     said = b""
@@ -146,8 +146,8 @@ def test_another_secret() -> None:
             assert OTHER.hex() not in str(error)
 
 
-def test_a_client_of_another_cluster_that_believes_anybody() -> None:
-    """Its own handshake is finished before the refusal. Its first read shows the refusal."""
+def test_a_client_of_another_cluster_that_verifies_nothing_is_refused() -> None:
+    """The client finishes its handshake before the refusal. Its first read shows the refusal."""
     server, client = between(cluster(SECRET), cluster(OTHER))
     context = client.stream.context
     context.verify_mode = ssl.CERT_NONE
@@ -225,7 +225,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("data", PLAIN)
-def test_plain_text_is_told_at_once(data: bytes) -> None:
+def test_plain_text_is_refused_at_once(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="plain text where TLS is spoken") as refusal:
         first_record(data, server=True)
     assert (repr(data[:4]) if data[:1].isalpha() else "other bytes") in str(refusal.value)
@@ -368,7 +368,7 @@ def test_a_certificate_of_another_ca_than_the_given_one(mint: Mint, tmp_path: Pa
     expect(f"{mint.ca} is not the CA that issued it", os.fspath(mint.ca), cert, key)
 
 
-def test_a_key_with_a_password_asks_nobody(mint: Mint, tmp_path: Path) -> None:
+def test_a_key_with_a_password_does_not_prompt(mint: Mint, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives.serialization import (
         BestAvailableEncryption,
         Encoding,
@@ -395,7 +395,7 @@ def test_certificates_are_read_again_when_they_change(mint: Mint) -> None:
     assert client.names == {"bank", "new"}
 
 
-def test_half_of_the_files_is_new(mint: Mint) -> None:
+def test_the_old_files_are_used_while_only_one_is_new(mint: Mint) -> None:
     """The files are being replaced. Until that is done, the old ones still work."""
     tls = mint.tls("bank", file="half")
     credentials = OwnCredentials(tls, "bank")
@@ -407,14 +407,14 @@ def test_half_of_the_files_is_new(mint: Mint) -> None:
     assert credentials.tunnel(server=True).stream.context is first
 
 
-def test_the_option(mint: Mint) -> None:
+def test_the_option_is_pickled_and_shows_no_key(mint: Mint) -> None:
     tls = mint.tls("bank", file="option")
     options = RpcOptions(tls=tls)
     assert pickle.loads(pickle.dumps(options)).tls == tls
     assert "BEGIN" not in repr(options)
 
 
-def test_paths_stay_the_same_files(mint: Mint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_stay_the_same_files(mint: Mint, monkeypatch: pytest.MonkeyPatch) -> None:
     cert, key = mint.issue("bank", file="relative")
     monkeypatch.chdir(mint.directory)
     tls = TLS(mint.ca.name, Path(cert).name, Path(key).name)
@@ -422,6 +422,6 @@ def test_paths_stay_the_same_files(mint: Mint, monkeypatch: pytest.MonkeyPatch) 
     assert tls.names() == {"bank"}
 
 
-def test_every_reason_has_one_meaning() -> None:
+def test_every_reason_of_a_refusal_is_listed_once() -> None:
     reasons = [each for _, refusals in tls_module._REFUSALS for each in refusals]
     assert len(set(reasons)) == len(reasons)

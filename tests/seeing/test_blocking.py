@@ -140,7 +140,7 @@ def test_the_holder_of_a_lock(things: Things, hold: str, want: str, what: str) -
     assert not waiter.is_alive()
 
 
-def test_a_holder_that_cannot_be_told(things: Things) -> None:
+def test_a_lock_whose_holder_is_unknown(things: Things) -> None:
     start(things.hold_secretly)
     assert things.held.wait(PATIENCE)
     waiter = start(things.want_with)
@@ -189,7 +189,7 @@ class Tempting:
             pass
 
 
-def test_nothing_of_the_user_s_is_run(things: Things) -> None:
+def test_finding_a_holder_runs_no_code_of_the_user(things: Things) -> None:
     start(things.hold_global)
     assert things.held.wait(PATIENCE)
     waiter = start(Tempting().want)

@@ -58,7 +58,7 @@ def ask(dashboard: Dashboard, path: str, **arguments: str) -> Any:
     return found
 
 
-def test_only_who_knows_the_token_sees_anything(dashboard: Dashboard) -> None:
+def test_requests_without_the_token_are_refused(dashboard: Dashboard) -> None:
     for path in ("/", "/?token=", "/?token=wrong", "/api/view", "/api/stuck?token=x", "/favicon.ico"):
         status, _, body = request(dashboard, path)
         assert status == 403
@@ -74,7 +74,7 @@ def test_a_page_whose_name_was_pointed_to_loopback_sees_nothing(dashboard: Dashb
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"])
-def test_it_only_answers_get(dashboard: Dashboard, method: str) -> None:
+def test_only_get_is_answered(dashboard: Dashboard, method: str) -> None:
     assert request(dashboard, f"/api/view?token={dashboard.token}", method)[0] == 405
 
 
@@ -96,12 +96,12 @@ def test_the_page_may_load_nothing_from_elsewhere(dashboard: Dashboard) -> None:
     assert other != policy  # a nonce is used once
 
 
-def test_nothing_else_is_there(dashboard: Dashboard) -> None:
+def test_unknown_paths_are_not_found(dashboard: Dashboard) -> None:
     for path in ("/api/", "/api/inspect", "/../server.py", "/page.js", "/api/drawing"):
         assert request(dashboard, f"{path}?token={dashboard.token}")[0] == 404
 
 
-def test_what_the_page_asks_for(dashboard: Dashboard, workers: InProcessCluster) -> None:
+def test_the_requests_of_the_page_are_answered(dashboard: Dashboard, workers: InProcessCluster) -> None:
     workers[0].rpc_sync("worker1", torch.add, args=(torch.ones(4), 1))
     assert dashboard.lookout.wait_until(lambda view: all(row.state == "live" for row in view.rows()), PATIENCE)
     view = ask(dashboard, "view")
@@ -110,7 +110,11 @@ def test_what_the_page_asks_for(dashboard: Dashboard, workers: InProcessCluster)
         ("worker1", "live"),
     ]
     threads = ask(dashboard, "threads", worker="worker0")["threads"]
-    assert any(frame["function"] == "test_what_the_page_asks_for" for thread in threads for frame in thread["stack"])
+    assert any(
+        frame["function"] == "test_the_requests_of_the_page_are_answered"
+        for thread in threads
+        for frame in thread["stack"]
+    )
     assert ask(dashboard, "stuck")["chains"] == []
     status, _, body = request(dashboard, f"/api/threads?token={dashboard.token}&worker=nobody")
     assert status == 502
@@ -148,7 +152,7 @@ def test_a_worker_that_is_lost_stays_in_the_view(dashboard: Dashboard, workers: 
     assert ask(dashboard, "view")["workers"][0]["state"] == "live"
 
 
-def test_without_a_cluster_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_say_that_there_is_no_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     for command, code in (("dashboard", 1), ("stuck", 2), ("top --once", 1)):
         assert main([*command.split(), "/"]) == code
         assert "you have no running cluster on this machine in /" in capsys.readouterr().err

@@ -263,7 +263,7 @@ def test_a_message_that_a_stopped_worker_does_not_take_is_named() -> None:
     assert "worker1: it does not answer" in said
 
 
-def test_a_reader_that_has_seen_enough_ends_nothing_with_an_error() -> None:
+def test_a_closed_pipe_at_the_output_is_not_an_error() -> None:
     code = "from backhaul.seeing.top import print_json; print_json(['x' * 1_000_000]); print('more')"
     read, write = os.pipe()
     os.close(read)

@@ -88,7 +88,9 @@ def test_the_states_of_a_link(sockets: bool, caplog: pytest.LogCaptureFixture) -
     assert ("backhaul.link.worker0", "= closed") in states
 
 
-def test_a_line_that_is_not_logged_is_left_alone(pair: InProcessCluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_that_is_not_logged_has_no_logging_channel(
+    pair: InProcessCluster, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "backhaul")
     pair[0].rpc_sync("worker1", int)
     for worker in pair:
@@ -171,7 +173,7 @@ def test_setting_up_twice_adds_one_handler(quiet: logging.Logger, monkeypatch: p
     assert re.fullmatch(r"[\d:.]{12} 100% DEBUG backhaul\.link\.a > Ping", handler.format(record))
 
 
-def test_a_level_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_LEVEL_VARIABLE, "loud")
     with pytest.raises(OptionError, match="BACKHAUL_LOG_LEVEL: 'loud' must be one of debug, info"):
         set_up_logging("worker0")

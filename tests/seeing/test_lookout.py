@@ -54,7 +54,7 @@ def test_workers_that_come_and_go(join: Callable[[str], Worker]) -> None:
             lookout.ask("second", "threads")
 
 
-def test_a_question_to_several(join: Callable[[str], Worker]) -> None:
+def test_several_workers_are_asked_at_once(join: Callable[[str], Worker]) -> None:
     workers = [join(name) for name in ("first", "second")]
     members = [Member(each.info, each.agent.membership.find(each.info).addresses) for each in workers]
     with Lookout(members, transport_for(), interval=0.05) as lookout:

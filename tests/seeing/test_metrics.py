@@ -82,7 +82,7 @@ def used(registry: CollectorRegistry) -> Iterator[tuple[InProcessCluster, metric
             yield pair, exposition
 
 
-def test_what_is_scraped_is_what_happened(used: tuple[InProcessCluster, metrics.Exposition]) -> None:
+def test_the_scraped_figures_match_the_calls(used: tuple[InProcessCluster, metrics.Exposition]) -> None:
     pair, exposition = used
 
     def all_has_come() -> bool:
@@ -239,7 +239,7 @@ def test_a_port_that_is_taken_says_so_and_leaves_nothing_behind(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "example.org"])
-def test_only_on_loopback(host: str) -> None:
+def test_metrics_are_exposed_only_on_loopback(host: str) -> None:
     with InProcessCluster(1) as alone, pytest.raises(OptionError, match="on loopback only"):
         alone[0].inspection.expose(0, host)
 
@@ -280,7 +280,7 @@ def exposed(registry: CollectorRegistry) -> dict[str, set[str]]:
     return found
 
 
-def test_the_dashboard_names_what_there_is(
+def test_the_dashboard_uses_only_existing_metrics(
     used: tuple[InProcessCluster, metrics.Exposition], registry: CollectorRegistry
 ) -> None:
     generate_latest(registry)  # `heard` is known at the second scrape

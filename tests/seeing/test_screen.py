@@ -87,7 +87,7 @@ def test_a_number_that_is_too_high_opens_nothing() -> None:
     assert screen.mode == "workers"
 
 
-def test_q_ends_it_everywhere() -> None:
+def test_q_quits_in_every_view() -> None:
     for before in ("", "s", "enter"):
         screen = Screen()
         if before:
@@ -145,7 +145,7 @@ def test_a_narrow_terminal_has_fewer_columns() -> None:
     assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
-def test_it_never_needs_more_lines_than_there_are() -> None:
+def test_the_screen_never_exceeds_its_height() -> None:
     threads = [{"name": f"t{n}", "handles": [], "waits": [], "stack": []} for n in range(100)]
     screen = Screen()
     screen.press("enter", ROWS)

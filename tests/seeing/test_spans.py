@@ -315,7 +315,7 @@ def test_in_a_federation_a_peer_s_trace_is_only_linked_to(exported: Exported) ->
     "mark",
     ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "f" * 255, "00-" + "z" * 32 + "-" + "a" * 16 + "-01"],
 )
-def test_a_mark_that_is_none_begins_a_trace(
+def test_an_invalid_mark_begins_a_new_trace(
     traced: InProcessCluster, exported: Exported, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracing = traced[0].agent.execution.tracing

@@ -79,7 +79,7 @@ def test_a_cycle_over_three_workers_through_a_lock() -> None:
     assert {node.worker for node in stuck.nodes} == {"worker0", "worker1", "worker2"}
 
 
-def test_a_cycle_is_told_from_the_thread_on_that_has_waited_for_longest() -> None:
+def test_a_cycle_is_described_from_the_thread_that_has_waited_longest() -> None:
     def answers(seconds: float) -> dict[str, Any]:
         at = {"on": "lock", "what": "lock", "holder": 1}
         return {
@@ -146,7 +146,7 @@ ENDS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_what_a_call_finally_waits_for(name: str) -> None:
+def test_the_last_cause_of_a_waiting_call_is_found(name: str) -> None:
     there, end, text = ENDS[name]
     stuck = cluster(worker(0, thread(1, waits=[reply("worker1", 7, "f")])), there)
     assert only(stuck)[0] == end
@@ -159,7 +159,7 @@ def test_a_lost_worker_is_said_first() -> None:
     assert str(stuck).startswith("b: gone")
 
 
-def test_the_call_of_a_call_without_a_thread() -> None:
+def test_a_call_made_by_a_coroutine_is_followed() -> None:
     """An async function that waits for another worker."""
     stuck = cluster(
         worker(0, thread(1, waits=[reply("worker1", 7, "f")])),
@@ -327,7 +327,7 @@ def test_several_workers_in_one_process() -> None:
     assert sentence.startswith("a's main thread waits for f on b, which has run train.f")
 
 
-def test_what_others_wait_for_is_told_once() -> None:
+def test_the_end_of_several_waits_is_described_once() -> None:
     stuck = cluster(
         worker(0, thread(1, waits=[reply("worker1", 7, "f")]), thread(2, "second", waits=[reply("worker1", 8, "f")])),
         worker(
@@ -341,7 +341,7 @@ def test_what_others_wait_for_is_told_once() -> None:
     assert len([node for node in stuck.nodes if node.kind == "lost"]) == 1
 
 
-def test_threads_that_only_look_are_no_finding() -> None:
+def test_threads_that_only_inspect_are_not_reported() -> None:
     looks = thread(1, waits=[reply("worker1", 7, INSPECTION)])
     connects = thread(2, f"{ASKER}worker1", waits=[{"kind": "connection", "peer": "worker1", "seconds": 2.0}])
     answers = thread(2, "pool", handles=[{**handles("guest", 1), "kind": "Inspect"}])
@@ -359,7 +359,7 @@ def test_a_short_wait_is_only_counted() -> None:
     assert str(stuck) == "1 thread has waited for less than 1 s."
 
 
-def test_workers_that_wait_for_the_end_are_as_they_should_be() -> None:
+def test_workers_that_wait_in_shutdown_are_summarised() -> None:
     ending = thread(1, waits=[reply("worker0", 1, "the end of the group", 50.0)])
     stuck = cluster(worker(0), worker(1, ending), worker(2, ending))
     assert {chain.end for chain in stuck.chains} == {"shutdown"}

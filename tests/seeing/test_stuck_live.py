@@ -195,7 +195,7 @@ def test_a_worker_that_is_gone(workers: InProcessCluster) -> None:
     assert "its process has ended or is unreachable" in str(stuck)
 
 
-def test_in_a_federation_nobody_is_asked() -> None:
+def test_in_a_federation_no_worker_is_asked() -> None:
     with (
         InProcessCluster(1, options=RpcOptions(trust="federation")) as alone,
         alone[0].as_current(),

@@ -60,7 +60,7 @@ def test_rates_are_differences_of_two_answers() -> None:
     assert row.history == [{"at": 102, "calls": 10, "bytes": 625, "processor": 50, "memory": 1000}]
 
 
-def test_a_counter_that_begins_anew_is_no_negative_rate() -> None:
+def test_a_counter_that_restarts_gives_no_negative_rate() -> None:
     found = view("a")
     found.answered("a", 100, snapshot(50, 100, peer("b", sent=100)))
     found.answered("a", 101, snapshot(51, 1, peer("b", sent=5)))

@@ -87,7 +87,7 @@ def test_nothing_happens_unless_asked_for() -> None:
     assert faults.counts == {"pass": 400}
 
 
-def test_the_chances_are_kept() -> None:
+def test_faults_occur_as_often_as_configured() -> None:
     faults = Faults(seed=1, drop=0.1, delay=0.2, duplicate=0.3, cut=0.05)
     for _ in range(10_000):
         faults.decide(Call)
@@ -110,7 +110,7 @@ def test_only_the_given_kinds_are_touched() -> None:
     assert Faults(drop=1.0).decide(Ping) == "pass"
 
 
-def test_the_next_message_of_a_kind_whatever_the_chances() -> None:
+def test_next_decides_on_the_next_message_of_a_kind() -> None:
     faults = Faults(drop=1.0, kinds=(Result,))
     faults.next("cut", Call)
     faults.next("duplicate", Result)
@@ -124,7 +124,7 @@ def test_the_next_message_of_a_kind_whatever_the_chances() -> None:
     assert faults.decide(Ping) == "cut"
 
 
-def test_what_is_held_is_sent_once() -> None:
+def test_held_messages_are_sent_once() -> None:
     faults = Faults(delay_seconds=None)
     sent = []
     faults.hold(lambda: sent.append(1))
@@ -135,7 +135,7 @@ def test_what_is_held_is_sent_once() -> None:
     assert sent == [1, 2]
 
 
-def test_what_is_held_leaves_by_itself() -> None:
+def test_held_messages_leave_after_their_delay() -> None:
     faults = Faults(delay_seconds=0.001)
     sent = threading.Event()
     faults.hold(sent.set)
@@ -265,7 +265,7 @@ def test_a_frame_that_is_delayed_beyond_the_end_is_lost() -> None:
     assert inside.written == []
 
 
-def test_everything_else_is_passed_on() -> None:
+def test_all_other_methods_reach_the_inner_channel() -> None:
     inside = FakeChannel()
     channel = FaultyChannel(inside, Faults())
     assert channel.fileno() == 77
@@ -283,7 +283,7 @@ def joined(*messages: Any) -> Frame:
     return Frame([data], len(data))
 
 
-def test_each_message_of_a_joined_write_is_decided_on() -> None:
+def test_each_message_of_a_joined_write_is_decided_separately() -> None:
     faults, inside = Faults(delay_seconds=None), FakeChannel()
     channel = FaultyChannel(inside, faults)
     for action in ("pass", "drop", "duplicate", "delay"):
@@ -295,7 +295,7 @@ def test_each_message_of_a_joined_write_is_decided_on() -> None:
     assert faults.counts == {"pass": 3, "drop": 1, "duplicate": 1, "delay": 1}
 
 
-def test_a_joined_write_of_which_nothing_is_left() -> None:
+def test_a_joined_write_with_every_message_dropped() -> None:
     inside = FakeChannel()
     assert FaultyChannel(inside, Faults(drop=1.0)).write(joined(Result(1, None), Result(2, None)))
     assert inside.written == []
@@ -437,7 +437,7 @@ def test_a_cut_loses_the_worker_and_the_next_call_reconnects(cluster: Made, kind
         assert runs.count == (0 if kind is Call else 1)
 
 
-def test_a_cut_fails_everybody_who_waits(cluster: Made) -> None:
+def test_a_cut_fails_all_waiting_callers(cluster: Made) -> None:
     faults = Faults(delay_seconds=None)
     with cluster(faults) as (near, _):
         assert near.rpc_sync("worker1", operator.add, args=(1, 2)) == 3
@@ -468,7 +468,7 @@ def test_a_fault_in_a_nested_call_reaches_the_first_caller(cluster: Made) -> Non
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_a_call_gives_its_value_or_one_of_two_errors(cluster: Made, seed: int) -> None:
+def test_under_any_faults_a_call_gives_its_value_or_one_of_two_errors(cluster: Made, seed: int) -> None:
     faults = Faults(seed, drop=0.03, delay=0.1, duplicate=0.1, cut=0.05, delay_seconds=0.001)
     outcomes: Counter[str] = Counter()
     with cluster(faults) as (near, _):

@@ -77,7 +77,7 @@ class Clock:
         ([0.001, 0.0001, 0.0001], 0.0003),
     ],
 )
-def test_twice_the_longer_of_the_last_two_short_waits_is_worth_it(waits: list[float], worth: float) -> None:
+def test_staying_awake_is_worth_twice_the_longer_of_the_last_two_waits(waits: list[float], worth: float) -> None:
     rhythm = Rhythm()
     for seconds in waits:
         rhythm.waited(seconds)
@@ -85,7 +85,7 @@ def test_twice_the_longer_of_the_last_two_short_waits_is_worth_it(waits: list[fl
 
 
 @pytest.mark.parametrize("most", [0.0, 0.0002, 0.01])
-def test_nothing_is_worth_more_than_the_most(most: float) -> None:
+def test_no_wait_is_worth_more_than_the_limit(most: float) -> None:
     rhythm = Rhythm()
     rhythm.waited(0.0001)
     rhythm.waited(0.0001)
@@ -104,7 +104,7 @@ def test_nothing_is_worth_more_than_the_most(most: float) -> None:
         (2, 0.5, 0.5),
     ],
 )
-def test_the_most_follows_from_the_option_and_the_processors(
+def test_the_limit_follows_from_the_option_and_the_processors(
     processors: int, option: float | None, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)))
@@ -130,7 +130,7 @@ def test_bytes_that_come_in_the_rhythm_find_the_thread_awake(monkeypatch: pytest
     assert rhythm.worth(MOST) > 0.0021, "the next one may take as long as this one"
 
 
-def test_it_stays_awake_for_about_twice_the_last_wait_and_sleeps_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_stays_awake_for_about_twice_the_last_wait_and_then_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, comes_after=1.0)
     rhythm = rhythm_of(0.0005)
     assert poll_awake(clock.poll, rhythm, None, MOST)
@@ -138,7 +138,7 @@ def test_it_stays_awake_for_about_twice_the_last_wait_and_sleeps_then(monkeypatc
     assert rhythm.worth(MOST) == 0.0, "that was long: the next one sleeps at once"
 
 
-def test_it_never_stays_awake_longer_than_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_never_stays_awake_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, comes_after=1.0)
     assert poll_awake(clock.poll, rhythm_of(0.0029), None, MOST)
     assert clock.slept == pytest.approx(1.0 - MOST, abs=0.0001)
@@ -153,7 +153,7 @@ def test_a_thread_that_is_idle_sleeps_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert clock.looks == 0
 
 
-def test_nobody_stays_awake_if_the_most_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_stays_awake_if_the_limit_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, comes_after=0.001)
     assert poll_awake(clock.poll, rhythm_of(0.0), None, 0.0)
     assert clock.looks == 0
@@ -207,7 +207,7 @@ def test_a_thread_that_gets_its_processor_back_too_late_pauses_longer_each_time(
     assert max(pauses) <= awake._MAX_PAUSE
 
 
-def test_an_offer_that_is_taken_costs_nothing_if_nothing_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yielding_the_processor_costs_nothing_if_no_bytes_came(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, comes_after=math.inf)
 
     def taken() -> None:
@@ -218,7 +218,7 @@ def test_an_offer_that_is_taken_costs_nothing_if_nothing_came_meanwhile(monkeypa
     assert awake._turn.paused_until == 0.0
 
 
-def test_an_exchange_that_goes_well_makes_the_next_pause_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_good_exchange_makes_the_next_pause_short(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, comes_after=0.0005)
     for _ in range(5):
         awake._turn.pause(0.0)
@@ -249,7 +249,7 @@ def in_an_exchange(ends: Pair, most: float | None = MOST) -> Readable:
     return found
 
 
-def test_bytes_that_are_there(ends: Pair) -> None:
+def test_bytes_that_have_arrived_end_the_wait(ends: Pair) -> None:
     mine, other = ends
     other.send(b"x")
     assert Readable(mine, MOST).wait(None)
@@ -268,7 +268,7 @@ def test_the_end_of_a_connection_is_something_to_read(ends: Pair) -> None:
 
 
 @pytest.mark.parametrize("exchange", [False, True])
-def test_bytes_that_come_meanwhile(ends: Pair, exchange: bool) -> None:
+def test_bytes_that_come_during_the_wait_end_it(ends: Pair, exchange: bool) -> None:
     mine, other = ends
     found = in_an_exchange(ends) if exchange else Readable(mine, MOST)
     sender = threading.Timer(0.01, other.send, [b"x"])
@@ -295,7 +295,7 @@ def test_in_an_exchange_a_socket_is_looked_at_again_and_again(ends: Pair, monkey
     assert not offers, "and only once"
 
 
-def test_on_one_processor_nobody_is_awake(ends: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_one_processor_no_thread_stays_awake(ends: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     offers: list[Any] = []
     monkeypatch.setattr("os.sched_yield", lambda: offers.append(None))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})

@@ -130,12 +130,12 @@ def cases() -> Iterator[dict[str, tuple[list[int], bytes, str]]]:
             os.close(descriptor)
 
 
-def test_they_are_all_tried(cases: dict[str, tuple[list[int], bytes, str]]) -> None:
+def test_every_kind_of_bad_segment_is_tested(cases: dict[str, tuple[list[int], bytes, str]]) -> None:
     assert list(cases) == KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_channel_refuses_it(link: Link, cases: dict[str, tuple[list[int], bytes, str]], kind: str) -> None:
+def test_a_channel_refuses_a_bad_segment(link: Link, cases: dict[str, tuple[list[int], bytes, str]], kind: str) -> None:
     passed, data, says = cases[kind]
     before = descriptors()
     link.raw(data, passed)
@@ -144,7 +144,7 @@ def test_a_channel_refuses_it(link: Link, cases: dict[str, tuple[list[int], byte
     assert descriptors() == before
 
 
-def test_a_worker_goes_on_with_others(cases: dict[str, tuple[list[int], bytes, str]]) -> None:
+def test_a_worker_that_refused_a_bad_segment_serves_others(cases: dict[str, tuple[list[int], bytes, str]]) -> None:
     """Only the connection of the bad peer ends."""
     x = numbered(1).view(torch.int64)
     with InProcessCluster(3, sockets=True) as workers:
@@ -191,8 +191,8 @@ def test_more_segments_than_a_channel_may_have(link: Link, monkeypatch: pytest.M
     os.close(made)
 
 
-def test_descriptors_that_nobody_speaks_of(link: Link) -> None:
-    """They may come with any frame, and be named later."""
+def test_descriptors_may_be_named_by_a_later_frame(link: Link) -> None:
+    """A descriptor may come with any frame."""
     made = memfd(ROOM)
     link.raw(PING, [made])
     assert receive(link.far).message == Ping(1)
@@ -203,7 +203,7 @@ def test_descriptors_that_nobody_speaks_of(link: Link) -> None:
     os.close(made)
 
 
-def test_a_limit_counts_what_lies_in_segments() -> None:
+def test_a_message_limit_counts_bytes_in_segments() -> None:
     one, other = socket.socketpair()
     far = StreamChannel(other, RpcOptions(max_message_bytes=MiB + 1024), Budget(0))
     made = memfd(4 * MiB)

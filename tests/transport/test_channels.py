@@ -82,7 +82,7 @@ def test_64_mib_both_ways_at_once(group: Group) -> None:
     run(lambda: exchange(near, 0, 1), lambda: exchange(far, 1, 0))
 
 
-def test_what_arrives_is_the_receiver_s_own(group: Group) -> None:
+def test_received_tensors_belong_to_the_receiver(group: Group) -> None:
     near, far = group.pair()
     small, large = torch.zeros(10), torch.zeros(100_000)
     got: list[torch.Tensor] = []
@@ -120,7 +120,7 @@ def test_messages_over_the_limit_are_refused(group: Group) -> None:
 # Waiting.
 
 
-def test_reading_nothing(group: Group) -> None:
+def test_reading_an_idle_channel_returns_nothing(group: Group) -> None:
     near, _ = group.pair()
     assert near.next() is None
     assert near.read(0) is False
@@ -177,7 +177,7 @@ def test_a_reader_is_woken_by_a_message(group: Group) -> None:
 
 @pytest.mark.parametrize("side", ["near", "far"])
 @pytest.mark.parametrize("how", ["shutdown", "close"])
-def test_the_end_comes_after_what_was_sent(group: Group, side: str, how: str) -> None:
+def test_the_end_comes_after_all_sent_messages(group: Group, side: str, how: str) -> None:
     near, far = group.pair()
     ending, other = (near, far) if side == "near" else (far, near)
     send(ending, Ping(1))
@@ -225,7 +225,7 @@ def test_ending_twice_does_no_harm(group: Group) -> None:
 
 
 @pytest.mark.parametrize("side", ["here", "there"])
-def test_shutdown_wakes_who_reads(group: Group, side: str) -> None:
+def test_shutdown_wakes_a_reading_thread(group: Group, side: str) -> None:
     near, far = group.pair()
     reads = threading.Event()
 
@@ -242,7 +242,7 @@ def test_shutdown_wakes_who_reads(group: Group, side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["here", "there"])
-def test_shutdown_wakes_who_waits(group: Group, side: str) -> None:
+def test_shutdown_wakes_a_waiting_thread(group: Group, side: str) -> None:
     near, far = group.pair()
     waits = threading.Event()
 
@@ -259,7 +259,7 @@ def test_shutdown_wakes_who_waits(group: Group, side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["near", "far"])
-def test_a_hang_up_shows_although_nobody_reads(group: Group, side: str) -> None:
+def test_a_hang_up_is_visible_even_if_no_thread_reads(group: Group, side: str) -> None:
     """The watch thread notices a dead peer this way when no call is running."""
     near, far = group.pair()
     ending, other = (near, far) if side == "near" else (far, near)

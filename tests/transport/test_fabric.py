@@ -81,7 +81,7 @@ def test_tensors_of_all_sizes_both_ways() -> None:
 
 @pytest.mark.parametrize(("here", "there"), [("tls", "plain"), ("plain", "tls")])
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
-def test_workers_of_two_minds_do_not_talk(here: str, there: str, transport: str) -> None:
+def test_workers_with_different_fabrics_do_not_connect(here: str, there: str, transport: str) -> None:
     workers = pair_of_workers({**TLS, "fabric": here, "transport": transport}, {**TLS, "fabric": there})
     with pytest.raises(AuthenticationError) as caught:
         workers[0].rpc_sync("b", os.getpid)
@@ -131,7 +131,9 @@ def welcome_without_a_word_about_it(line: TlsLine) -> Steps[None]:
     yield from line.say(encode_greeting(Welcome(0, "worker0")))
 
 
-def test_a_client_is_not_talked_into_another_fabric(ends: tuple[TlsLine, TlsLine], threads: ThreadPoolExecutor) -> None:
+def test_a_client_refuses_a_server_that_ignores_its_fabric(
+    ends: tuple[TlsLine, TlsLine], threads: ThreadPoolExecutor
+) -> None:
     client, server = ends
     there = threads.submit(drive, welcome_without_a_word_about_it(server), server.socket, soon())
     hello = msgspec.structs.replace(HELLO, fabric="plain")
@@ -140,7 +142,9 @@ def test_a_client_is_not_talked_into_another_fabric(ends: tuple[TlsLine, TlsLine
     there.result(timeout=SOON)
 
 
-def test_a_server_is_not_talked_into_another_fabric(ends: tuple[TlsLine, TlsLine], threads: ThreadPoolExecutor) -> None:
+def test_a_server_refuses_a_client_with_another_fabric(
+    ends: tuple[TlsLine, TlsLine], threads: ThreadPoolExecutor
+) -> None:
     client, server = ends
     steps = receive_visitor(server, welcome_all, "tls")
     there = threads.submit(drive, steps, server.socket, soon())
@@ -200,7 +204,7 @@ def test_a_client_that_does_not_wait_for_its_welcome_is_refused(
 # Other parts.
 
 
-def test_calls_and_guests() -> None:
+def test_calls_and_guests_work_over_the_plain_fabric() -> None:
     options = RpcOptions(**PLAIN)  # type: ignore[arg-type]
     with InProcessCluster(2, options=options, sockets=True) as cluster:
         sent = torch.rand(1 << 20)
@@ -214,7 +218,7 @@ def test_calls_and_guests() -> None:
         guest.close()
 
 
-def test_a_federation_refuses_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_federation_refuses_the_plain_fabric(tmp_path_factory: pytest.TempPathFactory) -> None:
     tls = Mint(tmp_path_factory.mktemp("mint")).tls("bank")
     with pytest.raises(OptionError, match='leave out fabric="plain"'):
         FEDERATION.transport_options(RpcOptions(trust="federation", tls=tls, fabric="plain"))

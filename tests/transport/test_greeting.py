@@ -17,7 +17,7 @@ from backhaul.wire.messages import Ping
 from greetings import admit as admit_visitor
 
 
-def test_both_learn_who_the_other_is(group: Group) -> None:
+def test_both_sides_learn_the_other_s_name(group: Group) -> None:
     transport, door = group.door()
     channel, welcome = group.transport().connect(transport.addresses, HELLO, soon())
     assert (welcome.id, welcome.name) == (WELCOME.id, WELCOME.name)
@@ -38,7 +38,7 @@ def test_one_transport_listens_and_connects(group: Group) -> None:
     there.close()
 
 
-def test_many_connect_at_once(group: Group) -> None:
+def test_many_clients_connect_at_once(group: Group) -> None:
     transport, door = group.door()
     count = 40
     channels: list[Channel] = []
@@ -72,7 +72,7 @@ def test_a_peer_of_another_group_is_refused_and_a_good_one_is_not(group: Group) 
     door.channel().close()
 
 
-def test_nobody_is_there(group: Group) -> None:
+def test_connecting_to_a_closed_address_fails(group: Group) -> None:
     transport, door = group.door()
     addresses = transport.addresses
     door.close()
@@ -81,7 +81,7 @@ def test_nobody_is_there(group: Group) -> None:
         group.transport().connect(addresses, HELLO, soon())
 
 
-def test_is_listening(group: Group) -> None:
+def test_is_listening_tells_whether_a_worker_listens(group: Group) -> None:
     transport, door = group.door()
     asking = group.transport()
     assert asking.is_listening(transport.addresses, soon())
@@ -154,7 +154,7 @@ def test_a_deadline_that_has_passed(group: Group) -> None:
         group.transport().connect(transport.addresses, HELLO, time.monotonic() - 1)
 
 
-def test_listeners_are_readable_when_somebody_is_there(group: Group) -> None:
+def test_listeners_are_readable_when_a_visitor_has_come(group: Group) -> None:
     transport = group.transport(WELCOME.name)
     (listener,) = transport.listen()
     assert listener.accept() is None

@@ -35,7 +35,7 @@ def test_workers_meet_over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_without_a_secret_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_secret_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BACKHAUL_SECRET", raising=False)
     with pytest.raises(OptionError, match="needs a secret that all workers share: start them with `backhaul run`"):
         StreamTransport(RpcOptions()).listen()

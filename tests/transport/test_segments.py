@@ -65,7 +65,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_IDLE_SECONDS", 0.0)
 
 
-def test_the_first_goes_by_the_stream_and_the_next_through_a_segment(link: Link) -> None:
+def test_the_first_tensor_goes_by_the_stream_and_the_next_through_a_segment(link: Link) -> None:
     x = numbered(1)
     (first,) = link.trip(x)
     assert not in_segment(first)
@@ -110,7 +110,7 @@ def test_neither_end_keeps_descriptors(link: Link) -> None:
     assert descriptors() <= before + 1
 
 
-def test_small_ones_stay_in_the_message(link: Link) -> None:
+def test_small_tensors_stay_in_the_message(link: Link) -> None:
     link.expect(MiB)
     small, below, large = torch.arange(10), numbered(1, THRESHOLD - 8), numbered(2)
     got = link.trip(small, large, below, large[: MiB // 2].clone(), torch.zeros(0))
@@ -163,7 +163,7 @@ def test_strided_views(link: Link, kind: str) -> None:
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_sparse_ones(link: Link, layout: torch.layout) -> None:
+def test_sparse_tensors(link: Link, layout: torch.layout) -> None:
     sent = torch.ones(1, 1 << 17).to_sparse(layout=layout)
     link.trip(sent)
     (got,) = link.trip(sent)
@@ -227,7 +227,7 @@ def test_both_directions_have_segments_of_their_own(link: Link) -> None:
 # The memory is the receiver's.
 
 
-def test_neither_sees_what_the_other_writes(link: Link) -> None:
+def test_neither_side_sees_what_the_other_writes(link: Link) -> None:
     link.expect(MiB)
     sent = numbered(1)
     (got,) = link.trip(sent)
@@ -237,7 +237,7 @@ def test_neither_sees_what_the_other_writes(link: Link) -> None:
     assert got.eq(7).all()
 
 
-def test_what_is_kept_is_never_written_to_again(link: Link) -> None:
+def test_a_segment_whose_tensor_is_kept_is_never_reused(link: Link) -> None:
     link.expect(MiB)
     kept = {number: link.trip(numbered(number))[0] for number in range(20)}
     assert all(map(in_segment, kept.values()))
@@ -282,7 +282,7 @@ def test_tensors_outlive_the_channel(link: Link) -> None:
     assert resident() == 0
 
 
-def test_what_was_sent_before_the_end_arrives(link: Link) -> None:
+def test_tensors_sent_before_the_end_arrive(link: Link) -> None:
     link.expect(MiB)
     send(link.near, Ping(1), [numbered(1)])
     link.near.close()
@@ -290,7 +290,7 @@ def test_what_was_sent_before_the_end_arrives(link: Link) -> None:
     assert torch.equal(got, numbered(1))
 
 
-def test_what_is_done_with_ordinary_tensors(link: Link) -> None:
+def test_received_tensors_can_be_used_like_ordinary_ones(link: Link) -> None:
     link.expect(MiB)
     x = numbered(1).view(torch.float32)
     (got,) = link.trip(x)
@@ -302,7 +302,7 @@ def test_what_is_done_with_ordinary_tensors(link: Link) -> None:
     assert torch.equal(shared, x)
 
 
-def test_it_can_be_shrunk_and_not_grown(link: Link) -> None:
+def test_a_received_tensor_can_be_shrunk_but_not_grown(link: Link) -> None:
     """As with all tensors over memory that torch did not allocate."""
     link.expect(MiB)
     (got,) = link.trip(numbered(1))
@@ -362,7 +362,7 @@ def test_channels_share_a_budget(links: Callable[..., Link]) -> None:
     assert budget.warm == 0
 
 
-def test_without_a_budget_all_goes_by_the_stream(links: Callable[..., Link]) -> None:
+def test_without_a_budget_all_tensors_go_by_the_stream(links: Callable[..., Link]) -> None:
     link = links(0)
     for number in range(3):
         (got,) = link.trip(numbered(number))
@@ -371,7 +371,7 @@ def test_without_a_budget_all_goes_by_the_stream(links: Callable[..., Link]) -> 
     assert link.passed == 0
 
 
-def test_what_is_larger_than_the_budget_goes_by_the_stream(links: Callable[..., Link]) -> None:
+def test_tensors_larger_than_the_budget_go_by_the_stream(links: Callable[..., Link]) -> None:
     link = links(MiB)
     link.expect(4 * MiB)
     (got,) = link.trip(numbered(1, 2 * MiB))
@@ -413,7 +413,7 @@ def test_idle_memory_is_given_back(link: Link, at_once: None) -> None:
     assert link.budget.warm == 4 * MiB
 
 
-def test_what_is_not_idle_for_long_stays(link: Link) -> None:
+def test_recently_used_memory_stays(link: Link) -> None:
     link.expect(MiB)
     link.trip(numbered(1))
     assert 0 < link.budget.trim() <= segments._IDLE_SECONDS
@@ -428,7 +428,7 @@ def test_nothing_to_give_back(link: Link, at_once: None) -> None:
     assert link.budget.trim() == float("inf")
 
 
-def test_a_tensor_that_is_kept_for_long_is_the_receivers(link: Link, at_once: None) -> None:
+def test_a_tensor_that_is_kept_for_long_counts_for_the_receiver(link: Link, at_once: None) -> None:
     link.expect(MiB)
     (kept,) = link.trip(numbered(1))
     link.budget.trim()
@@ -447,7 +447,7 @@ def test_a_tensor_that_is_kept_for_long_is_the_receivers(link: Link, at_once: No
     assert torch.equal(other, numbered(2))
 
 
-def test_a_segment_that_is_given_up_on_its_way(link: Link, at_once: None) -> None:
+def test_a_segment_is_given_up_before_the_receiver_has_read_it(link: Link, at_once: None) -> None:
     """The receiver was busy, or stopped, for so long that the sender assumes that it keeps the tensor."""
     link.expect(MiB)
     for number in range(3):
@@ -561,7 +561,7 @@ def test_a_sender_without_descriptors_uses_the_stream(link: Link, few: None) -> 
     assert link.budget.warm == 0
 
 
-def test_it_goes_on_with_the_segments_that_it_has(link: Link, few: None) -> None:
+def test_a_sender_without_descriptors_reuses_its_segments(link: Link, few: None) -> None:
     link.expect(MiB)
     for number in range(2):
         link.trip(numbered(number))
@@ -595,7 +595,7 @@ def test_segments_can_be_told_from_the_stream(links: Callable[..., Link]) -> Non
     assert frame.size < 1000
 
 
-def test_over_tcp_there_are_none(links: Callable[..., Link]) -> None:
+def test_there_are_no_segments_over_tcp(links: Callable[..., Link]) -> None:
     link = links(family=socket.AF_INET)
     for number in range(3):
         (got,) = link.trip(numbered(number))

@@ -32,7 +32,9 @@ from slow_link import Forwarder
         (10_000_000_000, 0.0, 4 << 20, 4 << 20),
     ],
 )
-def test_what_fits(rate: float, round_trip: float, least: int, most: int) -> None:
+def test_the_fitting_size_follows_from_rate_and_round_trip(
+    rate: float, round_trip: float, least: int, most: int
+) -> None:
     assert least <= fitting(rate, round_trip) <= most
 
 
@@ -61,7 +63,7 @@ def test_a_fast_link_keeps_its_buffer(pair: tuple[socket.socket, socket.socket])
     assert buffer.slice >= 1 << 20
 
 
-def test_a_slow_link_gets_a_small_one_and_a_large_one_when_it_is_fast_again(
+def test_the_buffer_of_a_slow_link_is_small_until_the_link_is_fast_again(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     one, other = pair

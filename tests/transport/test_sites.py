@@ -40,7 +40,7 @@ def own_addresses() -> list[str]:
     return sorted(set(found))
 
 
-def test_it_listens_on_one_loopback_address_and_no_other(make: Made) -> None:
+def test_a_worker_listens_on_one_loopback_address_only(make: Made) -> None:
     listener = only_listener(make(transport="tcp", secret=SECRET))
     host, port = listener._socket.getsockname()
     assert host == "127.0.0.1"
@@ -134,7 +134,7 @@ def test_unix_sockets_have_no_host(make: Made) -> None:
 # What it tells the others.
 
 
-def test_what_is_announced_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_announced_address_and_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     site = choose_site(RpcOptions())
     assert (site.announced, site.is_loopback) == ("127.0.0.1", True)
     assert site.why == "no host is given, so only this machine can call"

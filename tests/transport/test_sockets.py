@@ -46,7 +46,7 @@ def until_end(sock: socket.socket) -> bytes:
     return got
 
 
-def test_who_says_nothing_is_cut_off_and_holds_nobody_up(sockets: Group) -> None:
+def test_a_silent_client_is_cut_off_and_delays_no_other(sockets: Group) -> None:
     transport, door = sockets.door(patience=0.5)
     began = time.monotonic()
     with raw(transport) as silent:
@@ -58,7 +58,7 @@ def test_who_says_nothing_is_cut_off_and_holds_nobody_up(sockets: Group) -> None
     assert isinstance(door.outcomes.get(timeout=SOON), TimeoutError | ChannelClosed)
 
 
-def test_who_dribbles_has_no_more_time_than_others(sockets: Group) -> None:
+def test_a_client_that_sends_byte_by_byte_gets_no_extra_time(sockets: Group) -> None:
     """The deadline covers the whole greeting. A byte now and then does not extend it."""
     transport, door = sockets.door(patience=0.4)
     began = time.monotonic()
@@ -102,7 +102,7 @@ def test_a_thousand_connections_of_garbage(sockets: Group) -> None:
     good[0][0].close()
 
 
-def test_a_server_that_is_no_worker(sockets: Group) -> None:
+def test_a_server_that_is_not_a_worker(sockets: Group) -> None:
     """Another program listens at the address."""
     transport = sockets.transport()
     (listener,) = transport.listen()

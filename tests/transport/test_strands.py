@@ -70,7 +70,7 @@ def cut(tensors: list[torch.Tensor], spread: bool) -> tuple[list[bytes], list[tu
 
 @pytest.mark.parametrize("sizes", [[LARGE], [10, LARGE, 3, LARGE, 20_000], [LARGE, 200_000], [LEAST_APART]])
 @pytest.mark.parametrize("step", [7919, 1 << 30])
-def test_slices_that_come_elsewhere_land_in_their_tensors(sizes: list[int], step: int) -> None:
+def test_slices_from_other_connections_land_in_their_tensors(sizes: list[int], step: int) -> None:
     tensors = [torch.rand(size) for size in sizes]
     own, apart = cut(tensors, spread=True)
     assert apart
@@ -91,7 +91,7 @@ def test_slices_that_come_elsewhere_land_in_their_tensors(sizes: list[int], step
     assert announced.settled == [envelope.size]
 
 
-def test_the_end_of_a_frame_does_not_go_elsewhere() -> None:
+def test_the_end_of_a_frame_stays_on_the_main_connection() -> None:
     slices = Slices(encode(Result(7, None), [torch.rand(LARGE)]).pieces)
     assert slices.apart == 0  # the head comes first
     slices.take(len(slices._pieces[-1]))
@@ -100,7 +100,7 @@ def test_the_end_of_a_frame_does_not_go_elsewhere() -> None:
     assert LAST <= slices.left < LAST + LEAST_APART
 
 
-def test_what_has_no_room_is_dropped_wherever_it_comes() -> None:
+def test_tensors_without_room_are_dropped_on_every_connection() -> None:
     own, apart = cut([torch.rand(LARGE), torch.rand(LARGE)], spread=True)
     announced = Announced()
     (envelope,) = Decoder(1 << 20, drains=True, apart=announced).receive_data(b"".join(own))
@@ -194,7 +194,9 @@ def test_tensors_both_ways(pair: tuple[SlicedChannel, SlicedChannel]) -> None:
     assert all(strand.idle and strand.settled for strand in strands_of(near) + strands_of(far))
 
 
-def test_small_ones_pass_and_what_is_left_can_be_copied(pair: tuple[SlicedChannel, SlicedChannel]) -> None:
+def test_small_messages_pass_and_the_rest_of_a_large_one_can_be_copied(
+    pair: tuple[SlicedChannel, SlicedChannel],
+) -> None:
     near, far = pair
     over_strands(near, far)
     tensor = torch.rand(4 * LARGE)
@@ -217,7 +219,7 @@ def test_small_ones_pass_and_what_is_left_can_be_copied(pair: tuple[SlicedChanne
     assert torch.equal(second.tensors[0], expected)
 
 
-def test_one_of_them_is_cut_while_it_carries_something(pair: tuple[SlicedChannel, SlicedChannel]) -> None:
+def test_a_strand_is_cut_while_it_carries_a_slice(pair: tuple[SlicedChannel, SlicedChannel]) -> None:
     near, far = pair
     over_strands(near, far)
     with ThreadPoolExecutor(1) as threads:
@@ -243,7 +245,7 @@ def write_and_cut(channel: SlicedChannel) -> None:
             done = channel.flush()
 
 
-def test_one_of_them_is_cut_while_it_is_idle(pair: tuple[SlicedChannel, SlicedChannel]) -> None:
+def test_a_strand_is_cut_while_it_is_idle(pair: tuple[SlicedChannel, SlicedChannel]) -> None:
     near, far = pair
     over_strands(near, far)
     strand = next(each for each in strands_of(near) if each.state == "open")
@@ -259,7 +261,7 @@ def test_one_of_them_is_cut_while_it_is_idle(pair: tuple[SlicedChannel, SlicedCh
         assert torch.equal(came.result(timeout=SOON).tensors[0], sent)
 
 
-def test_the_smaller_number_counts_and_nothing_is_opened_without_need() -> None:
+def test_the_smaller_option_limits_the_strands_and_none_is_opened_early() -> None:
     for here, there, expected in ((4, 2, 1), (2, 4, 1), (1, 4, 0), (4, 1, 0)):
         group = Group("tcp")
         transport, door = group.door(connections=there)
@@ -274,7 +276,7 @@ def test_the_smaller_number_counts_and_nothing_is_opened_without_need() -> None:
         group.close()
 
 
-def test_a_stranger_joins_no_channel() -> None:
+def test_a_stranger_cannot_join_a_channel() -> None:
     """Neither with a wrong key, nor with an unknown token, nor as another worker with a valid token."""
     group = Group("tcp")
     transport, door = group.door(connections=2)
@@ -305,7 +307,7 @@ def test_a_stranger_joins_no_channel() -> None:
     group.close()
 
 
-def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_connections_follows_from_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert [RpcOptions(connections=given).most_connections for given in (None, 1, 7)] == [1, 1, 7]
     assert [RpcOptions(fabric="plain", connections=given).most_connections for given in (None, 1, 7)] == [4, 1, 7]
@@ -404,7 +406,7 @@ def test_a_cut_strand_is_a_lost_connection_and_the_next_call_opens_another(worke
     assert torch.equal(workers[0].rpc_sync(to, echo, (sent,), retry=5), sent)
 
 
-def test_without_threads_or_descriptors_one_connection_does(
+def test_without_threads_or_descriptors_one_connection_is_used(
     workers: InProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     begin = threading.Thread.start

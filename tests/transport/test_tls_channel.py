@@ -118,7 +118,7 @@ def test_a_good_peer_is_served_after_a_bad_one(make: Made, threads: ThreadPoolEx
     far.close()
 
 
-def test_who_says_another_name_than_its_certificate_is_refused(make: Made, threads: ThreadPoolExecutor) -> None:
+def test_a_peer_whose_name_differs_from_its_certificate_is_refused(make: Made, threads: ThreadPoolExecutor) -> None:
     server = make(WELCOME.name, transport="tcp", secret=SECRET)
     listener = only_listener(server)
     there = threads.submit(admit_one, listener, never)
@@ -210,7 +210,7 @@ def test_no_client_certificate(make: Made, threads: ThreadPoolExecutor) -> None:
 # What goes over the wire.
 
 
-def test_nothing_can_be_read_on_the_way(make: Made, threads: ThreadPoolExecutor) -> None:
+def test_a_relay_cannot_read_the_messages(make: Made, threads: ThreadPoolExecutor) -> None:
     server = make(WELCOME.name, transport="tcp", secret=SECRET)
     there = threads.submit(admit_one, only_listener(server), welcome_all)
     relay = Relay(server.addresses.tcp, threads)
@@ -259,7 +259,7 @@ def test_a_changed_byte_of_a_message_is_noticed(make: Made, threads: ThreadPoolE
 # Frames.
 
 
-def test_it_is_tls(tcp: Group) -> None:
+def test_a_tcp_channel_speaks_tls_1_3(tcp: Group) -> None:
     near, far = tcp.pair()
     for channel in (near, far):
         assert isinstance(channel, TlsChannel)
@@ -287,7 +287,7 @@ def test_one_thread_writes_while_another_reads(tcp: Group) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4096, 16_000, 16_384, 16_385, 100_000, 262_144, 1 << 20, (1 << 20) + 1])
-def test_whatever_has_arrived_is_seen(tcp: Group, size: int) -> None:
+def test_buffered_bytes_make_the_channel_readable(tcp: Group, size: int) -> None:
     """Bytes that were read but not decrypted, or decrypted but not taken, would not make the descriptor readable."""
     near, far = tcp.pair()
     tensors = [torch.randint(0, 255, (size,), dtype=torch.uint8) for _ in range(3)]
@@ -359,7 +359,7 @@ def test_small_pieces_leave_in_one_record(tcp: Group) -> None:
     assert [sent.get_nowait() for _ in range(sent.qsize())] == [len(data)]
 
 
-def test_what_follows_the_greeting_at_once_is_not_lost(make: Made, threads: ThreadPoolExecutor) -> None:
+def test_a_message_right_after_the_hello_is_not_lost(make: Made, threads: ThreadPoolExecutor) -> None:
     """A peer may send its first message with its hello, without waiting for the welcome."""
     server = make(WELCOME.name, transport="tcp", secret=SECRET)
     there = threads.submit(admit_one, only_listener(server), welcome_all)
@@ -419,7 +419,7 @@ def test_the_memory_of_an_idle_connection_is_small(tcp: Group) -> None:
     assert len(far._chunk) == 262_144
 
 
-def test_connecting_takes_no_time(make: Made, threads: ThreadPoolExecutor) -> None:
+def test_connecting_is_quick(make: Made, threads: ThreadPoolExecutor) -> None:
     server = make(WELCOME.name, transport="tcp", secret=SECRET)
     listener = only_listener(server)
     client = make(transport="tcp", secret=SECRET)

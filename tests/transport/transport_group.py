@@ -38,7 +38,7 @@ def welcome_all(hello: Hello) -> Welcome:
 
 
 def never(hello: Hello) -> Welcome:
-    raise AssertionError(f"judged who is not known: {hello}")
+    raise AssertionError(f"an unknown visitor was judged: {hello}")
 
 
 def admit_one(listener: Listener, judge: Judge) -> tuple[Channel, Hello]:

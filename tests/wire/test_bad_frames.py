@@ -57,7 +57,7 @@ def test_the_limit_is_exact() -> None:
         Decoder(len(frame) - 1).receive_data(frame[: HEADER.size])
 
 
-def test_the_limit_of_what_becomes_objects() -> None:
+def test_the_limit_of_bytes_that_become_objects() -> None:
     """A list of empty lists takes a byte for each in a message, and 64 in memory."""
     frame = bytes(encode(Result(1, [[]] * 1000)))
     limit = len(frame)
@@ -182,7 +182,7 @@ def test_a_claimed_length_is_waited_for_and_costs_nothing(claim: bytes) -> None:
 
 @pytest.mark.parametrize("limit", [1 << 62, 1 << 63, 1 << 64, 1 << 70])
 @pytest.mark.parametrize("nbytes", [1 << 40, 1 << 47, (1 << 62) - 100, (1 << 63) - 1])
-def test_no_limit_makes_a_claim_dangerous(limit: int, nbytes: int) -> None:
+def test_a_false_claim_takes_no_memory_under_any_limit(limit: int, nbytes: int) -> None:
     before = resident()
     decoder = Decoder(limit)
     try:

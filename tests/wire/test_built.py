@@ -172,12 +172,12 @@ BAD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", GOOD)
-def test_what_annotations_allow(values: dict[str, Any]) -> None:
+def test_values_that_annotations_allow(values: dict[str, Any]) -> None:
     assert dataclasses.asdict(built.dataclass(All, values)).keys() >= values.keys()
 
 
 @pytest.mark.parametrize("values", BAD)
-def test_what_annotations_do_not_allow(values: dict[str, Any]) -> None:
+def test_values_that_annotations_do_not_allow(values: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match=rf"All\.{next(iter(values))} is a "):
         built.dataclass(All, values)
 

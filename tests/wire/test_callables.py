@@ -1,4 +1,4 @@
-"""Names lead back to the very object, or say what to do instead."""
+"""A name leads back to the same object; an object without a name gets an error that says what to do."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("obj", "name"), NAMES, ids=[name for _, name in NAMES])
-def test_names_lead_back(obj: Any, name: str) -> None:
+def test_a_name_is_found_again(obj: Any, name: str) -> None:
     for _ in range(2):  # the second time from the cache
         assert name_of(obj) == name
         assert find(name) == obj
@@ -173,7 +173,7 @@ class Shadow:
         (Shadow(), "no name"),
     ],
 )
-def test_what_has_no_name_says_what_to_do(obj: Any, advice: str) -> None:
+def test_the_error_for_a_callable_without_a_name_gives_advice(obj: Any, advice: str) -> None:
     with pytest.raises(UnsendableError, match=advice):
         name_of(obj)
 
@@ -251,7 +251,7 @@ def test_odd_names_are_refused(name: str) -> None:
         ("torch:ops.aten.no_such_operator", "no_such_operator"),
     ],
 )
-def test_what_is_missing_here_is_named(name: str, says: str) -> None:
+def test_the_error_for_a_missing_name_says_what_is_missing(name: str, says: str) -> None:
     with pytest.raises(MisuseError, match=says):
         find(name)
 
@@ -273,7 +273,7 @@ def test_find_imports(broken_module: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=20) | st.from_regex(r"(math|torch):[a-z_.]{1,12}", fullmatch=True))
-def test_find_is_total(name: str) -> None:
+def test_find_finds_or_raises_misuse_error_for_any_text(name: str) -> None:
     try:
         find(name)
     except MisuseError:

@@ -38,7 +38,7 @@ from backhaul.wire.messages import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_the_recording_shows_every_kind() -> None:
+def test_the_recorded_exchange_has_every_kind_of_message() -> None:
     assert {type(message) for message, _ in EXCHANGE} == set(KINDS.values())
     assert 1_000 < len(STREAM) < 5_000
 
@@ -128,12 +128,12 @@ def test_a_mark_and_tensors(numel: int) -> None:
         (f"4248 01 7f 02000000 {NO_TENSORS} 01 61", "unknown kind 127"),
     ],
 )
-def test_a_mark_that_is_none(text: str, message: str) -> None:
+def test_an_invalid_mark_is_refused(text: str, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         Decoder().receive_data(bytes.fromhex(text))
 
 
-def test_nothing_is_nothing() -> None:
+def test_no_bytes_give_no_message() -> None:
     decoder = Decoder()
     assert decoder.receive_data(b"") == []
     assert decoder.next() is None
@@ -167,13 +167,13 @@ def test_a_message_comes_with_its_last_byte_and_not_before() -> None:
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: memoryview(data).cast("I")])
-def test_any_buffer_will_do(kind: Any) -> None:
+def test_any_kind_of_buffer_is_accepted(kind: Any) -> None:
     message = next(made for made in (Result(1, "a" * length) for length in range(4)) if encode(made).size % 4 == 0)
     frame = encode(message)
     assert Decoder().receive_data(kind(bytes(frame))) == [Envelope(message, [], size=frame.size)]
 
 
-def test_what_arrived_does_not_depend_on_the_chunk() -> None:
+def test_decoded_messages_do_not_depend_on_the_chunk_s_memory() -> None:
     chunk = bytearray(STREAM)
     got = Decoder().receive_data(chunk)
     chunk[:] = bytes(len(chunk))
@@ -204,7 +204,7 @@ def test_a_large_tensor_is_received_in_place() -> None:
     check_tensor(envelope.tensors[0], tensor)
 
 
-def test_in_place_stops_at_the_end_of_its_buffer() -> None:
+def test_receiving_in_place_stops_at_the_end_of_its_buffer() -> None:
     sent = [(Ping(1), [large(), large(70_000)]), (Ping(2), [torch.ones(3)]), (Ping(3), ())]
     data = b"".join(bytes(encode(*each)) for each in sent)
     for step in (10_000, 65_536, 1_000_000, len(data)):
@@ -214,7 +214,7 @@ def test_in_place_stops_at_the_end_of_its_buffer() -> None:
 
 
 @pytest.mark.parametrize("around", [-1, 0, 1])
-def test_the_border_between_collected_and_in_place(around: int) -> None:
+def test_tensors_near_the_threshold_of_receiving_in_place(around: int) -> None:
     tensor = torch.arange(decoder_module._COLLECT_BELOW + around).to(torch.uint8)
     sent = [(Ping(1), [tensor, torch.ones(5), tensor.clone()]), (Ping(2), ())]
     data = b"".join(bytes(encode(*each)) for each in sent)
@@ -241,7 +241,7 @@ def test_the_buffer_does_not_grow_with_the_stream() -> None:
 
 
 @pytest.mark.parametrize("sliced", [False, True], ids=["whole", "in slices"])
-def test_a_strict_decoder_takes_no_maps_however_they_come(sliced: bool) -> None:
+def test_a_strict_decoder_refuses_maps_whole_or_sliced(sliced: bool) -> None:
     frame = bytes(encode(Call(1, {(1, 2): 3})))
     if sliced:
         frame = HEADER.pack(MAGIC, VERSION, SLICE, 0, 0, len(frame)) + frame

@@ -79,7 +79,7 @@ def test_a_flip_in_the_middle_of_the_stream_leaves_what_came_before() -> None:
 # Hypothesis. One draw makes an example: many small draws take longer than what they test.
 
 
-# 20,000 and more in all: see test_there_are_enough_examples.
+# 20,000 and more in all: see test_there_are_at_least_20_000_examples.
 EXAMPLES = {"random": 5_000, "framed": 4_000, "tables": 4_000, "mutated": 6_000, "trees": 2_000, "round": 1_500}
 
 
@@ -303,5 +303,5 @@ def test_values_and_tensors_survive_any_cutting(script: Script, cuts: list[int])
         check_tensor(one, other)
 
 
-def test_there_are_enough_examples() -> None:
+def test_there_are_at_least_20_000_examples() -> None:
     assert sum(EXAMPLES.values()) >= 20_000

@@ -61,7 +61,7 @@ def test_registered_types_inside_pickles() -> None:
     assert got[0].key == 101
 
 
-def test_registering_forgets_what_was_known() -> None:
+def test_registering_a_type_replaces_how_it_was_packed() -> None:
     codec = Codec()
     assert codec.pack(Handle(1))[0][0] == trees.PICKLE
     codec.register(Handle, "handle", lower_handle, lift_handle)
@@ -107,7 +107,7 @@ class Only:
         return self.table[name]
 
 
-def test_names_can_be_somebody_else_s() -> None:
+def test_a_codec_can_use_other_names_for_callables() -> None:
     codec = Codec(Only(), allow_pickle=False)
     assert codec.pack([function, Color.RED])[0] == [
         trees.LIST,

@@ -112,7 +112,7 @@ def test_small_messages_are_these_bytes(message: object, expected: str) -> None:
     assert len(frame.pieces) == 1
 
 
-def test_the_literals_show_every_kind() -> None:
+def test_the_literals_have_every_kind_of_message() -> None:
     assert {type(message) for message, _ in LITERAL} == set(KINDS.values())
     assert {KIND_OF[kind] for kind in KINDS.values()} == set(KINDS)
 

@@ -151,7 +151,7 @@ def test_a_message_over_the_limit_is_drained(lane: str, cut: int) -> None:
         found[0].tensors.land()  # type: ignore[attr-defined]
 
 
-def test_much_is_drained_in_few_reads() -> None:
+def test_a_large_tensor_is_drained_in_few_reads() -> None:
     """Each read costs the interpreter some microseconds."""
     data = memoryview(bytes(encode(Call(5, ["x"]), [torch.ones(4 << 20)])) + bytes(encode(Ping(6))))
     decoder = Decoder(100_000, drains=True)
@@ -252,12 +252,12 @@ def test_the_pace_follows_the_link() -> None:
         (Inquire(1, ()), False),
     ],
 )
-def test_which_messages_pass(message: object, passes: bool) -> None:
+def test_only_some_kinds_of_messages_pass(message: object, passes: bool) -> None:
     frame = encode(message)
     assert may_pass(frame) is passes
     assert may_pass(join([encode(Ping(1)), frame])) is passes
 
 
-def test_what_is_large_does_not_pass() -> None:
+def test_large_messages_do_not_pass() -> None:
     assert not may_pass(encode(Result(1, "x" * SMALL)))
     assert not may_pass(encode(Result(1, None), [torch.ones(100_000)]))

@@ -1,4 +1,4 @@
-"""What a call sends is what a tuple of its parts would."""
+"""A packed call has the tree of a tuple of its parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call[0].__name__}{len(call[1])}{len(call[2])}")
-def test_the_tree_is_that_of_the_tuple(call: Any) -> None:
+def test_a_packed_call_has_the_tree_of_its_tuple(call: Any) -> None:
     codec = Codec()
     tree, packing = codec.pack_call(*call)
     expected, other = codec.pack(call)
@@ -56,7 +56,7 @@ def test_the_tree_is_that_of_the_tuple(call: Any) -> None:
     ],
     ids=["function", "argument", "keyword", "depth"],
 )
-def test_what_cannot_be_sent_is_said_with_its_place(call: Any, where: str) -> None:
+def test_an_unsendable_argument_is_named_with_its_place(call: Any, where: str) -> None:
     codec = Codec(allow_pickle=False)
     with pytest.raises(UnsendableError, match=where):
         codec.pack_call(*call)

@@ -99,7 +99,7 @@ def check(got: Sequence[Envelope], sent: Sequence[torch.Tensor], number: int = 1
 
 
 @pytest.mark.parametrize("ids", PLACES)
-def test_whatever_lies_where(pool: Pool, ids: Sequence[int]) -> None:
+def test_buffers_may_be_in_the_stream_or_in_segments(pool: Pool, ids: Sequence[int]) -> None:
     data = pool.frame(1, some(), ids) + bytes(encode(Ping(5)))
     check(take(pool.decoder(), [data]), some())
 
@@ -180,7 +180,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_is_refused(pool: Pool, kind: str) -> None:
+def test_malformed_placed_frames_are_refused(pool: Pool, kind: str) -> None:
     data, says = BAD[kind]
     with pytest.raises(ProtocolError, match=says):
         pool.decoder().receive_data(data)

@@ -26,14 +26,14 @@ PLAIN: list[Any] = [
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=range(len(PLAIN)))
-def test_what_has_no_maps(value: Any) -> None:
+def test_values_without_maps_are_accepted(value: Any) -> None:
     refuse_maps(encode(value))
     refuse_maps(memoryview(encode([value, b"\x81"])))
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=range(len(PLAIN)))
 @pytest.mark.parametrize("map", [{"a": 1}, {1: 2}, {(1, 2): 3}, {str(each): 0 for each in range(20)}], ids=range(4))
-def test_a_map_anywhere(value: Any, map: Any) -> None:
+def test_a_map_at_any_place_is_refused(value: Any, map: Any) -> None:
     for tree in ([value, map], [map, value], [value, [value, [map]], value]):
         with pytest.raises(ProtocolError, match="values with a map"):
             refuse_maps(encode(tree))
@@ -45,7 +45,7 @@ def test_maps_of_all_sizes() -> None:
             refuse_maps(encode([1, dict.fromkeys(range(count))]))
 
 
-def test_other_tokens_end_it() -> None:
+def test_invalid_tokens_are_refused() -> None:
     for token in (b"\xc1", b"\xd4\x01\x00", b"\xc7\x01\x01\x00"):
         with pytest.raises(ProtocolError):
             refuse_maps(b"\x92" + token + b"\x81\x01\x01")

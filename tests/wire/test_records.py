@@ -1,4 +1,4 @@
-"""Records: what was sealed comes out, however it is cut; and what is not as it was sealed does not."""
+"""Records: sealed messages are opened again, however they are cut, and damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def messages(large: int) -> list[Frame]:
 
 
 @pytest.mark.parametrize("step", [1, 7, HEADER.size, 100, 1 << 30])
-def test_what_was_sealed_comes_out(step: int) -> None:
+def test_sealed_messages_are_opened_again(step: int) -> None:
     found = feed(Records(Decoder()), sealed(*messages(1000)), step)
     assert [envelope.message.id for envelope in found] == [1, 2, 3]
     assert torch.equal(found[1].tensors[0], torch.arange(1000))
 
 
-def test_very_many_bytes_are_several_records() -> None:
+def test_a_very_large_message_is_split_into_records() -> None:
     size = MOST // 8 + 1000
     data = sealed(*messages(size))
     found = feed(Records(Decoder()), data, 1 << 20)

@@ -64,7 +64,7 @@ def land_short(table: bytes, data: bytes) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bytes_are_those_of_the_general_way(kind: str) -> None:
+def test_the_quick_way_makes_the_same_bytes_as_the_general_way(kind: str) -> None:
     tensor = KINDS[kind]
     small = pack_small(tensor)
     assert small is not None
@@ -109,14 +109,14 @@ def check_same(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_others_are_left_to_the_general_way(kind: str) -> None:
+def test_other_tensors_are_left_to_the_general_way(kind: str) -> None:
     tensor = OTHERS[kind]
     assert pack_small(tensor) is None
     assert bytes(encode(Ping(1), [tensor])).endswith(data_of(general(tensor)))
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
-def test_through_a_frame(kind: str) -> None:
+def test_small_and_other_tensors_survive_a_frame(kind: str) -> None:
     tensor = {**KINDS, **OTHERS}[kind]
     (envelope,) = Decoder().receive_data(bytes(encode(Ping(1), [tensor])))
     (got,) = envelope.tensors
@@ -139,7 +139,7 @@ def test_a_storage_that_was_shrunk_is_not_read() -> None:
         pack_small(tail)
 
 
-def test_what_arrives_is_its_own_memory() -> None:
+def test_a_received_tensor_has_its_own_memory() -> None:
     data = bytearray(bytes(encode(Ping(1), [torch.ones(4)])))
     decoder = Decoder()
     (envelope,) = decoder.receive_data(data)

@@ -1,4 +1,4 @@
-"""Sparse layouts: they arrive as what they are, and what is none is refused."""
+"""Sparse layouts keep their layout, and malformed ones are refused."""
 
 from __future__ import annotations
 

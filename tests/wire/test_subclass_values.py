@@ -132,20 +132,20 @@ def test_a_wrapper_without_a_part_that_has_gradients() -> None:
 
 
 @pytest.mark.parametrize("make", [tagged, masked, slotted, lambda: Wrapping(torch.ones(2))])
-def test_none_goes_to_a_federation(make: Any) -> None:
+def test_no_subclass_is_sent_to_a_federation(make: Any) -> None:
     with pytest.raises(UnsendableError, match="does not go to a worker of a federation"):
         STRICT.pack(make())
 
 
 @pytest.mark.parametrize("make", [tagged, masked, lambda: Wrapping(torch.ones(2))])
-def test_none_comes_from_a_federation(make: Any) -> None:
+def test_no_subclass_is_accepted_from_a_federation(make: Any) -> None:
     tree, packing = CODEC.pack(make())
     with pytest.raises(ProtocolError, match="a tensor subclass, from a peer that may not send any"):
         STRICT.unpack(tree, packing.tensors)
 
 
-def test_a_tensor_that_is_waited_for() -> None:
-    """It is a plain tensor from there on, so it goes to a federation, too. Two mentions are one tensor."""
+def test_a_tensor_of_an_unfinished_collective_is_sent_as_a_plain_one() -> None:
+    """A plain tensor may go to a federation, too. Two occurrences are one tensor."""
     value: Any = AsyncCollectiveTensor(torch.ones(2))
     got = trip([value, value], STRICT)
     assert type(got[0]) is Tensor
@@ -303,7 +303,7 @@ def test_history_of_a_dtensor(mesh: DeviceMesh) -> None:
     assert torch.autograd.grad(got.to_local().sum(), x)[0].tolist() == [1, 1]
 
 
-def test_only_some_gradients_of_a_wrapper() -> None:
+def test_only_some_parts_of_a_wrapper_have_gradients() -> None:
     from backhaul.wire.subclasses import _Form, _Unwrap
 
     class Context:

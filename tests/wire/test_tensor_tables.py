@@ -1,4 +1,4 @@
-"""Tables of tensors that nobody writes: refused, or harmless."""
+"""Tables of tensors that no encoder writes: refused, or harmless."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_malformed_tables_are_refused(name: str) -> None:
         Landing.parse(*BAD_TABLES[name])
 
 
-def test_the_literal_tables_above_are_right_but_for_one_thing() -> None:
+def test_the_malformed_tables_differ_from_a_valid_one_in_one_place() -> None:
     landing = Landing.parse(table(entry(), entry(sizes=(1,), offset=4)), 8)
     landing.put(0, struct.pack("<ff", 1, 2))
     assert [tensor.tolist() for tensor in landing.tensors()] == [[1, 2], [2]]
@@ -124,7 +124,7 @@ def test_components_that_do_not_fit_together_are_refused() -> None:
         landing.tensors()
 
 
-def test_memory_that_cannot_be_had() -> None:
+def test_memory_that_is_not_available() -> None:
     size = 1 << 60
     landing = Landing.parse(table(entry(sizes=(size // 4,)), sizes=(size,)), size)
     with pytest.raises(MemoryError, match="no memory"):

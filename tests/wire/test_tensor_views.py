@@ -150,7 +150,7 @@ def test_any_views_arrive_equal_and_alias_as_they_did(sent: list[torch.Tensor], 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), max_size=4))
-def test_dense_means_that_every_element_is_seen(dims: list[tuple[int, int]]) -> None:
+def test_a_tensor_is_dense_if_it_sees_every_element(dims: list[tuple[int, int]]) -> None:
     sizes, strides = [size for size, _ in dims], [stride for _, stride in dims]
     seen = {0}
     for size, stride in dims:

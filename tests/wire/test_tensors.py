@@ -100,7 +100,7 @@ def test_packing_leaves_the_tensor_resizable() -> None:
         sent.resize_(2 * count)
 
 
-def test_what_arrives_can_be_written_and_resized() -> None:
+def test_received_tensors_can_be_written_and_resized() -> None:
     for got in trip(torch.zeros(3), torch.zeros(3, 2).t(), torch.zeros(100_000)):
         got.add_(1)
         assert got.min() == 1

@@ -1,4 +1,4 @@
-"""Trees that nobody makes: refused."""
+"""Trees that no codec makes are refused."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_order_and_identity_of_aliases() -> None:
     assert trip(Color.CRIMSON) is Color.RED
 
 
-def test_what_arrives_is_not_what_was_packed() -> None:
+def test_packed_values_do_not_follow_later_changes() -> None:
     value = {"a": 1.0}
     tree, packing = CODEC.pack(value)
     value["b"] = 2.0

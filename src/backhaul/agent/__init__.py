@@ -1,1 +1,1 @@
-"""Calls and futures: who reads, who runs, who waits."""
+"""Calls and futures: which thread reads messages, which thread runs functions, and which threads wait."""

@@ -6,9 +6,7 @@ peers have opened, and the table of message handlers. A link's line for requests
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 import math
 import os
 import threading
@@ -18,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from backhaul.agent import autocast
@@ -26,6 +23,7 @@ from backhaul.agent.accounts import Accounts
 from backhaul.agent.activity import Activity
 from backhaul.agent.calling import Calling
 from backhaul.agent.completions import Completions
+from backhaul.agent.connecting import Connecting, shut_down
 from backhaul.agent.endings import Ending, Endings
 from backhaul.agent.execution import Execution, name_for_people
 from backhaul.agent.farewell import Counts, Farewell
@@ -35,10 +33,9 @@ from backhaul.agent.future import Future
 from backhaul.agent.line import Line
 from backhaul.agent.link import Link
 from backhaul.agent.listening import Listeners
-from backhaul.agent.logs import logged
 from backhaul.agent.losses import Losses
 from backhaul.agent.membership import Member, Membership
-from backhaul.agent.observing import Asked, Encoded, Issued, LinkUp, Observers, Packed
+from backhaul.agent.observing import Asked, Encoded, Issued, Observers, Packed
 from backhaul.agent.pool import Pool
 from backhaul.agent.presence import Presence
 from backhaul.agent.reception import Reception
@@ -50,37 +47,27 @@ from backhaul.devices.maps import check as check_maps
 from backhaul.devices.staging import Gradients, WorkerDevices, needs_devices, own_devices
 from backhaul.edges.crossing import Edges
 from backhaul.errors import (
-    AuthenticationError,
-    BackhaulError,
     ForkedError,
     MisuseError,
     NotInitializedError,
     OptionError,
     ProtocolError,
-    RpcTimeoutError,
     WorkerLostError,
 )
 from backhaul.ids import GUEST, Addresses, RefId, WorkerInfo
 from backhaul.options import RpcOptions
-from backhaul.security.handshake import Hello, LeavingError
 from backhaul.transport.awake import most_awake
 from backhaul.transport.base import ChannelClosed, Listener, Transport
-from backhaul.transport.sockets import lacks_descriptors, no_descriptors
 from backhaul.trust.guard import Guard
 from backhaul.trust.penalties import Penalties
 from backhaul.trust.permissions import Permissions, Stamps
-from backhaul.wire import frames
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
 from backhaul.wire.messages import Call, Create, Failure, Goodbye, Inspect, Mark, Ping, Result
 from backhaul.wire.trees import Packing
 from backhaul.wire.values import Codec
 
-_log = logging.getLogger(__name__)
-
 _CUT_OFF_SECONDS = 2.0
-_GREET_SECONDS = 2.0
-_REACH_OUT_SECONDS = 60.0
 _BREACHES = 16
 _BREACH_SECONDS = 4.0
 _FOR_GUESTS = (Inspect, Ping)
@@ -118,7 +105,6 @@ class Agent:
         self.forked = False
         self._links: dict[int, Link] = {}
         self._routes: dict[To, Link] = {}
-        self._reached_out: dict[int, float] = {}  # rank -> when this worker last tried to connect
         self._lock = threading.Lock()
         self.on_connection_ended: list[Callable[[object, WorkerInfo, WorkerLostError], None]] = []
         """Called on any thread when a connection breaks, or when its peer dies or leaves. For upper layers."""
@@ -194,6 +180,7 @@ class Agent:
             self.serving.guard = Guard(self.execution, self.permissions, limits)
         self._losses = Losses(self, self._lock)
         self.serving.on_end = self._losses.served_ended
+        self.connecting = Connecting(self, self._losses)
         self._handlers: dict[type[Any], Handler] = {}
         self.completions = Completions(self.pool, self.watch, self.observers)
         self.presence = Presence(self.completions.add, {info.id for info in self.members()})
@@ -243,12 +230,7 @@ class Agent:
         if self.endings.expected:
             self.watch.add_listener(self.endings, lambda _: self._losses.read_news())
         if self.membership.dynamic or self.membership.replaces:
-            for info in self.members():
-                try:
-                    if info != self.me:
-                        self._connect(self.membership.find(info), time.monotonic() + _GREET_SECONDS)
-                except BackhaulError as error:
-                    _log.info("could not greet %s: %s", info.name, error)
+            self.connecting.greet_all()
 
     def register(self, message: type[Any], handler: Handler) -> None:
         """Have ``handler`` handle all messages of this type. The handler must not raise and must not wait for peers."""
@@ -424,22 +406,6 @@ class Agent:
         link = self._links.get(rank)
         return None if link is None or link.open is None else link.peer
 
-    def reach_out(self, rank: int) -> None:
-        """Try to connect to a worker in the background, because messages may be sent to it later. Never raises."""
-        now = time.monotonic()
-        if now < self._reached_out.get(rank, -math.inf) + _REACH_OUT_SECONDS:
-            return
-        self._reached_out[rank] = now
-
-        def connect() -> None:
-            try:
-                self._connect(self.membership.find(rank), time.monotonic() + _GREET_SECONDS)
-            except (BackhaulError, OSError) as error:
-                _log.debug("= rank %s cannot be reached directly: %s", rank, error)
-
-        with contextlib.suppress(RuntimeError):  # no thread is available
-            self.pool.run(connect)
-
     def post_failure(self, to: To, make: Callable[..., Any], error: BaseException) -> None:
         """Send a one-way message about an exception; see `Execution.tell_failure`. Raises `WorkerLostError`."""
         line = self._route(to, math.inf)
@@ -564,14 +530,14 @@ class Agent:
         self.require_usable()
         member = self.membership.find(to)
         try:
-            line = self._connect(member, deadline, suspected=suspected)
+            line = self.connecting.line_to(member, deadline, suspected=suspected)
         except WorkerLostError:
             # Another process may have replaced the worker since this process last heard of it.
             successor = self.membership.successor(member)
             if successor is None:
                 raise
             member = successor
-            line = self._connect(member, deadline)
+            line = self.connecting.line_to(member, deadline)
         self._routes[to] = self._links[member.id]
         return line
 
@@ -597,91 +563,6 @@ class Agent:
         if self.closed.is_set():
             raise NotInitializedError(f"worker {self.me.name!r} has been shut down; call init_rpc again")
 
-    def _connect(self, member: Member, deadline: float, *, suspected: bool = False) -> Calling:
-        link = self.link(member.info)
-        if not suspected and link.fate.suspected and link.open is None and link.addresses == member.addresses:
-            refusal = self.fates.refusal(link)
-            if refusal is not None:
-                raise refusal
-        handling = self.serving.about_to_wait()
-        try:
-            with self.activity.waits(lambda: {"kind": "connection", "peer": member.name}), link.connecting:
-                line = link.open
-                if line is None:
-                    line = link.calling = self._open(member, deadline)
-                    link.came_up()
-                    self.accounts.add(line)
-                    self.listeners.opened(line)
-                    if self.closed.is_set():  # close() may have missed this line
-                        line.lose(self._shut_down())
-                return line
-        except BackhaulError as error:
-            self.accounts.count_error("connect", error)
-            raise
-        finally:
-            if handling:
-                self.serving.resumed()
-
-    def _open(self, member: Member, deadline: float) -> Calling:
-        membership = self.membership
-        hello = Hello(
-            membership.group,
-            self.me.id,
-            self.me.name,
-            member.id,
-            self.transport.addresses,
-            membership.incarnation,
-            frames.VERSION,
-        )
-        deadline = min(deadline, time.monotonic() + self.options.connect_timeout)
-        try:
-            channel, welcome = self.transport.connect(member.addresses, hello, deadline)
-        except TimeoutError as error:
-            raise RpcTimeoutError(
-                f"worker {member.name!r} did not answer the greeting in time: RPC ran for more than set timeout"
-            ) from error
-        except LeavingError as error:
-            raise WorkerLostError(f"worker {member.name!r} is leaving the group", member.name) from error
-        except (AuthenticationError, ProtocolError) as error:
-            raise type(error)(f"no connection to worker {member.name!r}: {error}") from error
-        except OSError as error:
-            if not lacks_descriptors(error):
-                raise
-            raise OSError(error.errno, f"no connection to worker {member.name!r}: {no_descriptors()}") from error
-        except ChannelClosed as error:
-            process = self._losses.process_of(member)
-            ending = None if process is None else self.endings.wait(process)
-            fate = self.link(member.info).fate
-            if ending is not None:
-                how = f"is lost: it {ending.ending}"
-            elif fate.over and fate.certain and fate.incarnation in ("", member.incarnation):
-                how = f"is lost: {fate.reason}"
-            else:
-                how = f"cannot be reached: {error}"
-            raise WorkerLostError(f"worker {member.name!r} {how}", member.name) from error
-        if (welcome.id, welcome.name) != (member.id, member.name):
-            channel.close()
-            raise AuthenticationError(
-                f"the address of worker {member.name!r} (rank {member.id}) is answered by {welcome.name!r} "
-                f"(rank {welcome.id})"
-            )
-        self.greeted(msgspec.structs.replace(member, incarnation=welcome.incarnation), reached=True)
-        if self.observers:
-            self.observers.emit(LinkUp(peer=member.name, served=False))
-        return Calling(
-            member.info,
-            logged(channel, self.me, member.info, self.me),
-            execution=self.execution,
-            serving=self.serving,
-            completions=self.completions,
-            watch=self.watch,
-            vigils=self.vigils,
-            unresponsive_after=self.options.unresponsive_after,
-            deliver=self.listeners.deliver,
-            on_lost=self._losses.calling_ended,
-            explain=self._losses.explain,
-        )
-
     def _handle(self, line: Line, envelope: Envelope) -> Frame | None:
         handler = self._handlers.get(type(envelope.message))
         if handler is None or (line.peer.id == GUEST and type(envelope.message) not in _FOR_GUESTS):
@@ -705,25 +586,6 @@ class Agent:
             return self.answer(message.id, self.inspect(message.topic, message.arguments))
         except Exception as error:  # an inspection is not a call, so it does not count as a failed call
             return self.execution.tell_failure(lambda *what: Failure(message.id, *what), error, line)
-
-    def greeted(self, member: Member, *, reached: bool) -> None:
-        """A member has proved its identity on a new line that is not in use yet.
-
-        ``reached``: this worker opened the line. If the member has replaced another process, that process is over,
-        and the layers above have been told when this returns.
-        """
-        link = self.link(member.info)
-        with link.greeting:
-            before = self.membership.met(member)
-            self.fates.greeted(link, member, reached=reached)
-            link.addresses = member.addresses
-            if before is not None:
-                for callback in list(self.on_replaced):
-                    callback(before, member)
-            for each in list(self.on_connected):
-                each(member.info)
-        if not link.fate.suspected:  # an examination clears the suspicion and then calls presence.came
-            self.presence.came(member.info)
 
     def members(self) -> list[WorkerInfo]:
         return self.membership.members()
@@ -780,11 +642,6 @@ class Agent:
         """Bytes of shared memory that carry large tensors."""
         return self.transport.memory()
 
-    def _shut_down(self) -> WorkerLostError:
-        lost = WorkerLostError(f"worker {self.me.name!r} (this one) was shut down", self.me.name)
-        lost.explained = True
-        return lost
-
     def close(self, wait: float) -> None:
         """Close everything now. Waits at most ``wait`` seconds for functions that still run here."""
         with self._lock:
@@ -800,7 +657,7 @@ class Agent:
         with self.presence.changed:
             self.presence.changed.notify_all()
         self._reception.door.close()
-        gone = self._shut_down()
+        gone = shut_down(self.me)
         for line in self.calling():
             line.say_goodbye()
             line.lose(gone)

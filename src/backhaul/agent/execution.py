@@ -234,19 +234,24 @@ class Execution:
         """The value of a message's tree. Reports its references to `traffic` as arrived, even if this raises."""
         message = envelope.message
         try:
-            land(envelope.tensors)
-            tensors: Tensors = envelope.tensors
-            if coded := getattr(message, "coded", ()):
-                tensors = expanded(coded, tensors, self._max_message_bytes)
-            mark = getattr(message, "mark", None)
-            if mark is not None and mark.message:
-                tensors = self.recording.received(mark, tensors, sender)
-                if self.observers:
-                    self.observers.emit(RecvRecorded())
-            return self._codec.unpack(message.tree, tensors)
+            return self._codec.unpack(message.tree, self._receive(envelope, sender))
         finally:
             if message.refs:
                 self.traffic.arrived(message.refs)
+
+    def _receive(self, envelope: Envelope, sender: WorkerInfo) -> Tensors:
+        """The tensors of a message: on their devices, expanded if they were compressed, and recorded if marked."""
+        message = envelope.message
+        land(envelope.tensors)
+        tensors: Tensors = envelope.tensors
+        if coded := getattr(message, "coded", ()):
+            tensors = expanded(coded, tensors, self._max_message_bytes)
+        mark = getattr(message, "mark", None)
+        if mark is not None and mark.message:
+            tensors = self.recording.received(mark, tensors, sender)
+            if self.observers:
+                self.observers.emit(RecvRecorded())
+        return tensors
 
     def discard(self, envelope: Envelope) -> None:
         """Drop a message that is not unpacked. Reports its references to `traffic` as arrived."""

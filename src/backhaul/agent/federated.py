@@ -15,9 +15,7 @@ from typing import Any
 
 from backhaul.agent import autocast
 from backhaul.agent.execution import Cargo, Execution, Peer, safe_str
-from backhaul.agent.observing import RecvRecorded
 from backhaul.agent.recording import Tensors
-from backhaul.edges.compression import expanded
 from backhaul.errors import (
     BackhaulError,
     MisuseError,
@@ -34,7 +32,6 @@ from backhaul.trust.permissions import Permissions, printable
 from backhaul.wire import callables, trees
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode
-from backhaul.wire.landing import land
 from backhaul.wire.messages import Coded, Failed, Failure, Mark
 from backhaul.wire.tensors import claimed
 from backhaul.wire.trees import Packing
@@ -110,15 +107,7 @@ class FederatedExecution(Execution):
         """The value of a tree. Raises if this peer may not send it."""
         message = envelope.message
         try:
-            land(envelope.tensors)
-            tensors: Tensors = envelope.tensors
-            if coded := getattr(message, "coded", ()):
-                tensors = expanded(coded, tensors, self._max_message_bytes)
-            mark = getattr(message, "mark", None)
-            if mark is not None and mark.message:
-                tensors = self.recording.received(mark, tensors, sender)
-                if self.observers:
-                    self.observers.emit(RecvRecorded())
+            tensors = self._receive(envelope, sender)
             announced = {ref for ref, _ in message.refs}
             return self._codec.unpack(tree, tensors, self._permissions.names(sender.name), announced)
         finally:

@@ -85,7 +85,7 @@ class Reception:
         member = Member(hello.id, hello.name, hello.addresses, incarnation=hello.incarnation)
         peer = member.info
         served = Served(peer, logged(channel, self._agent.me, peer, peer), self._agent.serving)
-        self._agent.greeted(member, reached=False)
+        self._agent.connecting.greeted(member, reached=False)
         self._agent.link(peer).opened(served)
         self._agent.accounts.add(served)
         if self._agent.observers:

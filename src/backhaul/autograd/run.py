@@ -97,7 +97,7 @@ def destination(agent: Agent, local: LocalPass, recv: Recv) -> tuple[WorkerInfo 
         return recv.sender, recv.message
     to = agent.connected(shortcut.to)
     if to is None:
-        agent.reach_out(shortcut.to)
+        agent.connecting.reach_out(shortcut.to)
         return recv.sender, recv.message
     return to, shortcut.message
 

@@ -1,7 +1,7 @@
-"""``backhaul bench --looking --off``: what it costs to be ready for lookers, with nothing switched on.
+"""``backhaul bench --looking --off``: the cost of being ready for observers, with nothing switched on.
 
-Backhaul as it is runs beside Backhaul without the places that ask whether somebody looks, or take notes (`bare`). The
-difference is a percent or two of microseconds, so the comparison is made to see that little:
+Ordinary Backhaul runs beside Backhaul without the code that checks for observers or takes notes (`bare`). The
+difference is a percent or two of some microseconds, so the comparison must be precise:
 
 - A *pair* is one fresh group of each kind: a driver and two workers, three processes. Where the system places their
   memory differs from process to process, and is worth a percent by itself, so there are many pairs. While one is
@@ -215,7 +215,7 @@ class _Pair:
 
 
 def _environment() -> dict[str, str]:
-    """With the Backhaul that runs here, wherever it is, and without a launcher's word on who this is."""
+    """Environment variables with which a process imports the same Backhaul as this one."""
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(bare.__file__))))
     path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

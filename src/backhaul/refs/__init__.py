@@ -1,1 +1,1 @@
-"""References to values on other workers: who holds them, and when a value may go."""
+"""References to values on other workers: which workers hold them, and when a value is freed."""
