@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("wanted", nargs="*", help="text in the file of a mutant, or in what it does")
     parser.add_argument("--hand", action="store_true", help="only the mutants of by_hand.py")
     parser.add_argument("--rule", action="store_true", help="only those of by_rule.py")
-    parser.add_argument("--each", type=int, default=20, help="mutants by rule of each module")
+    parser.add_argument("--each", type=int, default=10, help="mutants by rule of each module")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verbose", action="store_true", help="also say which test has noticed each mutant")
     parser.add_argument("--abreast", type=int, default=os.cpu_count() or 1)
