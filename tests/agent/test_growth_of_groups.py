@@ -10,11 +10,14 @@ import gc
 import math
 import os
 import threading
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import pytest
 from counted_group import CountedGroup, Work, counting, patience
 
+from backhaul.agent.calling import Calling
 from backhaul.ids import WorkerInfo
 from backhaul.worker import Worker
 
@@ -82,7 +85,7 @@ def lose(group: CountedGroup, victim: Worker) -> None:
     group.forget(victim)
 
 
-def growth(costs: dict[int, float]) -> float:
+def growth(costs: Mapping[int, float]) -> float:
     """How much more the largest size costs than the smallest, beyond n log n."""
     (small, less), *_, (large, more) = sorted(costs.items())
     return (more / less) / (large * math.log(large) / (small * math.log(small)))
@@ -109,6 +112,43 @@ def check(sizes: list[int]) -> None:
 
 def test_the_cost_of_a_worker_grows_no_faster_than_n_log_n() -> None:
     check([8, 32])
+
+
+def parting(size: int) -> Counter[Any]:
+    """How often the dearest worker calls each function when a group parts in which all are connected with all.
+
+    Each worker also has a reference to a value of each other worker.
+    """
+    with patience(size), counting() as work:
+        group = CountedGroup(size)
+        names = [worker.info.name for worker in group]
+        held: list[Any] = []
+
+        def refer(worker: Worker) -> None:
+            references = [worker.remote(name, int) for name in names if name != worker.info.name]
+            assert [reference.to_here() for reference in references] == [0] * (size - 1)
+            held.append(references)
+
+        group.on_each(refer)
+        assert len(held) == size
+        assert group.network.visits == size * (size - 1)
+        dearest(work)
+        group.shut_down()
+        most: Counter[Any] = Counter()
+        for functions in work.of.values():
+            most |= functions
+    gc.collect()
+    return most
+
+
+def test_no_function_costs_more_than_n_log_n_to_part() -> None:
+    """A function that is called n times for each of n peers hides among cheaper ones, so each function counts alone."""
+    small, large = 4, 40
+    less, more = parting(small), parting(large)
+    # A worker may call a function some times for each peer; what it polls varies most in a small group.
+    costs = {code: {small: max(less[code], small), large: more[code]} for code in more if more[code] > 8 * large}
+    assert Calling.lose.__code__ in more
+    assert not {code.co_qualname: cost for code, cost in costs.items() if growth(cost) > 2 * SLACK}
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ def slurm(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterat
             # Forced, because the directories above it belong to pytest.
             argv = ["munged", "--foreground", "--force", *paths.split(), f"--socket={munge}/socket"]
             started.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file))
-        await_that(lambda: (munge / "socket").exists(), here)
+        await_that(lambda: (munge / "socket").exists(), here, started)
         started.append(login.start("slurmctld -D", here, env, here / "slurmctld.out"))
         for node in nodes:
             started.append(node.start(f"slurmd -D -N {node.name}", here, env, here / f"{node.name}.out"))
@@ -143,7 +143,7 @@ def slurm(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterat
             login.start("sinfo --noheader --format '%T %D'", here, env, output).wait(PATIENCE)
             return "idle 2" in output.read_text()
 
-        await_that(both_are_idle, here)
+        await_that(both_are_idle, here, started)
         yield str(configuration)
     finally:
         for process in reversed(started):

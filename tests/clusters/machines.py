@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +38,13 @@ class Host:
             return subprocess.Popen(argv, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
 
-def await_that(condition: Callable[[], bool], logs: Path) -> None:
+def await_that(condition: Callable[[], bool], logs: Path, needs: Sequence[subprocess.Popen[bytes]] = ()) -> None:
+    """Wait for something that the processes ``needs`` cause. Fails with the ends of all logs in ``logs``."""
     deadline = time.monotonic() + _START
     while not condition():
-        texts = "".join(f"{path.name}:\n{path.read_text()[-1000:]}\n" for path in logs.glob("*.out"))
-        assert time.monotonic() < deadline, texts
+        ended = [process.args for process in needs if process.poll() is not None]
+        if ended or time.monotonic() >= deadline:
+            files = [path for path in sorted(logs.rglob("*")) if path.name == "log" or path.suffix in (".out", ".log")]
+            texts = "".join(f"{path.name}:\n{path.read_text(errors='replace')[-2000:]}\n" for path in files)
+            raise AssertionError(f"ended: {ended}\n{texts}" if ended else f"not within {_START:g} s\n{texts}")
         time.sleep(0.3)

@@ -29,7 +29,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ PATIENCE = 240.0
 
 # Set by the Dockerfile.
 IMAGE_ENVIRONMENT = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "PYTHONUNBUFFERED": "1"}
+
+# Python and this virtual environment. /usr is in the container anyway.
+PREFIXES = [prefix for prefix in (sys.base_prefix, sys.prefix) if not prefix.startswith("/usr/")]
+
+ISOLATED = ("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--propagation", "private")
 
 Manifest = dict[str, Any]
 
@@ -233,8 +238,8 @@ class Running:
             self.process = subprocess.Popen(
                 [
                     *("ip", "netns", "exec", namespace),
-                    *("unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--propagation", "private"),
-                    *("sh", "-ec", _script(pod, directory, [*self._as_user, *_with(environment), *command])),
+                    *ISOLATED,
+                    *("sh", "-ec", script_of(pod, directory, [*self._as_user, *_with(environment), *command])),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -292,8 +297,11 @@ def _as_user(pod: Pod) -> list[str]:
     return ["setpriv", *user, *([] if own["allowPrivilegeEscalation"] else ["--no-new-privs"]), *none]
 
 
-def _script(pod: Pod, directory: Path, command: list[str]) -> str:
-    """A script that sets up the file system of the container, and then becomes its first process."""
+def script_of(pod: Pod, directory: Path, command: list[str], prefixes: Iterable[str] = PREFIXES) -> str:
+    """A script that sets up the file system of the container, and then becomes its first process.
+
+    ``prefixes`` are directories of this machine that the container sees under the same path.
+    """
     image = directory / "image"
     lines = [f"hostname {shlex.quote(pod.name)}", f"mount -t tmpfs -o mode=755 image {image}"]
     lines.append(f"mkdir {' '.join(f'{image}/{each}' for each in ('etc', 'proc', 'tmp', 'app', 'backhaul'))}")
@@ -307,8 +315,7 @@ def _script(pod: Pod, directory: Path, command: list[str]) -> str:
         str(ROOT / "src"): "/backhaul",
         str(ROOT / "deploy"): "/app",
     }
-    binds |= {prefix: prefix for prefix in (sys.base_prefix, sys.prefix) if not prefix.startswith("/usr/")}
-    lines += [f"mkdir -p {image}{there}; mount --rbind {here} {image}{there}" for here, there in binds.items()]
+    lines += [_bind(here, image, there) for here, there in binds.items()]
     lines.append(f"mount -t proc proc {image}/proc")
     lines.append(f"cp -r /etc/passwd /etc/group /etc/nsswitch.conf /etc/ld.so.cache {image}/etc/")
     lines.append(f"cp {directory}/hosts {image}/etc/hosts")
@@ -323,10 +330,16 @@ def _script(pod: Pod, directory: Path, command: list[str]) -> str:
             group, mode = pod.spec["securityContext"]["fsGroup"], volume["secret"]["defaultMode"] | 0o440
             lines.append(f"mount -t tmpfs -o mode=755 secret {where}; cp {directory.parent}/secret/* {where}")
             lines.append(f"chown -R 0:{group} {where}; chmod {mode:o} {where}/*; mount -o remount,ro {where}")
+    # After the volumes, because a prefix may be inside of one: /tmp is a volume in all manifests.
+    lines += [_bind(prefix, image, prefix) for prefix in prefixes]
     if pod.container["securityContext"]["readOnlyRootFilesystem"]:
         lines.append(f"mount -o remount,ro {image}")
     lines.append(f"exec chroot {image} {shlex.join(command)}")
     return "\n".join(lines)
+
+
+def _bind(here: str, image: Path, there: str) -> str:
+    return f"mkdir -p {image}{there}; mount --rbind {here} {image}{there}"
 
 
 @contextmanager

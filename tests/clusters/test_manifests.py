@@ -6,12 +6,14 @@ import os
 import re
 import secrets
 import shutil
+import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pods import PATIENCE, ROOT, Pod, pods_of, running
+from pods import ISOLATED, PATIENCE, ROOT, Pod, pods_of, running, script_of
 
 yaml = pytest.importorskip("yaml", reason="`make clusters` installs it")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make clusters` installs it")
@@ -141,7 +143,33 @@ def test_the_image() -> None:
 TOOLS = [tool for tool in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or bool(TOOLS), reason=f"needs root for namespaces, and {TOOLS or 'no more'}")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or bool(TOOLS), reason=f"needs root for namespaces, and {TOOLS or 'no more'}"
+)
+
+
+@needs_root
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_pod_sees_an_environment_in_the_folder_of_a_volume(name: str, tmp_path: Path) -> None:
+    """A checkout of this repository may be in /tmp, which is a volume of the pods."""
+    pod = pods_of(load(name))[0]
+    (mount,) = [mount for mount in pod.container["volumeMounts"] if mount["mountPath"] == "/tmp"]
+    assert "emptyDir" in {volume["name"]: volume for volume in pod.spec["volumes"]}[mount["name"]]
+    own = tmp_path / pod.name
+    with tempfile.TemporaryDirectory(dir="/tmp") as prefix:
+        (Path(prefix) / "python").write_text("here")
+        (own / "image").mkdir(parents=True)
+        (own / "hosts").write_text("127.0.0.1 localhost\n")
+        (tmp_path / "secret").mkdir()
+        (tmp_path / "secret" / "cluster.key").write_text("key")
+        look = ["sh", "-c", f"cat {prefix}/python && ls /tmp"]
+        argv = [*ISOLATED, "sh", "-ec", script_of(pod, own, look, [prefix])]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    # Nothing else of this machine's /tmp is in the pod.
+    assert (done.returncode, done.stdout) == (0, f"here{Path(prefix).name}\n"), done.stderr
+
+
+@needs_root
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workers_train_in_the_environments_of_a_manifest(name: str, tmp_path: Path) -> None:
     """The pods wait for the last one, become ready then, train, and exit with 0."""

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any
 
 import pytest
 
-FIRST, SECOND = "ray-first", "ray-second"
+# Names of this run: one that was killed leaves its namespaces behind, and another may be going on.
+FIRST, SECOND = f"ray-{os.getpid()}-first", f"ray-{os.getpid()}-second"
 ADDRESSES = {FIRST: "10.91.7.1", SECOND: "10.91.7.2"}
 PORT = 6399
 HERE = Path(__file__).parent
@@ -59,20 +61,28 @@ def network() -> Iterator[None]:
             ip("netns", "delete", host)
 
 
-def on(host: str, command: list[str], directory: Path) -> list[str]:
-    """A command on a host: with its own network, name, processes, and directory for Ray's files."""
-    shell = f'hostname {host} && mount --bind "{directory}" /tmp/ray-of-test && exec "$@"'
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """Where Ray has its files: a directory of its own on each host. The path is short, because sockets are there."""
+    directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    yield directory
+    directory.rmdir()
+
+
+def on(host: str, command: list[str], directory: Path, shared: Path) -> list[str]:
+    """A command on a host: with its own network, name, processes, and ``directory`` in the place of ``shared``."""
+    shell = f'hostname {host} && mount --bind "{directory}" "{shared}" && exec "$@"'
     own = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return ["ip", "netns", "exec", host, *own, "sh", "-c", shell, "sh", *command]
 
 
-def started(host: str, directory: Path, *arguments: str) -> subprocess.Popen[Any]:
+def started(host: str, directory: Path, shared: Path, *arguments: str) -> subprocess.Popen[Any]:
     """Ray's processes on a host, which end with the returned one."""
     ray = Path(sys.executable).with_name("ray")
     options = ["--node-ip-address", ADDRESSES[host], "--object-store-memory", str(80 << 20), "--disable-usage-stats"]
     with (directory / "start.log").open("wb") as log:
         return subprocess.Popen(
-            on(host, ["sh", "-c", AGAIN, "sh", str(ray), "start", "--block", *options, *arguments], directory),
+            on(host, ["sh", "-c", AGAIN, "sh", str(ray), "start", "--block", *options, *arguments], directory, shared),
             env=environment(),
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -84,18 +94,17 @@ def environment() -> dict[str, str]:
     return {**os.environ, **QUICK, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
 
 
-def test_tls_between_hosts(network: None, tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_tls_between_hosts(network: None, shared: Path, tmp_path: Path) -> None:
     """Also the death of a process that only Ray sees, and a host that is cut off."""
-    shared = Path("/tmp/ray-of-test")
-    shared.mkdir(exist_ok=True)
     directories = {host: tmp_path / host for host in (FIRST, SECOND)}
     for directory in directories.values():
         directory.mkdir()
     head = ["--head", "--port", str(PORT), "--num-cpus", "1", "--include-dashboard", "false", "--temp-dir", str(shared)]
-    running: list[subprocess.Popen[Any]] = [started(FIRST, directories[FIRST], *head)]
+    running: list[subprocess.Popen[Any]] = [started(FIRST, directories[FIRST], shared, *head)]
     try:
         address = f"{ADDRESSES[FIRST]}:{PORT}"
-        running.append(started(SECOND, directories[SECOND], "--num-cpus", "2", "--address", address))
+        running.append(started(SECOND, directories[SECOND], shared, "--num-cpus", "2", "--address", address))
         inside = ["nsenter", "--target", str(child_of(running[0].pid)), "--all"]
         target = str(child_of(running[1].pid))
         with (tmp_path / "driver.log").open("w") as log:
@@ -108,23 +117,25 @@ def test_tls_between_hosts(network: None, tmp_path: Path) -> None:
             )
         running.append(driver)
         said = []
-        for line in driver.stdout or ():
-            if not line.startswith("> "):  # Ray's own output
-                continue
-            word, *rest = line[2:].split()
-            said.append(word)
-            if word == "kill":  # by the process id on its host
-                subprocess.run(["nsenter", "--target", target, "--all", "kill", "-9", *rest], check=True)
-            elif word == "cut":
-                ip("-n", SECOND, "link", "set", "ray-b", "down")
-        assert driver.wait(30) == 0, (tmp_path / "driver.log").read_text()
+        assert driver.stdout is not None
+        with driver.stdout as lines:
+            for line in lines:
+                if not line.startswith("> "):  # Ray's own output
+                    continue
+                word, *rest = line[2:].split()
+                said.append(word)
+                if word == "kill":  # by the process id on its host
+                    subprocess.run(["nsenter", "--target", target, "--all", "kill", "-9", *rest], check=True)
+                elif word == "cut":
+                    ip("-n", SECOND, "link", "set", "ray-b", "down")
+        logs = [tmp_path / "driver.log", *(directory / "start.log" for directory in directories.values())]
+        assert driver.wait(30) == 0, "\n".join(f"{log}:\n{log.read_text()[-4000:]}" for log in logs)
         assert said == ["ways", "kill", "lost", "restarted", "cut", "far:", "farther:", "done"]
     finally:
         for process in running:
             process.kill()  # with everything in its namespaces
         for process in running:
             process.wait(30)
-        shared.rmdir()
 
 
 def child_of(parent: int) -> int:

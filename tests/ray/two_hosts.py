@@ -16,6 +16,9 @@ import backhaul.ray
 from backhaul import rpc
 from backhaul.worker import current
 
+QUICK = 10.0
+"""A call fails as soon as the kernel closes the connection. Ray takes a silent host for dead after 15 s or more."""
+
 
 def say(*words: object) -> None:
     print(">", *words, flush=True)
@@ -66,8 +69,8 @@ def main() -> None:
         else:
             raise AssertionError("the call has returned")
         took = time.monotonic() - began
-        assert took < 2.0, took
-        reason, seconds = verdict("farther", 10.0)
+        assert took < QUICK, took
+        reason, seconds = verdict("farther", 60.0)
         assert "Ray says: the actor is dead because its worker process has died" in reason, reason
         say(f"lost after {took:.2f} s, known to be over after {took + seconds:.2f} s: {reason}")
         assert workers.restart("farther").rpc_sync(parts.name_here) == "farther"

@@ -136,6 +136,8 @@ class Losses:
         if not self._agent.leaving and line.peer.id != GUEST:
             gone = WorkerLostError(f"worker {line.peer.name!r} has left the group", line.peer.name)
             self._agent.presence.lost(line.peer, gone)
+        if self._agent.closed.is_set():  # this worker is ending all of its lines itself
+            return
         if link is not None and (calling := link.open) is not None:
             name = line.peer.name
             left = WorkerLostError(f"worker {name!r} has left the group", name)

@@ -20,6 +20,7 @@ its own connection.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import secrets
@@ -277,16 +278,24 @@ class Membership:
         """The answer of the store. Raises RuntimeError if none comes in time: torch waits forever for a lost host."""
         answers: list[T] = []
         errors: list[RuntimeError] = []
+        over = threading.Event()
 
         def ask() -> None:
             try:
                 answers.append(question())
             except RuntimeError as error:
                 errors.append(error)
+            finally:
+                over.set()
 
-        thread = threading.Thread(target=ask, name="store-question", daemon=True)
-        thread.start()
-        thread.join(_STORE_SECONDS)
+        # A process that exits waits for the answer. At its end Python unwinds the stacks of daemon threads that want
+        # the interpreter back, and torch's code aborts the process if it is on such a stack.
+        atexit.register(over.wait, _STORE_SECONDS)
+        try:
+            threading.Thread(target=ask, name="store-question", daemon=True).start()
+            over.wait(_STORE_SECONDS)
+        finally:
+            atexit.unregister(over.wait)
         if not answers:
             raise errors[0] if errors else RuntimeError(f"the store has not answered for {_STORE_SECONDS:g} s")
         return answers[0]

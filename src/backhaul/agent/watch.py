@@ -245,6 +245,8 @@ class Watch:
         if hurries != self._hurries:
             self._hurries = hurries
             (switch_interval.hurry if hurries else switch_interval.rest)()
+        elif hurries:
+            switch_interval.adapt()
 
     def _look_after_all(self) -> None:
         quiet = 0

@@ -45,12 +45,14 @@ class Correspondence:
         # Guarded by _lock:
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
+        self._news: dict[int, None] = {}  # the workers for which notices wait that no thread has tried to send yet
         self._flushing = False
         self._closed = False
 
     def add(self, to: int, notice: Notice) -> None:
         """Queue a notice for the next `flush_later`. The caller holds the lock."""
         self._outboxes.setdefault(to, Outbox()).add(notice)
+        self._news[to] = None
 
     def waiting(self, to: int) -> int:
         """The number of notices that this worker has not answered. The caller holds the lock."""
@@ -93,7 +95,9 @@ class Correspondence:
     def _flush(self) -> None:
         with self._lock:
             self._flushing = False
-            batches = [(to, batch) for to, box in self._outboxes.items() if (batch := box.next_batch()) is not None]
+            news, self._news = self._news, {}
+            # A worker that has not answered its last batch gets no batch now: its answer brings the next flush.
+            batches = [(to, batch) for to in news if (batch := self._outboxes[to].next_batch()) is not None]
         for to, (number, notices) in batches:
             self._mail(to, number, notices)
 
@@ -117,4 +121,8 @@ class Correspondence:
             box = self._outboxes.get(to)
             if box is not None:
                 box.answered(number)
-        self.flush_later()
+            more = bool(box)
+            if more:
+                self._news[to] = None
+        if more:
+            self.flush_later()
