@@ -11,6 +11,7 @@ import pytest
 
 from backhaul.autograd.completion import Ledger
 from backhaul.autograd.functions import ROOT
+from backhaul.errors import ProtocolError
 
 
 class Report(NamedTuple):
@@ -111,3 +112,33 @@ def test_a_run_that_does_not_report_keeps_every_pass_open() -> None:
         ledger = Ledger()
         assert not any(ledger.report(*report) for report in reports if report is not missing)
         assert ledger.open
+
+
+REPEATED: dict[str, Report] = {
+    "consumed before": Report((ROOT,), ()),
+    "emitted before": Report((), (1,)),
+    "consumed twice": Report((2, 2), ()),
+    "emitted twice": Report((), (3, 3)),
+}
+
+
+@pytest.mark.parametrize("report", REPEATED.values(), ids=REPEATED.keys())
+def test_a_peer_that_may_lie_cannot_report_work_twice(report: Report) -> None:
+    """An id that is reported twice would leave the ledger, and the pass would be over too early."""
+    ledger = Ledger(doubts=True)
+    assert not ledger.report([ROOT], [1])
+    with pytest.raises(ProtocolError, match="reported before"):
+        ledger.report(*report)
+    assert ledger.open == {1}
+    assert ledger.report([1], [])
+
+
+@pytest.mark.parametrize("parts", [[20_001], [20_000, 1], [1, 20_000]])
+def test_a_peer_that_may_lie_can_report_a_bounded_number_of_messages(parts: list[int]) -> None:
+    ledger = Ledger(doubts=True)
+    ids = itertools.count(1)
+    *accepted, refused = [list(itertools.islice(ids, part)) for part in parts]
+    for emitted in accepted:
+        assert not ledger.report([], emitted)
+    with pytest.raises(ProtocolError, match="reported before" if len(parts) == 1 else "more than 20000 messages"):
+        ledger.report([], refused)

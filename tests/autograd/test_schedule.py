@@ -417,3 +417,19 @@ def test_random_graphs_in_random_orders(seed: int) -> None:
                 run += itertools.chain.from_iterable(component.sources for component in started)
         # Every source that takes part is run once, and no other source is.
         assert sorted(run) == sorted(taking_part)
+
+
+def test_missing_sources_are_those_that_a_waiting_component_lacks(common: Tensor) -> None:
+    sources = {**one(50, common * 2), **one(60, common * 3), **one(70, leaf() * 2)}
+    schedule = Schedule(sources)
+    come(schedule, sources, 60)
+    assert schedule.missing == [50]
+    come(schedule, sources, 50)
+    assert schedule.missing == []
+
+
+def test_a_component_whose_gradients_all_came_at_once_does_not_wait(common: Tensor) -> None:
+    sources = {**one(50, common * 2), **one(60, common * 3)}
+    schedule = Schedule(sources)
+    (component,) = schedule.arrive([50, 60], sources.__getitem__)
+    assert not schedule.waits(component)

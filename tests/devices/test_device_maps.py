@@ -83,7 +83,16 @@ TWO = Devices(2)
     [
         ({"c": {"cuda:0": "cuda:0"}}, TWO, "Node a has invalid target node names in its device maps"),
         ({"b": {"cuda:2": "cuda:0"}}, TWO, "Node a has source devices with invalid indices in its device map for b"),
-        ({"b": {"cuda:0": "cuda:2"}}, TWO, "Node a has target devices with invalid indices in its device map for b"),
+        (
+            {"b": {"cuda:0": "cuda:2"}},
+            TWO,
+            "target devices with invalid indices .* for b: cuda:2, and b has cuda:0, cuda:1",
+        ),
+        (
+            {"b": {"cuda:0": "cuda:2"}},
+            Devices(2, used=(1,)),
+            "target devices with invalid indices .* and b has cuda:1$",
+        ),
         ({"b": {"cuda:0": "cuda:0"}}, Devices(0), "Node a has target devices with invalid indices"),
         ({"b": {"cuda:0": "cuda:0", "cuda:1": "cuda:0"}}, TWO, "Node a has duplicated target devices"),
         ({"b": {"cuda:0": "cuda:1"}}, Devices(2, used=(0,)), "Node a has unexpected target devices in its device map"),

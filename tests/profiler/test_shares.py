@@ -65,3 +65,7 @@ def test_the_nearest_samples_decide_whether_the_interpreter_was_held() -> None:
     assert half.held(11 * MS, 12 * MS) == 1.0
     assert half.held(81 * MS, 82 * MS) == 0.0
     assert Interpreter([]).held(0, 5) == 0.0
+
+
+def test_the_time_of_the_whole_window_is_in_seconds() -> None:
+    assert shares("worker", [], FREE, 20 * MS, 100 * MS).wall == pytest.approx(0.08)

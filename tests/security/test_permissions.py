@@ -1,0 +1,76 @@
+"""What is said and logged about requests that are refused: bounded, and safe to print."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from backhaul.errors import QuotaError, RefusedError
+from backhaul.trust import permissions
+from backhaul.trust.permissions import Permissions, printable
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in its only element."""
+    now = [100.0]
+    monkeypatch.setattr(permissions.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def mine(caplog: pytest.LogCaptureFixture) -> Permissions:
+    caplog.set_level(logging.WARNING, "backhaul.security")
+    return Permissions("me", 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "shown"),
+    [
+        ("short", 5, "short"),
+        ("longer", 5, "longe… (6 characters)"),
+        ("a\x1b[31mb\n", 20, "a\\x1b[31mb\\n"),
+        ("", 5, ""),
+    ],
+)
+def test_text_of_a_peer_is_cut_and_escaped(text: str, limit: int, shown: str) -> None:
+    assert printable(text, limit) == shown
+
+
+def test_line_breaks_and_tabs_are_kept_where_they_are_wanted() -> None:
+    assert printable("a\n\tb\r", lines=True) == "a\n\tb\\r"
+
+
+def test_a_refusal_does_not_say_why_and_an_exceeded_quota_does(mine: Permissions) -> None:
+    refused = mine.refuse("peer", "a call", "there is no such function")
+    assert isinstance(refused, RefusedError)
+    assert "there is no such function" not in str(refused)
+    exceeded = mine.over_quota("peer", "a call", "64 calls are running")
+    assert isinstance(exceeded, QuotaError)
+    assert str(exceeded) == "worker 'me' refused this: 64 calls are running"
+
+
+def test_ten_lines_a_second_about_each_peer(
+    mine: Permissions, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(13):
+        mine.note("peer", "a call", number)
+    mine.note("other", "a call", "its first line")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [*(f"refused worker peer a call: {number}" for number in range(10)), lines[-1]]
+    assert lines[-1] == "refused worker other a call: its first line"
+    caplog.clear()
+    clock[0] += 1.0  # not more than a second
+    mine.note("peer", "a call", "too early")
+    assert not caplog.records
+    clock[0] += 0.1
+    mine.note("peer", "a call", "later")
+    assert [record.getMessage() for record in caplog.records] == [
+        "4 more lines about worker peer are left out",
+        "refused worker peer a call: later",
+    ]
+    caplog.clear()
+    clock[0] += 1.1
+    mine.note("peer", "a call", "nothing was left out")
+    assert [record.getMessage() for record in caplog.records] == ["refused worker peer a call: nothing was left out"]
