@@ -63,3 +63,7 @@ def test_invalid_node_lists_are_refused(text: str, why: str) -> None:
         expand(text)
     assert why in str(caught.value)
     assert len(str(caught.value)) < 6000
+
+
+def test_a_list_may_have_as_many_nodes_as_slurm_allows() -> None:
+    assert len(expand("a[1-256][1-256]")) == MOST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from backhaul.profiler.clocks import RoundTrip, align, trips
+from backhaul.profiler.clocks import HOME, RoundTrip, align, trips
 
 
 def test_the_shortest_round_trip_gives_the_offset() -> None:
@@ -47,3 +47,8 @@ def test_each_round_trip_is_made() -> None:
     found = trips(lambda: next(answers), 3)
     assert [trip.there for trip in found] == [7, 8, 9]
     assert all(trip.asked <= trip.answered for trip in found)
+
+
+def test_the_own_clock_is_exact_and_was_not_measured() -> None:
+    assert HOME.to_home(5) == 5
+    assert (HOME.error, HOME.measured_offset, HOME.measured_error, HOME.rounds) == (0, 0, 0, 0)
