@@ -136,6 +136,19 @@ def test_tensors_that_share_a_message_go_through_the_starter(trio: InProcessClus
     check(trio, program, {0: [x, y], 1: [W["a"], W["b"]]}, exact=False)
 
 
+def test_a_tensor_that_is_sent_on_beside_another_goes_through_the_starter(trio: InProcessCluster) -> None:
+    connect(trio, 1, 2)
+    x, y = leaf(3, 4), leaf(3, 4, seed=2)
+
+    def program() -> list[Tensor]:
+        u, v = call("worker1", both, call("worker2", layer, "b", x), y)
+        return [u.sum() + v.sum()]
+
+    with gradients_to(trio, 2) as seen:
+        check(trio, program, {0: [x, y], 1: [W["a"]], 2: [W["b"]]}, exact=False)
+    assert seen == ["worker0"]
+
+
 STATE: dict[str, Tensor] = {}
 
 
