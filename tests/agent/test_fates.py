@@ -263,3 +263,33 @@ def test_calls_to_a_leaving_worker_raise_only_worker_lost_errors() -> None:
             errors = [*calls.result(SOON), *fetches.result(SOON)]
             assert errors
             assert {type(error) for error in errors} <= {rpc.WorkerLostError, rpc.WorkerSuspectedError}
+
+
+def test_news_of_an_earlier_process_does_not_end_the_present_one() -> None:
+    with InProcessCluster(2) as workers:
+        assert workers[0].rpc_sync("worker1", int) == 0
+        agent, peer = workers[0].agent, workers[1].info
+        assert not agent.fates.end(peer, "it was killed", incarnation="0" * 12)
+        assert not agent.link(peer).fate.over
+        assert workers[0].rpc_sync("worker1", int) == 0
+        assert agent.fates.end(peer, "it was killed", incarnation=workers[1].agent.membership.incarnation)
+
+
+def test_an_event_during_an_examination_starts_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first examination may have looked before the event."""
+    with InProcessCluster(2) as workers:
+        agent, peer = workers[0].agent, workers[1].info
+        looked = threading.Semaphore(0)
+        go_on = threading.Event()
+
+        def is_reachable(info: rpc.WorkerInfo, seconds: float) -> bool:
+            looked.release()
+            return go_on.wait(SOON)
+
+        monkeypatch.setattr(agent, "is_reachable", is_reachable)
+        agent.fates.examine(peer)
+        assert looked.acquire(timeout=SOON)
+        agent.fates.examine(peer)
+        go_on.set()
+        assert looked.acquire(timeout=SOON)
+        wait_until(lambda: not agent.fates.busy)

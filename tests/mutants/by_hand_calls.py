@@ -230,7 +230,7 @@ CALLS = (
         "                    self.let_go(line.peer, size)\n"
         "                    raise",
         "                    raise",
-        ("tests/security/test_federation_calls.py",),
+        ("tests/security/test_federation_calls.py", "tests/security/test_federation_references.py"),
     ),
     Mutant(
         "trust/guard.py",
@@ -315,10 +315,7 @@ CALLS = (
         "a value is fetched from the process that has replaced its owner",
         "            self._holdings.require(ref)  #",
         "            pass  #",
-        (
-            "tests/refs/test_stale_refs.py",
-            "tests/refs/test_ref_deaths.py",
-        ),
+        ("tests/recovery/test_rejoin.py",),
     ),
     Mutant(
         "agent/future.py",

@@ -55,6 +55,22 @@ def test_a_worker_s_table_overrides_that_of_the_process() -> None:
     refused(PeerNames("shop", 0), "exposed:hidden")
 
 
+def test_a_worker_s_table_knows_the_exceptions_of_the_process() -> None:
+    class Overdrawn(Exception):
+        pass
+
+    Overdrawn.__qualname__ = "Overdrawn"
+    below = Table()
+    mine = Table(below=below)
+    name = exposure.type_name(Overdrawn)
+    assert mine.exception(name) is None
+    below.expose(Overdrawn, to="shop")
+    assert mine.exception(name) == Exposed(Overdrawn, ("shop",))
+    mine.expose(Overdrawn, to="bank-*")
+    assert mine.exception(name) == Exposed(Overdrawn, ("bank-*",))
+    assert below.exception(name) == Exposed(Overdrawn, ("shop",))
+
+
 def test_missing_and_unexposed_names_give_the_same_text() -> None:
     names = [
         "exposed:hidden",
