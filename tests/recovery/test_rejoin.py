@@ -105,7 +105,7 @@ def test_a_stale_reference_of_a_worker_that_has_not_heard_of_the_restart() -> No
     """The first use makes the connection that reveals the new process: the request must not go there."""
     with (
         unnoticed_restart() as stale,
-        pytest.raises(WorkerLostError, match="none of its values|is lost or has freed it"),
+        pytest.raises(WorkerLostError, match=r"none of its values|is lost or has freed it"),
     ):
         stale.to_here()
 
