@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from value_kinds import CODEC, SAFE, named
+from value_kinds import CODEC, SAFE, named, short
 
 from backhaul.errors import MisuseError, ProtocolError
 from backhaul.wire import trees
@@ -136,7 +136,7 @@ BAD_TREES = [
 ]
 
 
-@pytest.mark.parametrize("tree", BAD_TREES, ids=repr)
+@pytest.mark.parametrize("tree", BAD_TREES, ids=short)
 def test_malformed_trees_are_refused(tree: Any) -> None:
     for codec in (CODEC, SAFE):
         for around in (tree, [trees.LIST, tree], {"k": tree}):

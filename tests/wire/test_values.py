@@ -33,6 +33,7 @@ from value_kinds import (
     Triple,
     function,
     same,
+    short,
     trip,
 )
 
@@ -154,14 +155,14 @@ PICKLED_VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", SAFE_VALUES, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize("value", SAFE_VALUES, ids=short)
 def test_the_safe_codec_carries(value: Any) -> None:
     for codec in (SAFE, CODEC):
         assert same(trip(value, codec), value)
         assert same(trip([value], codec)[0], value)
 
 
-@pytest.mark.parametrize("value", PICKLED_VALUES, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize("value", PICKLED_VALUES, ids=short)
 def test_pickle_carries_the_rest(value: Any) -> None:
     assert same(trip(value), value)
     with pytest.raises(UnsendableError, match="cannot be sent"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
+import re
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,14 @@ def same(got: Any, sent: Any) -> bool:
 
 def named(cls: str) -> str:
     return f"{HERE}:{cls}"
+
+
+def short(value: object) -> str:
+    """A name for a test with this value, without addresses: all processes of pytest-xdist must find the same names."""
+    text = (
+        f"{type(value).__name__} of {sorted(map(repr, value))}" if isinstance(value, set | frozenset) else repr(value)
+    )
+    return re.sub(r" at 0x[0-9a-f]+", "", text)[:40]
 
 
 class Color(enum.Enum):
