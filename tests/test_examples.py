@@ -256,7 +256,7 @@ def check_failure(spoiled: Spoiled, done: subprocess.CompletedProcess[str]) -> N
 
 
 def test_reinforcement_learning_says_that_it_needs_gymnasium() -> None:
-    """Works even if the module is installed: Python refuses to import a module that is None in sys.modules."""
+    """The program hides the module: Python does not import a module whose entry in sys.modules is None."""
     script = str(EXAMPLES / "reinforcement_learning.py")
     program = (
         f"import runpy, sys; sys.modules['gymnasium'] = None; sys.argv = [{script!r}, '--gym']; "

@@ -87,16 +87,19 @@ class Unsociable(MemoryTransport):
 
 
 @contextmanager
-def unnoticed_restart() -> Iterator[rpc.RRef[torch.Tensor]]:
-    """A reference of worker 0 to a value that went with worker 1. Worker 0 has not heard of worker 1's new process."""
-    with InProcessCluster(2) as pair, pair[0].as_current():
-        stale = rpc.remote("worker1", torch.ones, args=(2,))
+def unnoticed_restart() -> Iterator[tuple[InProcessCluster, rpc.RRef[torch.Tensor]]]:
+    """Three workers, and a reference of worker 0 to a value that went with worker 2.
+
+    No worker has heard of the new process of worker 2.
+    """
+    with InProcessCluster(3) as workers, workers[0].as_current():
+        stale = rpc.remote("worker2", torch.ones, args=(2,))
         stale.to_here()
-        pair[1].shutdown(graceful=False)
-        eventually(pair[0], lambda: not pair[0].agent.is_connected(1))
-        again = Worker("worker1", 1, 2, store=pair._store, transport=Unsociable(pair.network))
+        workers[2].shutdown(graceful=False)
+        eventually(workers[0], lambda: not workers[0].agent.is_connected(2))
+        again = Worker("worker2", 2, 3, store=workers._store, transport=Unsociable(workers.network))
         try:
-            yield stale
+            yield workers, stale
         finally:
             again.shutdown(graceful=False)
 
@@ -104,7 +107,7 @@ def unnoticed_restart() -> Iterator[rpc.RRef[torch.Tensor]]:
 def test_a_stale_reference_of_a_worker_that_has_not_heard_of_the_restart() -> None:
     """The first use makes the connection that reveals the new process: the request must not go there."""
     with (
-        unnoticed_restart() as stale,
+        unnoticed_restart() as (_, stale),
         pytest.raises(WorkerLostError, match=r"none of its values|is lost or has freed it"),
     ):
         stale.to_here()
@@ -113,28 +116,18 @@ def test_a_stale_reference_of_a_worker_that_has_not_heard_of_the_restart() -> No
 def test_a_new_reference_of_a_worker_that_has_not_heard_of_the_restart() -> None:
     """The reference belongs to the new process, although the request reveals it."""
     with unnoticed_restart():
-        assert rpc.remote("worker1", torch.ones, args=(2,)).to_here().tolist() == [1.0, 1.0]
+        assert rpc.remote("worker2", torch.ones, args=(2,)).to_here().tolist() == [1.0, 1.0]
 
 
 def test_a_reference_from_a_worker_that_has_heard_of_the_restart_to_one_that_has_not() -> None:
     """The reference to a value of the new process reveals that process. Only values of the old process are gone."""
-    with InProcessCluster(3) as workers:
-        with workers[0].as_current():
-            stale = rpc.remote("worker2", torch.ones, args=(2,))
+    with unnoticed_restart() as (workers, stale):
+        with workers[1].as_current():
+            value = rpc.remote("worker2", torch.zeros, args=(2,))
+            for _ in range(2):  # the first use makes the connection
+                assert rpc.rpc_sync("worker0", fetch, args=(value,)) == [0.0, 0.0]
+        with pytest.raises(WorkerLostError, match="is gone: "):
             stale.to_here()
-        workers[2].shutdown(graceful=False)
-        eventually(workers[0], lambda: not workers[0].agent.is_connected(2))
-        again = Worker("worker2", 2, 3, store=workers._store, transport=Unsociable(workers.network))
-        try:
-            with workers[1].as_current():
-                value = rpc.remote("worker2", torch.zeros, args=(2,))
-                for _ in range(2):  # the first use makes the connection
-                    assert rpc.rpc_sync("worker0", torch.Tensor.tolist, args=(value.to_here(),)) == [0.0, 0.0]
-                    assert rpc.rpc_sync("worker0", fetch, args=(value,)) == [0.0, 0.0]
-            with workers[0].as_current(), pytest.raises(WorkerLostError, match="is gone: "):
-                stale.to_here()
-        finally:
-            again.shutdown(graceful=False)
 
 
 def fetch(value: rpc.RRef[torch.Tensor]) -> list[float]:

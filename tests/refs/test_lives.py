@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from counting_scripts import FROM_U, FROM_W, O, Step, U, V, W, do, hears, play
 
-from backhaul.ids import RefId
+from backhaul.ids import RefId, WorkerInfo
 from backhaul.refs.counting import Confirm, Seek, Send
+from backhaul.refs.losses import Names, lost_value
 from backhaul.wire.messages import Register, Registered, Unpin
 
 OLD, NEW = 7, 8  # lives
@@ -49,3 +50,11 @@ def test_a_death_of_an_unknown_process_takes_all_values_of_its_worker() -> None:
             (V, do.died(O), [Confirm(OF_NEW, False), Send(U, Unpin(FROM_U))]),
         ]
     )
+
+
+def test_the_error_names_the_process_that_had_the_value() -> None:
+    names = Names()
+    names[O] = WorkerInfo(O, "owner")
+    names.replaced[O] = "the old process is over", NEW
+    assert "the old process is over" in str(lost_value(OF_OLD, names))
+    assert "the old process" not in str(lost_value(OF_NEW, names))
