@@ -140,12 +140,10 @@ def test_the_image() -> None:
             assert (str(context["runAsUser"]), str(context["runAsGroup"])) == user.groups()
 
 
-TOOLS = [tool for tool in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
+MISSING = ["root, for namespaces"] if os.geteuid() != 0 else []
+MISSING += [tool for tool in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(tool) is None]
 
-
-needs_root = pytest.mark.skipif(
-    os.geteuid() != 0 or bool(TOOLS), reason=f"needs root for namespaces, and {TOOLS or 'no more'}"
-)
+needs_root = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")
 
 
 @needs_root
