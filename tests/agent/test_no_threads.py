@@ -97,12 +97,14 @@ def test_the_leader_keeps_the_lead_if_no_thread_can_take_it(
     slow = busy[0].rpc_async("worker1", block, args=("one",))
     slow.attend()
     assert gates["asked"].wait(PATIENCE)
-    holder, turn, detached = line._role.holder, line.turn, set(serving.detached)
+    lead = line.lead
+    assert lead is not None
+    holder, turn, detached = lead._role.holder, lead.turn, set(serving.detached)
     threads = NoThreads(busy[1].agent.pool, monkeypatch)
     threads.left = 1
     with pytest.raises(RuntimeError, match="new thread"):
-        line.pass_on(turn=turn)
-    assert (line._role.holder, line.turn, line.busy, serving.detached) == (holder, turn, True, detached)
+        lead.pass_on(turn=turn)
+    assert (lead._role.holder, lead.turn, lead.busy, serving.detached) == (holder, turn, True, detached)
     gates["one"].set()
     assert slow.wait() == "one"
     assert busy[0].rpc_sync("worker1", int, args=("4",)) == 4, "it reads on"
@@ -111,18 +113,19 @@ def test_the_leader_keeps_the_lead_if_no_thread_can_take_it(
 def test_held_replies_are_not_lost_with_a_successor_that_never_came(
     busy: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = served_by(busy)
+    lead = served_by(busy).lead
+    assert lead is not None
     busy[1].agent.watch.ticks[0] = lambda: False
     slow = busy[0].rpc_async("worker1", block, args=("one",))
     slow.attend()
     assert gates["asked"].wait(PATIENCE)
     frame = busy[1].agent.answer(123_456, None)
-    line._out, line._out_bytes = [frame], frame.size
+    lead._out, lead._out_bytes = [frame], frame.size
     threads = NoThreads(busy[1].agent.pool, monkeypatch)
     threads.left = 1
     with pytest.raises(RuntimeError, match="new thread"):
-        line.pass_on(turn=line.turn)
-    assert (line._out, line._out_bytes) == ([frame], frame.size)
+        lead.pass_on(turn=lead.turn)
+    assert (lead._out, lead._out_bytes) == ([frame], frame.size)
     gates["one"].set()
     assert slow.wait() == "one"
 
@@ -143,15 +146,28 @@ def test_the_next_tick_tries_again_to_start_a_successor(
     assert "goes on after a failure" in caplog.text
 
 
-def test_a_nested_call_without_a_thread_fails_and_the_connection_lives(
-    busy: InProcessCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def ask_around() -> str:
+    """A request that waits for a call, which waits for a request to this worker."""
+    return rpc.rpc_sync("worker0", rpc.rpc_sync, args=("worker1", str, ("here",)))
+
+
+def test_a_nested_call_needs_no_thread(busy: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert busy[0].rpc_sync("worker1", ask_back) == 3
     threads = NoThreads(busy[1].agent.pool, monkeypatch)
     threads.left = 1
-    with pytest.raises(RuntimeError, match="new thread"):
-        busy[0].rpc_sync("worker1", ask_back)
     assert busy[0].rpc_sync("worker1", ask_back) == 3
+    assert not threads.refused.is_set()
+
+
+def test_a_nested_call_that_needs_a_thread_in_vain_fails_and_the_connection_lives(
+    busy: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert busy[0].rpc_sync("worker1", ask_around) == "here"
+    threads = NoThreads(busy[1].agent.pool, monkeypatch)
+    threads.left = 1
+    with pytest.raises(RuntimeError, match="new thread"):
+        busy[0].rpc_sync("worker1", ask_around)
+    assert busy[0].rpc_sync("worker1", ask_around) == "here"
 
 
 # Completions.

@@ -125,6 +125,21 @@ def test_descriptors() -> None:
         assert near.fileno() == -1
 
 
+def test_an_epoll_can_be_polled() -> None:
+    with World(2):
+        near, far = socket.socketpair()
+        with select.epoll() as epoll:
+            epoll.register(near.fileno(), select.EPOLLIN)
+            poll = select.poll()
+            poll.register(epoll.fileno(), select.POLLIN)
+            assert poll.poll(1000) == []
+            threading.Timer(3.0, lambda: far.send(b"!")).start()
+            assert poll.poll(None) == [(epoll.fileno(), select.POLLIN)]
+            assert epoll.poll(0) == [(near.fileno(), select.EPOLLIN)]
+            near.recv(10)
+            assert poll.poll(1000) == []
+
+
 @functions.async_execution
 def chain(path: list[int], value: int) -> Future[int]:
     """Call along a path from callbacks only, so that no thread waits."""

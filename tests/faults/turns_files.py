@@ -177,7 +177,40 @@ class Poll(Poller):
                     file.pollers.remove(self)
 
 
+class _Ready(File):
+    """The descriptor of an epoll: readable while one of its files has an event."""
+
+    def __init__(self, epoll: Epoll) -> None:
+        super().__init__()
+        self._epoll = epoll
+
+    def events(self) -> int:
+        return select.EPOLLIN if self._epoll.is_ready() else 0
+
+
 class Epoll(Poller):
+    def __init__(self) -> None:
+        super().__init__()
+        self._file: _Ready | None = None  # made when another poll wants to watch this one
+
+    def fileno(self) -> int:
+        if self._file is None:
+            self._file = _Ready(self)
+        return self._file.number
+
+    def is_ready(self) -> bool:
+        return bool(self._look())
+
+    def notice(self, descriptor: int) -> None:
+        super().notice(descriptor)
+        if self._file is not None and turns_world.current is not None and self._look_at(descriptor):
+            self._file.changed()
+
+    def close(self) -> None:
+        super().close()
+        if self._file is not None:
+            self._file.close()
+
     def __enter__(self) -> Epoll:
         return self
 

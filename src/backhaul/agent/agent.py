@@ -175,6 +175,7 @@ class Agent:
             self.activity,
             options.max_unsent_bytes,
             options.unresponsive_after,
+            most_awake(options.busy_poll),
         )
         if limits is not None:
             self.serving.guard = Guard(self.execution, self.permissions, limits)
@@ -678,6 +679,7 @@ class Agent:
             line.abandon()
         for served in list(self.serving.lines):
             served.abandon()
+        self.serving.abandon()
         self.vigils.close()
         self.watch.abandon()
         self._reception.door.abandon()

@@ -23,6 +23,7 @@ reads, are completed elsewhere (`completions`).
 from __future__ import annotations
 
 import math
+import select
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -49,6 +50,7 @@ from backhaul.agent.pending import Slot
 from backhaul.agent.waiting import Vigil, Vigils, Waiter
 from backhaul.errors import ProtocolError, RpcTimeoutError, WorkerLostError, WorkerUnresponsiveError
 from backhaul.ids import WorkerInfo
+from backhaul.transport.awake import Ready, Rhythm, poll_awake
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, encode, join
@@ -118,6 +120,8 @@ class Calling(Line):
         self._state: LinkState[Sleeper] = LinkState(self._patience)  # guarded by _lock
         self._urgent: set[int] = set()  # ids of slots whose futures have callbacks; some slots may be done
         self._ending: list[Slot] = []  # slots of a lost line; they end once the reason is known; guarded by _lock
+        self._beside: tuple[int, Callable[[Any], Ready]] | None = None  # polls this line beside a lead; see _watch_lead
+        self._beside_rhythm = Rhythm()
         self.lost: WorkerLostError | None = None
         """Why the connection ended; None while it is open."""
         watch.add(self)
@@ -323,7 +327,7 @@ class Calling(Line):
         if self._state.holds:
             self._send_held_first(slot)
         unread = self._watch.unread
-        handling = self._serving.about_to_wait()
+        handling = self._serving.about_to_wait(watches=True)
         if self._observers:
             self._observers.emit(Waits(slot=slot))
         now = time.monotonic()
@@ -335,10 +339,17 @@ class Calling(Line):
                 if timeout <= 0:
                     self._time_out(slot)
                 elif unread and (others := self._other_readable(unread)):
+                    if handling:
+                        self._serving.stop_leading()
                     self._wait_for_all(slot, others, timeout)
                 elif token := self.begin_reading(slot):
-                    self.finish_reading(token, None if timeout == math.inf else timeout)
+                    if handling and (beside := self._serving.watched_beside()) >= 0:
+                        self._read_beside(beside, token, timeout)
+                    else:
+                        self.finish_reading(token, None if timeout == math.inf else timeout)
                 else:
+                    if handling:
+                        self._serving.stop_leading()
                     self._sleep(slot, timeout)
                 if not slot.done:
                     began, now = now, time.monotonic()
@@ -381,6 +392,26 @@ class Calling(Line):
 
     def _describe(self, slot: Slot) -> Description:
         return {"kind": "reply", "peer": self.peer.name, "call": slot.id, "what": slot.what, "deadline": slot.deadline}
+
+    def _read_beside(self, beside: int, token: int, timeout: float) -> None:
+        """`finish_reading` for a thread that leads, and watches the lines of its lead by the descriptor ``beside``.
+
+        If something comes there, the thread passes on its lead.
+        """
+        ready: Ready = []
+        try:
+            if self._beside is None or self._beside[0] != beside:
+                poll = select.poll()
+                poll.register(self.descriptor, select.POLLIN)
+                poll.register(beside, select.POLLIN)
+                self._beside = beside, poll.poll
+            seconds = None if timeout == math.inf else timeout
+            ready = poll_awake(self._beside[1], self._beside_rhythm, seconds, self._vigils.most_awake)
+        finally:
+            comes = any(descriptor == self.descriptor for descriptor, _ in ready)
+            self.end_vigil(token, comes=comes)
+        if ready and not comes:
+            self._serving.stop_leading()
 
     def _sleep(self, slot: Slot, timeout: float) -> None:
         """Sleep until this thread gets its reply or the reader role."""

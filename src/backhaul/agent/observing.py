@@ -97,6 +97,13 @@ class Read(Event, frozen=True, gc=False):
     line: int
 
 
+class Drained(Event, frozen=True, gc=False):
+    """Of the messages that have been read on a served line, each is over, or its thread waits for a peer."""
+
+    peer: str
+    line: int
+
+
 class Came(Event, frozen=True, gc=False):
     """Messages on a calling line have been decoded, but not handled yet."""
 

@@ -61,6 +61,13 @@ class Pool:
             spare.job = job
             spare.lock.release()
 
+    def run_or_do(self, job: Job) -> None:
+        """Run ``job`` on another thread, or on this one if no thread can be started."""
+        try:
+            self.run(job)
+        except RuntimeError:
+            job()
+
     @property
     def size(self) -> int:
         return len(self._threads)

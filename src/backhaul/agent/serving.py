@@ -2,17 +2,7 @@
 
 Theory of operation
 -------------------
-Each line has one **leader**, a pool thread that reads the line. The leader runs each request itself, so a short request
-costs no hand-over between threads. Leading is a `role`. The leader passes the lead on in only two cases:
-
-- Its request is about to wait for a call of its own (`about_to_wait`).
-- Two ticks of the watch thread have found it at the same request (`tick`). Exception: if peers are not trusted, a line
-  whose peer does not read its replies keeps its leader.
-
-The old leader then finishes its request alone, replies, and returns to the pool.
-
-Replies to requests that came in one read leave in one write. They are held in ``_out`` while more requests are ready,
-and a thread that takes over the lead sends them first.
+`leading` says which thread reads which line. This file has the rules for all leads of a worker.
 
 Requests that run without a lead are *detached*. While ``num_worker_threads`` requests are detached, ticks pass on no
 more leads as long as some request finishes now and then. If none finishes, the requests may be blocking each other, and
@@ -32,39 +22,33 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from backhaul.agent.activity import Activity, Description
+from backhaul.agent.leading import Lead, Pace
 from backhaul.agent.line import Line, Stalled, named
 from backhaul.agent.observing import (
-    Began,
     Encoded,
-    Ended,
     LinkLost,
     Observers,
     Queued,
-    Read,
     Resumes,
     Starts,
     Stops,
     Waits,
 )
 from backhaul.agent.pool import Pool
-from backhaul.agent.role import Role
 from backhaul.errors import ProtocolError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame, is_failure, join
-from backhaul.wire.messages import Call, Create, Fetch, Refs
+from backhaul.wire.frames import Frame, is_failure
+from backhaul.wire.messages import Refs
 
 if TYPE_CHECKING:
     from backhaul.agent.watch import Watch
 
 _log = logging.getLogger(__name__)
 
-_MAX_HELD = 64
-_MAX_HELD_BYTES = 256 * 1024
 _STALLED_TICKS = 5
 _MAX_CONNECTIONS = 8
-_REQUESTS = (Call, Create, Fetch)
 
 Handler = Callable[[Line, Envelope], Frame | None]
 """Handles a message. Returns the reply to send, or None if there is no reply or it comes later."""
@@ -94,7 +78,7 @@ class Admission(Protocol):
 
 class _ThreadState(threading.local):
     handling: bool = False  # this thread runs a request
-    lead: tuple[Served, int] | None = None  # the line that this thread leads, and its token
+    lead: tuple[Lead, int] | None = None  # the lead that this thread has, and its token
 
     def __init__(self, activity: Activity) -> None:  # runs once in each thread that uses this object
         self.note = activity.new_note()
@@ -106,186 +90,47 @@ class Served(Line):
     def __init__(self, peer: WorkerInfo, channel: Channel, serving: Serving) -> None:
         super().__init__(peer, channel, serving)
         self.made = time.monotonic()
+        self.pace = Pace()
+        self.lead: Lead | None = None
+        """The lead that the line belongs to."""
         self.over = threading.Event()
         """Set when everything that the peer sent has been read."""
-        # Guarded by _lock, except fields that only the leader writes:
-        self._role: Role[Any] = Role()
-        self._out: list[Frame] = []
-        self._out_bytes = 0
-        self._out_charged = 0  # how many frames in _out count against the quota
-        self._runner = 0  # the leader's thread
-
-    def lead(self) -> None:
-        """Read and run requests until the lead is passed on or the channel ends."""
-        with self._lock:
-            token = self._role.take()
-        if token:
-            self._lead(token)
-
-    def _lead(self, token: int) -> None:
-        serving = self._serving
-        state = serving.state
-        watch = serving.watch
-        channel = self.channel
-        role = self._role
-        handle = serving.handle
-        observers = serving.observers
-        guard = serving.guard
-        outbox = self._outbox
-        charged = 0
-        self._runner = threading.get_ident()
-        lead = (self, token)
-        peer = self.peer
-        note = state.note
-        try:
-            while True:
-                envelope = channel.next()
-                if envelope is None:
-                    if self._out:
-                        self._send_held(token)
-                    if guard is not None and (pause := guard.pause(self.peer)):
-                        time.sleep(pause)
-                    channel.read(None)
-                    if observers:
-                        observers.emit(Read(peer=self.peer.name, line=self.descriptor))
-                    continue
-                if outbox.full and isinstance(envelope.message, _REQUESTS):
-                    self._send_held(token)
-                    self.await_room()
-                if guard is not None:
-                    refused = guard(self, envelope)
-                    if refused is not None:
-                        self.reply(refused)
-                        continue
-                    charged = guard.charges(envelope.message)
-                elif getattr(envelope.message, "refs", ()):
-                    # Before this thread can lose the lead: the next message must not overtake these references.
-                    serving.arriving(envelope.message.refs, self.peer)
-                role.begin()
-                serving.active.add(self)
-                state.lead = lead
-                state.handling = True
-                if watch.asleep:
-                    watch.wake()
-                note.handles = (peer, envelope, monotonic())
-                frame = self._handle_observed(envelope) if observers else handle(self, envelope)
-                note.handles = None
-                if frame is not None and frame.keep:
-                    # The frame refers to the user's own tensors, which this thread's next request may change. So the
-                    # frame leaves first. If it must wait for room, this thread passes on the lead.
-                    self._send_held(token)
-                    self.reply(frame, releases=charged)
-                    frame = None
-                state.handling = False
-                state.lead = None
-                with self._lock:
-                    leading = role.finish(token)
-                    if leading and frame is not None:
-                        self._out.append(frame)
-                        self._out_bytes += frame.size
-                        self._out_charged += charged
-                if not leading:
-                    serving.detached.discard(threading.get_ident())
-                    serving.finished += 1
-                    if frame is not None:
-                        self.reply(frame, releases=charged)
-                    return
-                if frame is not None and (len(self._out) >= _MAX_HELD or self._out_bytes >= _MAX_HELD_BYTES):
-                    self._send_held(token)
-        except Exception as error:
-            state.handling = False
-            state.lead = None
-            note.handles = None
-            self._end(error)
-
-    def _handle_observed(self, envelope: Envelope) -> Frame | None:
-        observers = self._observers
-        observers.emit(Began(**named(self, envelope)))
-        frame = self._serving.handle(self, envelope)
-        if frame is not None:
-            observers.emit(Encoded())
-        failed = frame is not None and is_failure(frame)
-        observers.emit(Ended(**named(self, envelope), replies=frame is not None, failed=failed))
-        return frame
-
-    def pass_on(self, token: int | None = None, turn: int | None = None) -> bool:
-        """Pass the lead to another thread. False if the lead, or its leader, has moved on. Never waits.
-
-        ``token``: the calling thread leads. ``turn``: the request that the leader has been running for too long.
-        """
-        with self._lock:
-            if token is not None and not self._role.holds(token):
-                return False
-            before = self._role.holder
-            successor = self._role.pass_on(turn)
-            if not successor:
-                return False
-            held, self._out, self._out_bytes = self._out, [], 0
-            charged, self._out_charged = self._out_charged, 0
-            runner = self._runner
-            self._serving.detached.add(runner)
-        try:
-            self._serving.pool.run(lambda: self._take_over(successor, held, charged))
-        except BaseException:
-            # No thread is available. The old leader keeps the lead, and the next tick tries again.
-            with self._lock:
-                self._role.undo(successor, before)
-                self._out = held + self._out
-                self._out_bytes = sum(frame.size for frame in self._out)
-                self._out_charged += charged
-                self._serving.detached.discard(runner)
-            raise
-        return True
 
     @property
     def ended(self) -> bool:
         return self.over.is_set()
 
     @property
-    def turn(self) -> int:
-        """The number of requests begun so far."""
-        return self._role.turn
-
-    @property
-    def busy(self) -> bool:
-        """Whether the leader is running a request."""
-        return self._role.busy
-
-    def _take_over(self, token: int, held: list[Frame], charged: int) -> None:
-        if held:
-            self.reply(join(held), len(held), charged)
-        self._lead(token)
-
-    def _send_held(self, token: int) -> None:
-        """Send the held replies. If the lead has been passed on, the new leader sends them instead."""
-        with self._lock:
-            if not self._out or not self._role.holds(token):
-                return
-            held, self._out, self._out_bytes = self._out, [], 0
-            charged, self._out_charged = self._out_charged, 0
-        self.reply(join(held), len(held), charged)
+    def is_full(self) -> bool:
+        """Whether the peer does not read its replies, so that its next request must wait."""
+        return self._outbox.full
 
     def _broke(self, error: Exception) -> None:
         if isinstance(error, Stalled):
             _log.warning("closing the connection from %s: %s", self.peer.name, error)
         self.shutdown()  # the leader notices
 
-    def _end(self, error: Exception) -> None:
-        with self._lock:
-            self._role.end()
-            self._out = []
-            charged, self._out_charged = self._out_charged, 0
+    def fail(self, error: Exception) -> None:
+        """End a line that another thread leads now."""
+        self._report(error)
+        self.shutdown()
+
+    def end(self, error: Exception, charged: int) -> None:
+        """End a line that no thread reads any more. ``charged`` calls are released from the peer's quota."""
         if charged and self._serving.guard is not None:
             self._serving.guard.finished(self.peer, charged)
-        if not isinstance(error, ChannelClosed):
-            own = not isinstance(error, ProtocolError)
-            _log.error("closing the connection from %s: %s", self.peer.name, error, exc_info=error if own else None)
+        self._report(error)
         self.channel.shutdown()
         self.close()
         self._serving.ended(self, error)
         if self._serving.observers:
             self._serving.observers.emit(LinkLost(peer=self.peer.name, served=True, reason=str(error)))
         self.over.set()
+
+    def _report(self, error: Exception) -> None:
+        if not isinstance(error, ChannelClosed):
+            own = not isinstance(error, ProtocolError)
+            _log.error("closing the connection from %s: %s", self.peer.name, error, exc_info=error if own else None)
 
 
 class Serving:
@@ -301,6 +146,7 @@ class Serving:
         activity: Activity,
         max_unsent_bytes: int,
         patience: float | None,
+        most_awake: float,
     ) -> None:
         self.pool = pool
         self.watch = watch
@@ -320,12 +166,14 @@ class Serving:
         self.detached: set[int] = set()
         self.finished = 0  # a change counter: only whether it changed matters
         self.lines: set[Served] = set()
-        self.active: set[Served] = set()
-        """The lines that a tick looks at. A leader adds its line after it has begun a request."""
+        self.active: set[Lead] = set()
+        """The leads that a tick looks at. A leader adds its lead after it has begun a request."""
         self._by_rank: dict[int, set[Served]] = {}
         self._adding = threading.Lock()
         self._max_detached = num_worker_threads
-        self._seen: dict[Served, int] = {}
+        self._most_awake = most_awake
+        self._shared = Lead(self, most_awake)
+        self._seen: dict[Lead, int] = {}
         self._seen_finished = 0
         self._stalled = 0
 
@@ -342,7 +190,16 @@ class Serving:
             self._by_rank.setdefault(line.peer.id, set()).add(line)
         for old in excess:
             old.shutdown()
-        self.pool.run(line.lead)
+        if self.guard is None:
+            self.share(line)
+        else:
+            line.lead = Lead(self, self._most_awake, line)
+            line.lead.start()
+
+    def share(self, line: Served) -> None:
+        """Have a line led together with others."""
+        line.lead = self._shared
+        self._shared.adopt(line)
 
     def run_apart(self, line: Line, envelope: Envelope) -> None:
         """Judge a message, and have a pool thread handle it. For a reader that must not run the message itself.
@@ -387,7 +244,6 @@ class Serving:
     def ended(self, line: Served, error: Exception) -> None:
         with self._adding:
             self.lines.discard(line)
-            self.active.discard(line)
             same = self._by_rank.get(line.peer.id, set())
             same.discard(line)
             if not same:
@@ -404,22 +260,50 @@ class Serving:
         others = (other for other in self.lines_of(line.peer.id) if other is not line)
         return line.unsent + sum(other.unsent + other.under_way for other in others)
 
-    def about_to_wait(self) -> bool:
-        """Note that the calling thread is about to wait for a peer. If True, call `resumed` after the wait."""
+    def about_to_wait(self, *, watches: bool = False) -> bool:
+        """Note that the calling thread is about to wait for a peer. If True, call `resumed` after the wait.
+
+        A leader passes its lead on. With ``watches`` it keeps a shared lead for now: the thread must poll
+        `watched_beside` as well, and call `stop_leading` when that is readable, or before it waits in another way.
+        """
         state = self.state
         if not state.handling:
             return False
         lead = state.lead
-        if lead is not None:
-            lead[0].pass_on(lead[1])
-            state.lead = None
+        if lead is not None and not (watches and lead[0].begin_waiting(lead[1])):
+            self.stop_leading()
         self.detached.discard(threading.get_ident())
         state.handling = False
         return True
 
+    def watched_beside(self) -> int:
+        """The descriptor of the lead that the calling thread keeps while it waits; -1 if it has none."""
+        lead = self.state.lead
+        return -1 if lead is None else lead[0].fileno()
+
+    def stop_leading(self) -> None:
+        """Pass on the lead that the calling thread has, if any."""
+        lead = self.state.lead
+        if lead is None:
+            return
+        try:
+            lead[0].pass_on(lead[1])
+        except BaseException:  # no thread is available
+            lead[0].resume(lead[1])
+            raise
+        self.state.lead = None
+
     def resumed(self) -> None:
         """Note that the wait is over and the request continues."""
-        self.state.handling = True
+        state = self.state
+        state.handling = True
+        lead = state.lead
+        if lead is not None and lead[0].resume(lead[1]):
+            self.active.add(lead[0])
+            if self.watch.asleep:
+                self.watch.wake()
+            return
+        state.lead = None
         self.detached.add(threading.get_ident())
 
     @contextmanager
@@ -446,27 +330,31 @@ class Serving:
         The watch thread calls this every few milliseconds while requests come in.
         """
         active = False
-        seen: dict[Served, int] = {}
-        for line in list(self.active):
-            turn = line.turn
-            before = self._seen.get(line)
-            seen[line] = turn
-            if before == turn and not line.busy:
-                self.active.discard(line)
-                if line.turn != turn:  # a request began meanwhile, perhaps before the line was discarded
-                    self.active.add(line)
-            elif line.busy:
+        seen: dict[Lead, int] = {}
+        for lead in list(self.active):
+            turn = lead.turn
+            before = self._seen.get(lead)
+            seen[lead] = turn
+            if before == turn and (lead.waits or not lead.busy):
+                self.active.discard(lead)
+                if lead.turn != turn:  # a request began meanwhile, perhaps before the lead was discarded
+                    self.active.add(lead)
+            elif lead.busy and not lead.waits:
                 active = True
                 self.watch.hurry()  # the next tick checks whether this is still the same request
-                if before == turn and self._may_detach(line):
-                    line.pass_on(turn=turn)
+                if before == turn and self._may_detach(lead):
+                    lead.pass_on(turn=turn)
             elif before != turn:
                 active = True
         self._seen = seen
         return active
 
-    def _may_detach(self, line: Served) -> bool:
-        if self.guard is not None and line.under_way:
+    def abandon(self) -> None:
+        """In a forked child: close the descriptors."""
+        self._shared.abandon()
+
+    def _may_detach(self, lead: Lead) -> bool:
+        if self.guard is not None and lead.line is not None and lead.line.under_way:
             # The peer does not read its replies. Its calls run one at a time: otherwise results would pile up.
             return False
         if len(self.detached) < self._max_detached:

@@ -151,7 +151,8 @@ class Vigils:
     """The vigils of a worker. Each owns a descriptor, so it is reused by the next waiting thread. Thread-safe."""
 
     def __init__(self, most_awake: float) -> None:
-        self._most_awake = most_awake
+        self.most_awake = most_awake
+        """For how many seconds at most a waiting thread stays awake."""
         self._rhythm = Rhythm()  # shared by all vigils: the threads of a worker mostly wait for the same peers
         self._spare: list[Vigil] = []
         self._closed = False
@@ -161,7 +162,7 @@ class Vigils:
         try:
             return self._spare.pop()
         except IndexError:
-            return Vigil(self._rhythm, self._most_awake)
+            return Vigil(self._rhythm, self.most_awake)
 
     def give_back(self, vigil: Vigil) -> None:
         self._spare.append(vigil)

@@ -34,6 +34,7 @@ from backhaul.agent.agent import Agent
 from backhaul.agent.observing import (
     Began,
     Came,
+    Drained,
     Ended,
     Event,
     HandedOut,
@@ -289,12 +290,10 @@ class Scheduler(Network):
                 return
         to.deliver(data)
 
-    def reading(self, channel: MemoryChannel) -> None:
-        if _has_replies(channel):
-            return
+    def _drained(self, event: Drained) -> None:
         with self._changed:
             # Messages that arrived after the thread handled the previous one are still unread.
-            if not channel.unread:
+            for channel in [each for each in self._unsettled if each.fileno() == event.line and not each.unread]:
                 self._unsettled.discard(channel)
                 self._notice()
 
@@ -429,6 +428,7 @@ _ACTS: dict[type[Event], Callable[[Scheduler, Any], None]] = {
     Waits: Scheduler._waits,
     Resumes: Scheduler._resumes,
     Came: Scheduler._came,
+    Drained: Scheduler._drained,
     HandedOut: Scheduler._handed_out,
     Losing: Scheduler._losing,
     LinkLost: Scheduler._lost,

@@ -103,7 +103,6 @@ class MemoryChannel(Channel):
         return write or self._bell.wait(timeout)
 
     def read(self, timeout: float | None) -> bool:
-        self._network.reading(self)
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             if self._ended:
@@ -118,6 +117,8 @@ class MemoryChannel(Channel):
                     self._bell.wait(left)
                 continue
             data = self._inbox.popleft()
+            if not self._inbox:
+                self._bell.hush()  # a thread that polls must not find what has been read already
             if self._inbox:
                 self._bell.ring()  # the bell may be hushed, and there is more for the next read
             if data == END:
@@ -184,9 +185,6 @@ class Network:
     def post(self, to: MemoryChannel, data: bytes) -> None:
         """Deliver a message that was sent to ``to``."""
         to.deliver(data)
-
-    def reading(self, channel: MemoryChannel) -> None:
-        """Called before a thread reads from the channel. The thread has handled what it read before."""
 
     def taken(self, channel: MemoryChannel, count: int) -> None:
         """Called after a thread has read ``count`` messages from the channel."""

@@ -1,0 +1,238 @@
+"""Which thread runs whose requests: one thread for all peers while requests are short, and never a blocked one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from threading import get_ident
+
+import pytest
+
+from awaiting import await_events
+from backhaul import rpc
+from backhaul.agent.leading import Lead, Pace
+from backhaul.agent.link_state import LinkState
+from backhaul.agent.serving import Served
+from backhaul.testing import InProcessCluster
+from backhaul.worker import current
+
+PATIENCE = 10.0
+LONG = 4 * Pace.SLOW
+
+asked = threading.Event()
+gate = threading.Event()
+
+
+@pytest.fixture(params=["memory", "sockets"])
+def trio(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
+    """Three workers that know each other. worker1 serves."""
+    asked.clear()
+    gate.clear()
+    with InProcessCluster(3, sockets=request.param == "sockets") as workers:
+        for caller in (0, 2):
+            for _ in range(2 * Pace.MEMORY):
+                assert workers[caller].rpc_sync("worker1", int) == 0
+        yield workers
+        gate.set()
+
+
+@pytest.fixture
+def without_ticks(trio: InProcessCluster) -> InProcessCluster:
+    """No tick helps a leader that is busy: it must know by itself."""
+    trio[1].agent.watch.ticks[0] = lambda: False
+    return trio
+
+
+def line_of(workers: InProcessCluster, caller: int) -> Served:
+    (found,) = workers[1].agent.serving.lines_of(caller)
+    return found
+
+
+def lead_of(workers: InProcessCluster, caller: int) -> Lead:
+    lead = line_of(workers, caller).lead
+    assert lead is not None
+    return lead
+
+
+def compute(seconds: float) -> int:
+    """Keeps its thread busy."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return get_ident()
+
+
+def block() -> str:
+    asked.set()
+    assert gate.wait(PATIENCE)
+    return "blocked"
+
+
+def open_gate() -> int:
+    gate.set()
+    return get_ident()
+
+
+def ask_back() -> tuple[int, int, int]:
+    """A request that waits for a call of its own."""
+    return get_ident(), rpc.rpc_sync("worker0", int, args=("3",)), get_ident()
+
+
+def ask_to_block() -> str:
+    """A request that waits until worker0 gets through to this worker by another caller."""
+    return rpc.rpc_sync("worker0", block)
+
+
+# The pace, without workers.
+
+
+def test_a_new_line_is_quick() -> None:
+    pace = Pace()
+    assert (pace.slow, pace.quick) == (False, True)
+
+
+def test_one_long_message_makes_no_slow_line() -> None:
+    pace = Pace()
+    pace.handled(1.5 * Pace.SLOW)
+    assert not pace.slow
+    for _ in range(4 * Pace.MEMORY):
+        pace.handled(1.5 * Pace.SLOW)
+    assert (pace.slow, pace.quick) == (True, False)
+
+
+def test_a_slow_line_becomes_quick_again_after_short_messages() -> None:
+    pace = Pace()
+    for _ in range(4 * Pace.MEMORY):
+        pace.handled(2 * Pace.SLOW)
+    found = []
+    while pace.slow or not pace.quick:
+        pace.handled(Pace.QUICK / 4)
+        found.append((pace.slow, pace.quick))
+    assert (False, False) in found, "not at once: a line would go back and forth"
+
+
+def test_the_parts_of_a_message_count_as_one() -> None:
+    pace = Pace()
+    for _ in range(2 * Pace.MEMORY):
+        for _ in range(4):
+            pace.spent(Pace.SLOW / 2)
+        pace.handled(0.0)
+    assert pace.slow
+
+
+def test_a_message_that_is_still_being_read_makes_a_line_slow() -> None:
+    pace = Pace()
+    while not pace.slow:
+        pace.spent(Pace.SLOW)
+        assert pace._spent < 100 * Pace.SLOW
+    assert not pace.quick
+
+
+# Several lines.
+
+
+def test_short_requests_of_all_peers_run_on_one_thread(trio: InProcessCluster) -> None:
+    assert lead_of(trio, 0) is lead_of(trio, 2)
+    threads = {trio[caller].rpc_sync("worker1", get_ident) for _ in range(5) for caller in (0, 2)}
+    assert len(threads) == 1
+
+
+def test_a_line_whose_requests_take_long_is_led_alone_until_they_are_short(without_ticks: InProcessCluster) -> None:
+    workers = without_ticks
+    shared = lead_of(workers, 0)
+    for _ in range(4 * Pace.MEMORY):
+        workers[0].rpc_sync("worker1", compute, args=(LONG,))
+    assert await_events(workers[1], lambda: lead_of(workers, 0) is not shared, PATIENCE)
+    assert lead_of(workers, 2) is shared
+    # So a request of this line delays nobody else's.
+    blocked = workers[0].rpc_async("worker1", block)
+    blocked.attend()
+    assert asked.wait(PATIENCE)
+    assert workers[2].rpc_sync("worker1", open_gate, timeout=PATIENCE)
+    assert blocked.wait() == "blocked"
+    while lead_of(workers, 0) is not shared:
+        workers[0].rpc_sync("worker1", int)
+    assert workers[0].rpc_sync("worker1", int, args=("4",)) == 4
+    assert workers[2].rpc_sync("worker1", int, args=("5",)) == 5
+
+
+def test_the_only_line_is_never_led_alone() -> None:
+    with InProcessCluster(2) as workers:
+        for _ in range(4 * Pace.MEMORY):
+            workers[0].rpc_sync("worker1", compute, args=(LONG,))
+        assert line_of(workers, 0).pace.slow
+        workers[0].rpc_sync("worker1", int)
+        assert lead_of(workers, 0) is workers[1].agent.serving._shared
+
+
+def test_a_tick_frees_the_other_lines_of_a_leader_that_is_blocked(trio: InProcessCluster) -> None:
+    blocked = trio[0].rpc_async("worker1", block)
+    blocked.attend()
+    assert asked.wait(PATIENCE)
+    assert trio[2].rpc_sync("worker1", open_gate, timeout=PATIENCE)
+    assert blocked.wait() == "blocked"
+
+
+def test_the_end_of_a_line_leaves_the_others(trio: InProcessCluster) -> None:
+    line, (opened,) = line_of(trio, 0), trio[0].agent.calling()
+    line.shutdown()
+    assert line.over.wait(PATIENCE)
+    assert await_events(trio[0], lambda: opened.ended, PATIENCE)
+    assert trio[2].rpc_sync("worker1", int, args=("2",)) == 2
+    assert trio[0].rpc_sync("worker1", int, args=("3",)) == 3, "over a new line"
+
+
+def test_a_lead_without_lines_has_no_thread_and_no_descriptor() -> None:
+    with InProcessCluster(2, sockets=True) as workers:
+        assert workers[0].rpc_sync("worker1", int) == 0
+        shared = lead_of(workers, 0)
+        assert shared.fileno() >= 0
+        assert not shared._role.free
+    assert shared.fileno() < 0
+    assert shared._role.free
+
+
+# A leader whose request waits.
+
+
+def test_a_request_that_waits_for_a_call_keeps_its_lead(without_ticks: InProcessCluster) -> None:
+    without_ticks[0].rpc_sync("worker1", ask_back)  # opens the connection back
+    before, value, after = without_ticks[0].rpc_sync("worker1", ask_back)
+    assert (value, after) == (3, before)
+    assert without_ticks[2].rpc_sync("worker1", get_ident) == before
+
+
+def test_a_request_that_comes_meanwhile_runs_on_another_thread(without_ticks: InProcessCluster) -> None:
+    """worker1 waits for worker0, which waits until worker2 has called worker1."""
+    waiting = without_ticks[0].rpc_async("worker1", ask_to_block)
+    waiting.attend()
+    assert asked.wait(PATIENCE)
+    thread = without_ticks[2].rpc_sync("worker1", open_gate, timeout=PATIENCE)
+    assert waiting.wait() == "blocked"
+    assert without_ticks[2].rpc_sync("worker1", get_ident) == thread, "it leads now"
+    assert not without_ticks[1].agent.serving.detached
+
+
+def test_a_request_that_was_read_with_the_waiting_one_is_not_forgotten(
+    without_ticks: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests in one write: the first waits until the second has run."""
+    without_ticks[0].rpc_sync("worker1", ask_back)  # opens the connection back
+    monkeypatch.setattr(LinkState, "may_hold", lambda state, size: True)
+    first = without_ticks[0].rpc_async("worker1", ask_to_block)
+    second = without_ticks[0].rpc_async("worker1", open_gate)
+    monkeypatch.undo()
+    second.attend()
+    assert second.wait()
+    assert first.wait() == "blocked"
+
+
+def test_nested_calls_of_any_depth_wait_for_each_other_without_ticks(without_ticks: InProcessCluster) -> None:
+    without_ticks[0].agent.watch.ticks[0] = lambda: False
+    assert without_ticks[0].rpc_sync("worker1", descend, args=(12,), timeout=PATIENCE) == 12
+
+
+def descend(depth: int) -> int:
+    there = "worker0" if current().agent.me.name == "worker1" else "worker1"
+    return 1 + rpc.rpc_sync(there, descend, args=(depth - 1,)) if depth else 0
