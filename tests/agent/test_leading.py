@@ -11,14 +11,15 @@ import pytest
 
 from awaiting import await_events
 from backhaul import rpc
-from backhaul.agent.leading import Lead, Pace
+from backhaul.agent.leading import Lead, Pace, slow_seconds
 from backhaul.agent.link_state import LinkState
 from backhaul.agent.serving import Served
 from backhaul.testing import InProcessCluster
 from backhaul.worker import current
 
 PATIENCE = 10.0
-LONG = 4 * Pace.SLOW
+SLOW, QUICK = 0.001, 0.0004
+LONG = 0.002
 
 asked = threading.Event()
 gate = threading.Event()
@@ -87,45 +88,49 @@ def ask_to_block() -> str:
 # The pace, without workers.
 
 
+def test_messages_run_beside_each_other_sooner_if_there_are_more_processors() -> None:
+    assert slow_seconds(16) < slow_seconds(2) < LONG
+
+
 def test_a_new_line_is_quick() -> None:
-    pace = Pace()
+    pace = Pace(SLOW)
     assert (pace.slow, pace.quick) == (False, True)
 
 
 def test_one_long_message_makes_no_slow_line() -> None:
-    pace = Pace()
-    pace.handled(1.5 * Pace.SLOW)
+    pace = Pace(SLOW)
+    pace.handled(1.5 * SLOW)
     assert not pace.slow
     for _ in range(4 * Pace.MEMORY):
-        pace.handled(1.5 * Pace.SLOW)
+        pace.handled(1.5 * SLOW)
     assert (pace.slow, pace.quick) == (True, False)
 
 
 def test_a_slow_line_becomes_quick_again_after_short_messages() -> None:
-    pace = Pace()
+    pace = Pace(SLOW)
     for _ in range(4 * Pace.MEMORY):
-        pace.handled(2 * Pace.SLOW)
+        pace.handled(2 * SLOW)
     found = []
     while pace.slow or not pace.quick:
-        pace.handled(Pace.QUICK / 4)
+        pace.handled(QUICK / 4)
         found.append((pace.slow, pace.quick))
     assert (False, False) in found, "not at once: a line would go back and forth"
 
 
 def test_the_parts_of_a_message_count_as_one() -> None:
-    pace = Pace()
+    pace = Pace(SLOW)
     for _ in range(2 * Pace.MEMORY):
         for _ in range(4):
-            pace.spent(Pace.SLOW / 2)
+            pace.spent(SLOW / 2)
         pace.handled(0.0)
     assert pace.slow
 
 
 def test_a_message_that_is_still_being_read_makes_a_line_slow() -> None:
-    pace = Pace()
+    pace = Pace(SLOW)
     while not pace.slow:
-        pace.spent(Pace.SLOW)
-        assert pace._spent < 100 * Pace.SLOW
+        pace.spent(SLOW)
+        assert pace._spent < 100 * SLOW
     assert not pace.quick
 
 

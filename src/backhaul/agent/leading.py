@@ -51,20 +51,29 @@ _MAX_HELD_BYTES = 256 * 1024
 _REQUESTS = (Call, Create, Fetch)
 
 
+def slow_seconds(processors: int) -> float:
+    """From how many seconds on a message counts as long.
+
+    Waking another thread, and passing the interpreter from thread to thread, costs some 0.05 ms. Beyond that, messages
+    that run side by side gain whatever time they spend outside the interpreter, if there are processors for them.
+    """
+    return 0.0005 if processors <= 4 else 0.0002
+
+
 class Pace:
     """How long the messages of a line keep its leader, on average. Pure.
 
     An average of the last few: one message that takes long, because the machine was busy, makes no slow line.
     """
 
-    SLOW = 0.0005
-    """Seconds. Waking another thread, and changing the interpreter's hands, costs a tenth of that."""
-    QUICK = 0.0002
     MEMORY = 4
 
-    __slots__ = ("_mean", "_spent")
+    __slots__ = ("_long", "_mean", "_short", "_spent")
 
-    def __init__(self) -> None:
+    def __init__(self, slow: float) -> None:
+        """``slow``: the mean from which on the line is slow. It is quick again below 0.4 times that."""
+        self._long = slow
+        self._short = 0.4 * slow
         self._mean = 0.0
         self._spent = 0.0
 
@@ -80,11 +89,11 @@ class Pace:
     @property
     def slow(self) -> bool:
         """Whether a message takes long, also one that is only partly read."""
-        return self._mean > self.SLOW or self._spent > self.MEMORY * self.SLOW
+        return self._mean > self._long or self._spent > self.MEMORY * self._long
 
     @property
     def quick(self) -> bool:
-        return self._mean < self.QUICK and self._spent < self.QUICK
+        return self._mean < self._short and self._spent < self._short
 
 
 class Lead:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from backhaul.agent.activity import Activity, Description
-from backhaul.agent.leading import Lead, Pace
+from backhaul.agent.leading import Lead, Pace, slow_seconds
 from backhaul.agent.line import Line, Stalled, named
 from backhaul.agent.observing import (
     Encoded,
@@ -90,7 +91,7 @@ class Served(Line):
     def __init__(self, peer: WorkerInfo, channel: Channel, serving: Serving) -> None:
         super().__init__(peer, channel, serving)
         self.made = time.monotonic()
-        self.pace = Pace()
+        self.pace = Pace(serving.slow)
         self.lead: Lead | None = None
         """The lead that the line belongs to."""
         self.over = threading.Event()
@@ -172,6 +173,8 @@ class Serving:
         self._adding = threading.Lock()
         self._max_detached = num_worker_threads
         self._most_awake = most_awake
+        self.slow = slow_seconds(len(os.sched_getaffinity(0)))
+        """From how many seconds on a message counts as long: see `leading`."""
         self._shared = Lead(self, most_awake)
         self._seen: dict[Lead, int] = {}
         self._seen_finished = 0
