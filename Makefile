@@ -102,7 +102,7 @@ matrix: ## the tests with several Pythons and torches, and a table (MATRIX_ARGS=
 	$(PYTHON) matrix/run.py $(MATRIX_ARGS)
 
 bench: $(STAMP) ## measure calls and gradients beside torch.distributed and bare limits; into bench-results/
-	$(BIN)/backhaul bench --json bench-results/bench.json --plot bench-results
+	$(BIN)/backhaul bench --json bench-results/bench.json --markdown bench-results/bench.md --plot bench-results
 	$(BIN)/backhaul bench --looking
 	$(BIN)/backhaul bench --between --json bench-results/between.json
 

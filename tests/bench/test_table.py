@@ -103,6 +103,24 @@ def test_a_note_stands_in_place_of_a_number() -> None:
     assert " hangs " in line
 
 
+def test_the_tables_for_the_documentation() -> None:
+    rows = [
+        Row(Figure("chain of 4"), {"backhaul": [1.0], "torch": [3.5]}),
+        Row(Figure("a"), {"backhaul": [1.0]}, {"torch": "hangs"}),
+        Row(Figure("TLS no-op p50", ours="backhaul-tls"), {"backhaul-tls": [2.0], "torch": [4.0]}),
+    ]
+    page = table.as_markdown(Result(["backhaul", "torch", "backhaul-tls"], rows, [], 0.5, {}))
+    machine, blank, heading, rule, chain, hung, between, tls, *_ = page.splitlines()
+
+    assert "rounds: 1; load before: 0.50. " in machine
+    assert blank == between == ""
+    assert heading == "| work | backhaul | torch | torch/backhaul | met |"
+    assert rule == "| --- | ---: | ---: | ---: | --- |"
+    assert chain == "| chain of 4 | 1.00 s (1.00..1.00) | 3.50 s (3.50..3.50) | 3.50x (3.50..3.50) | aim 3x |"
+    assert hung == "| a | 1.00 s (1.00..1.00) | hangs |  |  |"
+    assert tls.startswith("| work | backhaul-tls | backhaul | torch |")
+
+
 def test_the_data_are_plain() -> None:
     row = Row(Figure("chain of 4"), {"backhaul": [1.0, 1.0], "torch": [2.5, 2.5]})
     data = json.loads(json.dumps(table.as_json(Result(["backhaul", "torch"], [row], [], 0.0, {}))))

@@ -37,6 +37,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--list", action="store_true", help="list the names for --only")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures to PATH")
     parser.add_argument(
+        "--markdown", type=Path, metavar="PATH", help="also write the tables to PATH, for documentation"
+    )
+    parser.add_argument(
         "--plot",
         type=Path,
         metavar="PATH",
@@ -122,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _before(options: argparse.Namespace) -> list[str]:
     """The options before ``--explain`` or ``--growth``, which also apply to these."""
-    for name in ("check", "write_baseline", "pin"):
+    for name in ("check", "write_baseline", "pin", "markdown"):
         if getattr(options, name):
             options.parser.error(f"--{name.replace('_', '-')} is for the comparison with torch only")
     given = [("--only", name) for name in options.only or ()]
@@ -145,7 +148,7 @@ def _compare(options: argparse.Namespace) -> int:
         before = baseline.read(options.check) if options.check else {}
     except baseline.BadBaseline as error:
         parser.error(str(error))
-    for path in (options.json, options.write_baseline, options.plot and plot.paths(options.plot)[0]):
+    for path in (options.json, options.markdown, options.write_baseline, options.plot and plot.paths(options.plot)[0]):
         if path is not None:
             _make_room(parser, path)
     result = compare.run(plan)
@@ -153,6 +156,8 @@ def _compare(options: argparse.Namespace) -> int:
     data = table.as_json(result)
     if options.json is not None:
         options.json.write_text(json.dumps(data, indent=1) + "\n")
+    if options.markdown is not None:
+        options.markdown.write_text(table.as_markdown(result))
     if options.plot is not None:
         print(*plot.draw(data, options.plot) if plot.is_available() else [plot.HOW_TO_GET_IT])
     if options.write_baseline is not None:

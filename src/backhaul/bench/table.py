@@ -52,18 +52,47 @@ def write(result: Result, file: TextIO) -> None:
 
 def _table(result: Result, ours: str, terminal: bool) -> RichTable:
     table = RichTable(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False)
-    table.add_column("work", no_wrap=True)
+    (first, *headings, last), rows = _cells(result, ours)
+    table.add_column(first, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=not terminal)
+    table.add_column(last, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _cells(result: Result, ours: str) -> tuple[list[str], list[list[str]]]:
+    """The headings and the rows of the table about a system."""
     systems = [system for system in _COLUMNS[ours] if system in result.systems]
     ratios = [pair for pair in RATIOS[ours] if set(pair) <= set(systems)]
-    for heading in (*systems, *("/".join(pair) for pair in ratios)):
-        table.add_column(heading, justify="right", no_wrap=not terminal)
-    table.add_column("met", no_wrap=True)
+    rows = []
     for row in result.rows:
         if row.figure.ours == ours:
             times = (row.notes.get(system) or text(row.spread(system), row.figure) for system in systems)
             shares = (ratio_text(row.ratio(*pair)) for pair in ratios)
-            table.add_row(row.figure.name, *times, *shares, _standing_text(row, result))
-    return table
+            rows.append([row.figure.name, *times, *shares, _standing_text(row, result)])
+    return ["work", *systems, *("/".join(pair) for pair in ratios), "met"], rows
+
+
+def as_markdown(result: Result) -> str:
+    """The tables for a page of the documentation, with a sentence about the machine before them."""
+    machine = host(result.load)
+    where = "; all processes on one processor" if result.pinned else ""
+    lines = [
+        f"{machine['cpus']} processors, Python {machine['python']}, torch {machine['torch']}; rounds: {result.rounds}; "
+        f"load before: {result.load:.2f}{where}. Medians, quartiles in brackets; less is better except for /s."
+    ]
+    for ours in _COLUMNS:
+        headings, rows = _cells(result, ours)
+        if rows:
+            lines += ["", _marked(headings), _marked(["---", *["---:"] * (len(headings) - 2), "---"])]
+            lines += map(_marked, rows)
+    return "\n".join(lines) + "\n"
+
+
+def _marked(cells: list[str]) -> str:
+    return f"| {' | '.join('' if cell == '-' else cell for cell in cells)} |"
 
 
 def as_json(result: Result) -> dict[str, Any]:
