@@ -229,14 +229,14 @@ class Lead:
 
     def _read(self, line: Served, token: int, timeout: float | None) -> bool:
         """Read a line. False if nothing came, or if the line has ended; it then belongs to this lead no more."""
-        began = monotonic()
+        start = monotonic()
         try:
             came = line.channel.read(timeout)
         except Exception as error:
             self._failed(line, token, error)
             return False
         if timeout == 0:
-            line.pace.spent(monotonic() - began)
+            line.pace.spent(monotonic() - start)
         if came and self._serving.observers:
             self._serving.observers.emit(Read(peer=line.peer.name, line=line.descriptor))
         return came
