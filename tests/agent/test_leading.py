@@ -241,3 +241,43 @@ def test_nested_calls_of_any_depth_wait_for_each_other_without_ticks(without_tic
 def descend(depth: int) -> int:
     there = "worker0" if current().agent.me.name == "worker1" else "worker1"
     return 1 + rpc.rpc_sync(there, descend, args=(depth - 1,)) if depth else 0
+
+
+# Without threads.
+
+
+def refuse(_: object) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_slow_line_stays_with_the_others_if_it_gets_no_thread(
+    without_ticks: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = without_ticks
+    shared = lead_of(workers, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(workers[1].agent.pool, "run", refuse)
+        for _ in range(4 * Pace.MEMORY):
+            workers[0].rpc_sync("worker1", compute, args=(LONG,))
+        assert workers[2].rpc_sync("worker1", int, args=("2",)) == 2
+        assert line_of(workers, 0).pace.slow
+        assert lead_of(workers, 0) is shared
+    workers[0].rpc_sync("worker1", compute, args=(LONG,))
+    assert await_events(workers[1], lambda: lead_of(workers, 0) is not shared, PATIENCE)
+
+
+def test_a_line_stays_alone_if_the_others_have_no_thread(
+    without_ticks: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = without_ticks
+    for _ in range(4 * Pace.MEMORY):
+        workers[0].rpc_sync("worker1", compute, args=(LONG,))
+    shared = workers[1].agent.serving._shared
+    assert await_events(workers[1], lambda: lead_of(workers, 0) is not shared, PATIENCE)
+    with monkeypatch.context() as patch:
+        patch.setattr(workers[1].agent.serving, "share", refuse)
+        for _ in range(8 * Pace.MEMORY):
+            workers[0].rpc_sync("worker1", int)
+        assert lead_of(workers, 0) is not shared
+    while lead_of(workers, 0) is not shared:
+        workers[0].rpc_sync("worker1", int)

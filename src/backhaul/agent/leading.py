@@ -133,10 +133,6 @@ class Lead:
         """Whether the leader is running a request."""
         return self._role.busy
 
-    def holds(self, token: int) -> bool:
-        """Whether the thread with this token still leads."""
-        return self._role.holds(token)
-
     def fileno(self) -> int:
         """A descriptor that is readable if a line is; -1 if there is none. For the leader."""
         return -1 if self._epoll is None else self._epoll.fileno()
@@ -199,15 +195,16 @@ class Lead:
                 if line is not None and self._read(line, token, 0):
                     return line
             with self._lock:
-                epoll = self._epoll
-                if not self._lines:
+                epoll, over = self._epoll, not self._lines
+                if over:  # a new line makes a new epoll, and finds a new leader
                     self._epoll = None
                     self._role.release(token)
             if epoll is None:
                 return None
-            if self._epoll is None:
+            if over:
                 epoll.close()
                 return None
+            # Without a timeout, because epoll takes seconds and poll takes milliseconds.
             ready = poll_awake(epoll.poll, self._rhythm, None, self._most_awake)
             self._came.extend(descriptor for descriptor, _ in ready)
 
@@ -216,16 +213,24 @@ class Lead:
         if serving.guard is not None:
             if pause := serving.guard.pause(line.peer):
                 time.sleep(pause)
-        elif line.pace.quick and not line.is_full:
-            with self._lock:
-                self._role.end()
-            serving.active.discard(self)
-            serving.share(line)
+        elif line.pace.quick and not line.is_full and self._give_back(line):
             return None
         while not self._read(line, token, None):
             if not self._lines:
                 return None
         return line
+
+    def _give_back(self, line: Served) -> bool:
+        """Have the only line of this lead led together with others. False if no thread is available for that."""
+        try:
+            self._serving.share(line)
+        except RuntimeError:
+            line.lead = self
+            return False
+        with self._lock:
+            self._role.end()
+        self._serving.active.discard(self)
+        return True
 
     def _read(self, line: Served, token: int, timeout: float | None) -> bool:
         """Read a line. False if nothing came, or if the line has ended; it then belongs to this lead no more."""
@@ -260,8 +265,7 @@ class Lead:
         while True:
             if self._ahead is not None or self._problem is not None:
                 envelope = self._take_ahead()
-            elif line.is_full and shared:
-                self._part(line, token)
+            elif line.is_full and shared and self._part(line, token):
                 return True
             else:
                 envelope = channel.next()
@@ -348,20 +352,21 @@ class Lead:
             charged, self._out_charged = self._out_charged, 0
         line.reply(join(held), len(held), charged)
 
-    def _part(self, line: Served, token: int) -> None:
-        """Give a line a lead of its own."""
+    def _part(self, line: Served, token: int) -> bool:
+        """Give a line a lead of its own. False if no thread is available for that: the line then stays."""
         self._send_held(token)
         self._forget(line)
         own = line.lead = Lead(self._serving, self._most_awake, line)
         try:
             own.start()
-        except RuntimeError:  # no thread is available, so the line stays
+        except RuntimeError:
             with self._lock:
                 line.lead = self
                 self._lines[line.descriptor] = line
                 if self._epoll is not None:
                     self._epoll.register(line.descriptor, select.EPOLLIN)
-                self._came.append(line.descriptor)
+            return False
+        return True
 
     def _forget(self, line: Served) -> None:
         with self._lock:
