@@ -93,12 +93,15 @@ def tree_of(module: str) -> ast.Module:
 
 def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes except those that only a type checker sees. The bodies of functions count: cycles hide there."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from (each for part in node.orelse for each in (part, *runtime_nodes(part)))
-        else:
-            yield node
-            yield from runtime_nodes(node)
+    rest = [tree]
+    while rest:
+        for node in ast.iter_child_nodes(rest.pop()):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from node.orelse
+                rest += node.orelse
+            else:
+                yield node
+                rest.append(node)
 
 
 def imported(node: ast.AST) -> list[str]:

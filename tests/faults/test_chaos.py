@@ -5,7 +5,6 @@ Each mistake below is easy to make in a distributed system. The simulation finds
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
@@ -40,15 +39,6 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     yield
     logger.setLevel(level)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _short_collections() -> Iterator[None]:
-    """Freeze existing objects, because each program collects garbage at its end."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def chaos(*arguments: str) -> tuple[int, str]:

@@ -199,6 +199,7 @@ def test_the_limit_is_for_all_of_a_message(pool: Pool) -> None:
     assert len(pool.decoder(3000).receive_data(data)) == 1
 
 
+@pytest.mark.long
 @settings(max_examples=1500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False), st.sampled_from(PLACES))
 def test_mutated_frames(pool: Pool, random: object, ids: Sequence[int]) -> None:
