@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from longest import LONG, LONGEST, starts_processes
 from suite import PURE, PURE_TESTS, UNTRACED, missing
 
 ROOT = Path(__file__).parent.parent
 MOST_LINES = 700
-WITH_OTHER_TARGETS = {"ray"}
+# Folders whose tests need processes: `make quick` runs none of them.
+PROCESSES_ONLY = {"doctor", "dropin"}
 
 
 def test_every_module_and_file_that_the_suite_names_exists() -> None:
@@ -54,8 +56,8 @@ def test_each_folder_has_tests_that_make_quick_runs() -> None:
         for file in tests.glob("*/test_*.py")
         if not starts_processes(file) and file.relative_to(tests).as_posix() not in LONG
     }
-    package = {path.name for path in (ROOT / "src" / "backhaul").iterdir()}
-    assert {folder.name for folder in tests.iterdir() if folder.name in package} - quick == WITH_OTHER_TARGETS
+    layers = {path.parent.name for path in (ROOT / "src" / "backhaul").glob("*/__init__.py")}
+    assert {folder.name for folder in tests.iterdir() if folder.name in layers} - quick == PROCESSES_ONLY
 
 
 def test_no_file_of_tests_is_too_long() -> None:

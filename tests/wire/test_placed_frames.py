@@ -104,6 +104,7 @@ def test_buffers_may_be_in_the_stream_or_in_segments(pool: Pool, ids: Sequence[i
     check(take(pool.decoder(), [data]), some())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ids", PLACES)
 def test_cut_at_every_byte(pool: Pool, ids: Sequence[int]) -> None:
     data = pool.frame(1, some(), ids) + bytes(encode(Ping(5)))
