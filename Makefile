@@ -33,9 +33,9 @@ demo: $(STAMP) ## train a model that lives in three processes, and check its gra
 test: lint ## everything that must pass before a commit
 	@$(BIN)/python tests/suite.py
 
-# One process of pytest more than processors, because some tests wait.
+# Two processes of pytest more than processors, because some tests wait.
 quick: lint ## lint, and the tests that start no process and take no time: for every save
-	$(BIN)/pytest -q -n $$(($$(nproc) + 1)) --dist loadfile -m "not slow and not processes and not long"
+	$(BIN)/pytest -q -n $$(($$(nproc) + 2)) --dist loadfile -m "not slow and not processes and not long"
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check

@@ -62,8 +62,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order.__getitem__)
 
 
-def pytest_collection_finish() -> None:
-    """Freeze the modules and the tests, half a million objects: hundreds of tests collect garbage, each in 0.2 s."""
+@pytest.fixture(autouse=True, scope="module")
+def _short_collections() -> None:
+    """Freeze existing objects. Modules and tests are half a million, and hundreds of tests collect garbage."""
     gc.collect()
     gc.freeze()
 
