@@ -34,7 +34,7 @@ test: lint ## everything that must pass before a commit
 	@$(BIN)/python tests/suite.py
 
 # Two processes of pytest more than processors, because some tests wait.
-quick: lint ## lint, and the tests that start no process and take no time: for every save
+quick: lint ## lint, and the tests that start no process and take no time, in a minute: for every save
 	$(BIN)/pytest -q -n $$(($$(nproc) + 2)) --dist loadfile -m "not slow and not processes and not long"
 
 lint: $(STAMP) ## ruff and mypy
