@@ -33,8 +33,9 @@ demo: $(STAMP) ## train a model that lives in three processes, and check its gra
 test: lint ## everything that must pass before a commit
 	@$(BIN)/python tests/suite.py
 
-quick: lint ## lint, and the tests that start no process and take no time: for every save
-	$(BIN)/pytest -q -n $$(nproc) --dist loadfile -m "not slow and not processes and not long"
+# Two processes of pytest more than processors, because some tests wait.
+quick: lint ## lint, and the tests that start no process and take no time, in a minute: for every save
+	$(BIN)/pytest -q -n $$(($$(nproc) + 2)) --dist loadfile -m "not slow and not processes and not long"
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check
@@ -43,6 +44,7 @@ lint: $(STAMP) ## ruff and mypy
 
 slow: $(STAMP) ## the suites that take minutes: 10,000 simulated, 20,000 random and 2,000 adversarial programs, and more
 	$(BIN)/pytest -q -m slow --ignore=tests/faults --ignore-glob='tests/launch/test_hosts*'
+	BACKHAUL_EXAMPLES=1 $(BIN)/pytest -q tests/wire/test_decoder_fuzz.py
 
 # Needs root, for network namespaces, and Debian's openssh-server. Without them the tests are skipped, and say so.
 hosts: $(STAMP) ## backhaul run over hosts with a real sshd, including hosts that vanish; some ten minutes

@@ -75,7 +75,7 @@ class Part:
             self._process = subprocess.Popen(
                 [*self._pytest(), "-m", "not slow", *arguments],
                 cwd=ROOT,
-                env={**os.environ, "COVERAGE_FILE": f".coverage.{name}"},
+                env={"OMP_NUM_THREADS": "1", **os.environ, "COVERAGE_FILE": f".coverage.{name}"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
 import re
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,14 +80,28 @@ def layer(module: str) -> str:
     return module.split(".")[0]
 
 
+def above(module: str, others: Iterable[str]) -> set[str]:
+    """Those of the others that are in a higher layer than the module."""
+    mine = LAYERS.index(layer(module))
+    return {other for other in others if LAYERS.index(layer(other)) > mine}
+
+
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
+
+
 def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """All nodes except those that only a type checker sees. The bodies of functions count: cycles hide there."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from (each for part in node.orelse for each in (part, *runtime_nodes(part)))
-        else:
-            yield node
-            yield from runtime_nodes(node)
+    rest = [tree]
+    while rest:
+        for node in ast.iter_child_nodes(rest.pop()):
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from node.orelse
+                rest += node.orelse
+            else:
+                yield node
+                rest.append(node)
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -113,8 +128,7 @@ def own(name: str) -> str | None:
 
 def imports_of(module: str) -> set[str]:
     """The modules of this package that a module imports when it runs."""
-    tree = ast.parse(FILES[module].read_text())
-    found = {own(name) for node in runtime_nodes(tree) for name in imported(node)}
+    found = {own(name) for node in runtime_nodes(tree_of(module)) for name in imported(node)}
     return {name for name in found if name is not None} - {module}
 
 
@@ -151,11 +165,9 @@ def test_the_imports_are_found() -> None:
     assert "cluster" in IMPORTS["__init__"]
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_a_module_imports_only_from_its_own_and_lower_layers(module: str) -> None:
-    mine = LAYERS.index(layer(module))
-    wrong = {other for other in IMPORTS[module] if LAYERS.index(layer(other)) > mine}
-    assert not wrong
+def test_a_module_imports_only_from_its_own_and_lower_layers() -> None:
+    wrong = {module: above(module, IMPORTS[module]) for module in FILES}
+    assert {module: others for module, others in wrong.items() if others} == {}
 
 
 # What a module knows of the layers above it, by type only, so that its callers get a typed answer.
@@ -168,12 +180,12 @@ SEAMS = {
 }
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_typing_imports_from_higher_layers_are_listed(module: str) -> None:
-    mine = LAYERS.index(layer(module))
-    tree = ast.parse(FILES[module].read_text())
-    named = {own(name) for node in ast.walk(tree) for name in imported(node)} - {None}
-    assert {other for other in named if other and LAYERS.index(layer(other)) > mine} == SEAMS.get(module, set())
+def test_typing_imports_from_higher_layers_are_listed() -> None:
+    found = {}
+    for module in FILES:
+        named = {own(name) for node in ast.walk(tree_of(module)) for name in imported(node)}
+        found[module] = above(module, (name for name in named if name is not None))
+    assert {module: others for module, others in found.items() if others} == SEAMS
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str] | None:
@@ -207,28 +219,26 @@ def test_imports_have_no_cycle() -> None:
 def test_the_bottom_layers_know_nothing_of_sockets_or_threads() -> None:
     """Sans-IO: bytes in, messages out."""
     forbidden = {"socket", "select", "threading", "asyncio", "subprocess"}
-    for module, path in FILES.items():
+    for module in FILES:
         if layer(module) == "wire" or module in ("errors", "ids", "options", "security.handshake"):
-            nodes = runtime_nodes(ast.parse(path.read_text()))
-            names = {name.split(".")[0] for node in nodes for name in imported(node)}
+            names = {name.split(".")[0] for node in runtime_nodes(tree_of(module)) for name in imported(node)}
             assert not names & forbidden, module
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_nothing_uses_torch_s_own_rpc(module: str) -> None:
+def test_nothing_uses_torch_s_own_rpc() -> None:
     """Neither by import, nor through `torch.distributed`. Only the benchmark compares with it."""
-    if module == "bench.ports":
-        return
-    tree = ast.parse(FILES[module].read_text())
-    names = {name for node in ast.walk(tree) for name in imported(node)}
-    names |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for theirs in ("torch.distributed.rpc", "torch.distributed.autograd", "dist.rpc", "dist.autograd"):
-        assert not [name for name in names if f"{name}.".startswith(f"{theirs}.")]
+    theirs = ("torch.distributed.rpc.", "torch.distributed.autograd.", "dist.rpc.", "dist.autograd.")
+    found = {}
+    for module in FILES.keys() - {"bench.ports"}:
+        nodes = list(ast.walk(tree_of(module)))
+        names = {name for node in nodes for name in imported(node)}
+        names |= {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+        found[module] = [name for name in names if f"{name}.".startswith(theirs)]
+    assert {module: names for module, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_each_module_says_what_it_is_for(module: str) -> None:
-    assert ast.get_docstring(ast.parse(FILES[module].read_text()))
+def test_each_module_says_what_it_is_for() -> None:
+    assert [module for module in FILES if not ast.get_docstring(tree_of(module))] == []
 
 
 def test_launching_needs_no_torch() -> None:

@@ -97,6 +97,7 @@ def test_a_pair_without_an_environment_is_shown_as_not_run(capsys: pytest.Captur
     assert "not run: no python3.99 on the PATH" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_run_of_one_pair_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "FOLDER", tmp_path)
     small = tmp_path / "test_small.py"

@@ -306,7 +306,7 @@ def test_a_model_of_many_calls(workers: InProcessCluster) -> None:
     check(workers, program, {0: [x], 1: [W["a"], W["c"]], 2: [W["b"], W["d"]]}, exact=False)
 
 
-@pytest.mark.parametrize("hops", [60, 150])
+@pytest.mark.parametrize("hops", [60, pytest.param(150, marks=pytest.mark.long)])
 def test_a_deep_ring(workers: InProcessCluster, hops: int) -> None:
     """Each call runs inside the previous one, and so do the waits for their gradients."""
     x = leaf(2, 4)

@@ -77,18 +77,18 @@ def require_features(tally: Counter[str], least: int) -> None:
     assert not rare, f"hardly tested: {rare}"
 
 
-def test_300_programs() -> None:
-    tally = run(range(300))
-    assert tally["programs"] == 300
-    assert tally["messages"] > 3000
-    assert tally["components with gates that wait"] > 100
-    require_features(tally, 10)
+def test_200_programs() -> None:
+    tally = run(range(200))
+    assert tally["programs"] == 200
+    assert tally["messages"] > 2000
+    assert tally["components with gates that wait"] > 60
+    require_features(tally, 5)
 
 
-def test_100_programs_whose_messages_do_not_tell_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_50_programs_whose_messages_do_not_tell_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass that must be resolved asks all workers."""
     monkeypatch.setattr(graph, "MOST_FORESEEN", 0)
-    assert run(range(100))["components with gates that wait"] > 30
+    assert run(range(50))["components with gates that wait"] > 15
 
 
 @pytest.mark.slow
@@ -99,10 +99,20 @@ def test_20_000_programs() -> None:
     require_features(tally, 1000)
 
 
-@pytest.mark.timeout(400)  # 20 s on a quiet machine of two processors; 114 s have been seen where ten wanted them
-def test_200_programs_on_processes() -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_2000_programs_whose_messages_do_not_tell_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "MOST_FORESEEN", 0)
+    assert run(range(1000, 3000))["components with gates that wait"] > 600
+
+
+@pytest.mark.timeout(
+    400
+)  # 10 s for 100 on a quiet machine of two processors; 57 s have been seen where ten wanted them
+@pytest.mark.parametrize("programs", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_programs_on_processes(programs: int) -> None:
     """Several drivers run at once, so contexts and passes overlap on every worker."""
-    failures = run_on_processes(range(300, 500), 300)
+    failures = run_on_processes(range(300, 300 + programs), 300)
     assert not failures, "\n".join(failures)
 
 

@@ -36,6 +36,7 @@ def backward(context_id: int, root: Tensor, **options: Any) -> None:
     dist_autograd.backward(context_id, [root], **options)
 
 
+@pytest.mark.long
 def test_300_passes_in_one_context_have_few_candidates(pair: InProcessCluster, candidates: list[int]) -> None:
     x = leaf(2, 4)
     new_weights("a")

@@ -80,6 +80,7 @@ def wait(self):
     assert count == 4
 
 
+@pytest.mark.long
 def test_the_stripped_package_contains_no_observing_code() -> None:
     counts: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
@@ -133,6 +134,7 @@ def test_a_call_enters_no_observing_code_and_a_pass_only_notes_its_waits() -> No
     assert set(of_passes) <= ONCE_A_THREAD | {"agent/activity waits"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_being_ready_to_be_observed_takes_under_2_percent_of_all_bytecodes() -> None:
     for work, (looking, everything) in bare.count().items():

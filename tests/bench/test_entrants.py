@@ -104,6 +104,7 @@ def result() -> Result:
         return compare.run(Plan(rounds=2, seconds=60.0, times=TIMES, names=names, limits=LIMITS))
 
 
+@pytest.mark.long
 def test_a_row_notes_what_went_wrong(result: Result) -> None:
     assert {row.figure.name: row.notes for row in result.rows} == {
         "slow to prepare": {},
@@ -116,17 +117,20 @@ def test_a_row_notes_what_went_wrong(result: Result) -> None:
     }
 
 
+@pytest.mark.long
 def test_all_other_rows_and_systems_go_on(result: Result) -> None:
     for row in result.rows:
         assert {*row.rounds, *row.notes} == {BACKHAUL, MEMCPY}
         assert all(rounds == [1.0, 1.0] for rounds in row.rounds.values())
 
 
+@pytest.mark.long
 def test_faults_of_backhaul_are_listed_separately(result: Result) -> None:
     assert len(result.faults) == 5
     assert [(fault.work, fault.brief) for fault in result.failed] == [("is wrong", "wrong gradients")]
 
 
+@pytest.mark.long
 def test_a_failure_has_its_traceback(result: Result) -> None:
     (fault,) = (fault for fault in result.faults if fault.work == "trial raises")
     assert "raise_in_trial" in fault.text

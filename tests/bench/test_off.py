@@ -63,6 +63,7 @@ def test_the_clock_of_a_process_is_that_of_its_processor_time() -> None:
     assert before <= shown <= time.process_time()
 
 
+@pytest.mark.long
 def test_two_fresh_groups_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     off.measure(pairs=1, rounds=1)
     shown = " ".join(capsys.readouterr().out.split())

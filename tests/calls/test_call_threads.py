@@ -59,6 +59,7 @@ def spin(seconds: float) -> None:
         pass
 
 
+@pytest.mark.long
 def test_large_messages_both_ways_at_once(pair: InProcessCluster) -> None:
     """Neither side can write everything before it reads."""
     x = torch.randn(4_000_000)

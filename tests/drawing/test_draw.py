@@ -531,6 +531,7 @@ def ask_as_guest(workers: InProcessCluster, rank: int, context: int) -> Any:
         guest.close()
 
 
+@pytest.mark.long
 def test_a_large_graph_is_drawn_in_seconds(three: InProcessCluster) -> None:
     with dist_autograd.context() as context_id:
         rpc.rpc_sync("worker1", deep, args=(leaf(2),))

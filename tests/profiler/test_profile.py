@@ -348,6 +348,7 @@ def test_a_profile_of_some_workers(crowd: InProcessCluster) -> None:
     assert [each.worker for each in prof.summary().workers] == ["worker0", "worker2"]
 
 
+@pytest.mark.long
 def test_options_go_to_torch(crowd: InProcessCluster) -> None:
     options: Any = {"with_stack": True, "profile_memory": True, "experimental_config": {"verbose": True}}
     with (

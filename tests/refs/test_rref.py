@@ -358,6 +358,7 @@ class Counted:
         return int, ()
 
 
+@pytest.mark.long
 def test_a_thousand_references_share_and_drop(workers: InProcessCluster) -> None:
     rrefs = [rpc.remote(f"worker{i % 3}", Account, args=(i,)) for i in range(1000)]
     rpc.rpc_sync("worker1", keep, args=("one", rrefs))

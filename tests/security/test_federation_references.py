@@ -117,6 +117,7 @@ def test_references_of_others_and_guessed_ones_give_one_answer(workers: InProces
         assert still_good(workers, account)
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_guesses(workers: InProcessCluster) -> None:
     """Most of them are notices, a thousand in each message."""
     account = held_by_the_good_peer(workers)

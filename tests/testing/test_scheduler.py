@@ -301,6 +301,7 @@ def run_node(node: list[object]) -> int:
     return value + sum(rpc_sync(child[0], run_node, args=(child,)) for child in children)  # type: ignore
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 50, 10))
 def test_random_programs_over_50_seeds(first: int) -> None:
     for seed in range(first, first + 10):

@@ -60,6 +60,7 @@ def test_a_frame_of_more_pieces_than_a_system_call_takes(group: Group) -> None:
     assert receive(far).message == Result(1, "x" * 3000)
 
 
+@pytest.mark.long
 def test_64_mib_both_ways_at_once(group: Group) -> None:
     """Neither side may wait for room without reading; otherwise both would deadlock."""
     near, far = group.pair()

@@ -79,6 +79,7 @@ def test_a_client_that_sends_byte_by_byte_gets_no_extra_time(sockets: Group) -> 
     assert isinstance(door.outcomes.get(timeout=SOON), Exception)
 
 
+@pytest.mark.long
 def test_a_thousand_connections_of_garbage(sockets: Group) -> None:
     transport, door = sockets.door(patience=2.0)
     openings = [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"BHL2", b"BHL2" + b"\xff" * 200, os.urandom(70), b"\0" * 5000]

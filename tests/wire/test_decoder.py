@@ -151,6 +151,7 @@ def test_one_byte_at_a_time(feed: Any) -> None:
     check_all(feed(Decoder(), chunks(STREAM, [1] * len(STREAM))), EXCHANGE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("feed", [take, take_in_place])
 def test_cut_in_two_at_every_byte(feed: Any) -> None:
     for cut in range(len(STREAM) + 1):

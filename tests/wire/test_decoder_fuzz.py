@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import struct
 from collections.abc import Sequence
@@ -79,13 +80,14 @@ def test_a_flip_in_the_middle_of_the_stream_leaves_what_came_before() -> None:
 # Hypothesis. One draw makes an example: many small draws take longer than what they test.
 
 
-# 20,000 and more in all: see test_there_are_at_least_20_000_examples.
+# 20,000 and more in all: see test_there_are_at_least_20_000_examples. `make slow` runs all, `make test` a third.
 EXAMPLES = {"random": 5_000, "framed": 4_000, "tables": 4_000, "mutated": 6_000, "trees": 2_000, "round": 1_500}
+SHARE = float(os.environ.get("BACKHAUL_EXAMPLES", 1 / 3))
 
 
 def fuzz(kind: str) -> settings:
     return settings(
-        max_examples=EXAMPLES[kind],
+        max_examples=int(EXAMPLES[kind] * SHARE),
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

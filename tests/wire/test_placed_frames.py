@@ -104,6 +104,7 @@ def test_buffers_may_be_in_the_stream_or_in_segments(pool: Pool, ids: Sequence[i
     check(take(pool.decoder(), [data]), some())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ids", PLACES)
 def test_cut_at_every_byte(pool: Pool, ids: Sequence[int]) -> None:
     data = pool.frame(1, some(), ids) + bytes(encode(Ping(5)))
@@ -199,6 +200,7 @@ def test_the_limit_is_for_all_of_a_message(pool: Pool) -> None:
     assert len(pool.decoder(3000).receive_data(data)) == 1
 
 
+@pytest.mark.long
 @settings(max_examples=1500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False), st.sampled_from(PLACES))
 def test_mutated_frames(pool: Pool, random: object, ids: Sequence[int]) -> None:

@@ -209,6 +209,7 @@ random_entries = st.builds(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(st.lists(random_entries, max_size=4), st.lists(st.integers(0, 64), max_size=2))
 def test_random_tables_are_refused_or_harmless(entries: list[bytes], sizes: list[int]) -> None:
