@@ -25,8 +25,8 @@ from backhaul.errors import PartialError, WorkerLostError
 from backhaul.optim import DistributedOptimizer
 from backhaul.refs.holdings import Holdings
 
-_SEEDS = int(os.environ.get("BACKHAUL_CHAOS_SEEDS", "200"))
-"""The number of programs that `make test` runs. They take about 15 s of processor time; `make chaos` runs 20,000."""
+_SEEDS = int(os.environ.get("BACKHAUL_CHAOS_SEEDS", "500"))
+"""The number of programs that `make test` runs. They take about 40 s of processor time; `make chaos` runs 20,000."""
 _AGAIN = 20
 _PROGRAM = Path(__file__).with_name("chaos.py")
 
