@@ -83,7 +83,7 @@ def _first_failure(output: str, *, in_time: bool = True) -> str:
     """The test that has failed, by what pytest printed."""
     if not in_time:
         return "a test that did not end"
-    found = re.search(r"^(?:FAILED|ERROR) (.*)$", output, flags=re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (\S.*)$", output, flags=re.MULTILINE)
     return found[1] if found else "a run that failed as a whole"
 
 
