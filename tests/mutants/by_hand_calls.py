@@ -181,7 +181,7 @@ CALLS = (
         "the role of the reader is lost with the thread that gives up its wait",
         "        if other is not None:\n            other.wake()\n\n    def _other_readable",
         "\n    def _other_readable",
-        ("tests/agent/test_link_simulation.py",),
+        ("tests/calls/test_call_threads.py",),
     ),
     Mutant(
         "agent/calling.py",
