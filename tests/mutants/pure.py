@@ -36,7 +36,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "trust/penalties.py": ("tests/security/test_penalties.py",),
     "trust/permissions.py": ("tests/security/test_exposure.py", "tests/security/test_permissions.py"),
     "wire/decoder.py": (*_of_wire("decoder", "bad_frames", "placed_frames"), "tests/transport/test_strands.py"),
-    "wire/frames.py": _of_wire("frames", "bad_frames", "placed_frames", "small_tensors", "tensors", "tensor_tables"),
+    "wire/frames.py": _of_wire(
+        "frames", "bad_frames", "placed_frames", "staged_frames", "small_tensors", "tensors", "tensor_tables"
+    ),
     "wire/lanes.py": ("tests/wire/test_lanes.py", "tests/transport/test_strands.py"),
     "wire/plain.py": ("tests/wire/test_plain.py",),
     "wire/records.py": ("tests/wire/test_records.py",),
