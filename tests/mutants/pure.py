@@ -26,10 +26,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/security/test_federation_references.py",
     ),
     "refs/mailbox.py": ("tests/refs/test_mailbox.py",),
-    "trust/rights.py": (
-        *("tests/refs/test_counting.py", "tests/refs/test_late_shares.py"),
-        "tests/security/test_federation_references.py",
-    ),
+    "trust/rights.py": ("tests/security/test_rights.py",),
     "trust/exposure.py": ("tests/security/test_exposure.py", "tests/security/test_federation_calls.py"),
     "security/handshake.py": ("tests/security/test_handshake.py",),
     "security/keys.py": ("tests/security/test_keys.py",),
