@@ -114,6 +114,20 @@ def header(strand: int, size: int) -> bytes:
     return HEADER.pack(MAGIC, VERSION, SLICE, strand, 0, size)
 
 
+@pytest.mark.parametrize("limit", [1 << 20, 1 << 30], ids=["dropped", "taken"])
+def test_an_announcement_is_at_most_what_is_left_of_a_message(limit: int) -> None:
+    tensor = torch.rand(LARGE)
+    own, _ = cut([tensor], spread=True)
+    left = encode(Result(7, None), [tensor]).size - (len(own[0]) - HEADER.size)
+    for size in (left, left // 2, 1):
+        announced = Announced()
+        Decoder(limit, drains=True, apart=announced).receive_data(own[0] + header(1, size))
+        ((strand, place, announced_size),) = announced.places
+        assert (strand, announced_size, place is None) == (1, size, limit == 1 << 20)
+    with pytest.raises(ProtocolError, match="fewer left|do not belong to one tensor"):
+        Decoder(limit, drains=True, apart=Announced()).receive_data(own[0] + header(1, left + 1))
+
+
 def test_announcements_that_make_no_sense() -> None:
     own, _ = cut([torch.rand(LARGE)], spread=True)
     with pytest.raises(ProtocolError, match="unknown kind"):
