@@ -100,6 +100,17 @@ def test_the_end_of_a_frame_stays_on_the_main_connection() -> None:
     assert LAST <= slices.left < LAST + LEAST_APART
 
 
+def test_a_whole_tensor_may_go_over_another_connection() -> None:
+    first, second = bytes(MOST_SLICE), b"x" * MOST_SLICE
+    slices = Slices([b"head", first, second, bytes(LAST)])
+    slices.take(len(b"head"))
+    for expected in (first, second):
+        assert slices.apart == MOST_SLICE
+        head, data = slices.take_apart(1)
+        assert (head, data) == (header(1, MOST_SLICE), expected)
+    assert (slices.apart, slices.left) == (0, LAST)
+
+
 def test_tensors_without_room_are_dropped_on_every_connection() -> None:
     own, apart = cut([torch.rand(LARGE), torch.rand(LARGE)], spread=True)
     announced = Announced()
