@@ -135,7 +135,7 @@ def test_an_announcement_is_at_most_what_is_left_of_a_message(limit: int) -> Non
         Decoder(limit, drains=True, apart=announced).receive_data(own[0] + header(1, size))
         ((strand, place, announced_size),) = announced.places
         assert (strand, announced_size, place is None) == (1, size, limit == 1 << 20)
-    with pytest.raises(ProtocolError, match="fewer left|do not belong to one tensor"):
+    with pytest.raises(ProtocolError, match=r"fewer left|do not belong to one tensor"):
         Decoder(limit, drains=True, apart=Announced()).receive_data(own[0] + header(1, left + 1))
 
 
