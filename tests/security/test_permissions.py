@@ -31,6 +31,7 @@ def mine(caplog: pytest.LogCaptureFixture) -> Permissions:
         ("short", 5, "short"),
         ("longer", 5, "longe… (6 characters)"),
         ("a\x1b[31mb\n", 20, "a\\x1b[31mb\\n"),
+        ("é\x1b", 20, "é\\x1b"),
         ("", 5, ""),
     ],
 )
@@ -49,6 +50,13 @@ def test_a_refusal_does_not_say_why_and_an_exceeded_quota_does(mine: Permissions
     exceeded = mine.over_quota("peer", "a call", "64 calls are running")
     assert isinstance(exceeded, QuotaError)
     assert str(exceeded) == "worker 'me' refused this: 64 calls are running"
+
+
+def test_each_peer_has_its_own_names(mine: Permissions) -> None:
+    first = mine.names("peer")
+    assert first.peer == "peer"
+    assert mine.names("peer") is first
+    assert mine.names("other").peer == "other"
 
 
 def test_ten_lines_a_second_about_each_peer(
