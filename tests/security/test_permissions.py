@@ -43,13 +43,19 @@ def test_line_breaks_and_tabs_are_kept_where_they_are_wanted() -> None:
     assert printable("a\n\tb\r", lines=True) == "a\n\tb\\r"
 
 
-def test_a_refusal_does_not_say_why_and_an_exceeded_quota_does(mine: Permissions) -> None:
+def test_a_refusal_does_not_say_why_and_an_exceeded_quota_does(
+    mine: Permissions, caplog: pytest.LogCaptureFixture
+) -> None:
     refused = mine.refuse("peer", "a call", "there is no such function")
     assert isinstance(refused, RefusedError)
     assert "there is no such function" not in str(refused)
     exceeded = mine.over_quota("peer", "a call", "64 calls are running")
     assert isinstance(exceeded, QuotaError)
     assert str(exceeded) == "worker 'me' refused this: 64 calls are running"
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused worker peer a call: there is no such function",
+        "refused worker peer a call: 64 calls are running",
+    ]
 
 
 def test_each_peer_has_its_own_names(mine: Permissions) -> None:
