@@ -87,6 +87,18 @@ def test_a_reference_that_comes_late(group: MortalGroup) -> None:
         rref.to_here()
 
 
+def test_the_error_says_which_process_has_the_place_of_the_owner(group: MortalGroup) -> None:
+    with group.workers[0].as_current():
+        rref = rpc.remote("worker1", make)
+        assert rref.to_here() == "value"
+    group.kill(1)
+    group.join(1)
+    with group.workers[0].as_current():
+        assert rpc.rpc_sync("worker1", make) == "value", "it has met the successor"
+        with pytest.raises(rpc.WorkerLostError, match="has its place and none of its values"):
+            rref.to_here()
+
+
 def test_a_value_is_made_on_a_successor_that_the_creator_has_not_met(group: MortalGroup) -> None:
     with group.workers[0].as_current():
         assert rpc.rpc_sync("worker2", make) == "value"
