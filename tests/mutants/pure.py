@@ -25,6 +25,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         *(f"tests/refs/test_{name}.py" for name in ("counting", "lives", "stale_refs")),
         "tests/security/test_federation_references.py",
     ),
+    "refs/entries.py": ("tests/refs/test_counting.py", "tests/security/test_rights.py"),
     "refs/mailbox.py": ("tests/refs/test_mailbox.py",),
     "trust/rights.py": ("tests/security/test_rights.py",),
     "trust/exposure.py": ("tests/security/test_exposure.py", "tests/security/test_federation_calls.py"),

@@ -14,7 +14,8 @@ from mortal_group import PATIENCE, MortalGroup
 
 from backhaul import rpc
 from backhaul.ids import RefId, ShareId
-from backhaul.refs.counting import Counting, Send, Void
+from backhaul.refs.actions import Send, Void
+from backhaul.refs.counting import Counting
 from backhaul.rpc import RRef
 from backhaul.wire.messages import Call, Register, Registered, Unpin
 

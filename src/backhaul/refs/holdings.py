@@ -39,9 +39,10 @@ from backhaul.errors import (
     kept,
 )
 from backhaul.ids import RefId, WorkerInfo, life_of
+from backhaul.refs.actions import Action, Free, Seek, Send, Void
 from backhaul.refs.cell import Cell
 from backhaul.refs.correspondence import Correspondence
-from backhaul.refs.counting import Action, Counting, Free, Seek, Send, Void
+from backhaul.refs.counting import Counting
 from backhaul.refs.losses import Names, lost_creation, lost_value, of_creation, stale
 from backhaul.refs.seeking import Seeking
 from backhaul.trust.rights import GivenRights, Rights
