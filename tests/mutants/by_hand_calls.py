@@ -37,7 +37,7 @@ CALLS = (
     Mutant(
         "refs/holdings.py",
         "dropped references wait for the next tick",
-        "        self._dropped.append(ref)\n        if self._agent.watch.asleep and not self._closed:\n"
+        "        self._dropped.append(ref)\n        if self._agent.watch.asleep and not self._tables.closed:\n"
         "            self._agent.watch.wake()",
         "        self._dropped.append(ref)",
         ("tests/refs/test_rref.py", "tests/test_idle.py"),
@@ -287,9 +287,9 @@ CALLS = (
         ),
     ),
     Mutant(
-        "refs/holdings.py",
+        "refs/deaths.py",
         "references to the values of a replaced worker work on",
-        "                    self._gone[ref] = lost_value(ref, self._names)",
+        "                    self._tables.gone[ref] = lost_value(ref, self._names)",
         "                    pass",
         ("tests/refs/test_stale_refs.py",),
     ),
