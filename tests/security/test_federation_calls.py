@@ -199,12 +199,12 @@ def test_keys_that_all_have_the_same_hash(workers: InProcessCluster) -> None:
     numbers = [[trees.BIG_INT, ((2**61 - 1) * number << 64).to_bytes(24, "little")] for number in range(1, 20_000)]
     with liar(workers) as peer, attack(workers):
         for many in (keys, numbers):
-            start = time.monotonic()
+            start = time.process_time()  # other work on the machine must not count
             pairs = [part for key in many for part in (key, 1)]
             for tree in ([trees.SET, *many], [trees.FROZEN_SET, *many], [trees.DICT, *pairs]):
                 assert is_refused(peer.call("exposed:echo", tree))
                 workers[0].agent.permissions.refusals.forgive()
-            assert time.monotonic() - start < 3.0
+            assert time.process_time() - start < 3.0
         assert isinstance(peer.call("exposed:echo", [trees.SET, *range(4_000)]), Result)
         assert isinstance(peer.call("exposed:echo", [trees.SET, *map(str, range(20_000))]), Result)
 
