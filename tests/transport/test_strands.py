@@ -251,7 +251,7 @@ def test_a_strand_is_cut_while_it_carries_a_slice(pair: tuple[SlicedChannel, Sli
         reading = threads.submit(read_on, far)
         with pytest.raises(ChannelClosed, match=r"one of the connections for large tensors has broken|Broken pipe"):
             write_and_cut(near)
-        with pytest.raises(ChannelClosed, match=r"has broken|the connection ended"):
+        with pytest.raises(ChannelClosed, match=r"has broken|the connection ended|reset by peer"):
             reading.result(timeout=SOON)
 
 
