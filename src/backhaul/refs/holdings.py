@@ -38,7 +38,7 @@ _IMMODEST = "the peer sends more notices about references than a worker has reas
 
 
 class Holdings:
-    """One worker's values and references. The agent reports messages, notices and deaths to it. Thread-safe."""
+    """One worker's values and references. The agent reports messages and notices to it. Thread-safe."""
 
     def __init__(self, agent: Agent) -> None:
         self.me = agent.me
