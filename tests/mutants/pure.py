@@ -33,11 +33,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "security/keys.py": ("tests/security/test_keys.py",),
     "trust/penalties.py": ("tests/security/test_penalties.py",),
     "trust/permissions.py": ("tests/security/test_exposure.py", "tests/security/test_permissions.py"),
-    "wire/decoder.py": (*_of_wire("decoder", "bad_frames", "placed_frames"), "tests/transport/test_strands.py"),
+    "wire/decoder.py": _of_wire("decoder", "bad_frames", "placed_frames", "slices_apart"),
     "wire/frames.py": _of_wire(
         "frames", "bad_frames", "placed_frames", "staged_frames", "small_tensors", "tensors", "tensor_tables"
     ),
-    "wire/lanes.py": ("tests/wire/test_lanes.py", "tests/transport/test_strands.py"),
+    "wire/lanes.py": _of_wire("lanes", "slices_apart"),
     "wire/plain.py": ("tests/wire/test_plain.py",),
     "wire/records.py": ("tests/wire/test_records.py",),
     "wire/trees.py": _of_wire("trees", "values", "packed_calls", "unsendable_values", "built", "subclass_values"),
