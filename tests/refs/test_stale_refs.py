@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from mortal_group import PATIENCE, MortalGroup
 
+from awaiting import await_events
 from backhaul import rpc
 from backhaul.ids import RefId, ShareId
 from backhaul.refs.actions import Send, Void
@@ -94,7 +95,10 @@ def test_the_error_says_which_process_has_the_place_of_the_owner(group: MortalGr
         assert rref.to_here() == "value"
     group.kill(1)
     group.join(1)
-    with group.workers[0].as_current():
+    # Otherwise the next call may leave over the connection that is ending.
+    mine = group.workers[0]
+    assert await_events(mine, lambda: all(line.peer.name != "worker1" for line in mine.agent.calling()), PATIENCE)
+    with mine.as_current():
         assert rpc.rpc_sync("worker1", make) == "value", "it has met the successor"
         with pytest.raises(rpc.WorkerLostError, match="has its place and none of its values"):
             rref.to_here()
