@@ -18,7 +18,8 @@ from typing import Any
 import msgspec
 
 from backhaul.ids import RefId, ShareId
-from backhaul.refs.counting import Action, Counting, Free, Send
+from backhaul.refs.actions import Action, Free, Send
+from backhaul.refs.counting import Counting
 from backhaul.trust.rights import GivenRights
 from backhaul.wire.messages import Notice, Recall, Register, Registered, Release, Sweep, Swept, Unpin
 

@@ -428,6 +428,17 @@ def test_missing_sources_are_those_that_a_waiting_component_lacks(common: Tensor
     assert schedule.missing == []
 
 
+def test_a_component_that_has_started_is_no_longer_listed(common: Tensor) -> None:
+    """Its run says itself what it waits for."""
+    sources = {**one(50, common), **one(60, common)}
+    schedule = Schedule(sources)
+    come(schedule, sources, 60)
+    schedule.take_part([50, 60])
+    (component,) = schedule.resolve()
+    assert schedule.waits(component)
+    assert schedule.missing == []
+
+
 def test_a_component_whose_gradients_all_came_at_once_does_not_wait(common: Tensor) -> None:
     sources = {**one(50, common * 2), **one(60, common * 3)}
     schedule = Schedule(sources)

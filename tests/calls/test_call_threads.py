@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import queue
 import threading
 import time
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from callees import bounce, identity, open_gate, wait_for_gate, who
 
+from backhaul.agent.line import Line
 from backhaul.agent.pending import Slot
 from backhaul.rpc import RpcOptions
 from backhaul.testing import InProcessCluster
-from backhaul.wire.frames import encode
-from backhaul.wire.messages import Ping
+from backhaul.wire.decoder import Envelope
+from backhaul.wire.frames import encode, join
+from backhaul.wire.messages import Call, Ping, Result
 
 
 def test_200_nested_calls_in_a_cycle(pair: InProcessCluster) -> None:
@@ -89,6 +92,38 @@ def test_threads_share_one_peer(pair: InProcessCluster) -> None:
     for thread in threads:
         thread.join(60)
     assert not wrong
+
+
+def test_a_thread_that_does_not_need_the_role_of_reader_passes_it_on() -> None:
+    """The first thread reads its own reply and that of the second, which is next in line to read, but is done."""
+    asked: queue.SimpleQueue[tuple[Line, int]] = queue.SimpleQueue()
+
+    def handle(line: Line, envelope: Envelope) -> None:
+        line.count_finished(releases=False)
+        asked.put((line, envelope.message.id))
+
+    with InProcessCluster(2, options=RpcOptions(unresponsive_after=None)) as workers:
+        assert workers[0].rpc_sync("worker1", who) == "worker1"
+        workers[1].agent.register(Call, handle)
+        for _ in range(5):
+            results: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+            def call(results: queue.SimpleQueue[int] = results) -> None:
+                results.put(workers[0].rpc_sync("worker1", who, timeout=20))
+
+            requests = []
+            threads = [threading.Thread(target=call) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+                requests.append(asked.get(timeout=10))
+            line, _ = requests[0]
+            first, second, third = (encode(Result(id, number)) for number, (_, id) in enumerate(requests))
+            line.reply(join([first, second]), 2)
+            assert {results.get(timeout=10), results.get(timeout=10)} == {0, 1}
+            line.reply(third)
+            assert results.get(timeout=10) == 2
+            for thread in threads:
+                thread.join(10)
 
 
 def test_no_thread_waits_for_a_reply_that_another_thread_has_read(

@@ -39,6 +39,14 @@ async def ones_later(count: int) -> torch.Tensor:
     return torch.ones(count)
 
 
+begun: list[int] = []
+
+
+def counted_ones(count: int) -> torch.Tensor:
+    begun.append(count)
+    return torch.ones(count)
+
+
 async def nothing() -> None:
     await asyncio.sleep(0)
 
@@ -202,6 +210,20 @@ def test_a_peer_that_does_not_read_costs_little_and_the_others_nothing() -> None
         assert crew[0].run(threads) < 40
         crew[1].signal(signal.SIGCONT)
         assert crew[1].run(take_all) == [1 << 20] * 40
+
+
+def test_requests_do_not_begin_while_many_replies_wait_to_be_sent() -> None:
+    """The first reply takes 2 s. By then, all requests have come."""
+    begun.clear()
+    with slow_cluster(2, 4 * MEGABIT, max_unsent_bytes=1 << 20) as workers:
+        caller = workers[0]
+        caller.rpc_sync("worker1", identity, (1,))
+        futures = [caller.rpc_async("worker1", counted_ones, (1 << 18,), timeout=PATIENCE) for _ in range(60)]
+        assert futures[0].wait().numel() == 1 << 18
+        assert len(begun) < 30, "more than a few MiB of replies wait"
+        for forwarder in workers.forwarders:
+            forwarder.rate = None
+        assert [future.wait().numel() for future in futures] == begun
 
 
 def test_a_peer_that_takes_nothing_is_lost_in_the_end(caplog: pytest.LogCaptureFixture) -> None:

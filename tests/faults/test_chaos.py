@@ -23,7 +23,7 @@ from backhaul.autograd.autograd import Autograd
 from backhaul.autograd.engine import Engine
 from backhaul.errors import PartialError, WorkerLostError
 from backhaul.optim import DistributedOptimizer
-from backhaul.refs.holdings import Holdings
+from backhaul.refs.deaths import Deaths
 
 _SEEDS = int(os.environ.get("BACKHAUL_CHAOS_SEEDS", "500"))
 """The number of programs that `make test` runs. They take about 40 s of processor time; `make chaos` runs 20,000."""
@@ -170,5 +170,5 @@ def test_chaos_finds_a_pass_that_ignores_lost_workers(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_chaos_finds_shares_that_are_not_recalled_from_a_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Holdings, "_on_connection_ended", lambda self, connection, peer, error: None)
+    monkeypatch.setattr(Deaths, "_on_connection_ended", lambda self, connection, peer, error: None)
     await_mistake(300, "left over")

@@ -24,7 +24,7 @@ CALLS = (
         "a share of a message that will not leave is kept",
         "        if late:  # the message",
         "        if False:  # the message",
-        ("tests/refs",),
+        ("tests/refs/test_late_shares.py",),
     ),
     Mutant(
         "refs/holdings.py",
@@ -32,15 +32,15 @@ CALLS = (
         "                self._gone[ref] = kept(of_creation(error), self.me.name)\n"
         "            self._creations.pop(ref, None)",
         "                pass\n            self._creations.pop(ref, None)",
-        ("tests/refs",),
+        ("tests/refs/test_lost_creations.py", "tests/refs/test_refused_creations.py"),
     ),
     Mutant(
         "refs/holdings.py",
         "dropped references wait for the next tick",
-        "        self._dropped.append(ref)\n        if self._agent.watch.asleep and not self._closed:\n"
+        "        self._dropped.append(ref)\n        if self._agent.watch.asleep and not self._tables.closed:\n"
         "            self._agent.watch.wake()",
         "        self._dropped.append(ref)",
-        ("tests/refs", "tests/test_idle.py"),
+        ("tests/refs/test_rref.py", "tests/test_idle.py"),
     ),
     Mutant(
         "refs/holdings.py",
@@ -61,7 +61,7 @@ CALLS = (
         "a reply to the user's own tensors is held back",
         "                if frame is not None and frame.keep:",
         "                if False:",
-        ("tests/calls", "tests/agent"),
+        ("tests/calls/test_calls.py",),
     ),
     Mutant(
         "agent/serving.py",
@@ -96,7 +96,7 @@ CALLS = (
         "a message over the limit is sent",
         "        if frame.size > self._max_message_bytes:",
         "        if False:",
-        ("tests/calls", "tests/refs/test_rref.py"),
+        ("tests/calls/test_calls.py", "tests/refs/test_rref.py"),
     ),
     Mutant(
         "agent/federated.py",
@@ -181,7 +181,7 @@ CALLS = (
         "the role of the reader is lost with the thread that gives up its wait",
         "        if other is not None:\n            other.wake()\n\n    def _other_readable",
         "\n    def _other_readable",
-        ("tests/agent/test_link_simulation.py",),
+        ("tests/calls/test_call_threads.py",),
     ),
     Mutant(
         "agent/calling.py",
@@ -287,21 +287,18 @@ CALLS = (
         ),
     ),
     Mutant(
-        "refs/holdings.py",
+        "refs/deaths.py",
         "references to the values of a replaced worker work on",
-        "                    self._gone[ref] = lost_value(ref, self._names)",
+        "                    self._tables.gone[ref] = lost_value(ref, self._names)",
         "                    pass",
-        (
-            "tests/refs/test_stale_refs.py",
-            "tests/refs/test_ref_deaths.py",
-        ),
+        ("tests/refs/test_stale_refs.py",),
     ),
     Mutant(
         "refs/holdings.py",
         "a reference whose request was never made is kept",
         "            self._counting.created(ref)\n\n    def answer",
         "            pass\n\n    def answer",
-        ("tests/refs",),
+        ("tests/refs/test_rref.py",),
     ),
     Mutant(
         "refs/correspondence.py",

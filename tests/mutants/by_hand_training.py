@@ -244,7 +244,7 @@ TRAINING = (
         ".grad and the context have one tensor",
         "            param.grad = gradient.clone()",
         "            param.grad = gradient",
-        ("tests/optim",),
+        ("tests/optim/test_optim_steps.py",),
     ),
     Mutant(
         "edges/crossing.py",

@@ -83,19 +83,14 @@ def _first_failure(output: str, *, in_time: bool = True) -> str:
     """The test that has failed, by what pytest printed."""
     if not in_time:
         return "a test that did not end"
-    found = re.search(r"^(?:FAILED|ERROR) (.*)$", output, flags=re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) (\S.*)$", output, flags=re.MULTILINE)
     return found[1] if found else "a run that failed as a whole"
 
 
 def by_rule(wanted: Sequence[str], each: int, seed: int, abreast: int, verbose: bool) -> Tally:
     chosen = {file: tests for file, tests in MODULES.items() if _is_wanted(wanted, file)}
     sources = {file: (PACKAGE / file).read_text() for file in chosen}
-    unchanged = [Trial(file, sources[file], tests, _SECONDS, None) for file, tests in chosen.items()]
-    takes = {}
-    for verdict in verdicts(unchanged, abreast):
-        if verdict.status != _PASSED:
-            raise SystemExit(f"{verdict.trial.tests} fail without a mutant:\n{verdict.output}")
-        takes[verdict.trial.file] = verdict.seconds
+    takes = _times([Trial(file, sources[file], tests, _SECONDS, None) for file, tests in chosen.items()], abreast)
     trials = [
         Trial(file, change.source, tests, 20 + 5 * takes[file], change)
         for file, tests in chosen.items()
@@ -113,6 +108,25 @@ def by_rule(wanted: Sequence[str], each: int, seed: int, abreast: int, verbose: 
     for file, caught in sorted(modules.items()):
         print(f"  {sum(caught):3} of {len(caught):3}  {file}")
     return tally
+
+
+def _times(unchanged: Sequence[Trial], abreast: int) -> dict[str, float]:
+    """How long the tests of each file take without a mutant. Tests that fail twice end the run."""
+    takes = {}
+    left = list(unchanged)
+    for again in (True, False):
+        failed = []
+        for verdict in verdicts(left, abreast):
+            if verdict.status == _PASSED:
+                takes[verdict.trial.file] = verdict.seconds
+            elif again:
+                failed.append(verdict.trial)
+                test = _first_failure(verdict.output, in_time=verdict.status is not None)
+                print(f"fails without a mutant, and is tried again: {test}", flush=True)
+            else:
+                raise SystemExit(f"{verdict.trial.tests} fail without a mutant:\n{verdict.output}")
+        left = failed
+    return takes
 
 
 def by_hand(wanted: Sequence[str], abreast: int, verbose: bool) -> Tally:

@@ -49,6 +49,11 @@ def test_only_time_within_the_window_counts() -> None:
     assert parts([piece(-50, 10, "compute"), piece(90, 200, "wire")]) == {"compute": 10, "wire": 10, "idle": 80}
 
 
+def test_time_outside_of_the_window_does_not_count() -> None:
+    for begin, end in ((-50, -10), (-50, 0), (100, 150), (120, 150), (40, 40)):
+        assert parts([piece(begin, end, "compute"), piece(20, 30, "gates")]) == {"gates": 10, "idle": 90}
+
+
 def test_a_thread_that_does_not_get_the_interpreter_waits_for_it() -> None:
     four = [[piece(0, 100, "compute", computed=25)] for _ in range(4)]
     assert parts(*four, interpreter=HELD) == {"compute": 25, "interpreter": 75}

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from backhaul.ids import RefId, ShareId
-from backhaul.refs.counting import Action, Counting
+from backhaul.refs.actions import Action
+from backhaul.refs.counting import Counting
 
 O, U, V, W = range(4)  # noqa: E741
 X = RefId(O, U, 1)  # a value of O's that U made

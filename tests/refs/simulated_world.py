@@ -22,7 +22,8 @@ from simulated_network import Connection, Create, Message, Network, UserMessage
 from simulated_trace import Trace, show
 
 from backhaul.ids import RefId, ShareId
-from backhaul.refs.counting import Action, Counting, Free, Send, Void
+from backhaul.refs.actions import Action, Free, Send, Void
+from backhaul.refs.counting import Counting
 from backhaul.refs.mailbox import Inbox, Outbox
 
 

@@ -11,7 +11,8 @@ import pytest
 from counting_scripts import FROM_O, FROM_U, FROM_V, LINK, OTHER, O, Step, U, V, W, X, Y, do, hears, play
 
 from backhaul.ids import RefId, ShareId
-from backhaul.refs.counting import Confirm, Counting, Free, Send, Void
+from backhaul.refs.actions import Confirm, Free, Send, Void
+from backhaul.refs.counting import Counting
 from backhaul.refs.numbers import Numbers
 from backhaul.trust.rights import GivenRights
 from backhaul.wire.messages import Recall, Register, Registered, Release, Sweep, Swept, Unpin

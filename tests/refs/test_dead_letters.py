@@ -11,12 +11,12 @@ from backhaul.wire.messages import Unpin
 def test_notices_for_a_dead_worker_are_thrown_away() -> None:
     with InProcessCluster(3) as workers:
         holdings = workers[0].references._holdings
-        box = holdings._post._outboxes[2] = Outbox()
+        box = holdings._tables.post._outboxes[2] = Outbox()
         box.add(Unpin(ShareId(2, 7)))
         assert box.next_batch() is not None
         box.add(Unpin(ShareId(2, 8)))
         assert not holdings.idle()
-        holdings._bury(2)
+        holdings._deaths.bury(2)
         assert len(box) == 0, "its successor would get them"
         assert holdings.idle(), "a shutdown would wait for them"
 
@@ -29,6 +29,6 @@ def test_a_worker_that_leaves_first_does_not_hide_its_leak() -> None:
         holdings = workers[0].references._holdings
         (leak,) = holdings.leaks()
         holdings.expect_none()
-        holdings._bury(1)
+        holdings._deaths.bury(1)
         assert holdings.leaks() == [leak]
         assert leak.endswith("held by worker1")

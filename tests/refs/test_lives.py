@@ -6,7 +6,7 @@ import pytest
 from counting_scripts import FROM_U, FROM_W, O, Step, U, V, W, do, hears, play
 
 from backhaul.ids import RefId, WorkerInfo
-from backhaul.refs.counting import Confirm, Seek, Send
+from backhaul.refs.actions import Confirm, Seek, Send
 from backhaul.refs.losses import Names, lost_value
 from backhaul.wire.messages import Register, Registered, Unpin
 

@@ -42,6 +42,21 @@ def test_a_late_answer_to_an_earlier_batch_changes_nothing() -> None:
     assert box.again() == (2, (B,))
 
 
+def test_a_batch_has_at_most_10_000_notices() -> None:
+    """Otherwise it might not fit into a message."""
+    box = Outbox()
+    for number in range(25_000):
+        box.add(Release(RefId(0, 1, number)))
+    sizes = []
+    while (batch := box.next_batch()) is not None:
+        number, notices = batch
+        assert notices[0] == Release(RefId(0, 1, sum(sizes)))
+        sizes.append(len(notices))
+        assert len(box) == 25_000 - sum(sizes[:-1])
+        box.answered(number)
+    assert sizes == [10_000, 10_000, 5_000]
+
+
 def test_a_dropped_notice_keeps_its_number() -> None:
     box = Outbox()
     box.add(A)

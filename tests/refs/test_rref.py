@@ -284,6 +284,15 @@ def test_a_message_that_is_too_large_to_send_pins_no_value() -> None:
         wait_until(lambda: group[0].references.counts()["values"] == 0)
 
 
+def test_a_creation_that_is_too_large_to_send_leaves_no_reference() -> None:
+    options = RpcOptions(max_message_bytes=1 << 16)
+    with InProcessCluster(2, options=options) as group, group[0].as_current():
+        with pytest.raises(rpc.UnsendableError, match="over the limit"):
+            rpc.remote("worker1", Account, args=(torch.zeros(1 << 16),))
+        wait_until(lambda: group[0].references.counts()["used"] == 0)
+        assert rpc.remote("worker1", Account, args=(5,)).rpc_sync().add(1) == 6
+
+
 def test_timeouts(workers: InProcessCluster, gate: str) -> None:
     rref = rpc.remote("worker1", wait_then, args=(gate, 1))
     with pytest.raises(rpc.RpcTimeoutError):

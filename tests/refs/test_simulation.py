@@ -19,7 +19,8 @@ from simulated_world import Worker
 from simulation import Happening, Simulation, SimulationError, run
 
 from backhaul.ids import RefId, ShareId
-from backhaul.refs.counting import Action, Confirm, Counting, Send, Void
+from backhaul.refs.actions import Action, Confirm, Send, Void
+from backhaul.refs.counting import Counting
 from backhaul.refs.mailbox import Inbox, Outbox
 from backhaul.wire.messages import Sweep, Swept, Unpin
 

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from mortal_group import PATIENCE, MortalGroup
 
+from awaiting import await_events
 from backhaul import rpc
 from backhaul.ids import RefId, ShareId
-from backhaul.refs.counting import Counting, Send, Void
+from backhaul.refs.actions import Send, Void
+from backhaul.refs.counting import Counting
 from backhaul.rpc import RRef
 from backhaul.wire.messages import Call, Register, Registered, Unpin
 
@@ -85,6 +87,21 @@ def test_a_reference_that_comes_late(group: MortalGroup) -> None:
     assert time.monotonic() - began < PATIENCE / 2, "it has waited"
     with pytest.raises(rpc.WorkerLostError, match="is gone"), group.workers[2].as_current():
         rref.to_here()
+
+
+def test_the_error_says_which_process_has_the_place_of_the_owner(group: MortalGroup) -> None:
+    with group.workers[0].as_current():
+        rref = rpc.remote("worker1", make)
+        assert rref.to_here() == "value"
+    group.kill(1)
+    group.join(1)
+    # Otherwise the next call may leave over the connection that is ending.
+    mine = group.workers[0]
+    assert await_events(mine, lambda: all(line.peer.name != "worker1" for line in mine.agent.calling()), PATIENCE)
+    with mine.as_current():
+        assert rpc.rpc_sync("worker1", make) == "value", "it has met the successor"
+        with pytest.raises(rpc.WorkerLostError, match="has its place and none of its values"):
+            rref.to_here()
 
 
 def test_a_value_is_made_on_a_successor_that_the_creator_has_not_met(group: MortalGroup) -> None:

@@ -22,7 +22,7 @@ from backhaul.options import Quotas
 from backhaul.testing import InProcessCluster
 from backhaul.wire import trees
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame, encode, with_trace
+from backhaul.wire.frames import Frame, encode, join, with_trace
 from backhaul.wire.messages import (
     AwaitReady,
     Call,
@@ -199,12 +199,12 @@ def test_keys_that_all_have_the_same_hash(workers: InProcessCluster) -> None:
     numbers = [[trees.BIG_INT, ((2**61 - 1) * number << 64).to_bytes(24, "little")] for number in range(1, 20_000)]
     with liar(workers) as peer, attack(workers):
         for many in (keys, numbers):
-            start = time.monotonic()
+            start = time.process_time()  # other work on the machine must not count
             pairs = [part for key in many for part in (key, 1)]
             for tree in ([trees.SET, *many], [trees.FROZEN_SET, *many], [trees.DICT, *pairs]):
                 assert is_refused(peer.call("exposed:echo", tree))
                 workers[0].agent.permissions.refusals.forgive()
-            assert time.monotonic() - start < 3.0
+            assert time.process_time() - start < 3.0
         assert isinstance(peer.call("exposed:echo", [trees.SET, *range(4_000)]), Result)
         assert isinstance(peer.call("exposed:echo", [trees.SET, *map(str, range(20_000))]), Result)
 
@@ -290,6 +290,18 @@ def test_a_peer_that_waits_for_the_end_ten_thousand_times(workers: InProcessClus
             except Exception:
                 break
         assert peer.is_cut_off()
+
+
+def test_requests_among_replies_are_judged_like_others(workers: InProcessCluster) -> None:
+    """The thread that waits for the reply reads them, and passes them on."""
+
+    def handle(line: Line, envelope: Envelope) -> Frame:
+        line.count_finished(releases=False)
+        return join([encode(AwaitReady(number, 0)) for number in range(65)])
+
+    workers[2].agent.register(Call, handle)
+    with attack(workers), pytest.raises(WorkerLostError, match="more than 64 times"):
+        workers[0].rpc_sync("worker2", exposed.double, (1,), timeout=SECONDS)
 
 
 def test_a_peer_may_also_ping_and_ask_for_a_tally(workers: InProcessCluster) -> None:
@@ -400,6 +412,18 @@ def test_the_quota_of_calls_under_way() -> None:
             gate.set()
             for peer in peers:
                 peer.close()
+
+
+def test_calls_whose_replies_cannot_leave_are_over() -> None:
+    call = encode(Call(1, [trees.TUPLE, [trees.NAMED, "exposed:double"], [trees.TUPLE, 4], {}]))
+    with federation(quotas=Quotas(calls=5)) as workers:
+        for _ in range(3):
+            with liar(workers) as peer, attack(workers):
+                # All in one read: the replies are held back until the last frame ends the connection.
+                assert peer.channel.write(join([call, call, call, encode(Result(1, None))]))
+                assert peer.is_cut_off()
+        with liar(workers) as peer:
+            assert is_value(peer.call("exposed:double", 4), 8)
 
 
 def test_the_quota_of_bytes_of_calls_under_way() -> None:

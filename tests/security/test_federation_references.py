@@ -295,6 +295,8 @@ def test_an_honest_peer_beyond_its_quota_keeps_what_it_has() -> None:
         assert [account.rpc_sync().deposit(1) for account in accounts] == list(range(1, 31))
         with pytest.raises(QuotaError):
             rpc.remote("worker0", Account).rpc_sync().deposit(1)
+        # References on their way count too, until the owner has unpinned them.
+        assert eventually(lambda: workers[1].references.counts()["pinned"] == 0)
         assert [account.rpc_sync().deposit(1) for account in accounts] == list(range(2, 32))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from backhaul.errors import QuotaError, RefusedError
 from backhaul.trust import permissions
-from backhaul.trust.permissions import Permissions, printable
+from backhaul.trust.permissions import Permissions, Stamps, printable
 
 
 @pytest.fixture
@@ -31,6 +31,7 @@ def mine(caplog: pytest.LogCaptureFixture) -> Permissions:
         ("short", 5, "short"),
         ("longer", 5, "longe… (6 characters)"),
         ("a\x1b[31mb\n", 20, "a\\x1b[31mb\\n"),
+        ("é\x1b", 20, "é\\x1b"),
         ("", 5, ""),
     ],
 )
@@ -42,13 +43,26 @@ def test_line_breaks_and_tabs_are_kept_where_they_are_wanted() -> None:
     assert printable("a\n\tb\r", lines=True) == "a\n\tb\\r"
 
 
-def test_a_refusal_does_not_say_why_and_an_exceeded_quota_does(mine: Permissions) -> None:
+def test_a_refusal_does_not_say_why_and_an_exceeded_quota_does(
+    mine: Permissions, caplog: pytest.LogCaptureFixture
+) -> None:
     refused = mine.refuse("peer", "a call", "there is no such function")
     assert isinstance(refused, RefusedError)
     assert "there is no such function" not in str(refused)
     exceeded = mine.over_quota("peer", "a call", "64 calls are running")
     assert isinstance(exceeded, QuotaError)
     assert str(exceeded) == "worker 'me' refused this: 64 calls are running"
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused worker peer a call: there is no such function",
+        "refused worker peer a call: 64 calls are running",
+    ]
+
+
+def test_each_peer_has_its_own_names(mine: Permissions) -> None:
+    first = mine.names("peer")
+    assert first.peer == "peer"
+    assert mine.names("peer") is first
+    assert mine.names("other").peer == "other"
 
 
 def test_ten_lines_a_second_about_each_peer(
@@ -74,3 +88,52 @@ def test_ten_lines_a_second_about_each_peer(
     clock[0] += 1.1
     mine.note("peer", "a call", "nothing was left out")
     assert [record.getMessage() for record in caplog.records] == ["refused worker peer a call: nothing was left out"]
+
+
+def test_stamps_tell_values_apart_and_fit_into_56_bits() -> None:
+    """A stamp is a number of a message, which has 64 bits and a sign."""
+    stamps = Stamps()
+    found = [stamps.of(("value", number)) for number in range(100)]
+    assert found == [stamps.of(("value", number)) for number in range(100)]
+    assert len(set(found)) == 100
+    assert all(0 <= each < 1 << 56 for each in found)
+    assert not set(found) & {Stamps().of(("value", number)) for number in range(100)}, "a worker's stamps are its own"
+
+
+def test_a_refusal_that_takes_long_counts_as_several(mine: Permissions, clock: list[float]) -> None:
+    def refusals(seconds: float = 0.0, size: int = 0) -> int:
+        """For how many refusals the peer waits after one that costs this much."""
+        mine.refusals.forgive()
+        for _ in range(100):
+            mine.note("peer", "a call", "free of pauses")
+        mine.note("peer", "a call", "the one that counts", seconds, size)
+        return round(mine.refusals.wait("peer", clock[0]) / 0.02)
+
+    assert refusals() == 1
+    assert refusals(seconds=0.00099) == 5
+    assert refusals(size=1_990_000) == 10
+    assert refusals(seconds=0.00099, size=1_990_000) == 15
+
+
+def test_fifty_useless_things_count_as_one_refusal(mine: Permissions, clock: list[float]) -> None:
+    mine.count("peer", 100 * 50 + 49)
+    assert mine.refusals.wait("peer", clock[0]) == 0.0
+    mine.count("peer", 50)
+    assert mine.refusals.wait("peer", clock[0]) == pytest.approx(0.02)
+
+
+def test_a_failed_call_is_described_only_if_it_is_logged(
+    mine: Permissions, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    described = []
+
+    def describe() -> str:
+        described.append("once more")
+        return "a traceback"
+
+    for _ in range(12):
+        mine.note_failure("peer\x1b", describe)
+    assert len(described) == 10
+    assert [record.getMessage() for record in caplog.records] == [
+        "a call of worker peer\\x1b failed:\na traceback" for _ in range(10)
+    ]

@@ -200,9 +200,19 @@ def test_metadata_over_the_limit_says_what_to_do(monkeypatch: pytest.MonkeyPatch
 
 def test_a_table_over_the_limit_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [torch.zeros(1)] * 4
-    monkeypatch.setattr(frames, "MAX_TABLE", 50)
+    *_, table, _ = frames.HEADER.unpack_from(encode(Ping(1), given).pieces[0])
+    monkeypatch.setattr(frames, "MAX_TABLE", table)
+    encode(Ping(1), given)
+    monkeypatch.setattr(frames, "MAX_TABLE", table - 1)
     with pytest.raises(UnsendableError, match=r"too many tensors; .* stacked"):
         encode(Ping(1), given)
+
+
+def test_the_numbers_that_both_ends_of_a_connection_know() -> None:
+    assert (frames.MAGIC, frames.VERSION, frames.SLICE) == (b"BH", 1, 0)
+    assert (frames.PLACED, frames.TRACED, frames.DEVICE_PLACE) == (0x80, 0x40, 0x8000_0000)
+    assert (frames.MAX_METADATA, frames.MAX_TABLE, frames.LONGEST_TRACE) == (0xFFFF_FFFF, 0x1000_0000, 0xFF)
+    assert not {frames.SLICE, frames.PLACED, frames.TRACED} & set(KINDS)
 
 
 def test_the_limits_fit_the_header() -> None:

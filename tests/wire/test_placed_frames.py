@@ -19,8 +19,8 @@ from backhaul.transport import segments
 from backhaul.transport.segments import Borrowing
 from backhaul.wire import headers
 from backhaul.wire.decoder import Decoder, Envelope
-from backhaul.wire.frames import HEADER, PLACED, encode, place
-from backhaul.wire.landing import Landing
+from backhaul.wire.frames import DEVICE_PLACE, HEADER, PLACED, encode, place
+from backhaul.wire.landing import Landing, Later
 from backhaul.wire.messages import Ping, Result
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -178,6 +178,28 @@ BAD = {
     "a buffer of nothing": (placed(single([0], 0, 1)), "."),
     "over the limit": (placed(single([(1 << 36) + 1], (1 << 36) + 1, 1)), "over the limit"),
 }
+
+
+class DeviceLender:
+    """Lends segments of device memory, and notes which ones."""
+
+    def __init__(self) -> None:
+        self.lent: list[tuple[int, int]] = []
+
+    def lend(self, id: int, size: int) -> object:
+        raise AssertionError("the buffer is in device memory")
+
+    def lend_device(self, id: int, size: int) -> object:
+        self.lent.append((id, size))
+        return object()
+
+
+def test_a_buffer_in_device_memory_is_taken_later() -> None:
+    """By the thread that handles the message, on a stream of its own."""
+    lender = DeviceLender()
+    (envelope,) = Decoder(segments=lender).receive_data(placed(single([10], 10, DEVICE_PLACE | 2)))
+    assert lender.lent == [(2, 10)]
+    assert isinstance(envelope.tensors, Later)
 
 
 @pytest.mark.parametrize("kind", BAD)

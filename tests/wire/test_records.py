@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import struct
+from zlib import crc32
 
 import pytest
 import torch
@@ -52,9 +54,35 @@ def test_a_very_large_message_is_split_into_records() -> None:
     assert len(data) == sum(frame.size for frame in messages(size)) + 4 * HEADER.size
 
 
+def test_a_large_message_comes_first() -> None:
+    """The buffer grows although nothing was taken from it yet."""
+    (_, large, _) = messages(100_000)
+    (envelope,) = feed(Records(Decoder()), sealed(large), 1 << 20)
+    assert torch.equal(envelope.tensors[0], torch.arange(100_000))
+
+
+def record(data: bytes) -> bytes:
+    return HEADER.pack(len(data), crc32(struct.pack("<I", len(data))), crc32(data)) + data
+
+
+def test_a_record_has_between_one_byte_and_the_most() -> None:
+    frame = bytes(encode(Ping(1)))
+    small = b"".join(record(frame[at : at + 1]) for at in range(len(frame)))
+    assert [envelope.message for envelope in feed(Records(Decoder()), small, 7)] == [Ping(1)]
+    large = bytes(encode(Call(2, None), [torch.arange(MOST // 8)]))
+    (envelope,) = feed(Records(Decoder()), record(large[:MOST]) + record(large[MOST:]), 1 << 20)
+    assert torch.equal(envelope.tensors[0], torch.arange(MOST // 8))
+    for wrong in (record(b""), record(large[: MOST + 1])):
+        with pytest.raises(ProtocolError, match="the head of a record"):
+            feed(Records(Decoder()), wrong, 1 << 20)
+
+
 def test_pieces_of_other_formats() -> None:
-    numbers = memoryview(bytearray(80)).cast("q")
-    assert len(b"".join(seal([numbers]))) == 80 + HEADER.size
+    numbers = memoryview(bytes(range(80)))
+    sealed = b"".join(seal([numbers]))
+    assert len(sealed) == HEADER.size + 80
+    assert b"".join(seal([numbers.cast("q")])) == sealed
+    assert b"".join(seal([numbers.cast("B", (8, 10))])) == sealed
     assert seal([]) == []
 
 

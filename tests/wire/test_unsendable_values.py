@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from value_kinds import (
     CODEC,
     HERE,
@@ -112,6 +113,15 @@ def test_undeclared_attributes_need_pickle() -> None:
         assert trip(value).extra == 1
         with pytest.raises(UnsendableError, match="does not declare"):
             SAFE.pack(value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")  # torch's own, of the first make_dual
+def test_a_tangent_of_forward_mode_would_stay_behind() -> None:
+    x = torch.ones(2)
+    with forward_ad.dual_level():
+        assert torch.equal(trip(x), x)
+        with pytest.raises(UnsendableError, match="has a tangent of forward-mode differentiation"):
+            CODEC.pack([forward_ad.make_dual(x, x)])
 
 
 def test_a_member_that_its_enum_does_not_have() -> None:

@@ -20,7 +20,7 @@ from backhaul.wire.messages import Notice, Notices
 
 
 class Correspondence:
-    """The mailboxes of one worker. ``lock``, the lock of the holdings, guards them.
+    """The mailboxes of one worker. ``lock``, the lock of the tables, guards them.
 
     Some methods require that the caller holds the lock, and say so. The others take it. Thread-safe.
     """

@@ -68,96 +68,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from typing import NamedTuple
 
 from backhaul.ids import RefId, ShareId
+from backhaul.refs.actions import Action, Confirm, Free, Seek, Send, Void
+from backhaul.refs.entries import Owned, Pin, Pins, Used
 from backhaul.refs.numbers import Numbers
 from backhaul.refs.sweeps import Sweeps
 from backhaul.wire.messages import Notice, Recall, Register, Registered, Release, Sweep, Swept, Unpin
-
-
-class Send(NamedTuple):
-    """Send this notice to that worker."""
-
-    to: int
-    notice: Notice
-
-
-class Free(NamedTuple):
-    """Free this value of ours: no worker can reach it any more."""
-
-    ref: RefId
-
-
-class Void(NamedTuple):
-    """This value of ours will never be made: fail the threads that may wait for it."""
-
-    ref: RefId
-
-
-class Confirm(NamedTuple):
-    """The owner has listed us or, if ``exists`` is False, the value is gone."""
-
-    ref: RefId
-    exists: bool
-
-
-class Seek(NamedTuple):
-    """Look for the process with this life, which has replaced a dead worker: we have a reference to a value of it.
-
-    Call `revived` when it is found, and `died` with its life if it is dead, too.
-    """
-
-    worker: int
-    life: int
-
-
-Action = Send | Free | Void | Confirm | Seek
-
-
-class _Owned:
-    """The owner's entry. It lives while a user is listed, a share is pinned, or the owner has copies."""
-
-    __slots__ = ("copies", "expected", "gone", "pins", "users")
-
-    def __init__(self) -> None:
-        self.expected = False  # its creation is still to come
-        self.gone = False  # the value was freed, or never came, before a late message brought this reference
-        self.copies = 0
-        self.pins: set[ShareId] = set()
-        self.users: set[int] = set()
-
-    def idle(self) -> bool:
-        return not (self.copies or self.pins or self.users)
-
-
-class _Used:
-    """A user's entry."""
-
-    __slots__ = ("confirmed", "copies", "lost", "pins", "released", "to_unpin")
-
-    def __init__(self) -> None:
-        self.copies = 0
-        self.pins: set[ShareId] = set()
-        self.confirmed = False
-        self.lost = False  # this worker asked for the creation and does not know whether it happened
-        self.released = False  # the owner has been sent a `Release`
-        self.to_unpin: dict[ShareId, None] = {}  # the shares that arrived while registering, in order
-
-    def is_useless(self) -> bool:
-        """Whether nothing needs the entry: no usable copy is here, and no share may still be under way."""
-        return self.confirmed and not self.pins and (self.lost or not self.copies)
-
-
-class _Pin:
-    """A share that may not have arrived yet. ``over`` is None once its connection has ended."""
-
-    __slots__ = ("over", "ref", "to")
-
-    def __init__(self, ref: RefId, to: int, over: Hashable) -> None:
-        self.ref = ref
-        self.to = to
-        self.over = over
 
 
 class Counting:
@@ -176,14 +93,12 @@ class Counting:
         self.life = life
         self._direct = direct
         self._first_number = first_number
-        self._owned: dict[RefId, _Owned] = {}
-        self._used: dict[RefId, _Used] = {}
-        self._pins: dict[ShareId, _Pin] = {}
+        self._owned: dict[RefId, Owned] = {}
+        self._used: dict[RefId, Used] = {}
+        self._pins = Pins()
         self._refs: dict[int, int] = {}  # owner -> the last number; one count for each owner keeps `Numbers` short
         self._shares = first_number
         self._listed: Counter[int] = Counter()  # worker -> number of our entries that list it
-        self._pinned: Counter[int] = Counter()  # worker -> number of pins towards it
-        self._given: Counter[tuple[RefId, int]] = Counter()  # (value, worker) -> number of its pins towards the worker
         self._to_unpin: dict[ShareId, RefId] = {}  # the shares of all references that are registering
         self._unconfirmed: Counter[int] = Counter()  # worker -> number of these shares that came from it
         self._used_of: Counter[int] = Counter()  # owner -> number of its values that are used here
@@ -221,11 +136,11 @@ class Counting:
         entry = self._owned.get(ref)
         if entry is None or ref.owner != self.me:
             return False
-        return peer == self.me or peer in entry.users or (ref, peer) in self._given
+        return peer == self.me or peer in entry.users or self._pins.is_under_way(ref, peer)
 
     def held_by(self, peer: int) -> int:
         """The number of references to values of ours that this worker has, including those under way to it."""
-        return self._listed[peer] + self._pinned[peer]
+        return self._listed[peer] + self._pins.towards(peer)
 
     def used_of(self, owner: int) -> int:
         """The number of values of that worker that are used here."""
@@ -258,14 +173,14 @@ class Counting:
 
     def own(self, ref: RefId) -> None:
         """This worker has made a value of its own; the caller has one copy."""
-        self._owned.setdefault(ref, _Owned()).copies += 1
+        self._owned.setdefault(ref, Owned()).copies += 1
 
     def own_for(self, ref: RefId, creator: int) -> list[Action]:
         """A value of ours is about to be made for ``creator``.
 
         If the result contains a `Free`, no worker needs the value any more.
         """
-        entry = self._owned.setdefault(ref, _Owned())
+        entry = self._owned.setdefault(ref, Owned())
         entry.expected = False
         if creator not in self._dead and self._settle(ref):
             self._list(entry, creator)
@@ -306,7 +221,7 @@ class Counting:
             return []
         entry.copies = 0
         for share in entry.pins:
-            self._take_pin(share)
+            self._pins.take(share)
         entry.pins.clear()
         return self._leave_if_idle(ref)
 
@@ -321,14 +236,12 @@ class Counting:
         entry = self._entry(ref)
         if entry is not None and to not in self._dead:
             entry.pins.add(share)
-            self._pins[share] = _Pin(ref, to, over)
-            self._pinned[to] += 1
-            self._given[ref, to] += 1
+            self._pins.add(share, Pin(ref, to, over))
         return share
 
     def unpin(self, share: ShareId) -> list[Action]:
         """The receiver has the reference, or the message was never sent."""
-        pin = self._take_pin(share)
+        pin = self._pins.take(share)
         if pin is None:
             return []
         entry = self._entry(pin.ref)
@@ -336,30 +249,16 @@ class Counting:
             entry.pins.discard(share)
         return self._leave_if_idle(pin.ref)
 
-    def _take_pin(self, share: ShareId) -> _Pin | None:
-        """Forget a pin everywhere except in the entry that has it; the caller removes it there."""
-        pin = self._pins.pop(share, None)
-        if pin is not None:
-            self._pinned[pin.to] -= 1
-            self._given[pin.ref, pin.to] -= 1
-            if not self._given[pin.ref, pin.to]:
-                del self._given[pin.ref, pin.to]
-        return pin
-
     def connection_ended(self, over: Hashable) -> list[Action]:
         """Nothing more is written to this connection. What was written may have arrived, be lost, or arrive later."""
-        lost = [share for share, pin in self._pins.items() if pin.over == over]
-        if not lost:
-            return []
-        for share in lost:
-            self._pins[share].over = None
-        return self._tell(self._pins[lost[0]].to, Recall(tuple(lost)))
+        lost = self._pins.connection_ended(over)
+        return self._tell(self._pins[lost[0]].to, Recall(tuple(lost))) if lost else []
 
     def receive(self, ref: RefId, share: ShareId) -> list[Action]:
         """A message has brought a reference. It counts as one copy until the caller calls `drop`."""
         if ref.owner == self.me:
             gone = not self.expects(ref)
-            entry = self._owned.setdefault(ref, _Owned())
+            entry = self._owned.setdefault(ref, Owned())
             entry.gone = gone
             entry.copies += 1
             return [*([Void(ref)] if gone else []), *self._tell(share.sharer, Unpin(share))]
@@ -416,7 +315,7 @@ class Counting:
             return False
         if ref.creator == self.me or ref.creator in self._dead or ref.number in self._settled.get(ref.creator, ()):
             return False
-        entry = self._owned[ref] = _Owned()
+        entry = self._owned[ref] = Owned()
         entry.expected = True
         self._list(entry, ref.creator)  # the creator sends `Release` in the end, even if its creation never arrives
         return True
@@ -530,9 +429,7 @@ class Counting:
         return self._answer_sweeps()
 
     def _concerned(self, worker: int) -> bool:
-        return any(worker in entry.users for entry in self._owned.values()) or any(
-            pin.to == worker for pin in self._pins.values()
-        )
+        return self._pins.towards(worker) > 0 or any(worker in entry.users for entry in self._owned.values())
 
     def _start_sweep(self) -> list[Action]:
         """Ask the living workers about all dead ones. Replaces a sweep that is going on."""
@@ -552,7 +449,7 @@ class Counting:
 
     def _strike_off_the_dead(self) -> list[Action]:
         actions: list[Action] = []
-        for share in [share for share, pin in self._pins.items() if pin.to in self._dead]:
+        for share in self._pins.of_any(self._dead):
             actions += self.unpin(share)
         for ref, entry in list(self._owned.items()):
             self._strike_off(entry, self._dead)
@@ -570,23 +467,23 @@ class Counting:
     def _registering(self) -> set[RefId]:
         return {ref for ref, entry in self._used.items() if entry.to_unpin}
 
-    def _list(self, entry: _Owned, user: int) -> None:
+    def _list(self, entry: Owned, user: int) -> None:
         if user not in entry.users:
             entry.users.add(user)
             self._listed[user] += 1
 
-    def _strike_off(self, entry: _Owned, users: set[int]) -> None:
+    def _strike_off(self, entry: Owned, users: set[int]) -> None:
         for user in entry.users & users:
             entry.users.discard(user)
             self._listed[user] -= 1
 
-    def _use(self, ref: RefId) -> _Used:
+    def _use(self, ref: RefId) -> Used:
         if ref not in self._used:
             self._used_of[ref.owner] += 1
-        entry = self._used[ref] = _Used()
+        entry = self._used[ref] = Used()
         return entry
 
-    def _entry(self, ref: RefId) -> _Owned | _Used | None:
+    def _entry(self, ref: RefId) -> Owned | Used | None:
         return self._owned.get(ref) if ref.owner == self.me else self._used.get(ref)
 
     def _leave_if_idle(self, ref: RefId) -> list[Action]:

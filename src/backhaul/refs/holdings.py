@@ -1,113 +1,70 @@
 """Holdings: the references of one worker, to its own values and to those of others. The driver of `counting`.
 
-`counting` decides; this file carries the decisions out. It keeps these rules:
-
-- One lock guards the state machine and the tables here. While a thread holds it, nothing is sent, and no value is
-  freed or completed.
-- Notices leave and arrive through `correspondence`.
-- A peer counts as dead when its incarnation is over (`agent.fates`), and everything that it sent has been read.
-  A peer that merely cannot be reached keeps the references that it holds and the values that it owns. Once it answers
-  again, the notices that were under way are repeated.
+Users and messages come here. `tables` has the state, and carries out what `counting` decides about it. `deaths` reports
+the ends of peers. Notices leave and arrive through `correspondence`.
 """
 
 from __future__ import annotations
 
-import logging
-import secrets
-import threading
-import weakref
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 from backhaul.agent.agent import Agent
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
-from backhaul.agent.membership import Member
-from backhaul.agent.observing import RefFreed, RefMade
+from backhaul.agent.observing import RefMade
 from backhaul.errors import (
-    BackhaulError,
     MisuseError,
     NotInitializedError,
     ProtocolError,
     QuotaError,
     RpcTimeoutError,
-    UnknownWorkerError,
     UnsendableError,
-    WorkerLostError,
     fresh,
     kept,
 )
 from backhaul.ids import RefId, WorkerInfo, life_of
+from backhaul.refs.actions import Action, Send
 from backhaul.refs.cell import Cell
-from backhaul.refs.correspondence import Correspondence
-from backhaul.refs.counting import Action, Counting, Free, Seek, Send, Void
-from backhaul.refs.losses import Names, lost_creation, lost_value, of_creation, stale
-from backhaul.refs.seeking import Seeking
+from backhaul.refs.deaths import Deaths
+from backhaul.refs.losses import of_creation, stale
+from backhaul.refs.tables import Aftermath, Tables
 from backhaul.trust.rights import GivenRights, Rights
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.messages import Create, Notice, Notices, Obituary, Recall, Refs, Register, Registered, Sweep, Unpin
 
-_log = logging.getLogger(__name__)
-
-_SUCCESSOR_WAITS = 3.0
 _IMMODEST = "the peer sends more notices about references than a worker has reason to"
-_PROCESS_BITS = 30
-_NUMBER_BITS = 32
-
-
-class _Aftermath:
-    """The decisions of the state machine that are carried out after the lock is released."""
-
-    __slots__ = ("freed", "mail", "sought", "voided")
-
-    def __init__(self) -> None:
-        self.mail = False
-        self.sought: list[Seek] = []
-        self.voided: list[tuple[RefId, Cell]] = []
-        self.freed: list[Cell | None] = []  # clearing this list frees their values
 
 
 class Holdings:
-    """One worker's values and references. The agent reports messages, notices and deaths to it. Thread-safe."""
+    """One worker's values and references. The agent reports messages and notices to it. Thread-safe."""
 
     def __init__(self, agent: Agent) -> None:
         self.me = agent.me
         self._agent = agent
-        self._lock = threading.Lock()
-        self._sweep_ended = threading.Condition(self._lock)
         self._trust = agent.trust
-        # Distinguishes this process from others that have had its rank.
-        process = secrets.randbits(_PROCESS_BITS) + 1
-        # Peers that may not see our process need no ``life`` either: the owner lists what each of them was given.
-        life = life_of(agent.membership.incarnation) if self._trust.shows else 0
-        believes, limits = self._trust.believes, agent.options.limits
+        self._tables = tables = Tables(
+            agent, lambda rank: deaths.examine(rank), lambda rank, life: deaths.not_found(rank, life)
+        )
+        self._deaths = deaths = Deaths(agent, tables)
+        self._lock = tables.lock
         # Guarded by _lock:
-        self._counting = Counting(agent.me.id, first_number=process << _NUMBER_BITS, direct=not believes, life=life)
+        self._counting = tables.counting
+        limits = agent.options.limits
         limit = None if limits is None else limits.references
         self._rights = (
             Rights(self._counting, limit)
-            if believes
+            if self._trust.believes
             else GivenRights(self._counting, limit, {member.id for member in agent.members()})
         )
-        self._post = Correspondence(agent, self._lock, process, self.info, self._examine)
-        self._cells: dict[RefId, Cell] = {}  # values of ours
-        self._gone: dict[RefId, BaseException] = {}  # why a value of another worker is not available
+        self._post = tables.post
+        self._cells = tables.cells
+        self._gone = tables.gone
+        self._names = tables.names
         self._creations: dict[RefId, Future[Any]] = {}  # under way
-        self._names = Names()
-        self._ended: weakref.WeakSet[Any] = weakref.WeakSet()  # connections; their requests may still be running
-        self._closed = False
-        self._left: list[str] | None = None  # what workers held that have left since `expect_none`
         self._dropped: deque[RefId] = deque()  # filled by finalizers, without the lock
-        self._sweep_timer: threading.Timer | None = None
-        self._seeking = Seeking(agent, self.info, self._not_found)
         agent.register(Notices, self._on_notices)
-        agent.on_connection_ended.append(self._on_connection_ended)
-        agent.on_connected.append(self._on_connected)
-        agent.on_replaced.append(self._on_replaced)
-        agent.fates.on_present.append(self._on_present)
-        agent.fates.on_over.append(self._on_over)
         agent.idle_checks.append(self.idle)
         agent.execution.traffic = self
         agent.serving.arriving = self.arriving
@@ -132,7 +89,7 @@ class Holdings:
         `NotInitializedError` after shutdown.
         """
         with self._lock:
-            if self._closed:
+            if self._tables.closed:
                 raise NotInitializedError(f"worker {self.me.name!r} has been shut down, and its values are gone")
             cell = self._cells.get(ref)
             if cell is None:
@@ -151,7 +108,7 @@ class Holdings:
     def dropped(self, ref: RefId) -> None:
         """A copy of a reference is gone. Finalizers call this, so it takes no lock."""
         self._dropped.append(ref)
-        if self._agent.watch.asleep and not self._closed:
+        if self._agent.watch.asleep and not self._tables.closed:
             self._agent.watch.wake()
 
     def is_confirmed(self, ref: RefId) -> bool:
@@ -175,10 +132,7 @@ class Holdings:
             raise fresh(error)
 
     def info(self, rank: int) -> WorkerInfo:
-        info = self._names.get(rank)
-        if info is None:
-            info = self._names[rank] = self._agent.membership.find(rank).info
-        return info
+        return self._tables.info(rank)
 
     # Values that one worker makes for another.
 
@@ -231,8 +185,8 @@ class Holdings:
         """The cell for a value that a peer asks this worker to make."""
         with self._lock:
             cell = self._cells.setdefault(ref, Cell())
-            after = self._apply([] if peer == self.me else self._counting.own_for(ref, peer.id))
-        self._act(after)
+            after = self._tables.apply([] if peer == self.me else self._counting.own_for(ref, peer.id))
+        self._tables.act(after)
         return cell
 
     def _on_answer(self, ref: RefId, done: Any) -> None:
@@ -252,10 +206,10 @@ class Holdings:
             cell = self._cells.get(ref)
             # A creation that timed out may have happened, so this worker stays listed for its copies, as in torch.
             lost = error is not None and not isinstance(error, RpcTimeoutError)
-            after = self._apply(self._counting.created(ref, lost=lost))
+            after = self._tables.apply(self._counting.created(ref, lost=lost))
         if error is not None and cell is not None:
             cell.fail(of_creation(error), self.me.name)
-        self._act(after)
+        self._tables.act(after)
 
     # The agent's reports about messages: see agent.traffic.
 
@@ -268,7 +222,7 @@ class Holdings:
                 refs = None
             else:
                 refs = tuple((ref, self._counting.share(ref, to.id, over)) for ref in names)
-            late = over in self._ended
+            late = over in self._deaths.ended
         if refs is None:
             raise self._over_quota(to, "references to more values")
         if late:  # the message will not leave, and `connection_ended`, which recalls shares, has run already
@@ -288,15 +242,15 @@ class Holdings:
 
     def stayed(self, refs: Refs) -> None:
         with self._lock:
-            after = self._apply([action for _, share in refs for action in self._counting.unpin(share)])
-        self._act(after)
+            after = self._tables.apply([action for _, share in refs for action in self._counting.unpin(share)])
+        self._tables.act(after)
 
     def arriving(self, refs: Refs, sender: WorkerInfo) -> None:
         with self._lock:
             wrong = self._rights.objection(refs, sender.id)
             after = self._receive(refs if wrong is None else ())
             modest = self._is_modest(sender.id)
-        self._act(after)
+        self._tables.act(after)
         if wrong is not None:
             raise ProtocolError(wrong)
         if not modest:
@@ -318,61 +272,30 @@ class Holdings:
             raise self._agent.permissions.refuse(sender.name, f"a {type(request).__name__}", wrong)
         if full:
             raise self._over_quota(sender, "a value")
-        self._act(after)
+        self._tables.act(after)
 
     def decline(self, refs: Refs, sender: WorkerInfo) -> None:
         with self._lock:
-            after = self._apply([Send(sender.id, Unpin(share)) for _, share in refs if share.sharer == sender.id])
+            after = self._tables.apply(
+                [Send(sender.id, Unpin(share)) for _, share in refs if share.sharer == sender.id]
+            )
         self._agent.permissions.count(sender.name, len(refs))
-        self._act(after)
+        self._tables.act(after)
 
     def _is_modest(self, rank: int) -> bool:
         """Whether a peer makes this worker remember only a bounded amount. The caller holds the lock."""
         return self._rights.is_modest(rank, self._post.waiting(rank))
 
-    def _receive(self, refs: Refs) -> _Aftermath:
+    def _receive(self, refs: Refs) -> Aftermath:
         """Receive these references. The caller holds the lock."""
-        return self._apply([action for ref, share in refs for action in self._counting.receive(ref, share)])
+        return self._tables.apply([action for ref, share in refs for action in self._counting.receive(ref, share)])
 
     def arrived(self, refs: Refs) -> None:
         with self._lock:
-            after = self._apply([action for ref, _ in refs for action in self._counting.drop(ref)])
-        self._act(after)
+            after = self._tables.apply([action for ref, _ in refs for action in self._counting.drop(ref)])
+        self._tables.act(after)
 
-    # Carrying out the decisions of the state machine.
-
-    def _apply(self, actions: Iterable[Action]) -> _Aftermath:
-        """Queue notices, and return what to do after the lock is released: see `_act`.
-
-        The caller holds the lock, and has held it since ``actions`` were decided. Otherwise two threads could queue
-        their notices in the wrong order.
-        """
-        after = _Aftermath()
-        for action in actions:
-            if isinstance(action, Send):
-                self._post.add(action.to, action.notice)
-                after.mail = True
-            elif isinstance(action, Free):
-                after.freed.append(self._cells.pop(action.ref, None))
-                if self._agent.observers:
-                    self._agent.observers.emit(RefFreed(ref=str(action.ref)))
-            elif isinstance(action, Void):
-                after.voided.append((action.ref, self._cells.setdefault(action.ref, Cell())))
-            elif isinstance(action, Seek):
-                after.sought.append(action)
-            elif not action.exists and self._counting.knows(action.ref):
-                self._gone.setdefault(action.ref, lost_value(action.ref, self._names))
-        return after
-
-    def _act(self, after: _Aftermath) -> None:
-        """Carry out what is left to do, without the lock. Does not block."""
-        for ref, cell in after.voided:
-            cell.fail(self._lost_creation(ref), self.me.name)
-        if after.mail:
-            self._post.flush_later()
-        for process in after.sought:
-            self._seeking.seek(*process)
-        after.freed.clear()
+    # Notices and dropped copies.
 
     def _on_notices(self, line: Line, envelope: Envelope) -> Frame:
         message: Notices = envelope.message
@@ -389,11 +312,11 @@ class Holdings:
                             actions.append(Send(line.peer.id, Registered(notice.ref, False)))
                     elif not isinstance(notice, Obituary):
                         actions += self._counting.handle(line.peer.id, notice)
-            after = self._apply(actions)
+            after = self._tables.apply(actions)
             if not self._counting.sweeping:
-                self._sweep_ended.notify_all()
+                self._tables.sweep_ended.notify_all()
             modest = self._is_modest(line.peer.id)
-        self._act(after)
+        self._tables.act(after)
         for notice in disallowed:
             self._agent.permissions.note(line.peer.name, f"a {type(notice).__name__}", getattr(notice, "ref", ""))
         if not modest:
@@ -404,10 +327,10 @@ class Holdings:
             return self._agent.answer(message.id, None)
         for notice in message.notices:
             if isinstance(notice, Obituary):
-                self._believe(notice)
+                self._deaths.believe(notice)
             elif isinstance(notice, Sweep):
                 for rank in notice.dead:
-                    self._examine(rank)
+                    self._deaths.examine(rank)
         return self._agent.answer(message.id, None)
 
     def _tick(self) -> bool:
@@ -425,139 +348,8 @@ class Holdings:
                 actions += self._counting.drop(ref)
                 if not self._counting.knows(ref):
                     self._gone.pop(ref, None)
-            after = self._apply(actions)
-        self._act(after)
-
-    def _lost_creation(self, ref: RefId) -> BackhaulError:
-        return stale(ref, self.me) if self._counting.is_stale(ref) else lost_creation(ref, self._names)
-
-    # Deaths.
-
-    def _on_connected(self, peer: WorkerInfo) -> None:
-        """Wait until a successor may be given references: until no sweep about its predecessor is going on.
-
-        Waits at most `_SUCCESSOR_WAITS` seconds.
-        """
-        with self._lock:
-            self._names[peer.id] = peer
-            if self._counting.is_dead(peer.id):
-                self._sweep_ended.wait_for(lambda: self._closed or not self._counting.sweeping, _SUCCESSOR_WAITS)
-            after = self._apply(self._counting.revived(peer.id))
-        self._act(after)
-
-    def _on_replaced(self, before: Member, after: Member) -> None:
-        """Another process has the name and rank of a peer. The end of the old process has been handled already."""
-        rank = before.id
-        text = f"{before}, which had it, is over, and {after} has its place and none of its values. Make the value anew"
-        with self._lock:
-            life = life_of(after.incarnation) if self._trust.shows else 0
-            self._names[rank] = after.info
-            self._names.replaced[rank] = text, life
-            for ref in self._counting.used:
-                if ref.owner == rank and not (life and ref.life == life):
-                    self._gone[ref] = lost_value(ref, self._names)
-
-    def _on_connection_ended(self, connection: object, peer: WorkerInfo, _: WorkerLostError) -> None:
-        with self._lock:
-            self._ended.add(connection)
-            after = self._apply(self._counting.connection_ended(connection))
-        self._act(after)
-
-    def _examine(self, rank: int) -> None:
-        """Have a peer examined that may be dead. Does not block."""
-        try:
-            info = self.info(rank)
-        except UnknownWorkerError:  # the peer left before this worker met it
-            self._agent.pool.run(lambda: self._bury(rank))
-        else:
-            self._agent.fates.examine(info)
-
-    def _believe(self, notice: Obituary) -> None:
-        """Accept the word of a worker of this cluster that another worker has ended."""
-        info = self._names.get(notice.rank)
-        if info is not None and notice.incarnation:
-            self._agent.fates.end_later(info, notice.reason, notice.incarnation)
-
-    def _on_present(self, peer: WorkerInfo) -> None:
-        """A peer answers: repeat the notices that may not have reached it."""
-        self._post.repeat(peer.id)
-        with self._lock:
-            if self._closed:
-                return
-            after = self._apply(self._counting.lives(peer.id))
-        self._act(after)
-
-    def _on_over(self, peer: WorkerInfo, reason: str) -> None:
-        link = self._agent.link(peer)
-        member = self._agent.membership.known(peer)
-        incarnation = link.fate.incarnation or ("" if member is None else member.incarnation)
-        obituary = None
-        if link.fate.certain and link.fate.incarnation:
-            obituary = Obituary(peer.id, link.fate.incarnation, reason)
-            # The kernel or the launcher tells the workers on the same machine. They tell those on other machines.
-            if not self._agent.is_elsewhere(peer):
-                self._spread(obituary)
-        self._bury(peer.id, obituary, life_of(incarnation) if self._trust.shows else 0)
-
-    def _spread(self, obituary: Obituary) -> None:
-        """Tell connected workers on other machines that a worker of this machine has ended."""
-        if not self._trust.believes:  # other workers would not believe this one either
-            return
-        far = self._agent.membership.elsewhere(self._agent.transport.addresses.host)
-        far = [info for info in far if self._agent.link(info).up]
-        with self._lock:
-            after = self._apply([] if self._closed else [Send(info.id, obituary) for info in far])
-        self._act(after)
-
-    def _bury(self, rank: int, obituary: Obituary | None = None, life: int = 0) -> None:
-        """A worker is dead, and everything that it sent has been read. ``life``: see `Counting.died`."""
-        if self._agent.membership.dynamic:
-            self._agent.membership.refresh()  # a sweep must ask every worker that was in the group
-        with self._lock:
-            if self._closed:
-                return
-            if self._left is not None:
-                self._left += self._leaks(rank)
-            self._counting.joined(*self._agent.membership.ranks())
-            self._post.drop(rank)
-            actions: list[Action] = []
-            for action in self._counting.died(rank, life):
-                if obituary is not None and isinstance(action, Send) and isinstance(action.notice, Sweep):
-                    actions.append(Send(action.to, obituary))  # so that the receiver need not examine the dead worker
-                actions.append(action)
-            after = self._apply(actions)
-            sweeping = self._counting.sweeping
-            if not sweeping:
-                self._sweep_ended.notify_all()
-        self._act(after)
-        if sweeping:
-            self._limit_sweep()
-
-    def _not_found(self, rank: int, life: int) -> None:
-        """A process that has replaced a dead worker counts as dead, too: nothing can reach it."""
-        with self._lock:
-            after = self._apply(self._counting.died(rank, life) if self._counting.is_dead(rank) else [])
-        self._act(after)
-
-    def _limit_sweep(self) -> None:
-        """Set a limit to the sweep: a worker that hangs must not keep alive the values that only dead workers held."""
-        seconds = self._agent.options.lost_after
-        with self._lock:
-            if self._sweep_timer is not None or self._closed or seconds is None:
-                return
-            timer = self._sweep_timer = threading.Timer(seconds, self._give_up_sweep)
-            timer.daemon = True
-        timer.start()
-
-    def _give_up_sweep(self) -> None:
-        with self._lock:
-            self._sweep_timer = None
-            actions = self._counting.give_up_sweep()
-            after = self._apply(actions)
-            self._sweep_ended.notify_all()
-        if actions:
-            _log.warning("a worker did not say whether it has references from a dead one; the values may be freed now")
-        self._act(after)
+            after = self._tables.apply(actions)
+        self._tables.act(after)
 
     # The end.
 
@@ -569,43 +361,28 @@ class Holdings:
     def release_all(self) -> None:
         """Give up all references to values of others, even if there are copies here, because the group ends."""
         with self._lock:
-            after = self._apply([action for ref in list(self._counting.used) for action in self._counting.abandon(ref)])
-        self._act(after)
+            after = self._tables.apply(
+                [action for ref in list(self._counting.used) for action in self._counting.abandon(ref)]
+            )
+        self._tables.act(after)
 
     def expect_none(self) -> None:
         """All workers give up their references now: `leaks` also has what a worker holds that leaves before it."""
         with self._lock:
-            self._left = []
+            self._deaths.left = []
 
     def leaks(self) -> list[str]:
         """Values of ours for which other workers are listed, as text. Call it when no worker should be listed."""
         with self._lock:
-            return [*(self._left or ()), *self._leaks()]
-
-    def _leaks(self, only: int | None = None) -> list[str]:
-        """Values of ours that others hold, or only that worker. Holds ``_lock``."""
-        return [
-            f"{ref} held by {', '.join(self.info(rank).name for rank in sorted(holders))}"
-            for ref in self._counting.owned
-            if (holders := {rank for rank in self._counting.holders(ref) if only in (None, rank)})
-        ]
+            return [*(self._deaths.left or ()), *self._tables.held()]
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._post.close()
-            self._sweep_ended.notify_all()
-            cells = list(self._cells.values())
-            self._cells.clear()
-            timer, self._sweep_timer = self._sweep_timer, None
-        if timer is not None:
-            timer.cancel()
-        self._seeking.close()
-        cells.clear()
+        self._tables.close()
+        self._deaths.close()
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        return self._tables.closed
 
     def counts(self) -> dict[str, int]:
         """The sizes of the tables, for tests and tools."""
