@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from backhaul.transport.base import ChannelClosed, Way
@@ -39,6 +40,15 @@ _TCP_THIN_LINEAR_TIMEOUTS = 16
 _TCP_RTO_MAX_MS = 44
 _TCP_RTO_MIN_US = 45
 _RETRIES = ((_TCP_THIN_LINEAR_TIMEOUTS, 1), (_TCP_RTO_MAX_MS, 1000), (_TCP_RTO_MIN_US, 50_000))
+
+# BBR sends a few packets at a time, at the rate that it has measured, and a timer of the kernel starts each few. On a
+# path of microseconds these timers cost as much as the copies, and the path is idle until they run. A socket that has
+# once used BBR keeps its timers. So connections begin with another control, and those over a long path go back to BBR.
+# A system's control that is not BBR stays.
+_TIMED = b"bbr"  # also the beginning of the names of its later versions
+_UNTIMED = (b"cubic", b"reno")  # a user without privileges may often use only the second
+_SHORT_PATH = 1000  # microseconds
+_LONGEST_NAME = 16
 
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 _SIOCOUTQ = 0x5411
@@ -71,6 +81,41 @@ def tune(sock: socket.socket, keepalive: float) -> None:
     for option, value in _RETRIES:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    settle_control(sock)
+
+
+def begin_untimed(sock: socket.socket) -> None:
+    """If the system's congestion control is BBR, let a TCP socket begin with one that has no timers.
+
+    Call it before the socket listens or connects, and `settle_control` once it is connected.
+    """
+    with contextlib.suppress(OSError):
+        if _control_of(sock).startswith(_TIMED):
+            _use_first(sock, _UNTIMED)
+
+
+def settle_control(sock: socket.socket) -> None:
+    """On a long path, go back to the system's congestion control."""
+    try:
+        _, microseconds = _TCP_RATE.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_RATE.size))
+        if microseconds < _SHORT_PATH or _control_of(sock) not in _UNTIMED:
+            return
+        with socket.socket(sock.family, socket.SOCK_STREAM) as new:
+            _use_first(sock, (_control_of(new),))
+    except (OSError, struct.error):
+        pass  # a system without this information, or without descriptors: the connection works with either control
+
+
+def _control_of(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _LONGEST_NAME).rstrip(b"\0")
+
+
+def _use_first(sock: socket.socket, names: Sequence[bytes]) -> None:
+    """Use the first of these congestion controls that the system has and permits."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return
 
 
 def keep_unsent(sock: socket.socket, size: int) -> None:
@@ -203,6 +248,8 @@ def no_descriptors() -> str:
 
 def _connect(family: int, address: Any, deadline: float) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
+    if family != UNIX:
+        begin_untimed(sock)
     try:
         while True:
             try:
