@@ -10,9 +10,11 @@ import time
 from typing import Any, cast
 
 import pytest
-from transport_group import SOON, Group
+from transport_group import SOON, Group, receive
 
-from backhaul.transport.sockets import begin_untimed, connect_tcp, settle_control
+from backhaul.transport.sockets import SendBuffer, begin_untimed, connect_tcp, settle_control
+from backhaul.wire.frames import encode
+from backhaul.wire.messages import Ping
 
 
 class FakeSocket:
@@ -20,7 +22,15 @@ class FakeSocket:
 
     family = socket.AF_INET
 
-    def __init__(self, control: bytes, round_trip: int = 0, permitted: tuple[bytes, ...] = (b"cubic", b"reno")) -> None:
+    def __init__(
+        self,
+        control: bytes,
+        round_trip: int = 0,
+        permitted: tuple[bytes, ...] = (b"cubic", b"reno"),
+        now: tuple[int, int, int] = (0, 0, 0),
+    ) -> None:
+        """``now``: the mean round trip, the packets that were sent again, and all packets."""
+        self.now = now
         self.control = control
         self._round_trip = round_trip
         self._permitted = permitted
@@ -30,7 +40,8 @@ class FakeSocket:
         if option == socket.TCP_CONGESTION:
             return self.control.ljust(size, b"\0")
         assert option == socket.TCP_INFO
-        return struct.pack("<148xI", self._round_trip)[:size]
+        mean, again, packets = self.now
+        return struct.pack("<68xI28xI44xI4xI", mean, again, self._round_trip, packets)[:size]
 
     def setsockopt(self, level: int, option: int, value: bytes) -> None:
         assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION)
@@ -81,6 +92,81 @@ def test_a_long_path_goes_back_to_the_systems_control(began: bytes) -> None:
 def test_a_short_path_keeps_the_control_that_it_began_with() -> None:
     for round_trip in (0, 30, 999):
         assert settled(FakeSocket(b"reno", round_trip, permitted=(b"bbr", b"cubic"))) == b"reno"
+
+
+@pytest.mark.parametrize(
+    ("now", "bad"),
+    [
+        ((30, 0, 10_000), False),
+        ((9_999, 500, 10_000), False),
+        ((10_000, 0, 10_000), True),
+        ((30, 501, 10_000), True),
+        ((30, 19, 19), False),  # too few to tell
+        ((30, 2, 20), True),
+    ],
+)
+def test_a_path_that_becomes_long_or_lossy_goes_back_to_the_systems_control(
+    now: tuple[int, int, int], bad: bool
+) -> None:
+    fake = FakeSocket(b"reno", 30, permitted=(systems_control(),), now=now)
+    SendBuffer(cast(Any, fake)).fit(1.0, waited=True)
+    assert fake.control == (systems_control() if bad else b"reno")
+
+
+def test_another_control_is_not_reconsidered() -> None:
+    fake = FakeSocket(b"vegas", 30, permitted=(systems_control(),), now=(200_000, 9, 10))
+    SendBuffer(cast(Any, fake)).fit(1.0, waited=True)
+    assert fake.control == b"vegas"
+
+
+def test_only_a_slice_that_waited_makes_the_buffer_reconsider() -> None:
+    fake = FakeSocket(b"reno", 30, permitted=(systems_control(),), now=(200_000, 0, 10))
+    buffer = SendBuffer(cast(Any, fake))
+    buffer.fit(1.0, waited=False)
+    assert fake.control == b"reno"
+    buffer.fit(1.1, waited=True)
+    assert fake.control == systems_control()
+
+
+@pytest.mark.parametrize(("again", "bad"), [(0, False), (5, False), (6, True)])
+def test_small_frames_notice_losses_and_no_long_round_trips(again: int, bad: bool) -> None:
+    fake = FakeSocket(b"reno", 30, permitted=(systems_control(),), now=(200_000, again, 100))
+    buffer = SendBuffer(cast(Any, fake))
+    for _ in range(15):
+        buffer.count_small()
+    assert fake.control == b"reno"
+    buffer.count_small()
+    assert fake.control == (systems_control() if bad else b"reno")
+
+
+def test_losses_count_since_the_last_look() -> None:
+    fake = FakeSocket(b"reno", 30, permitted=(systems_control(),), now=(30, 0, 10_000))
+    buffer = SendBuffer(cast(Any, fake))
+    for packets, again, control in (
+        (10_000, 0, b"reno"),
+        (10_019, 5, b"reno"),  # too few to tell
+        (10_020, 5, systems_control()),
+    ):
+        fake.now = (30, again, packets)
+        for _ in range(16):
+            buffer.count_small()
+        assert fake.control == control
+
+
+@pytest.mark.parametrize("kind", ["tcp", "plain"])
+def test_channels_count_their_small_frames(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[None] = []
+    monkeypatch.setattr(SendBuffer, "count_small", lambda self: counted.append(None))
+    group = Group(kind)
+    try:
+        transport, door = group.door()
+        here, there = group.connect(transport), door.channel()
+        assert here.write(encode(Ping(1)))
+        assert receive(there).message == Ping(1)
+        assert len(counted) == 1
+        there.close()
+    finally:
+        group.close()
 
 
 def test_another_control_stays_on_every_path() -> None:
