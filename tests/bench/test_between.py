@@ -62,13 +62,17 @@ def test_the_table_names_the_targets_and_the_hosts() -> None:
     rows = [
         Row(Figure("echo 64 MiB", ours=TLS), rounds),
         Row(Figure("echo 1 MiB", ours=TLS), {TLS: [1.0], TORCH: [0.1]}),
+        Row(Figure("echo 64 MiB", ours=TLS), {TLS: [1.0], TORCH: [0.75], SSL: [1.0]}),
+        Row(Figure("echo 16 MiB", ours=TLS), {TLS: [1.0], PLAIN: [1.0], TORCH: [0.1]}),
     ]
     file = io.StringIO()
     between.write(Result(rows, [], 0.5, "two tins"), file)
-    first, _, large, small = file.getvalue().splitlines()
+    first, _, large, small, limited, other = file.getvalue().splitlines()
     assert first.startswith("between two tins; rounds: 2; load before: 0.50")
     assert large.rstrip().endswith("TLS 0.8x: met, plain 1x: met")
     assert small.rstrip().endswith("TLS 0.5x: missed")
+    assert limited.rstrip().endswith("TLS 0.8x: missed (bare ssl: 0.75x)")
+    assert other.rstrip().endswith("  plain 1x: missed")
 
 
 @pytest.mark.slow

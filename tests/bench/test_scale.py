@@ -13,7 +13,7 @@ from backhaul.bench.scale import STEPS, Outcome
 def test_the_table_names_each_step_and_what_failed() -> None:
     seconds = dict.fromkeys(STEPS, 0.5)
     outcomes = [
-        Outcome("backhaul", 64, seconds, 20 << 20, 0),
+        Outcome("backhaul", 64, seconds, 20 << 20, 0, processor={"shutdown": 0.75}),
         Outcome("torch", 32, {"start": 1.0}, failed="call: worker 3 died"),
     ]
     file = io.StringIO()
@@ -22,6 +22,11 @@ def test_the_table_names_each_step_and_what_failed() -> None:
     assert lines[0].endswith("load before: 1.50")
     assert lines[1].split() == ["backhaul,", "64", "torch,", "32"]
     assert next(line for line in lines if line.startswith("all call all, the first")).split()[-3:] == ["0.50", "s", "-"]
+    assert next(line for line in lines if line.startswith("processor time: shutdown")).split()[-3:] == [
+        "0.75",
+        "s",
+        "-",
+    ]
     assert next(line for line in lines if line.startswith("memory")).split()[-4:-2] == ["20", "MiB"]
     assert lines[-1] == "failed: torch, 32: call: worker 3 died"
 
@@ -32,5 +37,7 @@ def test_small_groups(capfd: pytest.CaptureFixture[str]) -> None:
         outcome = scale.measure(system, 3, 120.0)
         assert not outcome.failed
         assert outcome.seconds.keys() == STEPS.keys()
+        assert outcome.processor.keys() == STEPS.keys()
+        assert all(each > 0 for each in outcome.processor.values())
         assert outcome.memory > 1 << 20
         assert outcome.connections == (0 if system == "backhaul" else None)

@@ -80,8 +80,8 @@ CALLS = (
     Mutant(
         "agent/leading.py",
         "a thread that has lost its lead takes messages of the next leader",
-        "            if line is None or not self._role.holds(token):\n                return False\n            self.waits",
-        "            if line is None:\n                return False\n            self.waits",
+        "            if line is None or not self._role.holds(token):\n",
+        "            if line is None:\n",
         ("tests/agent/test_leading.py", "tests/calls/test_call_threads.py", "tests/autograd/test_hammer.py"),
     ),
     Mutant(

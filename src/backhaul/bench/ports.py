@@ -16,6 +16,7 @@ import ssl
 import struct
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,7 @@ import torch
 from backhaul.security.certificates import Authority
 from backhaul.security.keys import read_key_file
 from backhaul.security.tls import contexts_of
+from backhaul.transport.sockets import begin_untimed, connect_tcp, settle_control
 
 CLIENT, SERVER, SECOND = "client", "server", "second-client"
 SERVERS = (SERVER, "server-2", "server-3", "server-4")
@@ -35,6 +37,8 @@ SERVERS = (SERVER, "server-2", "server-3", "server-4")
 
 BACKHAUL, TORCH, PING_PONG, MEMCPY = "backhaul", "torch", "ping-pong", "memcpy"
 BACKHAUL_TLS, SSL, TCP = "backhaul-tls", "ssl", "tcp"
+
+_PATIENCE = 60.0
 
 KEY_FILE = "cluster.key"
 """The name of a key in the directory that a system's processes share."""
@@ -358,6 +362,7 @@ class TcpPort(SocketPort):
 
     def _open(self) -> socket.socket:
         listener = socket.create_server((self.host, 0))
+        begin_untimed(listener)
         with open(self._path, "w") as file:
             file.write("{} {}".format(*listener.getsockname()))
         return listener
@@ -365,11 +370,16 @@ class TcpPort(SocketPort):
     def _connect(self) -> socket.socket:
         with open(self._path) as file:
             host, port = file.read().split()
-        return socket.create_connection((host, int(port)))
+        return connect_tcp(host, int(port), time.monotonic() + _PATIENCE)
 
     def _stream_over(self, connection: socket.socket, *, server: bool) -> _Stream:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._tune(connection)
         return _Stream(connection)
+
+    def _tune(self, connection: socket.socket) -> None:
+        """Set up a connection as Backhaul does, so that the limit is one that Backhaul could reach."""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        settle_control(connection)
 
 
 class SslPort(TcpPort):
@@ -381,7 +391,7 @@ class SslPort(TcpPort):
         self._contexts = contexts_of(authority.issue(role), authority.certificate)
 
     def _stream_over(self, connection: socket.socket, *, server: bool) -> _Stream:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._tune(connection)
         context: ssl.SSLContext = self._contexts[0 if server else 1]
         return _SslStream(context.wrap_socket(connection, server_side=server))
 

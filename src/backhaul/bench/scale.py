@@ -2,7 +2,8 @@
 
 Each worker is a process with one torch thread. All are forked from one process that has imported
 everything, so the measurement covers the group and not the import of torch. All workers do each step at once; a step
-takes as long as its slowest worker.
+takes as long as its slowest worker. The processor time of all workers shows how much of a step is work, and how much
+is waiting.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 from rich import box
@@ -55,6 +57,8 @@ class Outcome(NamedTuple):
     connections: int | None = None
     """A worker's connections after the start, before any call; None if unknown."""
     failed: str = ""
+    processor: Mapping[str, float] = MappingProxyType({})
+    """The processor time of all workers together, in seconds, by step."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,7 +75,8 @@ def main(arguments: Sequence[str]) -> int:
     write(outcomes, load, sys.stdout)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        data = {"host": host(load), "outcomes": [outcome._asdict() for outcome in outcomes]}
+        found = [{**outcome._asdict(), "processor": dict(outcome.processor)} for outcome in outcomes]
+        data = {"host": host(load), "outcomes": found}
         options.json.write_text(json.dumps(data, indent=1) + "\n")
     return 1 if any(outcome.failed for outcome in outcomes if outcome.system == BACKHAUL) else 0
 
@@ -80,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="backhaul bench --scale",
         description="Start groups of many workers, have all call all, refer to each other, do one backward over all, "
-        "and shut down: times, and the memory of a worker. Takes some minutes, most of them for torch RPC. The exit "
+        "and shut down: the time of each step, the processor time of all workers together, and the memory of a worker. "
+        "Takes some minutes, most of them for torch RPC. The exit "
         "code is 0 if all groups of Backhaul finished.",
     )
     size = parser.add_mutually_exclusive_group()
@@ -100,7 +106,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def measure(system: str, size: int, most: float) -> Outcome:
     """Start a group, go through the steps, end it."""
-    outcome = Outcome(system, size, {})
+    processor: dict[str, float] = {}
+    outcome = Outcome(system, size, {}, processor=processor)
     seconds = outcome.seconds
     with _processes(system, size) as crew:
         try:
@@ -108,6 +115,7 @@ def measure(system: str, size: int, most: float) -> Outcome:
                 began = time.monotonic()
                 answers = crew.order(step, most)
                 seconds[step] = time.monotonic() - began
+                processor[step] = crew.used
                 if step == "start":
                     outcome = outcome._replace(connections=answers[0])
                 if step == "backward":
@@ -128,6 +136,8 @@ class _Crew:
     def __init__(self, processes: list[BaseProcess], lines: list[Connection]) -> None:
         self._processes = processes
         self._lines = lines
+        self.used = 0.0
+        """The processor time of all workers in the last step, in seconds."""
 
     def order(self, step: str, most: float) -> list[Any]:
         """Make all workers do a step at once; returns their answers. Raises `_Failed`."""
@@ -135,16 +145,18 @@ class _Crew:
         for line in self._lines:
             line.send(step)
         answers = []
+        self.used = 0.0
         for rank, line in enumerate(self._lines):
             try:
                 if not line.poll(max(0.0, deadline - time.monotonic())):
                     raise _Failed(f"{step}: worker {rank} did not finish in {most:g} s")
-                answer, error = line.recv()
+                answer, error, used = line.recv()
             except (EOFError, OSError):
                 raise _Failed(f"{step}: worker {rank} died") from None
             if error:
                 raise _Failed(f"{step}: worker {rank}: {error}")
             answers.append(answer)
+            self.used += used
         return answers
 
     def end(self) -> None:
@@ -198,10 +210,12 @@ def live(system: str, rank: int, size: int, directory: str, line: Connection) ->
         "shutdown": member.shutdown,
     }
     while (step := line.recv()) is not None:
+        began = time.process_time()
         try:
-            line.send((acts[step](), ""))
+            answer, failure = acts[step](), ""
         except Exception as error:
-            line.send((None, f"{type(error).__name__}: {error}"))
+            answer, failure = None, f"{type(error).__name__}: {error}"
+        line.send((answer, failure, time.process_time() - began))
     # Torch's threads may keep a process alive that has not shut down.
     os._exit(0)
 
@@ -216,7 +230,9 @@ def write(outcomes: Sequence[Outcome], load: float, file: TextIO) -> None:
     for outcome in outcomes:
         table.add_column(f"{outcome.system}, {outcome.size}", justify="right", no_wrap=True)
     for step, name in STEPS.items():
-        table.add_row(name, *(_seconds(outcome, step) for outcome in outcomes))
+        table.add_row(name, *(_seconds(outcome.seconds, step) for outcome in outcomes))
+    for step, name in STEPS.items():
+        table.add_row(f"processor time: {name}", *(_seconds(outcome.processor, step) for outcome in outcomes))
     table.add_row("memory of a worker, its own", *(f"{each.memory / _MIB:.0f} MiB" for each in outcomes))
     known = ("-" if each.connections is None else str(each.connections) for each in outcomes)
     table.add_row("a worker's connections after the start", *known)
@@ -226,8 +242,8 @@ def write(outcomes: Sequence[Outcome], load: float, file: TextIO) -> None:
             console.print(f"failed: {outcome.system}, {outcome.size}: {outcome.failed}")
 
 
-def _seconds(outcome: Outcome, step: str) -> str:
-    found = outcome.seconds.get(step)
+def _seconds(times: Mapping[str, float], step: str) -> str:
+    found = times.get(step)
     return "-" if found is None else f"{found:.2f} s"
 
 

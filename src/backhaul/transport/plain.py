@@ -85,6 +85,8 @@ class StreamChannel(SlicedChannel):
         if len(pieces) > 1 or frame.places or frame.size > MOST_SLICE:
             return self._write_large(frame)
         self.sent += frame.size
+        if self._buffer is not None:
+            self._buffer.note_small()
         try:
             sent = self._socket.send(pieces[0], SEND_FLAGS)
         except BlockingIOError:

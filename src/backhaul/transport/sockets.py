@@ -11,6 +11,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from backhaul.transport.base import ChannelClosed, Way
@@ -40,12 +41,31 @@ _TCP_RTO_MAX_MS = 44
 _TCP_RTO_MIN_US = 45
 _RETRIES = ((_TCP_THIN_LINEAR_TIMEOUTS, 1), (_TCP_RTO_MAX_MS, 1000), (_TCP_RTO_MIN_US, 50_000))
 
+# BBR sends a few packets at a time, at the rate that it has measured, and a timer of the kernel starts each few. On a
+# path of microseconds these timers cost as much as the copies, and the path is idle until they run. A socket that has
+# once used BBR keeps its timers. So connections begin with another control, and those over a long path go back to BBR.
+# So does a connection whose path becomes long or loses packets later: BBR is far better then. Busy hosts delay
+# acknowledgements for milliseconds, and packets that overtake each other look lost, so these limits are higher.
+# A system's control that is not BBR stays.
+_TIMED = b"bbr"  # also the beginning of the names of its later versions
+_UNTIMED = (b"cubic", b"reno")  # a user without privileges may often use only the second
+_SHORT_PATH = 1000  # microseconds
+_LONG_PATH = 10_000
+_LOSSY = 0.05  # the part of the packets that were sent again
+_FEW_LOSSES = 2  # one packet may seem lost on a good path
+_FEW_PACKETS = 20
+_LOOK_SECONDS = 0.1  # between two looks at the path, while small frames leave
+_LONGEST_NAME = 16
+
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 _SIOCOUTQ = 0x5411
 # From struct tcp_info: the size of a packet, the unacknowledged packets, the acknowledged bytes, and the unsent bytes.
 _TCP_INFO = struct.Struct("16xI4xI92xQ16xI")
 # The acknowledged bytes, and the shortest round trip in microseconds.
 _TCP_RATE = struct.Struct("120xQ20xI")
+
+# The mean round trip in microseconds, the packets that were sent again, and all packets with data.
+_TCP_LOSS = struct.Struct("68xI28xI52xI")
 
 # On a slow link, the queued bytes take this many seconds beyond a round trip.
 _QUEUE_SECONDS = 0.15
@@ -71,6 +91,50 @@ def tune(sock: socket.socket, keepalive: float) -> None:
     for option, value in _RETRIES:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    settle_control(sock)
+
+
+def begin_untimed(sock: socket.socket) -> None:
+    """If the system's congestion control is BBR, let a TCP socket begin with one that has no timers.
+
+    Call it before the socket listens or connects, and `settle_control` once it is connected.
+    """
+    with contextlib.suppress(OSError):
+        if _control_of(sock).startswith(_TIMED):
+            _use_first(sock, _UNTIMED)
+
+
+def settle_control(sock: socket.socket) -> None:
+    """On a long path, go back to the system's congestion control."""
+    try:
+        _, microseconds = _TCP_RATE.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_RATE.size))
+        if microseconds < _SHORT_PATH or _control_of(sock) not in _UNTIMED:
+            return
+        _use_systems(sock)
+    except (OSError, struct.error):
+        pass  # a system without this information, or without descriptors: the connection works with either control
+
+
+def is_bad(round_trip: int, again: int, packets: int) -> bool:
+    """Whether a path is long, or loses packets. ``round_trip`` is in microseconds."""
+    return round_trip >= _LONG_PATH or (again >= _FEW_LOSSES and again > packets * _LOSSY)
+
+
+def _use_systems(sock: socket.socket) -> None:
+    with socket.socket(sock.family, socket.SOCK_STREAM) as new:
+        _use_first(sock, (_control_of(new),))
+
+
+def _control_of(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _LONGEST_NAME).rstrip(b"\0")
+
+
+def _use_first(sock: socket.socket, names: Sequence[bytes]) -> None:
+    """Use the first of these congestion controls that the system has and permits."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return
 
 
 def keep_unsent(sock: socket.socket, size: int) -> None:
@@ -93,15 +157,43 @@ class SendBuffer:
     The rate is measured here. While this buffer is the limit, the system only reports the largest recent rate.
     """
 
-    __slots__ = ("_arrived", "_since", "_size", "_socket", "slice")
+    __slots__ = ("_arrived", "_decided", "_looked", "_packets", "_since", "_size", "_socket", "slice")
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._size = _SOCKET_BUFFER
         self._since = 0.0  # the time at which `_arrived` was read; 0 if nothing is measured
         self._arrived = 0
+        self._decided = False  # whether the congestion control stays
+        self._looked = 0.0  # the time of the last look at the path
+        self._packets = (0, 0)  # at the last look: those that were sent again, and all
         self.slice = _SOCKET_BUFFER // _SLICES
         """The most bytes to write at once: the system checks its limits only before it takes the bytes of a write."""
+
+    def note_small(self) -> None:
+        """Look at the path now and then while small frames leave.
+
+        Only losses count here: systems hold the acknowledgement of a small frame back, so a short path looks long.
+        """
+        if not self._decided and (now := time.monotonic()) > self._looked + _LOOK_SECONDS:
+            self._looked = now
+            self._reconsider(small=True)
+
+    def _reconsider(self, *, small: bool = False) -> None:
+        """Go back to the system's congestion control if the path has become long, or has begun to lose packets."""
+        try:
+            if _control_of(self._socket) in _UNTIMED:
+                info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_LOSS.size)
+                round_trip, again, packets = _TCP_LOSS.unpack(info)
+                before, self._packets = self._packets, (again, packets)
+                if not is_bad(0 if small else round_trip, again - before[0], packets - before[1]):
+                    if packets - before[1] < _FEW_PACKETS:
+                        self._packets = before  # look at these packets again, together with the next
+                    return
+                _use_systems(self._socket)
+        except (OSError, struct.error):
+            pass  # as in `settle_control`
+        self._decided = True
 
     def begin(self) -> None:
         """Start to measure again, because there was a pause before the large frame that begins."""
@@ -111,6 +203,8 @@ class SendBuffer:
         """Adapt the size to the link. ``waited``: the last slice could not be written at once."""
         if not waited and self._size == _SOCKET_BUFFER:
             return  # a fast link
+        if waited and not self._decided:
+            self._reconsider()
         if self._since and now - self._since < _WINDOW:
             return
         try:
@@ -203,6 +297,8 @@ def no_descriptors() -> str:
 
 def _connect(family: int, address: Any, deadline: float) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
+    if family != UNIX:
+        begin_untimed(sock)
     try:
         while True:
             try:

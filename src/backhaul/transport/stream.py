@@ -29,7 +29,7 @@ from backhaul.transport.greeting import Line, Steps, drive, receive_visitor, vis
 from backhaul.transport.hosts import Site, choose_site
 from backhaul.transport.plain import StreamChannel, UnixLine
 from backhaul.transport.segments import Budget
-from backhaul.transport.sockets import connect_tcp, connect_unix
+from backhaul.transport.sockets import begin_untimed, connect_tcp, connect_unix
 from backhaul.transport.strands import Pipe, Strands
 from backhaul.transport.tls import TlsLine
 
@@ -363,6 +363,7 @@ class StreamTransport(Transport):
         sock = socket.socket(site.family, socket.SOCK_STREAM)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            begin_untimed(sock)
             if site.family == socket.AF_INET6:
                 # Accept IPv4 too, whatever the system's default is.
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

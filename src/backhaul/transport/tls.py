@@ -179,6 +179,8 @@ class TlsChannel(SlicedChannel):
             if not self._begin(frame):
                 self._plain = _joined(pieces)
             return self.flush()
+        if self._buffer is not None:
+            self._buffer.note_small()
         try:
             with self._lock:
                 self._stream.write(pieces[0])
