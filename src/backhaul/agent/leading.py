@@ -32,7 +32,6 @@ import select
 import threading
 import time
 from collections import deque
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from backhaul.agent.line import named
@@ -234,14 +233,14 @@ class Lead:
 
     def _read(self, line: Served, token: int, timeout: float | None) -> bool:
         """Read a line. False if nothing came, or if the line has ended; it then belongs to this lead no more."""
-        start = monotonic()
+        start = time.monotonic()
         try:
             came = line.channel.read(timeout)
         except Exception as error:
             self._failed(line, token, error)
             return False
         if timeout == 0:
-            line.pace.spent(monotonic() - start)
+            line.pace.spent(time.monotonic() - start)
         if came and self._serving.observers:
             self._serving.observers.emit(Read(peer=line.peer.name, line=line.descriptor))
         return came
@@ -289,7 +288,7 @@ class Lead:
             state.handling = True
             if watch.asleep:
                 watch.wake()
-            began = self._began = monotonic()
+            began = self._began = time.monotonic()
             note.handles = (peer, envelope, began)
             frame = self._handle_observed(line, envelope) if observers else handle(line, envelope)
             note.handles = None
@@ -308,7 +307,7 @@ class Lead:
                     self._out_bytes += frame.size
                     self._out_charged += charged
             if leading:
-                line.pace.handled(monotonic() - self._began)
+                line.pace.handled(time.monotonic() - self._began)
             else:
                 serving.detached.discard(threading.get_ident())
                 serving.finished += 1
@@ -455,7 +454,7 @@ class Lead:
             if line is None or not self._role.holds(token):
                 return False
             self.waits = True  # from here on only this thread can pass the lead on
-        line.pace.spent(monotonic() - self._began)
+        line.pace.spent(time.monotonic() - self._began)
         try:
             self._ahead = line.channel.next()
         except Exception as error:  # raised again in the thread that takes over
@@ -473,5 +472,5 @@ class Lead:
                 return False
             self.waits = False
             self._role.begin()
-            self._began = monotonic()
+            self._began = time.monotonic()
             return True
