@@ -90,14 +90,15 @@ def test_a_reference_that_comes_late(group: MortalGroup) -> None:
 
 
 def test_the_error_says_that_the_owner_is_gone(group: MortalGroup) -> None:
-    with group.workers[0].as_current():
+    mine = group.workers[0]
+    with mine.as_current():
         rref = rpc.remote("worker1", make)
         assert rref.to_here() == "value"
+    (old,) = [line for line in mine.agent.calling() if line.peer.name == "worker1"]
     group.kill(1)
     group.join(1)
     # Otherwise the next call may leave over the connection that is ending.
-    mine = group.workers[0]
-    assert await_events(mine, lambda: all(line.peer.name != "worker1" for line in mine.agent.calling()), PATIENCE)
+    assert await_events(mine, lambda: old.ended, PATIENCE)
     with mine.as_current():
         assert rpc.rpc_sync("worker1", make) == "value", "it has met the successor"
         # The first text if the successor's greeting came first, the second if the news of the death did.
