@@ -62,7 +62,10 @@ class Pool:
             spare.lock.release()
 
     def run_or_do(self, job: Job) -> None:
-        """Run ``job`` on another thread, or on this one if no thread can be started."""
+        """Run ``job`` on another thread, or on this one if no thread can be started or the pool is closed."""
+        if self._closed:
+            job()
+            return
         try:
             self.run(job)
         except RuntimeError:
@@ -80,11 +83,13 @@ class Pool:
                 self._idle.pop().lock.release()
             except IndexError:
                 break
-        with self._starting:
-            threads = list(self._threads)
-        for thread in threads:
-            if thread is not threading.current_thread():
+        while True:  # a thread may start another one while this one waits for it
+            with self._starting:
+                threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+            for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
+            if not threads or time.monotonic() >= deadline:
+                return
 
     def _serve(self, spare: _Spare) -> None:
         self._enter()
