@@ -226,11 +226,35 @@ def test_a_request_that_was_read_with_the_waiting_one_is_not_forgotten(
     without_ticks[0].rpc_sync("worker1", ask_back)  # opens the connection back
     monkeypatch.setattr(LinkState, "may_hold", lambda state, size: True)
     first = without_ticks[0].rpc_async("worker1", ask_to_block)
-    second = without_ticks[0].rpc_async("worker1", open_gate)
+    second = without_ticks[0].rpc_async("worker1", open_gate, timeout=PATIENCE / 2)  # before a ping comes to its help
     monkeypatch.undo()
     second.attend()
     assert second.wait()
     assert first.wait() == "blocked"
+
+
+def test_a_thread_that_has_lost_its_lead_leaves_the_next_leader_alone(trio: InProcessCluster) -> None:
+    trio[0].rpc_sync("worker1", ask_back)  # opens the connection back
+    watched[:] = [lead_of(trio, 0)]
+    waiting = trio[0].rpc_async("worker1", block_and_ask)
+    waiting.attend()
+    assert asked.wait(PATIENCE)
+    assert trio[2].rpc_sync("worker1", open_gate, timeout=PATIENCE), "a tick has passed the lead on"
+    assert waiting.wait() is False
+    assert trio[2].rpc_sync("worker1", int, args=("2",), timeout=PATIENCE) == 2
+
+
+watched: list[Lead] = []
+
+
+def is_kept() -> bool:
+    """Whether a leader that waits keeps the lead."""
+    return watched[0].waits
+
+
+def block_and_ask() -> bool:
+    block()
+    return rpc.rpc_sync("worker0", is_kept)
 
 
 def test_nested_calls_of_any_depth_wait_for_each_other_without_ticks(without_ticks: InProcessCluster) -> None:
