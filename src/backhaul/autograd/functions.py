@@ -7,9 +7,9 @@ Both are nodes of torch's graph. Forward::
 
 `SendRpc` has a sent tensor as its input and a dummy as its output. Each recorded tensor of a message has its own
 `SendRpc`, since some of the tensors may get no gradient. `RecvRpc` has an *anchor* as its input, a leaf without other
-use, and the received tensors as its outputs. If there are several, each has a `RecvItem` after it. In the backward
-pass, ``RecvRpc`` sends the gradients of its outputs to A. There torch runs ``SendRpc`` from its dummy; it takes the
-gradients and passes them on to x's own nodes.
+use, and the received tensors as its outputs. If there are several, each has a node of its own after it (`_apart`). In
+the backward pass, ``RecvRpc`` sends the gradients of its outputs to A. There torch runs ``SendRpc`` from its dummy; it
+takes the gradients and passes them on to x's own nodes.
 
 Torch's engine runs the ready node with the highest sequence number first. A Recv has the highest number of all, so it
 sends as soon as its gradients are complete. A Send has a number below those of all other nodes of its run
@@ -30,6 +30,7 @@ import torch
 
 from backhaul.errors import ContextError
 from backhaul.ids import WorkerInfo
+from backhaul.wire import modes
 
 ID_BITS = 48
 """Ids of contexts, messages and passes are the rank of their maker, followed by a count of this many bits."""
@@ -145,10 +146,7 @@ class RecvRpc(torch.autograd.Function):
 
 
 class RecvItem(torch.autograd.Function):
-    """The identity, for one of several tensors of a message. Hooks on that tensor attach here.
-
-    Torch would call hooks on an output of ``RecvRpc`` with None whenever another output has a gradient.
-    """
+    """The identity, for one of several tensors of a message, if `_lift` cannot differentiate it."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, tensor: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -162,8 +160,16 @@ class RecvItem(torch.autograd.Function):
 
 SendNode: Any = SendRpc._backward_cls
 RecvNode: Any = RecvRpc._backward_cls
-RecvItemNode: Any = RecvItem._backward_cls
 """The types of their graph nodes."""
+
+_lift: Any = torch.ops.aten.lift.default
+"""The identity, as an operation of torch. It returns the tensor itself, with one more node in its history.
+
+Torch runs that node without Python. For complex tensors there is no such operation.
+"""
+
+_ItemNode: Any = RecvItem._backward_cls
+_LiftNode: Any = type(_lift(torch.zeros((), requires_grad=True)).grad_fn)
 
 # `apply` without its functorch layer, which is not needed here.
 _apply_send: Any = super(torch.autograd.Function, SendRpc).apply
@@ -231,13 +237,30 @@ def receive(anchor: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return receive(anchor, recv, tensors)
-    outputs: Sequence[torch.Tensor] = _apply_recv(anchor, recv, tensors if len(tensors) == 1 else _aliases(tensors))
+    outputs: Sequence[torch.Tensor] = _apply_recv(anchor, recv, tensors)
     node: Any = outputs[0].grad_fn
     node._set_sequence_nr(_FIRST)
     if len(outputs) > 1:
-        outputs = [_apply_item(output, [tensor]) for output, tensor in zip(outputs, tensors, strict=True)]
+        outputs = _apart(outputs)
     return node, outputs
 
 
-def _aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.data for tensor in tensors]
+def _apart(outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Give each output of a Recv a node of its own, to which hooks on that tensor attach.
+
+    Torch would call hooks on an output of ``RecvRpc`` with None whenever another output has a gradient.
+    """
+    if modes.are_on():
+        with modes.off():
+            return [_with_node(output) for output in outputs]
+    return [_with_node(output) for output in outputs]
+
+
+def _with_node(output: torch.Tensor) -> torch.Tensor:
+    lifted: torch.Tensor = _apply_item(output, [output.data]) if output.is_complex() else _lift(output)
+    return lifted
+
+
+def is_item(node: Any) -> bool:
+    """Whether a node stands between a Recv and one of the several tensors of its message."""
+    return type(node) in (_LiftNode, _ItemNode) and type(node.next_functions[0][0]) is RecvNode

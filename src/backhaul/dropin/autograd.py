@@ -11,7 +11,7 @@ from backhaul.autograd import get_gradients
 from backhaul.autograd.context_id import ContextId
 from backhaul.autograd.contexts import Together
 from backhaul.autograd.contexts import current_context as _context
-from backhaul.autograd.functions import ID_BITS, RecvItemNode, RecvNode, SendNode
+from backhaul.autograd.functions import ID_BITS, RecvNode, SendNode, is_item
 from backhaul.errors import BackhaulError, ContextError, MisuseError, RemoteTraceback
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
@@ -75,7 +75,7 @@ _NAMES = {
 
 
 def _edge(node: Any, output: int) -> tuple[Any, int]:
-    while type(node) is RecvItemNode:
+    if is_item(node):
         node, output = node.next_functions[0]
     return (None if node is None else Node(node)), output
 

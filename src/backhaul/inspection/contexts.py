@@ -28,7 +28,7 @@ from torch import nn
 
 from backhaul.agent.agent import Agent
 from backhaul.autograd.contexts import Record
-from backhaul.autograd.functions import ROOT, Recv, RecvItemNode, RecvNode
+from backhaul.autograd.functions import ROOT, Recv, RecvNode, is_item
 from backhaul.autograd.graph import plan
 from backhaul.drawing.condensing import Entry, Graph, Leaf, Operation, Owner, condense
 from backhaul.drawing.condensing import Node as Plain
@@ -249,7 +249,7 @@ class _Walk:
                 recv: Recv = node.recv
                 mine = recv.context == self._context
                 self._add(node, Entry(recv.message) if mine else Operation(f"Recv of context {recv.context}", ()))
-            elif kind is RecvItemNode:
+            elif is_item(node):
                 recv_node = node.next_functions[0][0]
                 if recv_node in places:
                     places[node] = places[recv_node]
