@@ -173,6 +173,7 @@ ALLOWED = {
     """,
     "It is about the interpreter, the processors, the memory, the GPUs or the log of the process.": """
         agent.agent:Future.devices agent.interpreter:switch_interval devices.driver:_handles devices.driver:_state
+        devices.driver:_streams
         devices.segments:_here devices.streams:_in_use edges.transforms:_warned inspection.metrics:_collectors
         inspection.metrics:_registering inspection.threads:_looking profiler.parcel:_lock profiler.parcel:_pauses
         profiler.parcel:_was_on transport.awake:_turn transport.segments:_leases transport.segments:_fork
@@ -182,9 +183,9 @@ ALLOWED = {
         launch.main_module:_role launch.members:beginning trust.exposure:registry
     """,
     "It is a cache on which no result depends, or it never changes.": """
-        seeing.guest:_codec transport.segments:_libc wire.callables:_hints wire.decoder:_decoders
-        wire.headers:_made wire.headers:_seen wire.headers:_parsed wire.headers:_parsed_bytes wire.lanes:_decoders
-        wire.shards:_meshes
+        autograd.functions:_LiftNode seeing.guest:_codec transport.segments:_libc wire.callables:_hints
+        wire.decoder:_decoders wire.headers:_alone wire.headers:_made wire.headers:_seen wire.headers:_parsed
+        wire.headers:_parsed_bytes wire.lanes:_decoders wire.shards:_meshes
     """,
     "It belongs to each worker, by worker: the Worker is below and does not know this layer.": """
         profiler.session:_sessions profiler.session:_lock

@@ -570,8 +570,12 @@ class Agent:
             raise ProtocolError(f"a {type(envelope.message).__name__} where requests are expected")
         if self.devices is None:
             return handler(line, envelope)
-        with self.devices.streams.handling():
+        streams = self.devices.streams
+        before = streams.enter()
+        try:
             return handler(line, envelope)
+        finally:
+            streams.leave(before)
 
     def _on_call(self, line: Line, envelope: Envelope) -> Frame | None:
         line.calls_started += 1

@@ -98,6 +98,11 @@ def _gradients(
     return found
 
 
+def _on(device: torch.device, gradients: tuple[torch.Tensor | None]) -> tuple[torch.Tensor | None]:
+    (gradient,) = gradients
+    return (None if gradient is None else gradient.to(device),)
+
+
 class Engine:
     """One worker's side of backward passes, both its own and those of other workers. Thread-safe."""
 
@@ -260,6 +265,8 @@ class Engine:
         if late is None:
             self._report(local, False, consumed, emitted)
             return
+        if self.agent.devices is not None:
+            self.agent.devices.streams.catch_up()  # torch ran the Recvs on the streams of their forward pass
         if local.starter == self._me.id:
             message = late.message(local.backward)
         else:
@@ -562,13 +569,12 @@ class Engine:
         found = _gradients(message, envelope, lambda source: sends[source].device, limit)
         if self.agent.devices is not None:
             if not on_devices:  # they came by a shortcut from a worker without a GPU
-                for source, (gradient,) in found.items():
-                    if gradient is not None:
-                        found[source] = (gradient.to(sends[source].device),)
+                found = {source: _on(sends[source].device, found[source]) for source in found}
             self.agent.devices.streams.leave_word()  # another thread may use them
         if self._doubts:
             found = checked_all(found, lambda source: sends[source].like)
         components, ask = local.arrive(found, line.peer.id)
+        del found  # so that the pass has the only references, and can store a gradient without a copy
         if self._observers:
             self._observers.emit(Planned(backward=local.backward.id))
         if ask:

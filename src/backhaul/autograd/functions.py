@@ -169,6 +169,7 @@ Torch runs that node without Python. For complex tensors there is no such operat
 """
 
 _ItemNode: Any = RecvItem._backward_cls
+# The type of the node of `_lift`, which torch does not export.
 _LiftNode: Any = type(_lift(torch.zeros((), requires_grad=True)).grad_fn)
 
 # `apply` without its functorch layer, which is not needed here.

@@ -210,6 +210,8 @@ class EngineRun:
             for output in sorted(outputs):
                 parcel.add(first + output, gradients[output])
                 self.emitted.append(first + output)
+            if self._agent.devices is not None:
+                self._agent.devices.streams.leave_word()  # another thread, with other streams, may send them
             self._left[rank] -= 1
             full = not self._left[rank] or parcel.nbytes > self._max_held
             if full:
@@ -247,6 +249,8 @@ class EngineRun:
 
     def _post(self, parcel: Parcel, recv: Recv | None = None) -> None:
         """Send gradients, or let them wait for the report. ``recv`` is their Recv, if all come from one."""
+        if self._agent.devices is not None and len(parcel.tensors) > 1:
+            self._agent.devices.streams.catch_up()  # the Recvs before this one may have other streams
         to_starter = parcel.to.id == self.local.starter
         if not to_starter and self.local.shortcuts:
             parcel.shortcuts = self.local.onward(self.sources[0], recv)

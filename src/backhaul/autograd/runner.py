@@ -7,7 +7,7 @@ messages through the worker's `engine`, its `Protocol`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -93,8 +93,7 @@ class Runner:
             protocol=self._protocol,
             held=self._held,
             waits=joint or component.waits,
-            # Another thread, with other streams, may send held gradients.
-            hold=not joint and self._agent.devices is None,
+            hold=not joint,
             carried=self._believes and local.starter != self._agent.me.id,
         )
         self._runs.add(run)
@@ -223,8 +222,10 @@ class Runner:
         return bool(self._holding)
 
     def _flush(self, run: EngineRun) -> None:
+        streams = None if self._agent.devices is None else self._agent.devices.streams
         try:
-            run.flush()
+            with nullcontext() if streams is None else streams.handling():
+                run.flush()
         except BackhaulError as error:
             self._protocol.fail(run.local, error)
 

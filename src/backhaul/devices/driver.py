@@ -16,6 +16,9 @@ import torch
 Stream = int
 """A stream of the current thread's device, by the driver's handle; 0 is the default stream."""
 
+Key = tuple[int, int, int]
+"""A stream as torch names it: its id, the index of its device, and the type of device."""
+
 
 class DriverError(Exception):
     """A call of the driver failed."""
@@ -86,7 +89,8 @@ def wait(event: int, stream: Stream) -> None:
 
 
 # The driver has one context for each GPU of a process, and streams belong to it.
-_handles: dict[tuple[int, int, int], Stream] = {}
+_handles: dict[Key, Stream] = {}
+_streams: dict[Key, torch.cuda.Stream] = {}
 
 
 class _ThreadState(threading.local):
@@ -104,8 +108,28 @@ def current_stream(device: int) -> Stream:
         with torch.cuda.device(device):
             torch.cuda.set_device(device)
         _state.ready.add(device)
-    key = torch._C._cuda_getCurrentStream(device)
-    handle = _handles.get(key)
-    if handle is None:
-        handle = _handles[key] = int(torch.cuda.current_stream(device).cuda_stream)
-    return handle
+    return handle(torch._C._cuda_getCurrentStream(device))
+
+
+def handle(key: Key) -> Stream:
+    """The driver's handle of a stream of torch."""
+    found = _handles.get(key)
+    if found is None:
+        found = _handles[key] = int(_stream(key).cuda_stream)
+    return found
+
+
+def torch_stream(device: int) -> torch.cuda.Stream:
+    """The current stream of the calling thread on a device, as torch's object. ``torch.cuda.current_stream`` makes a
+    new one for each call, which takes as long as enqueuing an operation.
+    """
+    return _stream(torch._C._cuda_getCurrentStream(device))
+
+
+def _stream(key: Key) -> torch.cuda.Stream:
+    found = _streams.get(key)
+    if found is None:
+        id, index, kind = key
+        found = torch.cuda.Stream(stream_id=id, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
+        _streams[key] = found
+    return found

@@ -38,7 +38,6 @@ from backhaul.devices import driver
 from backhaul.devices.discipline import Incoming, Outgoing
 from backhaul.devices.driver import DriverError
 from backhaul.devices.memory import SharedMemory
-from backhaul.devices.streams import use
 from backhaul.errors import BackhaulError, ProtocolError
 
 MAGIC = b"BHDEVSEG"
@@ -70,6 +69,7 @@ class _Segment:
         self.id = id
         self.device = device
         self.memory = SharedMemory(device, size)
+        self.size = self.memory.size
         with torch.cuda.device(device):
             filled = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
             drained = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -161,15 +161,18 @@ class DeviceLending:
                 return None
             segment.page[0] = 1
             segment.used_at = time.monotonic()
-        use((memory,))  # the message may drop the last reference to the tensor before the copy begins
+        # The message may drop the last reference to the tensor before the copy begins.
+        memory.record_stream(driver.torch_stream(device))
         segment.outgoing.fill(memory.data_ptr(), size, driver.current_stream(device))
         return Placed(segment, size)
 
     def _take(self, device: int, size: int) -> _Segment | None:
-        free = [each for each in self._segments if each.device == device and each.is_free]
-        fitting = [each for each in free if each.memory.size >= size]
-        if fitting:
-            return min(fitting, key=lambda each: each.memory.size)
+        best: _Segment | None = None
+        for each in self._segments:
+            if each.device == device and (best is None or each.size < best.size) and each.size >= size and each.is_free:
+                best = each
+        if best is not None:
+            return best
         capacity = _SMALLEST
         while capacity < size:
             capacity *= 2

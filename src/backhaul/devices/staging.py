@@ -22,25 +22,43 @@ from backhaul.wire.tensors import view_of
 _log = logging.getLogger(__name__)
 
 
+class Codes(dict[torch.device, int]):
+    """A device map as the codes of the wire. A tensor on a GPU without an entry raises `UnsendableError`."""
+
+    def __init__(self, map: Mapping[str, str], peer: str, *, reply: bool) -> None:
+        super().__init__()
+        for source, target in map.items():
+            self[torch.device(source)] = _code(target)
+        self.moves_cpu = _CPU in self
+        """Whether tensors on the CPU go to a GPU."""
+        self.has_any = bool(map)
+        self._peer = peer
+        self._reply = reply
+
+    def __missing__(self, device: torch.device) -> int:
+        if device.type == "cpu":
+            return headers.CPU
+        raise UnsendableError(
+            f"{'Response' if self._reply else 'Request'} device mapping is not available for destination {self._peer}: "
+            f"the device map has no entry for {device}. Give RpcOptions(device_maps={{worker: {{{device.index}: index"
+            "}}) on the worker that makes the call, or send tensor.cpu()"
+        )
+
+
+_CPU = torch.device("cpu")
+_NO_CODES = Codes({}, "", reply=False)
+
+
 class Staging:
     """How the tensors of one message go to a peer. Implements `wire.tensors.Staging`."""
 
-    def __init__(self, codes: Mapping[str, int], what: str, lending: DeviceLending | None) -> None:
+    def __init__(self, codes: Codes, lending: DeviceLending | None) -> None:
         self._codes = codes
-        self._what = what
         self._lending = lending
         self._new = 0
 
     def code(self, device: torch.device) -> int:
-        code = self._codes.get(str(device))
-        if code is None:
-            if device.type == "cpu":
-                return headers.CPU
-            raise UnsendableError(
-                f"{self._what}: the device map has no entry for {device}. Give RpcOptions(device_maps={{worker: {{"
-                f"{device.index}: index}}}}) on the worker that makes the call, or send tensor.cpu()"
-            )
-        return code
+        return self._codes[device]
 
     def stage(self, memory: torch.Tensor, size: int, code: int) -> tuple[int, memoryview | None, Any]:
         if self._lending is not None and code != headers.CPU and self._new < MAX_NEW:
@@ -55,7 +73,7 @@ class Gradients(Staging):
     """How gradients go to a peer: each to the device from which its tensor came, which the receiver knows."""
 
     def __init__(self, lending: DeviceLending | None) -> None:
-        super().__init__({}, "", lending)
+        super().__init__(_NO_CODES, lending)
 
     def code(self, device: torch.device) -> int:
         return headers.EXPECTED
@@ -115,7 +133,7 @@ class WorkerDevices:
             pin()
         self.crosses = maps.cross(all)
         """Whether some device map leads from the CPU of one worker to a GPU of another, or the reverse."""
-        self._codes: dict[tuple[str, bool], dict[str, int]] = {}
+        self._codes: dict[tuple[str, bool], Codes] = {}
         self._warned = False
 
     def staging(
@@ -132,13 +150,12 @@ class WorkerDevices:
                 found = maps.inverted(maps.map_between(self._all, peer, self._me))
             else:
                 found = maps.map_between(self._all, self._me, peer)
-            codes = self._codes[peer, reply] = {source: _code(target) for source, target in found.items()}
-        if "cpu" not in codes and not any(tensor.is_cuda for tensor in tensors):
+            codes = self._codes[peer, reply] = Codes(found, peer, reply=reply)
+        if not codes.moves_cpu and not any(tensor.is_cuda for tensor in tensors):
             return None
-        if not codes and not reply:
+        if not codes.has_any and not reply:
             raise UnsendableError(no_map(peer))
-        what = f"{'Response' if reply else 'Request'} device mapping is not available for destination {peer}"
-        return Staging(codes, what, lending)
+        return Staging(codes, lending)
 
     def mapped(self, peer: str) -> tuple[str, ...]:
         """The GPUs of a peer in this worker's map: results on them come here without a copy to the CPU."""

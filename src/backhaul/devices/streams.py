@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from backhaul.devices import driver
 
-_Key = tuple[int, int, int]
-"""A stream as torch names it: its id, the index of its device, and the type of device."""
+_Key = driver.Key
+_current: Callable[[int], _Key] = getattr(torch._C, "_cuda_getCurrentStream", lambda device: (0, device, 1))
+"""The current stream of the calling thread on a device. A torch without CUDA has no such function."""
 
 
 def on_gpus(value: Any) -> list[torch.Tensor]:
@@ -57,7 +58,7 @@ def use(tensors: Sequence[torch.Tensor]) -> None:
     """Note that the current streams use these tensors, so that torch does not reuse their memory too early."""
     for tensor in tensors:
         if tensor.is_cuda:
-            stream = torch.cuda.current_stream(tensor.device)
+            stream = driver.torch_stream(tensor.get_device())
             if tensor.layout is torch.strided:
                 tensor.record_stream(stream)
             elif tensor.layout is torch.sparse_coo:
@@ -102,7 +103,7 @@ class Baton:
 @contextmanager
 def fresh(devices: Sequence[int]) -> Iterator[None]:
     """A block in which the current stream of each of these GPUs is a new one from torch's pool."""
-    before = [torch._C._cuda_getCurrentStream(device) for device in devices]
+    before = list(map(_current, devices))
     streams = [torch.cuda.Stream(device) for device in devices]  # type: ignore[no-untyped-call]
     _make_current([_key(each) for each in streams])
     try:
@@ -117,7 +118,7 @@ def _key(stream: torch.cuda.Stream) -> _Key:
 
 def _make_current(keys: Sequence[_Key]) -> None:
     """Set the current streams. Torch also changes the current device then; this restores it."""
-    others = [key for key in keys if torch._C._cuda_getCurrentStream(key[1]) != key]
+    others = [key for key in keys if _current(key[1]) != key]
     if others:
         here = torch._C._cuda_getDevice()
         for id, index, kind in others:
@@ -128,20 +129,29 @@ def _make_current(keys: Sequence[_Key]) -> None:
 class _ThreadState(threading.local):
     is_own = False
     """Whether the thread belongs to the worker."""
+    is_ready = False
+    """Whether the worker's streams have been made current on this thread."""
 
 
 class Streams:
-    """The streams of one worker on the GPUs that it uses. Thread-safe."""
+    """The streams of one worker on the GPUs that it uses. Thread-safe.
+
+    Nearly always all work is on one stream, and there is nothing to wait for. That is decided without the lock, by
+    `_only`. It is None from before a thread records an event until the wait for that event is enqueued. So a thread
+    that finds its stream there knows two things: the work that it has enqueued comes before any record that others
+    make later, and no other stream has work that it must wait for.
+    """
 
     def __init__(self, devices: Sequence[int]) -> None:
         self.devices = tuple(devices)
         _in_use.update(devices)
         self._state = _ThreadState()
         self._lock = threading.Lock()
-        # Guarded by _lock:
+        # Written under _lock:
         self._own: tuple[_Key, ...] = ()  # the worker's streams, made with the first request
         # By device, streams with work that other streams have not waited for:
-        self._fresh: dict[int, set[driver.Stream]] = {device: set() for device in devices}
+        self._fresh: dict[int, set[_Key]] = {device: set() for device in devices}
+        self._only: dict[int, _Key | None] = dict.fromkeys(devices)  # the only stream in `_fresh`, if there is one
         self._events: dict[int, torch.cuda.Event] = {}
 
     def adopt_thread(self) -> None:
@@ -150,21 +160,42 @@ class Streams:
 
     @contextmanager
     def handling(self) -> Iterator[None]:
-        """A block in which the thread handles a request. The current streams wait for earlier work.
-
-        The worker's own threads get the worker's streams; user threads keep the streams that the user has chosen. After
-        the block, the streams from before are current again, for a thread that interrupted other work, as at a gate.
-        """
-        before = [torch._C._cuda_getCurrentStream(device) for device in self.devices] if self._state.is_own else ()
-        self.begin()
+        """A block in which the thread handles a request: see `enter`."""
+        before = self.enter()
         try:
             yield
         finally:
-            self.leave_word()
+            self.leave(before)
+
+    def enter(self) -> Sequence[_Key]:
+        """Begin to handle a request on the calling thread. Pass the result to `leave` afterwards.
+
+        The current streams wait for earlier work. The worker's own threads get the worker's streams; user threads keep
+        the streams that the user has chosen. A thread that interrupts other work, as at a gate, gets the streams of
+        that work back from `leave`.
+        """
+        before: Sequence[_Key] = ()
+        if self._state.is_own:
+            if self._state.is_ready:
+                before = [_current(device) for device in self.devices]
+                if (*before,) != self._own:
+                    _make_current(self._own)
+                else:
+                    before = ()  # nothing to restore
+            else:
+                _make_current(self._own or self._make())
+                self._state.is_ready = True
+        self.catch_up()
+        return before
+
+    def leave(self, before: Sequence[_Key]) -> None:
+        """End what `enter` has begun."""
+        self.leave_word()
+        if before:
             _make_current(before)
 
     def begin(self) -> None:
-        """Set the streams for new work of the calling thread, as `handling` does. Call `leave_word` at its end."""
+        """Set the streams for new work of the calling thread, as `enter` does. Call `leave_word` at its end."""
         if self._state.is_own:
             _make_current(self._own or self._make())
         self.catch_up()
@@ -178,21 +209,36 @@ class Streams:
 
     def catch_up(self) -> None:
         """Later work of the calling thread waits for the work that others have enqueued before."""
+        for device, only in self._only.items():
+            if only is None or _current(device) != only:
+                self._wait_on(device)
+
+    def _wait_on(self, device: int) -> None:
+        mine = _current(device)
         with self._lock:
-            for device, fresh in self._fresh.items():
-                mine = driver.current_stream(device)
-                for other in fresh - {mine}:
-                    event = self._event(device)
-                    driver.record(event, other)
-                    driver.wait(event, mine)
-                    fresh.remove(other)
-                    fresh.add(mine)
+            fresh = self._fresh[device]
+            others = fresh - {mine}
+            if not others:
+                return
+            self._only[device] = None
+            here = driver.current_stream(device)  # before any other call of the driver on this thread
+            event = self._event(device)
+            for other in others:
+                driver.record(event, driver.handle(other))
+                driver.wait(event, here)
+            fresh.clear()
+            fresh.add(mine)
+            self._only[device] = mine
 
     def leave_word(self) -> None:
         """Note that the current streams of the calling thread have work that others must wait for."""
-        with self._lock:
-            for device, fresh in self._fresh.items():
-                fresh.add(driver.current_stream(device))
+        for device, only in self._only.items():
+            mine = _current(device)
+            if only != mine:
+                with self._lock:
+                    fresh = self._fresh[device]
+                    fresh.add(mine)
+                    self._only[device] = mine if len(fresh) == 1 else None
 
     def _event(self, device: int) -> int:
         """An event for one record followed by one wait. The wait refers to the latest record, so it can be reused."""

@@ -82,7 +82,7 @@ class StreamChannel(SlicedChannel):
 
     def write(self, frame: Frame) -> bool:
         pieces = frame.pieces
-        if len(pieces) > 1 or frame.places or frame.size > MOST_SLICE:
+        if len(pieces) > 1 or frame.size > MOST_SLICE or (frame.places and not self._leaves_alone(frame)):
             return self._write_large(frame)
         self.sent += frame.size
         if self._buffer is not None:
@@ -97,6 +97,22 @@ class StreamChannel(SlicedChannel):
             return True
         self._unsent = [memoryview(pieces[0])[sent:]]
         return self.flush()
+
+    def _leaves_alone(self, frame: Frame) -> bool:
+        """Let the buffers of a frame leave if all are in segments that the peer has already mapped.
+
+        Returns whether they left. Otherwise the frame needs descriptors with it, and nothing has changed.
+        """
+        placed: Placed
+        for placed in frame.keep:
+            if placed.descriptors:
+                return False
+        if self._passed:
+            self._close_passed()
+        for placed in frame.keep:
+            placed.leave()
+            self.on_devices += placed.size
+        return True
 
     def _write_large(self, frame: Frame) -> bool:
         self._close_passed()

@@ -31,8 +31,8 @@ import torch
 
 from backhaul.errors import ProtocolError
 from backhaul.wire.frames import DEVICE_PLACE, HEADER, LONGEST_TRACE, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
-from backhaul.wire.headers import split_places
-from backhaul.wire.landing import Landing, Missing, land_small
+from backhaul.wire.headers import recognise_alone, split_places
+from backhaul.wire.landing import Landing, LandingOfOne, Later, Missing, land_small
 from backhaul.wire.messages import KIND_OF, KINDS, Call, Create, Failed, Failure, Inspect, Result
 from backhaul.wire.plain import refuse_maps
 
@@ -66,6 +66,8 @@ _decoders = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.i
 _HEADER = struct.Struct("<3sBIIQ")
 _LEAD = MAGIC + bytes((VERSION,))
 _DECODE = {kind: decoder.decode for kind, decoder in _decoders.items()}
+_DECODE_PLACED = {kind | PLACED: decode for kind, decode in _DECODE.items()}
+_PLACE = struct.Struct("<I")
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):
@@ -231,6 +233,8 @@ class Decoder:
         payload_start = data + table
         end = payload_start + payload
         decode = _DECODE.get(kind)
+        if decode is None and kind in _DECODE_PLACED:
+            return self._next_on_device(kind, body, data, payload_start, payload)
         if end > self._end or lead != _LEAD or decode is None or payload > _COLLECT_BELOW or end - start > self._limit:
             return None
         if payload_start - start > self._head_limit:
@@ -251,6 +255,31 @@ class Decoder:
         self._start = end
         self._wanted = HEADER.size
         return Envelope(message, tensors, "", end - start)
+
+    def _next_on_device(self, kind: int, body: int, data: int, end: int, payload: int) -> Envelope | None:
+        """Like `_next_plain`, for a message with one plain tensor in a segment of device memory.
+
+        ``body``, ``data`` and ``end``: where the metadata, the table and the payload begin.
+        """
+        start = self._start
+        if payload or end > self._end or end - start > self._head_limit or self._segments is None:
+            return None
+        if self._view[start : start + len(_LEAD)] != _LEAD or end - data <= _PLACE.size:
+            return None
+        table = bytes(self._view[data : end - _PLACE.size])
+        (place,) = _PLACE.unpack_from(self._view, end - _PLACE.size)
+        alone = recognise_alone(table)
+        if alone is None or not place & DEVICE_PLACE or alone.nbytes + end - start > self._limit:
+            return None
+        try:
+            message = _DECODE_PLACED[kind](self._view[body:data])
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"the metadata is not a valid {KINDS[kind & ~PLACED].__name__}: {error}") from None
+        lease = self._segments.lend_device(place & ~DEVICE_PLACE, alone.nbytes)
+        self._start = end
+        self._wanted = HEADER.size
+        size = end - start + alone.nbytes - _PLACE.size
+        return Envelope(message, Later(LandingOfOne(alone, lease, table)), "", size)
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[Envelope]:
         """The messages that ``data`` completes. Takes all of ``data``. Raises `ProtocolError`."""

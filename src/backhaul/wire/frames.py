@@ -120,10 +120,9 @@ def _staged(kind: int, metadata: bytes, packed: Packed) -> Frame:
     if len(packed.table) > MAX_TABLE:
         raise UnsendableError("this message has too many tensors; send them in several calls, or stacked")
     payload = sum(map(len, packed.buffers))
-    head = HEADER.pack(MAGIC, VERSION, kind, len(metadata), len(packed.table), payload) + metadata + packed.table
-    frame = Frame([head, *packed.buffers], len(head) + payload, packed.keep or True)
     if not any(packed.places):
-        return frame
+        head = HEADER.pack(MAGIC, VERSION, kind, len(metadata), len(packed.table), payload) + metadata + packed.table
+        return Frame([head, *packed.buffers], len(head) + payload, packed.keep or True)
     places = struct.pack(f"<{len(packed.places)}I", *packed.places)
     start = HEADER.pack(MAGIC, VERSION, kind | PLACED, len(metadata), len(packed.table) + len(places), payload)
     head = b"".join((start, metadata, packed.table, places))

@@ -86,6 +86,7 @@ _REMEMBERED = 1024
 _MAX_REMEMBERED_SIZE = 4096
 _made: dict[tuple[int, int, tuple[int, ...], int] | tuple[Plain, ...], bytes] = {}
 _seen: dict[bytes, tuple[int, tuple[torch.dtype, Sequence[int], bool]]] = {}
+_alone: dict[bytes, Alone] = {}
 _parsed: dict[bytes, tuple[int, Table]] = {}
 _MAX_PARSED_BYTES = 1 << 18  # the most bytes of tables in `_parsed`; a parsed table takes up to 40 times its bytes
 _parsed_bytes = 0
@@ -112,6 +113,17 @@ class Table(NamedTuple):
     sizes: Sequence[int]  # of the buffers
     owners: Sequence[Header | None]  # for each buffer: the only tensor in it, if that fills it; else None
     claimed: int = 0  # bytes that the shapes represent beyond the memory of the tensors: see `claim`
+
+
+class Alone(NamedTuple):
+    """The only tensor of a message, which is contiguous."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    requires_grad: bool
+    device: int
+    """The code of the device where it goes."""
+    nbytes: int
 
 
 class Plain(NamedTuple):
@@ -236,11 +248,35 @@ def recognise(table: bytes, payload: int) -> tuple[torch.dtype, Sequence[int], b
     return found
 
 
+def recognise_alone(table: bytes) -> Alone | None:
+    """The result of `parse_alone`, from a cache if possible. Raises ProtocolError."""
+    found = _alone.get(table)
+    if found is None:
+        found = parse_alone(table)
+        if found is not None:
+            if len(_alone) >= _REMEMBERED:
+                _alone.clear()
+            _alone[table] = found
+    return found
+
+
 def parse_single(table: bytes | memoryview, payload: int) -> tuple[torch.dtype, Sequence[int], bool] | None:
-    """The dtype and shape of the only tensor of a message if it is contiguous, and whether it requires grad.
+    """The dtype and shape of the only tensor of a message if it is contiguous and for the CPU, and whether it requires
+    grad.
 
     Nearly every message with tensors is like that. None for any other table, and for an invalid one: the caller then
     calls `parse`, which reports the error. Raises ProtocolError for an unknown dtype.
+    """
+    found = parse_alone(table)
+    if found is None or found.device != CPU or found.nbytes != payload:
+        return None
+    return found.dtype, found.shape, found.requires_grad
+
+
+def parse_alone(table: bytes | memoryview) -> Alone | None:
+    """The only tensor of a message if it is contiguous; None for any other table, and for an invalid one.
+
+    Raises ProtocolError for an unknown dtype.
     """
     if len(table) < _SINGLE.size:
         return None
@@ -248,7 +284,6 @@ def parse_single(table: bytes | memoryview, payload: int) -> tuple[torch.dtype, 
     if (
         counts != _ONE_EACH
         or layout != STRIDED
-        or device != CPU
         or where != _START_OF_FIRST
         or flags & ~GRAD
         or ndim > _MAX_NDIM
@@ -259,13 +294,12 @@ def parse_single(table: bytes | memoryview, payload: int) -> tuple[torch.dtype, 
     shape = _words(ndim).unpack_from(table, _SINGLE.size)
     if (
         not size
-        or size != payload
         or math.prod(shape) * dtype.itemsize != size
         or (ndim and min(shape) < 0)
         or (flags and not (dtype.is_floating_point or dtype.is_complex))
     ):
         return None
-    return dtype, shape, bool(flags)
+    return Alone(dtype, shape, bool(flags), device, size)
 
 
 def _parse(table: bytes | memoryview, payload: int) -> Table:

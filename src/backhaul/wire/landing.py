@@ -65,9 +65,9 @@ def land_small(table: bytes, address: int, size: int) -> torch.Tensor | None:
 class Later(list[torch.Tensor]):
     """The tensors of a message if some of them go to GPUs. Empty until the thread that needs them calls `land`."""
 
-    def __init__(self, landing: Landing | Missing) -> None:
+    def __init__(self, landing: Landing | LandingOfOne | Missing) -> None:
         super().__init__()
-        self._landing: Landing | Missing | None = landing
+        self._landing: Landing | LandingOfOne | Missing | None = landing
 
     def land(self, expected: Sequence[torch.device] = ()) -> None:
         """Make the tensors, ready on the current streams of the calling thread. Raises ProtocolError, MemoryError.
@@ -77,6 +77,37 @@ class Later(list[torch.Tensor]):
         landing, self._landing = self._landing, None
         if landing is not None:
             self.extend(landing.land(expected))
+
+
+class LandingOfOne:
+    """A faster `Landing`, for the only tensor of a message, if it is plain and its bytes are in device memory."""
+
+    __slots__ = ("_alone", "_lease", "_table")
+
+    def __init__(self, alone: headers.Alone, lease: Any, table: bytes) -> None:
+        self._alone = alone
+        self._lease = lease
+        self._table = table
+
+    def land(self, expected: Sequence[torch.device] = ()) -> list[torch.Tensor]:
+        """As in `Landing`."""
+        dtype, shape, requires_grad, code, size = self._alone
+        device = _device(code, expected[0] if expected else None)
+        if device.type != "cuda" or dtype is torch.complex32 or modes.are_on():
+            landing = Landing.parse(self._table, size)
+            landing.adopt_device(0, self._lease)
+            return landing.land(expected)
+        try:
+            # The shape is unpacked because torch takes twice as long to parse a tuple.
+            tensor = torch.empty(*shape or ((),), dtype=dtype, device=device)
+            self._lease.fill(tensor)
+            if requires_grad:
+                tensor.requires_grad_(True)
+        except BackhaulError:
+            raise
+        except Exception as error:
+            raise ProtocolError(f"torch refuses a tensor of the table: {error}") from error
+        return [tensor]
 
 
 class Missing:
@@ -305,7 +336,11 @@ def _device(code: int, expected: torch.device | None) -> torch.device:
         return expected
     if code < headers.GPU:
         return _CPU
-    index = code - headers.GPU
+    return _gpu(code - headers.GPU)
+
+
+@lru_cache(maxsize=64)
+def _gpu(index: int) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ProtocolError(f"a tensor for cuda:{index}, but this process has {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", index)
