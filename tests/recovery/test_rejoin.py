@@ -75,7 +75,7 @@ def test_a_stale_reference_says_which_process_had_the_value_and_which_is_there_n
             assert refusal.value.worker == "worker2"
             assert f"worker 'worker2' (incarnation {old}" in str(refusal.value)
             assert f"worker 'worker2' (incarnation {new}" in str(refusal.value)
-            assert "Make the value anew" in str(refusal.value)
+            assert "Create it again" in str(refusal.value)
         assert rpc.remote("worker2", torch.ones, args=(2,)).to_here().tolist() == [1.0, 1.0]
 
 

@@ -318,7 +318,7 @@ class References:
             found = permissions.names(peer.name).method(value, name)
             if found is None:
                 what = f"the method {name!r} of a {type(value).__qualname__}"
-                raise permissions.refuse(peer.name, what, "there is none that is exposed to it")
+                raise permissions.refuse(peer.name, what, "no method of that name is exposed to this peer")
             return found
 
         def invoke_method(*arguments: Any) -> Future[Any]:
@@ -337,7 +337,8 @@ class References:
         self._holdings.release_all()
 
     def expect_none(self) -> None:
-        """All workers give up their references now: `leaks` also has what a worker holds that leaves before it."""
+        """All workers give up their references now. From now on `leaks` includes what a worker still holds when it
+        leaves."""
         self._holdings.expect_none()
 
     def leaks(self) -> list[str]:
