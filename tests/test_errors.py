@@ -1,4 +1,4 @@
-"""The tree of exceptions: as drawn; and each exception can be sent."""
+"""The tree of exceptions is as drawn, and each exception can be sent."""
 
 from __future__ import annotations
 
