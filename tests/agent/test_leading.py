@@ -1,5 +1,5 @@
-"""Which thread runs which requests: one thread serves all peers while requests are short, and none waits for a blocked
-one."""
+"""Which thread runs which requests: one thread serves all peers while requests are short, and a blocked request delays
+no other."""
 
 from __future__ import annotations
 
