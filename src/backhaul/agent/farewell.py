@@ -20,8 +20,8 @@ that no member mistakes its departure for a death.
 
 The group waits for an unreachable member until the member answers or is known to be dead (`fates`). Every ten seconds a
 waiting worker logs which members it waits for. The log line is a warning if a member cannot be reached, or if all have
-asked for the end and work still goes on. It is no warning if others have not asked for the end yet: a server that has
-nothing else to do waits here for hours.
+asked for the end and work still goes on. Otherwise its level is INFO: a server that has nothing else to do waits here
+for hours.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Holdings:
                 if not self._counting.expects(ref):
                     if self._counting.is_stale(ref):
                         raise stale(ref, self.me)
-                    raise MisuseError(f"there is no value {ref} on worker {self.me.name!r} any more")
+                    raise MisuseError(f"there is no value {ref} on worker {self.me.name!r} any more: create it again")
                 cell = self._cells[ref] = Cell()
             return cell
 

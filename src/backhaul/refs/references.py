@@ -202,7 +202,10 @@ class References:
                 with self._agent.activity.waits(lambda: {"kind": "value", "ref": str(ref)}):
                     made = cell.wait(deadline)
                 if not made:
-                    raise RpcTimeoutError(f"RPC ran for more than set timeout: the value {ref} has not been made yet")
+                    raise RpcTimeoutError(
+                        f"RPC ran for more than set timeout: the value {ref} has not been made yet; call again to "
+                        "keep waiting"
+                    )
             finally:
                 if handling:
                     self._agent.serving.resumed()
@@ -226,7 +229,10 @@ class References:
         over = threading.Event()
         creation.when_done(lambda _: over.set())
         if not over.wait(seconds):
-            raise RpcTimeoutError(f"RPC ran for more than set timeout: the creation of {ref} is not confirmed yet")
+            raise RpcTimeoutError(
+                f"RPC ran for more than set timeout: the owner of {ref} has not confirmed its creation yet; call again "
+                "to keep waiting"
+            )
         creation.wait()
 
     # RRefs in messages.
