@@ -1,8 +1,8 @@
 """A live worker of a federation, and a lying peer whose messages are made from the bytes of an input.
 
-The worker runs with all its threads, in this process. Its peer has a connection for each input. After what it has said
-the worker answers a ping, or has cut the connection; a good peer is answered; nothing has failed that was not meant to;
-and what the worker keeps is bounded. An input that ends the process is a finding as well.
+The worker runs with all its threads, in this process. Its peer has a connection for each input. After each input the
+worker must answer a ping or have cut the connection; it must answer a good peer; nothing else may have failed; and what
+the worker keeps must be bounded. An input that ends the process is a finding as well.
 
 Each step of a script is an operation and three operands, a byte each.
 """
@@ -67,18 +67,18 @@ from backhaul.wire.values import Codec  # noqa: E402
 ME = 2
 STEP = 4
 MAX_STEPS = 16
-FRESH_AFTER = 300  # inputs; what one leaves behind, the next ones meet
+FRESH_AFTER = 300  # inputs for one group: later inputs find what earlier ones have left behind
 _IDS = (0, 1, 2, -1, 1 << 62, (1 << 64) - 1, -(1 << 63), 7)
 
 Say = Callable[[Any, list[torch.Tensor]], None]
 
 
 class Broken(Exception):
-    """The worker did what it must not do."""
+    """The worker has broken a rule."""
 
 
 class _Failures(logging.Handler):
-    """What has gone wrong in the worker itself: it logs that with a traceback."""
+    """Records failures of the worker itself, which it logs with a traceback."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -124,7 +124,7 @@ class Live:
             logging.getLogger("backhaul").removeHandler(self._failures)
 
     def play(self, data: bytes, step: Callable[[Live, Say, int, int, int, int], None], *, records: bool) -> None:
-        """Say what a script spells. With ``records``, the worker has recorded a tensor for the peer before."""
+        """Send the messages of a script. With ``records``, the worker has recorded a tensor for the peer before."""
         workers = self.workers()
         peer = Liar(workers, ME)
         try:
@@ -172,14 +172,14 @@ class Live:
 
 
 def _say(peer: Liar, message: Any, tensors: list[torch.Tensor]) -> None:
-    with contextlib.suppress(UnsendableError):  # what no frame can carry
+    with contextlib.suppress(UnsendableError):  # a value that no frame can carry
         peer.send(message, tensors)
 
 
 live = Live()
 
 
-# What the steps of each target say.
+# The messages of each target's steps.
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -281,27 +281,27 @@ def _operator_step(me: Live, say: Say, operation: int, a: int, b: int, c: int) -
 
 
 def gradients(data: bytes) -> None:
-    """Gradients of a tensor that was sent to the peer, or was not, as they should be and as they should not."""
+    """Correct and wrong gradients, for a tensor that was sent to the peer and for others."""
     live.play(data, _gradient_step, records=True)
 
 
 def contexts(data: bytes) -> None:
-    """All other messages about contexts and passes, its own and those of others."""
+    """All other messages about contexts and passes, those of the peer and those of others."""
     live.play(data, _context_step, records=True)
 
 
 def notices(data: bytes) -> None:
-    """Notices about references, and requests that bring some, or name some."""
+    """Notices about references, and requests that bring or name references."""
     live.play(data, _notice_step, records=False)
 
 
 def operators(data: bytes) -> None:
-    """Calls of exposed operators, with what `operator_cases` makes up."""
+    """Calls of exposed operators, with arguments from `operator_cases`."""
     live.play(data, _operator_step, records=False)
 
 
 def seeds() -> Iterator[bytes]:
-    """Scripts that say something of each kind."""
+    """Scripts with messages of each kind."""
     yield b""
     for operation in range(0, 64, 3):
         yield bytes((operation, 132, 1, 1)) * 2

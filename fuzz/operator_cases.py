@@ -2,9 +2,8 @@
 
     python fuzz/operator_cases.py [--cases 1000000] [--seconds 240] [--seed 0]
 
-A case follows from its number. A child that is ended by a signal has come to a case that would end a worker: it is
-printed, and the next child goes on behind it. So is a result that is larger than the operator may make, or one that
-takes seconds.
+A case follows from its number. If a signal ends a child, its case would end a worker: the case is printed, and the next
+child continues after it. A case is also printed if its result is larger than the operator may make, or takes seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ODD: list[Any] = [None, "trunc", "floor", "", b"x", (), [], {}, torch.float64, 
 
 
 def tensor(choose: random.Random) -> torch.Tensor:
-    """Any that the decoder lets through, and some that it does not."""
+    """A tensor that the decoder accepts, or sometimes one that it refuses."""
     dtype = choose.choice(_DTYPES if choose.random() < 0.3 else [torch.float32, torch.float64, torch.int64, torch.bool])
     shape = [choose.choice(_SIZES) for _ in range(choose.choice([0, 1, 1, 2, 2, 2, 3, 4, 9]))]
     while math.prod(size for size in shape if size) > 1 << 16:
@@ -85,7 +84,7 @@ def _twisted(made: torch.Tensor, choose: random.Random) -> torch.Tensor:
 
 
 def value(kind: str, choose: random.Random) -> Any:
-    """What a parameter of this kind may be, or something else."""
+    """A value for a parameter of this kind, or sometimes of another kind."""
     if choose.random() < 0.08:
         return choose.choice([*_ODD, *_FLOATS, *_INTEGERS, True])
     if kind == "tensor" or (kind == "operand" and choose.random() < 0.7):
@@ -120,7 +119,7 @@ def case(number: int) -> tuple[str, list[Any], dict[str, Any]]:
 
 
 def attempt(number: int) -> str:
-    """Run a case; what was found, if something was."""
+    """Run a case. Returns what was found, if anything."""
     name, args, kwargs = case(number)
     began = time.monotonic()
     try:
@@ -181,8 +180,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=0, help="stop after the batch at this time; 0 sets no limit")
     parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")  # torch's, about kinds of tensors
-    torch.set_num_threads(1)  # a child of a process with threads of torch's would wait for them
+    warnings.simplefilter("ignore")  # warnings of torch about kinds of tensors
+    torch.set_num_threads(1)  # a forked child would wait for torch's threads, which it does not have
     began = time.monotonic()
     progress = mmap.mmap(-1, 16)
     position, end, found = options.seed, options.seed + options.cases, 0

@@ -1,12 +1,13 @@
 """Turns bytes into a script that drives one worker's reference counting as hostile peers would.
 
 Worker 0 owns values, gives references away and gets some. Its peers 1 to 3 send whatever notices they like, about
-values and shares that exist or that they make up. Nothing here raises but `Broken`, for an invariant that does not
-hold.
+values and shares that exist or that they make up. The only exception raised here is `Broken`, for an invariant that
+does not hold.
 
-Each step is an operation and three operands, a byte each; the first byte of a script says whether the peers are of a
-federation. Then the driver (`refs.holdings`) hears only what `GivenRights.may_say` lets pass, and more has to hold:
-what a peer says changes nothing that other peers have. Notices go through msgpack, as they come from the wire.
+Each step is an operation and three operands, a byte each. The first byte of a script says whether the peers are in a
+federation. In a federation the driver (`refs.holdings`) gets only notices that `GivenRights.may_say` allows, and one
+more rule must hold: a peer's notices change nothing that other peers have. Notices go through msgpack, as they come
+from the wire.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Broken(Exception):
 
 
 class Script:
-    """One worker, and what must be true of it."""
+    """One worker, and its invariants."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
@@ -51,7 +52,7 @@ class Script:
         self.held: Counter[RefId] = Counter()  # copies here
         self.creating: list[RefId] = []  # whose owner has not answered
         self.shares: list[ShareId] = []
-        self.listed: set[tuple[int, RefId]] = set()  # holders that were told so and have sent nothing else since
+        self.listed: set[tuple[int, RefId]] = set()  # holders that have sent nothing since they were told so
         self.dead: set[int] = set()
         self.steps = 0
         self.operations = (
@@ -82,7 +83,7 @@ class Script:
             run(a, b, c)
         self.check()
 
-    # What happens here.
+    # Actions of this worker.
 
     def _own(self, a: int, b: int, c: int) -> None:
         ref = self.machine.new_ref(ME)
@@ -139,10 +140,10 @@ class Script:
         else:
             self.act(self.machine.give_up_sweep())
 
-    # What peers do.
+    # Actions of peers.
 
     def _message(self, a: int, b: int, c: int) -> None:
-        """It brings a reference, which is kept, or not."""
+        """Receive a message with a reference, which is kept or dropped."""
         peer, ref, share = PEERS[a % 3], self._any_ref(b, c), self._any_share(c, b)
         if self.strict:
             share = ShareId(peer, share.number)
@@ -202,7 +203,7 @@ class Script:
     def _any_ranks(bits: int) -> tuple[int, ...]:
         return tuple(rank for place, rank in enumerate(_RANKS) if bits >> place & 1)
 
-    # What must be true.
+    # The invariants.
 
     def act(self, actions: list[Action]) -> None:
         for action in actions:
@@ -216,7 +217,7 @@ class Script:
                 raise Broken(f"a notice to {action.to}")
 
     def _of_others(self, peer: int, before: Any = None) -> Any:
-        """Pins, entries of lists, and references that have nothing to do with this peer; only those known before."""
+        """The pins, entries of lists and references that do not concern this peer; only those known before."""
         machine = self.machine
         pins = {share: pin.to for share, pin in machine._pins.items() if pin.to != peer}
         lists = {(ref, user) for ref, entry in machine._owned.items() for user in entry.users if user != peer}

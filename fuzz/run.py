@@ -1,10 +1,10 @@
-"""Feed each target of `targets` with inputs that atheris makes up, guided by what they reach.
+"""Feed each target of `targets` with inputs that atheris makes, guided by the code that they reach.
 
     python fuzz/run.py [--inputs 1000000] [--seconds 240] [target ...]
 
-Prints for each how many inputs it has got, how many a second, and what was found. What was found is kept in
-fuzz/findings, and `python fuzz/run.py --replay FILE target` shows it again. The inputs that reach something new are
-kept in fuzz/corpus: the next run starts from there.
+Prints for each target the number of inputs, the inputs per second, and the finding, if any. Findings are kept in
+fuzz/findings, and `python fuzz/run.py --replay FILE target` shows one again. Inputs that reach new code are kept in
+fuzz/corpus, where the next run starts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import traceback
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LIVE = ("gradients", "contexts", "notices", "operators")  # those with a live worker
+LIVE = ("gradients", "contexts", "notices", "operators")  # the targets with a live worker
 NAMES = ("frames", "greetings", "values", "tensors", "compressed", "references", *LIVE)
 LIVE_SHARE = 20  # an input for a live worker takes milliseconds, since it ends with calls of a good peer
-MAX_LENGTH = {"references": 129, **dict.fromkeys(LIVE, 64)}  # of an input; its script ends there
-CASES = "operator_cases"  # which forks its own children, and needs no guidance
+MAX_LENGTH = {"references": 129, **dict.fromkeys(LIVE, 64)}  # bytes of an input; its script ends there
+CASES = "operator_cases"  # the target that forks its own children, and needs no guidance
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def watch(name: str, inputs: int, limit: int, seed: int) -> int:
-    """Fuzz one target in a process of its own, since a finding may be a crash; print its line."""
+    """Fuzz one target in its own process, since a finding may be a crash. Prints its line."""
     began = time.monotonic()
     bounds = ["--seconds", str(limit)]
     command = [sys.executable, __file__, "--child", "--inputs", str(inputs), *bounds, "--seed", str(seed), name]
@@ -72,7 +72,7 @@ def watch(name: str, inputs: int, limit: int, seed: int) -> int:
 
 
 def fuzz(name: str, inputs: int, seconds: int, seed: int) -> None:
-    """Never returns: the fuzzer ends the process."""
+    """Fuzz this target. Never returns: the fuzzer ends the process."""
     import atheris
 
     with atheris.instrument_imports(include=["backhaul"]):

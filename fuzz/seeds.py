@@ -1,4 +1,4 @@
-"""Where fuzzing starts: inputs that mean something to each target."""
+"""The inputs with which fuzzing starts: valid ones for each target."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _pack = msgspec.msgpack.encode
 
 
 def tensor_lists() -> list[list[torch.Tensor]]:
-    """What messages carry: of every layout, with and without memory in common."""
+    """Lists of tensors as messages carry them: of every layout, with and without shared memory."""
     base = torch.arange(24.0)
     matrix = torch.tensor([[1.0, 0, 2, 0], [0, 3, 0, 0]])
     return [
@@ -78,7 +78,7 @@ def tensor_lists() -> list[list[torch.Tensor]]:
 
 
 def python_values() -> list[Any]:
-    """One of each kind that the codec carries, and some of them in others."""
+    """A value of each kind that the codec carries, and some nested ones."""
     atoms = [None, True, -1, 1 << 70, -(1 << 64), 0.5, math.nan, "text", "\u20ac", "\ud800", b"\0\xff", bytearray(b"x")]
     scalars = [2j, ..., range(1, 9, 2), slice(1, None), torch.float16, torch.device("cpu"), torch.Size([2, 3])]
     constants = [torch.sparse_coo, torch.channels_last, operator.add, ValueError, Colour.RED, Right.READ | Right.WRITE]

@@ -1,7 +1,7 @@
-"""What `make fuzz` and the tests feed with hostile bytes: one function for each place where a peer's bytes are read.
+"""The targets of `make fuzz`, which get hostile bytes: one function for each place where a peer's bytes are read.
 
-A target returns, or raises `Finding` or whatever else the code under it raised that it has not declared. It may use a
-second of processor time and some memory for an input of a few thousand bytes, no more: `bounded` sees to that.
+A target returns, or raises `Finding`, or lets an exception through that the tested code has not declared. For an input
+of a few thousand bytes it may use at most a second of processor time and some memory, which `bounded` checks.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Target = Callable[[bytes], None]
 
 SECONDS = 1.0
 MEMORY = 32 << 20
-LARGEST = 1 << 16  # tensors of more elements are not looked at: those that repeat one element can have any number
+LARGEST = 1 << 16  # larger tensors are not examined: a tensor that repeats one element can have any size
 
 _SEGMENT = 1 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Finding(Exception):
-    """Hostile bytes got further than they may."""
+    """Hostile bytes had an effect that they must not have."""
 
 
 def require(condition: bool, what: str) -> None:
@@ -61,7 +61,7 @@ def resident() -> int:
 
 
 def bounded(target: Target) -> Target:
-    """The target, with a limit to the time and the memory that it takes for one input."""
+    """The target with limits on the time and the memory for one input."""
 
     @functools.wraps(target)
     def run(data: bytes) -> None:
@@ -80,7 +80,7 @@ def bounded(target: Target) -> Target:
 
 
 def frames(data: bytes) -> None:
-    """Any stream, in one piece or in many: messages, a wait for more, or `ProtocolError`; the same both ways."""
+    """Any stream gives messages, a wait for more bytes, or `ProtocolError`: the same in one piece and in many."""
     count = data[0] % 8 if data else 0
     stream = data[1 + count :]
     whole = _decoded(stream, [stream])
@@ -106,7 +106,7 @@ def _decoded(stream: bytes, pieces: Iterable[bytes]) -> list[Envelope] | None:
         found = [envelope for piece in pieces for envelope in decoder.receive_data(piece)]
     except ProtocolError:
         found = None
-    # Doubling, with half of it free, is the most that collecting costs.
+    # Collecting at most doubles the buffer, and leaves half of it free.
     require(len(decoder._buffer) <= 4 * len(stream) + (128 << 10), "the decoder collects more than it was given")
     return found
 
@@ -135,7 +135,7 @@ def _segments() -> Borrowing:
 
 
 def greetings(data: bytes) -> None:
-    """Either side of a greeting, or the start of TLS. The first byte says which."""
+    """One side of a greeting, or the start of TLS. The first byte chooses."""
     side, data = data[:1], data[1:]
     choice = side[0] if side else 0
     try:
@@ -196,14 +196,14 @@ class Frozen:
 
 
 class Handle:
-    """What travels by an extension of the codec, as references do."""
+    """A value that travels by an extension of the codec, as references do."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class Closed:
-    """All that may be named: nothing is imported, or walked to, for a name that a peer has made up."""
+    """A closed set of names: an unknown name imports nothing, and follows no attribute."""
 
     _found: ClassVar[dict[str, Any]] = {
         "m:Colour": Colour,
@@ -260,7 +260,7 @@ def beside() -> list[torch.Tensor]:
 
 
 def values(data: bytes) -> None:
-    """Any tree that msgpack can carry: a value, `ProtocolError`, or `MisuseError` for a name that is not here."""
+    """Any tree that msgpack can carry gives a value, `ProtocolError`, or `MisuseError` for an unknown name."""
     try:
         tree = _trees().decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -287,7 +287,7 @@ def _unpack(tree: Any, tensors: Sequence[torch.Tensor], codec: Codec) -> None:
 
 
 def tensors(data: bytes) -> None:
-    """A tensor table and its buffers: tensors that lie within them, or `ProtocolError`.
+    """A tensor table and its buffers give tensors that lie within the buffers, or `ProtocolError`.
 
     The first four bytes say where the table ends, and which of the ways to read it is taken.
     """
@@ -328,7 +328,7 @@ _READABLE = frozenset(
 
 
 def examine(tensor: torch.Tensor) -> None:
-    """Every element of a tensor lies in its storage, and can be read."""
+    """Check that every element of a tensor lies in its storage, and can be read."""
     if tensor.layout is not torch.strided:
         _examine_sparse(tensor)
         return
@@ -374,7 +374,7 @@ def parts() -> list[torch.Tensor]:
 
 
 def compressed(data: bytes) -> None:
-    """What a message says about its compressed tensors: tensors of the size that it says, or `ProtocolError`.
+    """The codes of compressed tensors give tensors of the claimed size, or `ProtocolError`.
 
     The first byte says how many tensors there are, the next ones which; then come the codes.
     """
@@ -398,7 +398,7 @@ def compressed(data: bytes) -> None:
 
 
 def references(data: bytes) -> None:
-    """A script of what peers tell, and of what happens here meanwhile: the state machine keeps its invariants."""
+    """A script of notices from peers, and of local actions: the state machine keeps its invariants."""
     play(data)
 
 

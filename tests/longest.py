@@ -1,4 +1,4 @@
-"""Which files of tests take long: an order for `make test`, and what `make quick` leaves out."""
+"""Which test files take long. `make test` starts with them, and `make quick` leaves most of them out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 
-# What starts processes, and so does every file that imports it, directly or through another file of this folder.
+# Modules that start processes. Every file that imports one, directly or through another file of this folder, does so
+# too.
 _STARTERS = {"subprocess", "multiprocessing", "torch.multiprocessing", "backhaul.cluster"}
 _IMPORT = re.compile(r"^ *(?:from ([\w.]+) import *([\w ,]*)|import ([\w.]+))", re.MULTILINE)
 
@@ -25,7 +26,8 @@ LONGEST = (
     *("launch/test_interactive.py", "security/test_fuzz_targets.py", "security/test_attacks_members.py"),
 )
 
-# Simulations, random programs, fuzzing, plots and mutants start no process and take seconds a file: not for every save.
+# Simulations, random programs, fuzzing, plots and mutants start no process but take seconds for each file, too long for
+# `make quick`.
 LONG = {
     *("agent/test_growth_of_groups.py", "agent/test_link_simulation.py", "autograd/test_adversarial_programs.py"),
     *("autograd/test_hammer.py", "autograd/test_programs.py", "faults/test_chaos.py", "faults/test_turns.py"),
@@ -42,7 +44,7 @@ def _helpers() -> dict[str, Path]:
 
 @functools.cache
 def _imports(path: Path) -> set[str]:
-    """The modules that a file imports. Its text tells: to import the file would take much longer."""
+    """The modules that a file imports, found in its text, because importing the file would take much longer."""
     names = set()
     for package, members, module in _IMPORT.findall(path.read_text()):
         names.add(package or module)

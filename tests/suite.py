@@ -1,9 +1,9 @@
 """`make test`: the suite in two parts side by side; then every failed test again, alone.
 
-Most tests wait for processes, and share two processors with each other: now and then one of several thousand
-misses a deadline for reasons that have nothing to do with what it tests. A test that passes the second time, when
-nothing else runs, counts as passed, and the last lines name it as unstable. A test that fails twice fails the run, and
-so do more than `TOLERATED` unstable ones.
+Most tests wait for processes, and share two processors: now and then one of several thousand misses a deadline for
+reasons unrelated to what it tests. A test that passes the second time, when nothing else runs, counts as passed, and
+the last lines name it as unstable. A test that fails twice fails the run, and so do more than `TOLERATED` unstable
+ones.
 
     python tests/suite.py [paths or options of pytest, for the part without coverage]
 """
@@ -53,7 +53,7 @@ ABREAST = (os.cpu_count() or 1) + 2
 
 
 def missing(modules: Iterable[str], tests: Iterable[str]) -> list[str]:
-    """What is named above and does not exist, perhaps after a rename."""
+    """The names above that do not exist, perhaps after a rename."""
     sources = ((module, ROOT / "src" / "backhaul" / module.replace(".", "/")) for module in modules)
     lost = [
         f"backhaul.{module}" for module, path in sources if not path.is_dir() and not path.with_suffix(".py").exists()

@@ -254,7 +254,7 @@ def test_the_page_on_autograd_has_every_argument_of_backward() -> None:
     ]
 
 
-def test_the_page_on_training_names_tests_that_there_are() -> None:
+def test_the_page_on_training_names_existing_tests() -> None:
     section = (ROOT / "docs" / "training.md").read_text().partition("\n### What works inside a worker\n")[2]
     file = ""
     rows = re.findall(r"^\| .+ \|$", section.partition("\n## ")[0], flags=re.MULTILINE)[1:]
@@ -299,7 +299,7 @@ def test_the_commands_of_the_page_on_security(tmp_path: Path) -> None:
     assert read_key_file(str(tmp_path / "cluster.key"))
 
 
-def test_the_page_on_security_has_lines_that_are_logged_and_reasons_that_are_given() -> None:
+def test_the_log_lines_and_reasons_on_the_page_on_security_exist() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "src" / "backhaul").rglob("*.py"))
     section = SECURITY.partition("## What the log says")[2].partition("\n## ")[0]
     lines = re.findall(r"^\| `(backhaul[.\w]+)` \| `([^`]+)` \|", section, flags=re.MULTILINE)

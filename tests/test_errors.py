@@ -1,4 +1,4 @@
-"""The tree of exceptions: as drawn; and each exception can be sent."""
+"""The tree of exceptions is as drawn, and each exception can be sent."""
 
 from __future__ import annotations
 
@@ -110,14 +110,14 @@ def test_a_partial_error_names_the_workers_that_are_done() -> None:
     error = PartialError("the optimizer step", ["ps0", "trainer"], errors)
     assert str(error) == (
         "the optimizer step failed on 3 of 5 workers\n"
-        "  on 'ps1' it failed: ValueError: no such shape\n"
-        "  on 'ps2' it failed, and may have been done: WorkerLostError: gone\n"
-        "  on 'ps3' it failed, and may have been done: RpcTimeoutError: late\n"
-        "  it is done on 'ps0', 'trainer'"
+        "  worker 'ps1' failed: ValueError: no such shape\n"
+        "  worker 'ps2' failed, but may have done its part: WorkerLostError: gone\n"
+        "  worker 'ps3' failed, but may have done its part: RpcTimeoutError: late\n"
+        "  done on 'ps0', 'trainer'"
     )
     assert (error.done, error.errors) == (("ps0", "trainer"), errors)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert str(PartialError("it", errors=errors)).endswith("it is done on no worker")
+    assert str(PartialError("it", errors=errors)).endswith("done on no worker")
 
 
 def test_a_remote_traceback_is_shown_as_the_cause() -> None:

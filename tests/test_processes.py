@@ -369,7 +369,7 @@ def test_two_workers_of_one_name_are_refused(idle_crew: Crew) -> None:
         assert "the name 'twin' is not unique" in future.result(60)
 
 
-def test_shutdown_without_grace_is_at_once_and_the_peer_hears_of_it() -> None:
+def test_an_ungraceful_shutdown_is_immediate_and_the_peer_notices() -> None:
     with Crew(2) as crew:
         waiting = crew[1].start(seconds_until_lost, "worker0", block)
         crew[0].run(wait_until_running, "block")

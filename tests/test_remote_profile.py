@@ -510,7 +510,7 @@ def test_reports_that_nobody_collects_do_not_pile_up(
     assert [reports.take(f"token {number}") is not None for number in range(4)] == [False, False, True, True]
 
 
-def test_a_profile_that_cannot_be_made_is_no_error_of_the_call(
+def test_a_failure_to_profile_does_not_fail_the_call(
     workers: InProcessCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> Report:

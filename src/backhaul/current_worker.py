@@ -14,7 +14,7 @@ from backhaul.errors import NotInitializedError
 if TYPE_CHECKING:
     from backhaul.worker import Worker
 
-# These two say which worker is meant, so they can hang off none.
+# These two name the current worker, so they cannot belong to a worker.
 variable: ContextVar[Worker | None] = ContextVar("backhaul_worker", default=None)
 process_worker: Worker | None = None  # what `init_rpc` makes: one for the process, as in torch
 

@@ -32,7 +32,7 @@ class PrivateDirectory:
             parent = "/tmp"
         remove_dead(parent)
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=parent)  # mode 0700
-        # Lock the file before it gets its name: no process may find it unlocked and take its maker for dead.
+        # Lock the file before it gets its name: no process may find it unlocked and conclude that its maker is dead.
         making = os.path.join(self.path, f"{_LOCK}-making")
         self._lock = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)

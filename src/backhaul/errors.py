@@ -11,7 +11,7 @@
     │   ├── ContextError                a distributed autograd context that has ended, or is not the expected one
     │   └── UnsendableError(TypeError)  a value or function that cannot be sent
     ├── ProtocolError               theirs: bytes that no correct peer sends
-    ├── AuthenticationError         a peer that may not talk to us, or we to it
+    ├── AuthenticationError         one side of a connection may not talk to the other
     ├── RefusedError                the peer may talk to us, but refuses this request
     │   └── QuotaError                  the request exceeds a quota of the peer
     ├── WorkerLostError(ConnectionError)   the peer died, left or is unreachable
@@ -70,7 +70,7 @@ class UnsendableError(MisuseError, TypeError):
 
 
 class ProtocolError(BackhaulError):
-    """The peer sent bytes that no correct peer sends. Their connection is closed."""
+    """The peer sent bytes that no correct peer sends. The connection is closed."""
 
 
 class AuthenticationError(BackhaulError):
@@ -142,9 +142,9 @@ class PartialError(BackhaulError):
     def __str__(self) -> str:
         lines = [f"{self.what} failed on {len(self.errors)} of {len(self.errors) + len(self.done)} workers"]
         for worker, error in self.errors.items():
-            doubt = ", and may have been done" if isinstance(error, WorkerLostError | RpcTimeoutError) else ""
-            lines.append(f"  on {worker!r} it failed{doubt}: {type(error).__name__}: {error}")
-        lines.append("  it is done on " + (", ".join(map(repr, self.done)) or "no worker"))
+            doubt = ", but may have done its part" if isinstance(error, WorkerLostError | RpcTimeoutError) else ""
+            lines.append(f"  worker {worker!r} failed{doubt}: {type(error).__name__}: {error}")
+        lines.append("  done on " + (", ".join(map(repr, self.done)) or "no worker"))
         return "\n".join(lines)
 
 

@@ -204,7 +204,7 @@ def _host(value: Any) -> str | None:
 
 def _port(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 16:
-        raise OptionError("must be a port below 65536; 0 means any that is free")
+        raise OptionError("must be a port below 65536; 0 means any free port")
     return value
 
 

@@ -38,7 +38,8 @@ INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
 
 _LOOK_SECONDS = 1.0
 _CUT_OFF_SECONDS = 15.0
-"""How long a worker looks for hosts of a fixed group that do not answer, before it takes the group for ended."""
+"""How long a worker looks for hosts of a fixed group that do not answer, before it concludes that the group has
+ended."""
 _RENEW_SECONDS = 5.0
 _GRACE_SECONDS = 3.0
 """How long a member on the machine of a lost store has to host a new one, before a member elsewhere does."""

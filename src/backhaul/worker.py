@@ -204,8 +204,8 @@ class Worker:
     def expose(self, obj: Any = None, *, to: str | Sequence[str] = "*") -> Any:
         """Let the other members of a federation call a function, or use a class, on this worker.
 
-        What `backhaul.rpc.expose` does for all workers of this process, for this one alone; of the same name, this
-        entry counts.
+        Like `backhaul.rpc.expose`, but for this worker alone. If both expose the same name, this entry takes
+        precedence.
         """
         return self._agent.permissions.exposed.expose(obj, to)
 

@@ -1,6 +1,6 @@
 """A group in one process whose work is counted: calls of Python functions, messages, questions to the store.
 
-Counts do not depend on the machine or on how busy it is, other than by what is polled. Seconds do.
+Unlike seconds, counts hardly depend on the machine and its load: only the amount of polling does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STORE = ("check", "get", "compare_set", "add", "multi_get", "set", "wait")
 
 
 class CountedStore:
-    """A store in memory that counts what it is asked."""
+    """A store in memory that counts its requests."""
 
     def __init__(self) -> None:
         self._store = dist.HashStore()
@@ -45,7 +45,7 @@ class CountedStore:
 
 
 class CountedNetwork(Network):
-    """Counts messages, those that say that a channel has ended among them."""
+    """Counts messages, including those that end a channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class CountedNetwork(Network):
 
 
 class CountedGroup(InProcessCluster):
-    """``n`` workers that count."""
+    """A group of ``n`` workers whose work is counted."""
 
     network: CountedNetwork
 
@@ -74,7 +74,7 @@ class CountedGroup(InProcessCluster):
         super().__init__(size, options=options)
 
     def shut_down(self) -> None:
-        """All of them at once, as the workers of a program do. Those that were lost before are no error here."""
+        """Shut all workers down at once, as a program does. Workers that were lost before cause no error."""
 
         def part(worker: Worker) -> None:
             with contextlib.suppress(WorkerLostError):
@@ -93,7 +93,7 @@ class CountedGroup(InProcessCluster):
             thread.join()
 
     def forget(self, worker: Worker) -> None:
-        """It has ended."""
+        """Remove a worker that has ended."""
         self._workers.remove(worker)
 
     def _join(self, size: int) -> Any:
@@ -104,11 +104,11 @@ class CountedGroup(InProcessCluster):
 
 @contextmanager
 def patience(size: int) -> Iterator[None]:
-    """Have the threads of ``size`` workers share one interpreter without wearing it out.
+    """A block in which workers poll less often, so that the threads of ``size`` workers can share one interpreter.
 
     Each worker ticks some hundred times a second while something is due, and each thread that waits for the interpreter
-    asks for it every half millisecond. A thousand workers in one process would do nothing else. Neither has to do with
-    how large the group is.
+    asks for it every half millisecond. A thousand workers in one process would do nothing else. Neither cost depends on
+    the size of the group.
     """
     slower = max(1.0, size / 10)
     found = [(watch, "_TICK", watch._TICK * slower), (watch, "_SLOW_TICK", watch._SLOW_TICK * slower)]
@@ -133,15 +133,15 @@ class Work:
         self.of: dict[str, Counter[Any]] = {}
 
     def calls(self) -> dict[str, int]:
-        """How many there were, by worker."""
+        """The number of calls, by worker."""
         return {name: functions.total() for name, functions in list(self.of.items())}
 
 
 @contextmanager
 def counting() -> Iterator[Work]:
-    """Count what the threads of workers do that are started inside. Those are named after their worker.
+    """Count the calls of those worker threads that are started inside the block.
 
-    A thread of a worker's is called ``backhaul-<worker>…``.
+    A worker's threads are named ``backhaul-<worker>…``.
     """
     work = Work()
 

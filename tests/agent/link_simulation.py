@@ -53,7 +53,7 @@ from backhaul.transport.base import ChannelClosed
 __all__ = ["Simulation", "SimulationError", "run"]
 
 BACKLOG, MOST_HELD = 2, 3
-"""Smaller than they are, so that a few threads reach them."""
+"""Smaller than the real limits, so that a few threads reach them."""
 
 _MOST_STEPS = 20_000
 _MOST_STOPS = 10  # no time is left for anything else if there are more
@@ -133,7 +133,7 @@ class Simulation(Threads):
             self.check_end()
 
     def run_all(self) -> None:
-        """Until all is over."""
+        """Run until all is over."""
         limit = self.steps + _MOST_STEPS
         while True:
             runnable = self.runnable()
@@ -162,7 +162,7 @@ class Simulation(Threads):
         self.now = max(self.now, at)
 
     def stop_for_long(self) -> None:
-        """The process is stopped. Its peers go on meanwhile, and answer what they have."""
+        """Stop the process for long. Its peers go on meanwhile, and answer the requests that they have."""
         for line in self.lines:
             self.peers[line].answer_all()
         self.note("the process has been stopped")
@@ -183,7 +183,7 @@ class Simulation(Threads):
         return math.inf
 
     def work(self) -> Steps:
-        """A thread of the user's."""
+        """A thread of the user."""
         mine: list[tuple[Calling, Slot, Future]] = []
         random = self.random
         for _ in range(self.style.length):
@@ -238,7 +238,7 @@ class Simulation(Threads):
         listener.over = True
 
     def order_news(self, line: Calling, listener: Listener) -> Steps:
-        """The pass goes on at a peer, which will send something."""
+        """Let the pass go on at a peer, which will send a message."""
         yield
         if line.lost:
             return False
@@ -282,15 +282,15 @@ class Simulation(Threads):
         self.tally[how] += 1
 
     def judge_unsent(self, line: Calling, frame: Any) -> None:
-        """A request was too late to be sent, and its caller is told so."""
+        """Check a request that is reported as unsent, because it was too late."""
         self.tally["unsent"] += 1
         line.calls_opened -= line.slots[frame.id].is_call
         if frame in line.written:
-            raise self.failure(f"{line} {frame.id} is said not to have been sent, and was")
+            raise self.failure(f"{line} {frame.id} is reported as unsent, but was sent")
         line.ordered.remove(frame)
 
     def judge_reply(self, line: Calling, slot: Slot) -> None:
-        """A thread has stopped waiting."""
+        """Check the result for a thread that has stopped waiting."""
         envelope: Any = slot.envelope
         if slot.id not in line.ended:
             raise self.failure(f"a thread no longer waits for {line} {slot.id}, which goes on")
@@ -322,7 +322,7 @@ class Simulation(Threads):
             raise self.failure(f"{line} holds {line.state.holds} calls back")
 
     def judge_order(self, line: Calling) -> None:
-        """Small frames may pass large ones, and nothing else changes places."""
+        """Check that small frames have passed large ones, and that all other frames have kept their order."""
         for large in (False, True):
             written = [frame.id for frame in line.written if frame.keep is large]
             ordered = [frame.id for frame in line.ordered if frame.keep is large]
@@ -330,7 +330,7 @@ class Simulation(Threads):
                 raise self.failure(f"{line} has sent {written}, in place of {ordered}")
 
     def judge_look(self, line: Calling, action: str | None) -> None:
-        """A look is late if this process seems to have been stopped before it."""
+        """Check a look at a peer. It is late if this process seems to have been stopped before it."""
         if action == "ping":
             self.tally["pings"] += 1
             line.looks = [self.now]
@@ -346,7 +346,7 @@ class Simulation(Threads):
             self.tally["silences"] += 1
 
     def check_quiet(self) -> None:
-        """No thread of the worker can run."""
+        """Check the state when no thread of the worker can run."""
         for thread in self.threads:
             beside = thread.until and thread.until.beside
             if beside:
@@ -446,7 +446,7 @@ class Peer:
                 self.answer()
 
     def die(self) -> Steps:
-        """The peer may have sent more answers, and part of these may be lost."""
+        """Kill the peer. It may have sent more answers, some of which are lost."""
         self.gone = True
         self.world.note("the peer of", self.line, "dies")
         while self.line.inbox and self.world.random.random() < 0.3:
@@ -458,13 +458,13 @@ class Peer:
         yield
 
     def nap(self) -> Steps:
-        """The peer does nothing for a while."""
+        """Let the peer do nothing for a while."""
         self.naps_until = self.world.now + min(2.0, self.world.style.patience / 2)
         self.world.note("the peer of", self.line, "naps")
         yield Until(lambda: False, self.naps_until)
 
     def hang(self) -> Steps:
-        """The peer stops, and no worker is told."""
+        """Stop the peer for good, without telling any worker."""
         self.gone = True
         self.hangs_since = self.world.now
         self.world.note("the peer of", self.line, "hangs")
@@ -473,7 +473,7 @@ class Peer:
 
 
 def run(seeds: Iterable[int], **parts: Any) -> Counter[str]:
-    """Run schedules; how much happened in them."""
+    """Run schedules. Returns how much happened in them."""
     tally: Counter[str] = Counter()
     for seed in seeds:
         simulation = Simulation(seed, **parts)

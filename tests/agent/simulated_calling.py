@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Calling(Channel):
-    """A line to a peer. What the judge of the simulation wants to know is noted at each step."""
+    """A line to a peer. Each step notes what the simulation checks."""
 
     looks_once = False
-    """A mistake: a vigil that finds the role taken, and then free, does not try again."""
+    """A planted mistake: a vigil that finds the role taken, and then free, does not try again."""
 
     def __init__(self, world: Simulation, name: str, patience: float, state: LinkState[Sleeper]) -> None:
         super().__init__(world, name)

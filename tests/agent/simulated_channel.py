@@ -18,7 +18,7 @@ SMALL, LARGE = 100, link_state.SMALL + 1
 """Sizes of frames."""
 
 END = "end"
-"""The last thing that comes from a peer that has died."""
+"""The last item that comes from a peer that has died."""
 
 
 class Frame(NamedTuple):
@@ -30,7 +30,7 @@ class Frame(NamedTuple):
 
     @property
     def keep(self) -> bool:
-        """It is large, so it leaves in slices, and must not change before it has left."""
+        """Whether the frame is large: then it leaves in slices, and must not change before it has left."""
         return self.size > SMALL
 
 
@@ -105,7 +105,7 @@ class Channel:
         return self.shut or END in self.inbox
 
     def write(self, frame: Frame | Joined) -> bool:
-        """True once it is out: small frames at once if there is room, a large one slice by slice."""
+        """True once the frame has left: small frames leave at once if there is room, a large one slice by slice."""
         if self.shut or self.closed:
             raise ChannelClosed
         if self.under_way or self.large is not None:

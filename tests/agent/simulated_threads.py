@@ -1,7 +1,7 @@
 """Simulated threads: generators that yield between atomic steps, and a seeded scheduler that interleaves them.
 
-A thread that yields nothing lets any other thread go first. A thread that yields an `Until` waits. Time stands still
-while a thread can run, but for the jumps that the schedule makes on purpose.
+A thread that yields nothing lets any other thread go first. A thread that yields an `Until` waits. While a thread can
+run, time stands still, except for the jumps that the schedule makes on purpose.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MOST_LINES = 150
 
 
 class SimulationError(AssertionError):
-    """A promise was not kept. The text says which, and how to replay the schedule."""
+    """A check has failed. The text says which, and how to replay the schedule."""
 
 
 class Until:
@@ -43,7 +43,7 @@ Steps: TypeAlias = Generator[Until | None, None, Any]
 
 
 class Thread:
-    """One simulated thread. A thread of the *world* is no thread of the worker: a peer, or fate."""
+    """One simulated thread. Threads of the *world* do not belong to the worker: they act for peers and faults."""
 
     def __init__(self, name: str, steps: Steps, *, world: bool, daemon: bool) -> None:
         self.name = name
@@ -135,5 +135,5 @@ class Threads:
             self.running = None
 
     def next_time(self) -> float:
-        """When the first of the waiting threads gives up."""
+        """The time at which the first waiting thread gives up."""
         return min((thread.until.time for thread in self.threads if thread.until is not None), default=math.inf)

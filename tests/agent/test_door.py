@@ -1,4 +1,4 @@
-"""The door: many greetings on one thread, bounded in number and time, and what is written down about them."""
+"""The door: many greetings on one thread, bounded in number and time, and the log lines about them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Doorway:
             self.door.visit(self.listener)
 
     def raw(self) -> socket.socket:
-        """A connection of a stranger's."""
+        """A stranger's connection."""
         addresses = self.transport.addresses
         if addresses.tcp is None:
             sock = socket.socket(socket.AF_UNIX)
@@ -128,7 +128,7 @@ def is_over(sock: socket.socket) -> bool:
 
 
 def half_way(doorway: Doorway, sock: socket.socket) -> None:
-    """A peer that is known, and does not say hello."""
+    """An authenticated peer that does not send its hello."""
     before = doorway.known()
     tunnel = ClusterCredentials(SECRET, "worker1").tunnel(server=False)
     while not tunnel.shake():
@@ -287,7 +287,7 @@ def test_a_process_without_free_descriptors_cuts_off_half_of_the_strangers(doorw
             assert is_over(stranger)
 
 
-# What is written down.
+# What is logged.
 
 
 def test_each_reason_is_logged_a_few_times_and_then_counted() -> None:

@@ -36,7 +36,7 @@ def line_of(worker: Worker) -> Calling:
 
 
 def served_by(worker: Worker) -> Served:
-    """The other end of it."""
+    """The end at ``worker`` of the line from worker0."""
     (found,) = [line for line in worker.agent.serving.lines if line.peer.name == "worker0"]
     return found
 
@@ -46,7 +46,7 @@ def report(number: int, about: int = ABOUT) -> Report:
 
 
 def numbers(listener: Listener) -> list[int]:
-    """Of the reports that have arrived, which are taken."""
+    """Take the reports that have arrived, and return their numbers."""
     found = []
     while listener.arrived:
         found.append(listener.arrived.popleft()[1].message.consumed[0])
@@ -65,7 +65,7 @@ def joined(thread: threading.Thread) -> None:
 
 
 def until_read(line: Calling) -> None:
-    """Return when some thread waits for what comes."""
+    """Return when some thread reads this line."""
     never = threading.Event()
     limit = time.monotonic() + PATIENCE
     while not line.being_read():
@@ -75,7 +75,7 @@ def until_read(line: Calling) -> None:
 
 @pytest.fixture
 def listener(pair: InProcessCluster) -> Iterator[Listener]:
-    """This thread listens, and no tick finds that it stays away."""
+    """Make this thread listen. No tick notices that it is away."""
     line_of(pair[0])
     ignore_absence(pair[0])
     with pair[0].agent.listeners.listen(ABOUT, lambda: [1]) as found:
@@ -255,7 +255,7 @@ def test_a_hang_up_is_noticed_after_another_thread_has_read_the_line(
     lost = threading.Event()
     pair[0].agent.on_connection_ended.append(lambda *_: lost.set())
     pair[0].agent.watch.keep_reading(line)
-    pair[0].agent.watch.stop_reading(line)  # it is armed for replies, and nobody wants them any more
+    pair[0].agent.watch.stop_reading(line)  # it is armed for replies that no thread wants any more
     read_beside_the_watch(pair, line, report(1), monkeypatch)
     served_by(pair[1]).shutdown()
     assert lost.wait(PATIENCE)
@@ -279,7 +279,7 @@ def envelope_of(message: object) -> Envelope:
 
 
 class Handled:
-    """Replaces a worker's handler of one kind of message, and tells on which thread it ran."""
+    """Replaces a worker's handler of one kind of message, and records the thread on which it runs."""
 
     def __init__(self, worker: Worker, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
         self.messages: list[object] = []
@@ -321,7 +321,7 @@ def test_a_message_that_nobody_listens_for_is_handled_by_the_pool(
 
 
 def test_a_request_that_comes_among_replies_is_answered(pair: InProcessCluster) -> None:
-    """A call, even: it runs on the pool, and its reply goes back where it came from."""
+    """Even a call is answered: it runs on the pool, and its reply goes back on the same line."""
     line = line_of(pair[0])
     served = served_by(pair[1])
     answered = threading.Event()

@@ -38,7 +38,7 @@ def test_two_tallies_are_compared(name: str) -> None:
 
 
 def test_settled_means_that_nothing_is_under_way() -> None:
-    """Against a model: calls start and finish at random; settled exactly when none is between the two."""
+    """Against a model: calls start and finish at random. The tallies are settled exactly when no call is unfinished."""
     for seed in range(200):
         rng = random.Random(seed)
         ranks = range(rng.randrange(1, 5))

@@ -1,4 +1,4 @@
-"""A graceful shutdown in which a connection breaks: a living worker is not taken for dead."""
+"""A graceful shutdown in which a connection breaks: a living worker is not treated as dead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Workers that cannot reach each other for a while: what they keep, what fails meanwhile, and what goes on after."""
+"""Workers that cannot reach each other for a while: what they keep, what fails meanwhile, and what works again
+afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ SOON = 10.0
 
 
 class Seen:
-    """What observers of one worker were told about its peers; waits for it."""
+    """Records what the observers of one worker are told about its peers, and waits for it."""
 
     def __init__(self, worker: Worker) -> None:
         self.events: list[Event] = []
@@ -250,7 +251,7 @@ def call_until_lost(worker: Worker, use: Callable[[], object], ready: threading.
 
 
 def test_calls_to_a_leaving_worker_raise_only_worker_lost_errors() -> None:
-    """Whatever the leaving worker is at when a call comes: no other error than `WorkerLostError`."""
+    """Whatever the leaving worker is doing when a call arrives, the only error is `WorkerLostError`."""
     for _ in range(5):
         with InProcessCluster(3, sockets=True) as workers, ThreadPoolExecutor(2) as threads:
             with workers[1].as_current():

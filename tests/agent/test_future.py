@@ -405,7 +405,7 @@ def test_awaiting_does_not_mark_a_future_as_carrying_user_code() -> None:
 
 
 def test_a_failed_future_keeps_nothing_alive() -> None:
-    """What is kept in torch's object is out of the garbage collector's sight: it must hold no frames."""
+    """The garbage collector cannot look inside torch's object, so nothing stored there may refer to frames."""
 
     class Thing:
         pass

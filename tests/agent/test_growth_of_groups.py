@@ -1,7 +1,7 @@
-"""The cost of a group of n workers for each of them, and for the leader: to join, to lose a worker, to shut down.
+"""What a group of n workers costs each worker, and the leader: joining, losing a worker, shutting down.
 
-Operations are counted, not seconds: calls of Python functions, messages, connections, questions to the store. The cost
-of a worker may grow as n log n. It is that of the dearest one, which leads the shutdown or loses n connections.
+The tests count operations, not seconds: calls of Python functions, messages, connections, requests to the store. They
+look at the worker with the highest cost, which leads the shutdown or loses n connections. Its cost may grow as n log n.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ SLACK = 1.5
 
 
 class Cost(NamedTuple):
-    """Of the dearest worker."""
+    """The cost for the worker with the highest cost."""
 
     join: int
     loss: int
     end: int
     asked: float
-    """Questions to the store until all are there, in the mean."""
+    """The mean number of requests to the store until all have joined."""
     connections: int
-    """After everybody has called one worker."""
+    """The number after every worker has called one common worker."""
 
 
 def cost_of(size: int) -> Cost:
@@ -43,7 +43,7 @@ def cost_of(size: int) -> Cost:
         group = CountedGroup(size)
         join = dearest(work)
         asked = group.store.asked.total() / size
-        assert group.network.visits == 0, "connections that nobody needed yet"
+        assert group.network.visits == 0, "connections that no call has needed yet"
 
         victim = group[-1]
         group.on_each(lambda worker: worker.rpc_sync(victim.info.name, os.getpid))
@@ -59,7 +59,7 @@ def cost_of(size: int) -> Cost:
 
 
 def dearest(work: Work) -> int:
-    """The calls of the worker that made the most; forgets all."""
+    """The calls of the worker that made the most. Resets all counts."""
     calls = work.calls()
     for functions in work.of.values():
         functions.clear()
@@ -67,7 +67,7 @@ def dearest(work: Work) -> int:
 
 
 def lose(group: CountedGroup, victim: Worker) -> None:
-    """End a worker without a word; returns when all others know that it is over."""
+    """End a worker without a goodbye. Returns when all others know that it is over."""
     others = [worker for worker in group if worker is not victim]
     known = threading.Semaphore(0)
 
@@ -92,7 +92,7 @@ def growth(costs: Mapping[int, float]) -> float:
 
 
 def table(costs: dict[int, Cost]) -> str:
-    """As in docs/performance.md."""
+    """The table as in docs/performance.md."""
     rows = []
     for size, cost in costs.items():
         phases = " | ".join(f"{each:,} | {each / size:,.0f}" for each in (cost.join, cost.loss, cost.end))
@@ -115,7 +115,7 @@ def test_the_cost_of_a_worker_grows_no_faster_than_n_log_n() -> None:
 
 
 def parting(size: int) -> Counter[Any]:
-    """How often the dearest worker calls each function when a group parts in which all are connected with all.
+    """For each function, the most calls by any worker while a fully connected group shuts down.
 
     Each worker also has a reference to a value of each other worker.
     """
@@ -141,7 +141,7 @@ def parting(size: int) -> Counter[Any]:
     return most
 
 
-def test_no_function_costs_more_than_n_log_n_to_part() -> None:
+def test_no_function_is_called_more_than_n_log_n_times_in_a_shutdown() -> None:
     """A function that is called n times for each of n peers hides among cheaper ones, so each function counts alone."""
     small, large = 4, 40
     less, more = parting(small), parting(large)

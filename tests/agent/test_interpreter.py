@@ -33,7 +33,7 @@ def expected() -> float:
 
 @pytest.fixture(autouse=True)
 def before() -> Iterator[None]:
-    """The interval is Python's own before each test."""
+    """Restore Python's own interval before each test."""
     found = sys.getswitchinterval()
     sys.setswitchinterval(LONG)
     yield

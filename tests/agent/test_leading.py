@@ -1,4 +1,5 @@
-"""Which thread runs whose requests: one thread for all peers while requests are short, and never a blocked one."""
+"""Which thread runs which requests: one thread serves all peers while requests are short, and a blocked request delays
+no other."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def trio(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
 
 @pytest.fixture
 def without_ticks(trio: InProcessCluster) -> InProcessCluster:
-    """No tick helps a leader that is busy: it must know by itself."""
+    """Switch off ticks: a busy leader must pass on its lead without their help."""
     trio[1].agent.watch.ticks[0] = lambda: False
     return trio
 
@@ -97,7 +98,7 @@ def test_a_new_line_is_quick() -> None:
     assert (pace.slow, pace.quick) == (False, True)
 
 
-def test_one_long_message_makes_no_slow_line() -> None:
+def test_one_long_message_does_not_make_a_line_slow() -> None:
     pace = Pace(SLOW)
     pace.handled(1.5 * SLOW)
     assert not pace.slow
@@ -150,7 +151,7 @@ def test_a_line_whose_requests_take_long_is_led_alone_until_they_are_short(witho
         workers[0].rpc_sync("worker1", compute, args=(LONG,))
     assert await_events(workers[1], lambda: lead_of(workers, 0) is not shared, PATIENCE)
     assert lead_of(workers, 2) is shared
-    # So a request of this line delays nobody else's.
+    # So a request on this line does not delay those of other lines.
     blocked = workers[0].rpc_async("worker1", block)
     blocked.attend()
     assert asked.wait(PATIENCE)

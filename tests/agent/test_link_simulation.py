@@ -1,7 +1,7 @@
-"""`LinkState` and `Role` under random schedules of threads and deaths; and proof that the simulation notices mistakes.
+"""`LinkState` and `Role` under random schedules of threads and deaths, and proof that the simulation notices mistakes.
 
-Each mistake below is one rule of `link_state`, of `role` or of their driver that was left out, and says what comes
-of it.
+Each class below plants one mistake: it leaves out a rule of `link_state`, of `role` or of their driver. Its docstring
+says what goes wrong then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker knows of its relation with a peer: literal tables for each method of `LinkState`."""
+"""What a worker knows about its link with a peer: literal tables for each method of `LinkState`."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_held_frames_leave_in_order_and_once() -> None:
 LOOKS: list[tuple[str, list[tuple[float, str | None]]]] = [
     ("a silent peer is pinged, and lost at last", [(0, "ping"), (2, None), (4, None), (6, "lose")]),
     ("the number of looks means nothing", [(0, "ping"), (0, None), (2, None), (2, None), (5, None), (6, "lose")]),
-    ("a look after a long stop pings anew", [(0, "ping"), (2, None), (100, "ping"), (102, None), (106, "lose")]),
+    ("a look after a long stop pings again", [(0, "ping"), (2, None), (100, "ping"), (102, None), (106, "lose")]),
     ("so do several looks after it", [(0, "ping"), (100, "ping"), (100, None), (100, None), (104, None)]),
     ("a peer that is heard is not lost", [(0, "ping"), (4, None), (5, "heard"), (7, "ping"), (11, None), (13, "lose")]),
 ]

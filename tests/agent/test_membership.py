@@ -448,7 +448,7 @@ def test_an_invalid_record_is_ignored_in_a_dynamic_group(memory: dist.Store, nam
     with pytest.raises(UnknownWorkerError):
         member.find(1)
     enter(memory, "b")
-    assert member.find("b").id == 3  # the rest of the list is read as ever
+    assert member.find("b").id == 3  # the rest of the list is read as usual
 
 
 @pytest.mark.parametrize("name", GARBAGE)

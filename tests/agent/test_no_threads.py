@@ -159,7 +159,7 @@ def test_a_nested_call_needs_no_thread(busy: InProcessCluster, monkeypatch: pyte
     assert not threads.refused.is_set()
 
 
-def test_a_nested_call_that_needs_a_thread_in_vain_fails_and_the_connection_lives(
+def test_a_nested_call_that_gets_no_thread_fails_and_its_connection_survives(
     busy: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert busy[0].rpc_sync("worker1", ask_around) == "here"
@@ -217,7 +217,9 @@ def test_the_ticks_drain_the_queue_without_threads(completions: tuple[Completion
     assert done.wait(PATIENCE)
 
 
-def test_a_stuck_queue_without_a_successor_goes_on_later(completions: tuple[Completions, NoThreads]) -> None:
+def test_a_stuck_queue_that_gets_no_thread_continues_at_a_later_tick(
+    completions: tuple[Completions, NoThreads],
+) -> None:
     """The job that blocks keeps its thread, and the others get one at a later tick."""
     queue, threads = completions
     begun, gate, done = threading.Event(), threading.Event(), threading.Event()

@@ -51,7 +51,7 @@ KINDS: list[type[Event]] = [
 
 
 class Told:
-    """What an observer of one worker is told."""
+    """Records the events of one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self.events: list[Event] = []
@@ -64,7 +64,7 @@ class Told:
             self._changed.notify_all()
 
     def until(self, kind: type[Event], after: type[Event] = Event) -> Event:
-        """The first event of a kind, when it is there."""
+        """Wait for the first event of a kind, and return it."""
 
         def found() -> Event | None:
             return next((event for event in self.since(after) if isinstance(event, kind)), None)
@@ -76,7 +76,7 @@ class Told:
         return event
 
     def since(self, first: type[Event], *of: type[Event]) -> list[Event]:
-        """What came from the first event of a kind on: before that, a call of the fixture may have had its end."""
+        """The events from the first one of a kind on. Earlier events may belong to a call of the fixture."""
         start = next((at for at, event in enumerate(self.events) if isinstance(event, first)), len(self.events))
         return [event for event in self.events[start:] if not of or isinstance(event, of)]
 
@@ -178,7 +178,7 @@ def test_a_call_emits_its_events_in_order(connected: InProcessCluster, told: tup
     callee.until(Sent, after=Returned)
     theirs = callee.since(Read, *CALL)
     mine = caller.since(Asked, *CALL)
-    # A future is handed out; another thread may read its reply, so that comes whenever it does.
+    # Only futures are handed out, and another thread may do it at any time, so this event is left out.
     mine = [event for event in mine if not isinstance(event, HandedOut)]
     assert [type(event) for event in mine] == [Asked, Sent, Read, Came, Settled]
     assert [type(event) for event in theirs] == [Read, Began, Invoked, Returned, Ended, Sent]
@@ -256,7 +256,8 @@ def test_a_pass_that_fails(connected: InProcessCluster, told: tuple[Told, Told])
 
 
 def test_gates_of_a_u_shaped_model(connected: InProcessCluster, told: tuple[Told, Told]) -> None:
-    """The first part and the last are here, with a way past the middle: the run waits for what comes back of it."""
+    """The first and the last part are here, with a skip connection past the middle: the run waits for the middle's
+    gradients."""
     x = torch.rand(3, requires_grad=True)
     with connected[0].as_current(), dist_autograd.context() as ctx:
         first = rpc.rpc_sync("worker1", torch.tanh, args=(x * 2,))

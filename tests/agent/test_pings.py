@@ -45,12 +45,13 @@ def test_a_long_call_is_pinged_now_and_then(sockets: bool) -> None:
         _over.set()
         waits.join(10)
         assert future.wait()
-    # One for each quarter of the patience in which nothing came; whoever answers is not asked again at once.
+    # One ping for each quarter of the patience in which nothing came. A peer that has just answered is not pinged
+    # again.
     assert pings[2] - pings[0] > PATIENCE / 10
 
 
 def test_a_look_after_a_long_stop_loses_no_peer() -> None:
-    """The process, or all of the machine, may have been stopped itself since the ping."""
+    """This process, or the whole machine, may have been stopped since the ping."""
     with InProcessCluster(2, sockets=True) as workers:
         line = workers[0].agent._route("worker1", time.monotonic() + 10)
         state = line._state
@@ -59,7 +60,7 @@ def test_a_look_after_a_long_stop_loses_no_peer() -> None:
         state._pinged -= 1000
         state._looked -= 1000
         line.check_alive()
-        line.check_alive()  # of another thread, say
+        line.check_alive()  # for example of another thread
         assert line.lost is None
         state._pinged -= 1000
         line.check_alive()

@@ -34,7 +34,7 @@ def make() -> Iterator[Made]:
 
 
 class Idle(list[Any]):
-    """The pool's list of idle threads, of which a test can tell when it has changed."""
+    """The pool's list of idle threads. A test can wait for its changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Idle(list[Any]):
 
 
 class Threads(set[threading.Thread]):
-    """The pool's set of threads, of which a test can tell when one has ended."""
+    """The pool's set of threads. A test can wait for the end of a thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Threads(set[threading.Thread]):
 
 
 def run(pool: Pool, job: Callable[[], None]) -> threading.Event:
-    """Start a job; the event says that it is over."""
+    """Start a job. The event is set when it is over."""
     done = threading.Event()
 
     def and_tell() -> None:

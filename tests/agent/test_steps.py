@@ -47,7 +47,7 @@ async def look() -> tuple[Any, ...]:
 
 
 async def hold(mode: str) -> list[tuple[Any, ...]]:
-    """The modes before the mode, in it before and after an await, and after it."""
+    """Four records of the modes: before entering a mode, inside it before and after an await, and after leaving it."""
     seen = [modes()]
     with MODES[mode](), MODES[mode]():
         seen.append(modes())

@@ -49,7 +49,7 @@ def line_to(workers: InProcessCluster, rank: int) -> Calling:
 
 
 def served_by(worker: Worker) -> Served:
-    """The other end of it."""
+    """The end at ``worker`` of the line from worker0."""
     (found,) = [line for line in worker.agent.serving.lines if line.peer.name == "worker0"]
     return found
 
@@ -80,7 +80,7 @@ def keep(vigil: Vigil, lines: list[Calling], done: Callable[[], bool]) -> None:
 
 
 class Polls:
-    """Tells a test that a vigil is about to look at its lines."""
+    """Signals that a vigil is about to look at its lines."""
 
     def __init__(self, vigil: Vigil, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = threading.Event()
@@ -372,7 +372,7 @@ def wait_for(name: str) -> bool:
 def test_the_waiting_thread_completes_the_futures_of_all_workers(
     trio: InProcessCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watch thread, and the pool, have nothing to do with it."""
+    """The watch thread and the pool take no part."""
     agent = trio[0].agent
     lines = {line_to(trio, 1), line_to(trio, 2)}
     monkeypatch.setattr(agent.watch, "_attend", lambda: False)  # its ticks come whenever they come

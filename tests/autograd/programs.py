@@ -43,7 +43,8 @@ WORKERS = 5
 """The number of workers of the largest programs."""
 QUIET_SECONDS = 10.0
 PATIENCE = 0.005
-"""Of the scheduler with a worker that waits for gradients: these come with another message, which it holds back."""
+"""The scheduler's patience with a worker that waits for gradients. They come with another message, which it holds
+back."""
 
 _keys = itertools.count()
 

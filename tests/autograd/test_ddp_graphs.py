@@ -86,7 +86,7 @@ def with_a_call_inside(step: int) -> Tensor:
 
 @each_way
 @pytest.mark.parametrize("options", [{}, STATIC, VIEW], ids=lambda o: "+".join(o) or "plain")
-def test_a_call_inside_of_the_module(crew: Crew, options: Options, accumulate: Accumulate) -> None:
+def test_a_call_inside_the_module(crew: Crew, options: Options, accumulate: Accumulate) -> None:
     """Without ``find_unused_parameters``, because DDP's search for them ends at the call."""
     check(crew, with_a_call_inside, {"outer": options}, steps=3, accumulate=accumulate)
 

@@ -1,4 +1,4 @@
-"""A pass at one worker, without messages: what it keeps, what it charges for, and what it is after it has failed."""
+"""A pass at one worker, without messages: what it keeps, what it charges for, and its state after a failure."""
 
 from __future__ import annotations
 

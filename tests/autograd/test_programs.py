@@ -85,7 +85,7 @@ def test_200_programs() -> None:
     require_features(tally, 5)
 
 
-def test_50_programs_whose_messages_do_not_tell_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_50_programs_whose_messages_do_not_list_their_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass that must be resolved asks all workers."""
     monkeypatch.setattr(graph, "MOST_FORESEEN", 0)
     assert run(range(50))["components with gates that wait"] > 15
@@ -101,7 +101,7 @@ def test_20_000_programs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_2000_programs_whose_messages_do_not_tell_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_2000_programs_whose_messages_do_not_list_their_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "MOST_FORESEEN", 0)
     assert run(range(1000, 3000))["components with gates that wait"] > 600
 

@@ -1,4 +1,4 @@
-"""Runs of torch's engine: one at a time stores gradients, and a run is its thread's only while it goes on."""
+"""Runs of torch's engine: one at a time stores gradients, and a thread has a run only while the run lasts."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_a_run_waits_for_a_gradient_that_it_makes_itself(trio: InProcessCluster)
     STATE.clear()
 
 
-def test_a_chain_with_more_hops_than_a_message_tells_of(trio: InProcessCluster) -> None:
+def test_a_chain_with_more_hops_than_a_message_has_shortcuts(trio: InProcessCluster) -> None:
     x = leaf(3, 4)
     hops = [("worker1", "a")] * (2 * MOST_SHORTCUTS + 2)
     with gradients_to(trio, 0) as seen:
@@ -213,7 +213,7 @@ def test_an_error_behind_a_shortcut_reaches_the_starter(trio: InProcessCluster) 
     await_no_leftovers(trio)
 
 
-def test_the_starter_of_a_chain_hears_of_it_once(trio: InProcessCluster) -> None:
+def test_the_starter_of_a_chain_gets_one_report(trio: InProcessCluster) -> None:
     """Each worker gives its report to the next one, together with the gradients."""
     connect(trio, 1, 2)
     x = leaf(3, 4)

@@ -433,7 +433,7 @@ def a_value_is_fetched_before_the_context(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("program", [a_value_is_fetched_after_the_context, a_value_is_fetched_before_the_context])
-def test_values_of_references_warn_as_results_do(pair: InProcessCluster, program: Any) -> None:
+def test_values_of_references_warn_like_results(pair: InProcessCluster, program: Any) -> None:
     W["a"] = leaf(4, 4, seed=2)
     with pair[0].as_current(), pytest.warns(UserWarning, match=ENDS):
         program(leaf(4, 4))

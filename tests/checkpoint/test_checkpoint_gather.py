@@ -116,7 +116,7 @@ def test_a_file_that_is_damaged_where_it_is_seen(apart: Crew, tmp_path: Path) ->
     (data / "worker2.pt").write_bytes(bytes(size))
     says, partial = apart[0].run(load_after_trouble, SPREAD)
     assert partial
-    assert "on 'worker2' it failed" in says
+    assert "worker 'worker2' failed" in says
     assert "worker2.pt' is damaged" in says
 
 

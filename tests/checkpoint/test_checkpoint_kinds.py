@@ -459,5 +459,5 @@ def test_a_tensor_that_cannot_be_changed(trio: InProcessCluster, tmp_path: Path)
         checkpoint.save({"model": model}, tmp_path)
         with torch.inference_mode():
             model.weight = nn.Parameter(torch.ones(2), requires_grad=False)
-        with pytest.raises(PartialError, match="on 'worker0' it failed: MisuseError: Holder does not accept"):
+        with pytest.raises(PartialError, match="worker 'worker0' failed: MisuseError: Holder does not accept"):
             checkpoint.load(tmp_path, {"model": model})

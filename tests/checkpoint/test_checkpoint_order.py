@@ -1,4 +1,4 @@
-"""In which order a save has things on the disk. Power may fail between any two steps."""
+"""The order in which a save puts its files on the disk. Power may fail between any two steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def index_of(data: str) -> Index:
 
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the system was asked for, in order: what was synced, replaced and removed, by its name in ``tmp_path``."""
+    """The system calls of a save in order: what was synced, replaced and removed, by its name in ``tmp_path``."""
     found: list[str] = []
 
     def name_of(path: str) -> str:

@@ -71,5 +71,5 @@ def test_a_reference_cannot_go_into_torchscript_here(found: dict[str, Any]) -> N
     assert "takes_reference, a TorchScript function, cannot take <OwnerRRef" in problem["text"]
 
 
-def test_scripted_functions_work_as_ever(found: dict[str, Any]) -> None:
+def test_scripted_functions_work_as_before(found: dict[str, Any]) -> None:
     assert found["scripted"] == [2.0, 2.0]

@@ -115,7 +115,7 @@ def await_mistake(seeds: int, match: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_chaos_finds_an_unreachable_peer_that_is_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_finds_an_unreachable_peer_that_is_treated_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chaos_network._Transport, "is_over", lambda self, addresses: True)
     await_mistake(200, "a reference was lost|cannot be used|has failed for")
 

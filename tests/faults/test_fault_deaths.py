@@ -132,5 +132,5 @@ def test_sigkill_during_an_optimizer_step(measure: Measure) -> None:
         measure.seconds("heard after", outcome.at - killed, within=2.0)
         assert outcome.error.startswith("PartialError"), outcome
         assert (sorted(done), errors) == (["worker1", "worker3"], ["worker2"])
-        assert "on 'worker2' it failed, and may have been done" in outcome.error
+        assert "worker 'worker2' failed, but may have done its part" in outcome.error
         measure.note(f"done: {', '.join(sorted(done))}; in doubt: worker2")

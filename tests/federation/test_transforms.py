@@ -443,7 +443,7 @@ def test_both_directions_have_to_be_given() -> None:
         Edge(on_send=[])  # type: ignore[call-arg]
 
 
-def test_a_transform_has_to_say_what_it_does() -> None:
+def test_a_transform_without_a_call_raises() -> None:
     with pytest.raises(NotImplementedError):
         Transform()(torch.ones(1))
 

@@ -1,4 +1,4 @@
-"""The meter: what it counts while someone is interested, and that it switches off by itself."""
+"""The meter: what it counts while someone asks for its figures, and that it switches off by itself."""
 
 from __future__ import annotations
 

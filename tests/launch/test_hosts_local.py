@@ -156,7 +156,7 @@ def test_a_steward_ends_its_workers_when_it_is_not_answered(tmp_path: Path) -> N
         pipe.close()
 
 
-def test_a_guardian_that_gets_no_word_kills_its_workers() -> None:
+def test_a_guardian_that_gets_no_message_kills_its_workers() -> None:
     with subprocess.Popen(
         [sys.executable, "-S", "-c", "import signal; signal.pause()"], start_new_session=True
     ) as child:
@@ -167,7 +167,7 @@ def test_a_guardian_that_gets_no_word_kills_its_workers() -> None:
         guardian.close()
 
 
-def test_the_register_of_a_guardian_keeps_the_time_until_the_next_word() -> None:
+def test_the_register_of_a_guardian_keeps_the_time_until_the_next_message() -> None:
     register = Register()
     assert not register.feed(b"+7\n")
     assert register.feed(b"=2.5\n+8\n")

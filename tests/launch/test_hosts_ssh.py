@@ -476,7 +476,7 @@ def test_large_and_undecodable_output(run: RunScript) -> None:
         assert set(lines) == {*expected, ""}
 
 
-def test_a_reader_that_stands_still_costs_no_worker_its_life(run: RunScript) -> None:
+def test_a_reader_that_stops_reading_kills_no_worker(run: RunScript) -> None:
     """As after Ctrl-S in a terminal. The workers block in print; the launcher still answers their hosts."""
     source = """
         import sys

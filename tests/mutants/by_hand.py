@@ -1,6 +1,6 @@
 """Mistakes that an engineer could make in the modules that run threads, sockets and torch.
 
-Locks are dropped, orders are swapped, checks are skipped, and what was taken is not given back.
+Locks are dropped, orders are swapped, checks are skipped, and resources are not released.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mistakes in calls, references, connections and what guards them."""
+"""Mistakes in calls, references, connections, and the code that guards them."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ CALLS = (
     ),
     Mutant(
         "agent/line.py",
-        "a peer that takes nothing is waited for without an end",
+        "a sender waits forever for a peer that takes nothing",
         "                if now - moved > self._serving.patience:",
         "                if False:",
         (
@@ -286,7 +286,7 @@ CALLS = (
     ),
     Mutant(
         "agent/fates.py",
-        "news of an earlier incarnation end the present one",
+        "news of an earlier incarnation ends the present one",
         '            if incarnation and fate.incarnation not in ("", incarnation):\n                return False\n',
         "",
         (
@@ -296,7 +296,7 @@ CALLS = (
     ),
     Mutant(
         "agent/fates.py",
-        "what happens during an examination is not looked at",
+        "an event during an examination does not start another one",
         "                self._again.add(peer)\n",
         "",
         ("tests/agent/test_fates.py",),
@@ -330,7 +330,7 @@ CALLS = (
     ),
     Mutant(
         "refs/deaths.py",
-        "references to the values of a replaced worker work on",
+        "references to the values of a replaced worker stay valid",
         "                    self._tables.gone[ref] = lost_value(ref, self._names)",
         "                    pass",
         ("tests/refs/test_stale_refs.py",),
@@ -367,7 +367,7 @@ CALLS = (
     ),
     Mutant(
         "agent/door.py",
-        "a crowd pushes out the peers among it",
+        "a full door also turns away authenticated peers",
         " if not guest.visitor.trusted]",
         "]",
         ("tests/agent/test_door.py",),
@@ -402,7 +402,7 @@ CALLS = (
     ),
     Mutant(
         "transport/segments.py",
-        "memory that was given back still counts",
+        "released memory still counts",
         "                self._budget.warm -= other.warm\n",
         "",
         ("tests/transport/test_segments.py",),

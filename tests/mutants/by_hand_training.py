@@ -1,4 +1,4 @@
-"""Mistakes in what runs passes, steps and checkpoints."""
+"""Mistakes in the code that runs passes, steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ TRAINING = (
     ),
     Mutant(
         "autograd/gradients.py",
-        "a gradient that others have is stored without a copy",
+        "a gradient that other code holds is stored without a copy",
         "_laid_out_as(gradient if ours else gradient.clone(), leaf)",
         "_laid_out_as(gradient, leaf)",
         ("tests/autograd/test_gradients.py",),
@@ -196,7 +196,7 @@ TRAINING = (
     ),
     Mutant(
         "autograd/gradients.py",
-        ".grad of before is not put back after a hook has raised",
+        "the old .grad is not restored after a hook has raised",
         "            finally:\n                leaf.grad = before",
         "            except ZeroDivisionError:\n                raise\n            leaf.grad = before",
         ("tests/autograd/test_gradients.py",),
@@ -210,7 +210,7 @@ TRAINING = (
     ),
     Mutant(
         "autograd/runner.py",
-        "a run stays the thread's after it has ended",
+        "a thread keeps its run after the run has ended",
         "            functions.thread.run = before\n",
         "",
         ("tests/autograd/test_runner.py",),
@@ -231,7 +231,7 @@ TRAINING = (
     ),
     Mutant(
         "optim/gradients.py",
-        ".grad of before a step is not put back",
+        "the old .grad is not restored after a step",
         "            param.grad = gradient\n\n\n@torch",
         "            pass\n\n\n@torch",
         (
@@ -241,14 +241,14 @@ TRAINING = (
     ),
     Mutant(
         "optim/gradients.py",
-        ".grad and the context have one tensor",
+        ".grad and the context share one tensor",
         "            param.grad = gradient.clone()",
         "            param.grad = gradient",
         ("tests/optim/test_optim_steps.py",),
     ),
     Mutant(
         "edges/crossing.py",
-        "what a compression has taken away is added again and again",
+        "the remainder of a compression is added more than once",
         "            found = self._kept.pop(key, None)\n            if found",
         "            found = self._kept.get(key)\n            if found",
         (

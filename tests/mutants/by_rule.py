@@ -1,10 +1,10 @@
-"""Mistakes that a rule makes: the places of a pure module where one small change gives another valid program.
+"""Mutants by rule: the places of a pure module where one small change gives another valid program.
 
 The rules are the usual ones: a comparison, a boolean or an arithmetic operator becomes its neighbour; a condition is
 negated; a number grows by one; a flag flips; a statement is left out; a function returns nothing.
 
 The rules leave alone annotations, docstrings, the text of messages, ``__repr__``, ``__slots__`` and logging. A change
-there is no mistake of the state machine.
+there is not a mistake in the state machine.
 
 A module has some hundred such places, and each run tries a sample of them. The sample depends on the text of each place
 and on a seed, and not on its line: an edit elsewhere in the file leaves the sample as it is.
@@ -96,7 +96,7 @@ class _Text:
 
 
 def changes_of(source: str) -> list[Change]:
-    """All mutants of a module, in the order of its text."""
+    """All mutants of a module, in the order of its source."""
     text = _Text(source)
     found = []
     for function, node, new in _places(ast.parse(source), text):
@@ -111,7 +111,7 @@ def changes_of(source: str) -> list[Change]:
 
 
 def sample(changes: list[Change], count: int, seed: int) -> list[Change]:
-    """``count`` of them, chosen by the text of each and the seed."""
+    """``count`` of these changes, chosen by the text of each and the seed."""
 
     def draw(change: Change) -> bytes:
         return hashlib.sha256(f"{seed} {change.key}".encode()).digest()
@@ -152,7 +152,7 @@ def _statements(body: list[ast.stmt], function: str) -> Iterator[tuple[str, ast.
 
 
 def _is_declaration(statement: ast.stmt) -> bool:
-    """Imports, docstrings, ``__slots__``, logging, and what only a type checker reads."""
+    """Whether it is an import, a docstring, ``__slots__``, logging, or code for the type checker only."""
     if isinstance(statement, ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Pass | ast.Assert):
         return True
     if isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):

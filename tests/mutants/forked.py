@@ -1,7 +1,7 @@
 """Run the unit tests of a module against changed sources of it, each in a forked process.
 
 The parent process has imported torch and pytest, and nothing of the package: a child starts to test within a second,
-where an interpreter of its own would import torch for two. The child imports the changed module in place of the file.
+while a new interpreter would need two to import torch. The child imports the changed module in place of the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch  # noqa: F401 the children need it
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "src" / "backhaul"
-_MEMORY = 16 << 30  # of addresses: a mutant may loop and append
+_MEMORY = 16 << 30  # of address space: a mutant may append to a list in an endless loop
 _OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:pytest_cov", "-m", "not slow")
 
 
@@ -42,7 +42,7 @@ class Trial(NamedTuple):
 
 class Verdict(NamedTuple):
     trial: Trial
-    status: int | None  # of pytest; None: it did not end in time
+    status: int | None  # the exit status of pytest; None if it did not end in time
     seconds: float
     output: str
 
@@ -87,7 +87,7 @@ def _test(trial: Trial, output: str) -> None:
 
 
 def verdicts(trials: Iterable[Trial], abreast: int) -> Iterator[Verdict]:
-    """What pytest says of each, as they end. ``abreast`` run at a time."""
+    """Pytest's verdict on each trial, as they end. ``abreast`` trials run at a time."""
     context = multiprocessing.get_context("fork")
     waiting = iter(trials)
     running: dict[int, tuple[Any, Trial, float, str]] = {}

@@ -1,4 +1,4 @@
-"""The pure modules, the unit tests of each, and why some mutants of them are no mistakes."""
+"""The pure modules, the unit tests of each, and why some of their mutants are not mistakes."""
 
 from __future__ import annotations
 

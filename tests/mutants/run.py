@@ -3,20 +3,21 @@
 Two kinds of mutants. `by_rule.py` changes an operator, a number or a statement of a pure module (`pure.py` lists them
 with their unit tests); a sample of each module is tried. `by_hand.py` lists mistakes that an engineer could make in the
 modules that run threads, sockets and torch: a lock that is dropped, an order that is swapped, a check that is skipped,
-something that is not given back.
+a resource that is not released.
 
 A mutant that no test notices is a survivor: a test is missing, or the code that it broke is not needed, or the mutant
-is no mistake. In the last case an excuse says why. The run fails if a survivor has no excuse, or if fewer than nine of
-ten mutants are caught; a mutant by hand that does not apply any more fails it too.
+is not a mistake. In the last case an excuse says why. The run fails if a survivor has no excuse, or if fewer than nine
+of ten mutants are caught; a mutant by hand that does not apply any more fails it too.
 
     python tests/mutants/run.py                  all
     python tests/mutants/run.py refs             those with this text in their file, or in what they do
     python tests/mutants/run.py --hand | --rule  one kind only
     python tests/mutants/run.py --each 60 --seed 2   another, larger sample
 
-The rules are those of mutmut and cosmic-ray. Neither is used: cosmic-ray, for one, starts an interpreter for a mutant,
-which imports torch for two seconds before the first test, and changes the files of the working tree. `forked.py` forks
-from one process that has imported torch, changes no file, and tries several mutants of one module at a time.
+The rules are those of mutmut and cosmic-ray. Neither tool is used. Cosmic-ray, for example, starts an interpreter for
+each mutant, which imports torch for two seconds before the first test, and it changes files of the working tree.
+`forked.py` forks from one process that has imported torch, changes no file, and tries several mutants of one module at
+a time.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _PASSED = 0
 
 
 class Tally:
-    """What became of the mutants so far; prints each that is not caught."""
+    """The outcomes of the mutants so far. Prints each mutant that is not caught."""
 
     def __init__(self, verbose: bool) -> None:
         self._verbose = verbose
@@ -80,7 +81,7 @@ def _is_wanted(wanted: Sequence[str], *texts: str) -> bool:
 
 
 def _first_failure(output: str, *, in_time: bool = True) -> str:
-    """The test that has failed, by what pytest printed."""
+    """The test that has failed, from pytest's output."""
     if not in_time:
         return "a test that did not end"
     found = re.search(r"^(?:FAILED|ERROR) (\S.*)$", output, flags=re.MULTILINE)

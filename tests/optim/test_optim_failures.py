@@ -260,13 +260,13 @@ def test_workers_that_are_killed() -> None:
         text, done, errors = crew[0].run(step_and_tell)
         assert done == ("worker0", "worker2")
         assert errors == {"worker1": ("WorkerLostError", "worker1")}
-        assert "on 'worker1' it failed, and may have been done: WorkerLostError" in text
-        assert "it is done on 'worker0', 'worker2'" in text
+        assert "worker 'worker1' failed, but may have done its part: WorkerLostError" in text
+        assert "done on 'worker0', 'worker2'" in text
         assert crew[0].run(step_again_and_tell) == (("worker0", "worker2"), ["param_groups", "state"])
         assert crew[0].run(make_and_tell) == (("worker0",), ["WorkerLostError"])
 
 
 def test_a_partial_error_says_whether_the_step_may_have_been_done() -> None:
-    assert "may have been done" in str(PartialError("the step", (), {"worker1": RpcTimeoutError("late")}))
-    assert "may have been done" in str(PartialError("the step", (), {"worker1": WorkerLostError("dead", "worker1")}))
-    assert "may have been done" not in str(PartialError("the step", (), {"worker1": ValueError("wrong")}))
+    assert "may have done" in str(PartialError("the step", (), {"worker1": RpcTimeoutError("late")}))
+    assert "may have done" in str(PartialError("the step", (), {"worker1": WorkerLostError("dead", "worker1")}))
+    assert "may have done" not in str(PartialError("the step", (), {"worker1": ValueError("wrong")}))

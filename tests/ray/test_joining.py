@@ -43,7 +43,7 @@ HERE = {"State": "ALIVE", "Pid": 7, "Address": {"NodeID": "node"}}
         (HERE, False, Ending("7", "has ended; Ray says: node node is dead")),
     ],
 )
-def test_what_ray_says_about_a_process(actor: Any, node_lives: bool, found: Ending | None) -> None:
+def test_the_end_of_a_process_as_ray_reports_it(actor: Any, node_lives: bool, found: Ending | None) -> None:
     assert ending_of(LIFE, actor, node_lives) == found
 
 

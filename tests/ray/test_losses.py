@@ -84,7 +84,7 @@ def test_a_worker_comes_back_as_a_new_incarnation(nodes: Any, tmp_path: Path) ->
         assert restored == ["worker1", "worker1"]
 
 
-def test_what_on_rejoin_raises_is_raised_at_the_end(nodes: Any) -> None:
+def test_an_exception_of_on_rejoin_is_raised_at_the_end(nodes: Any) -> None:
     def spoil(worker: backhaul.ray.RayWorker) -> None:
         raise ValueError(f"no part for {worker.name}")
 

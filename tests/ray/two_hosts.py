@@ -17,7 +17,7 @@ from backhaul import rpc
 from backhaul.worker import current
 
 QUICK = 10.0
-"""A call fails as soon as the kernel closes the connection. Ray takes a silent host for dead after 15 s or more."""
+"""A call fails as soon as the kernel closes the connection. Ray considers a silent host dead after 15 s or more."""
 
 
 def say(*words: object) -> None:
@@ -79,7 +79,7 @@ def main() -> None:
         except rpc.WorkerLostError:
             say("restarted")
 
-        # The other host is cut off. Ray takes its node for dead after a while, and so does the group.
+        # The other host is cut off. After a while Ray considers its node dead, and so does the group.
         say("cut")
         for name in ("far", "farther"):
             reason, seconds = verdict(name, 120.0)

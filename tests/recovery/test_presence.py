@@ -84,7 +84,7 @@ def test_a_worker_that_cannot_be_reached_is_lost_until_it_answers() -> None:
         assert pair[0].rpc_sync("worker1", number) == 7
 
 
-def test_a_broken_connection_that_is_made_again_is_no_loss() -> None:
+def test_a_broken_connection_that_is_made_again_is_not_a_loss() -> None:
     faults = Faults()
     with InProcessCluster(3, faults=faults) as three:
         three[0].rpc_sync("worker1", number)
@@ -159,7 +159,7 @@ def test_a_callback_needs_a_function_and_a_worker() -> None:
         rpc.on_joined(lambda info: None)
 
 
-def test_the_end_of_a_group_is_no_loss() -> None:
+def test_the_end_of_a_group_is_not_a_loss() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with InProcessCluster(3) as three:

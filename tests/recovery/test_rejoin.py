@@ -75,7 +75,7 @@ def test_a_stale_reference_says_which_process_had_the_value_and_which_is_there_n
             assert refusal.value.worker == "worker2"
             assert f"worker 'worker2' (incarnation {old}" in str(refusal.value)
             assert f"worker 'worker2' (incarnation {new}" in str(refusal.value)
-            assert "Make the value anew" in str(refusal.value)
+            assert "Create it again" in str(refusal.value)
         assert rpc.remote("worker2", torch.ones, args=(2,)).to_here().tolist() == [1.0, 1.0]
 
 
@@ -136,7 +136,8 @@ def fetch(value: rpc.RRef[torch.Tensor]) -> list[float]:
 
 
 def test_a_successor_waits_until_its_predecessor_has_been_given_up(three: InProcessCluster) -> None:
-    """The layers above are still being told of the death when the new process greets: it must not be taken for dead."""
+    """The layers above are still being told of the death when the new process greets. They must not treat it as
+    dead."""
     fates = three[0].agent.fates
     begun, go_on = threading.Event(), threading.Event()
 
@@ -168,7 +169,7 @@ def keep(value: Any) -> None:
     held["stale"] = value
 
 
-def test_what_the_old_process_held_is_freed(three: InProcessCluster) -> None:
+def test_references_that_the_old_process_held_are_freed(three: InProcessCluster) -> None:
     with three[0].as_current():
         mine = rpc.RRef(torch.ones(3))
         three[0].rpc_sync("worker2", keep, args=(mine,))
@@ -216,7 +217,7 @@ def test_the_place_of_a_dead_worker_is_kept_for_its_name(three: InProcessCluster
 
 
 @pytest.mark.parametrize("incarnation", ["x" * 65, "\u2028"])
-def test_a_greeting_whose_incarnation_is_none_is_refused(three: InProcessCluster, incarnation: str) -> None:
+def test_a_greeting_with_an_invalid_incarnation_is_refused(three: InProcessCluster, incarnation: str) -> None:
     """Errors show the text, and the peer chooses it."""
     agent = three[0].agent
     hello = Hello(agent.membership.group, 2, "worker2", 0, incarnation=incarnation)

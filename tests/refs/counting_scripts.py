@@ -1,6 +1,6 @@
-"""Scripts for `Counting`, one transition at a time: what each worker is told, and what it answers, literally.
+"""Scripts for `Counting`, one transition at a time: what each worker is told, and what it answers, word for word.
 
-A script is a table of ``worker, call, answer``. The workers are O (mostly the owner), U (the creator of the value), V
+A script is a table of ``worker, call, answer``. The workers are O (usually the owner), U (the creator of the value), V
 and W. Messages are carried by hand, so a script reads like a drawing of the race that it tests.
 """
 
@@ -37,7 +37,7 @@ def hears(peer: int, notice: Any) -> Callable[[Counting], list[Action]]:
 
 
 def play(*scripts: list[Step]) -> dict[int, Counting]:
-    """The workers after these scripts."""
+    """Play these scripts, and return the workers."""
     workers = {rank: Counting(rank) for rank in (O, U, V, W)}
     for counting in workers.values():
         for rank in workers:

@@ -18,7 +18,8 @@ PATIENCE = 30.0
 
 
 class _Sited(Transport):
-    """A transport on a machine: its kernel knows which processes there are over, and nothing about other machines."""
+    """A transport on a machine. Its kernel knows which processes of that machine have ended, and nothing about other
+    machines."""
 
     def __init__(self, inside: MemoryTransport, machine: str) -> None:
         self._inside = inside
@@ -63,7 +64,7 @@ class MortalGroup:
             self.join(rank)
 
     def join(self, rank: int) -> None:
-        """A worker comes, or takes the place of one that is dead."""
+        """Add a worker, or replace a dead one."""
         options = RpcOptions(rpc_timeout=PATIENCE, unresponsive_after=None)
         inside = self._transports[rank] = MemoryTransport(self._network, options)
         transport: Transport = _Sited(inside, self._machines[rank])
@@ -74,7 +75,7 @@ class MortalGroup:
         )
 
     def kill(self, rank: int) -> None:
-        """The worker is gone in the middle of what it does: it says no goodbye, and stays on the list of members."""
+        """Kill a worker in the middle of its work. It sends no goodbye, and stays on the list of members."""
         worker = self.workers.pop(rank)
         self._dead.append(worker)
         self._transports[rank].close()

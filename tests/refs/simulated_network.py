@@ -3,8 +3,8 @@
 A connection is made by one worker to another; requests go one way, replies the other. Each direction has two
 queues, *calls* and *mail*, that do not wait for each other.
 
-When a connection breaks, or one of its ends dies, a random tail of each queue is lost and an `End` follows; what
-comes before it may still be delivered at any time. Whatever is written afterwards is lost.
+When a connection breaks, or one of its ends dies, a random tail of each queue is lost and an `End` follows. Messages
+before it may still be delivered at any time. Messages that are written later are lost.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Answer(NamedTuple):
 
 
 class End(NamedTuple):
-    """Nothing comes after it."""
+    """The end of a queue: no message follows."""
 
 
 UserMessage = Call | Create | Created
@@ -78,7 +78,7 @@ class Queue:
 
 
 class Connection:
-    """Made by ``opener``, whose requests it takes to ``acceptor``, and the replies back."""
+    """A connection that ``opener`` has made. It takes requests to ``acceptor``, and replies back."""
 
     def __init__(self, number: int, opener: int, acceptor: int) -> None:
         self.number = number
@@ -115,11 +115,11 @@ class Network:
         self.filled: dict[Queue, None] = {}
 
     def between(self, one: int, other: int) -> list[Connection]:
-        """All connections that there have been between two workers."""
+        """All connections between two workers so far."""
         return self._between.setdefault((min(one, other), max(one, other)), [])
 
     def connect(self, opener: int, acceptor: int) -> Connection:
-        """A new connection; to a dead worker, one that ends at once."""
+        """A new connection. A connection to a dead worker ends at once."""
         self._made += 1
         connection = Connection(self._made, opener, acceptor)
         self.between(opener, acceptor).append(connection)
@@ -144,7 +144,7 @@ class Network:
         return message
 
     def notice(self, connection: Connection, end: int) -> None:
-        """This end knows that the connection is broken."""
+        """Note that this end knows that the connection is broken."""
         connection.noticed.add(end)
         if len(connection.noticed) == 2:
             self.broken.pop(connection, None)

@@ -1,4 +1,4 @@
-"""What happened in a `simulation`, told briefly."""
+"""A short record of what happened in a `simulation`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALWAYS = "dies", "learns death of", "breaks", "notices end of"
 
 
 class Trace:
-    """Events: who, what it does, with what."""
+    """Events: the worker, what it does, and with what."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
@@ -23,7 +23,7 @@ class Trace:
         self.events.append(event)
 
     def lines(self, *about: RefId) -> list[str]:
-        """All events, or those that concern these references; of very many, the last."""
+        """All events, or those about these references; only the last ones if there are very many."""
         if not about:
             return [" ".join(map(show, event)) for event in self.events]
         named: set[Any] = set(about)
@@ -49,7 +49,7 @@ def _parts(thing: Any) -> list[Any]:
 
 
 def show(thing: Any) -> str:
-    """Short, for people."""
+    """A short text for people."""
     if isinstance(thing, ShareId):
         return f"s{thing.sharer}.{thing.number}"
     if isinstance(thing, Brought):

@@ -28,7 +28,7 @@ from backhaul.refs.mailbox import Inbox, Outbox
 
 
 class SimulationError(AssertionError):
-    """Counting did not keep a promise. The text says which, and how to replay it."""
+    """A check of counting has failed. The text says which, and how to replay the program."""
 
 
 class Worker:
@@ -83,7 +83,7 @@ class World:
             self.lost.add(message.ref)
 
     def use(self, worker: Worker, ref: RefId) -> None:
-        """See what `to_here` would find."""
+        """Check what `to_here` would find."""
         owner = self.workers[ref.owner]
         is_there = ref in owner.values or ref in self.under_way or ref in self.lost
         if ref in worker.claims and owner.alive and not is_there:
@@ -143,7 +143,7 @@ class World:
             worker.gone.add(ref)
 
     def check_all(self) -> None:
-        """Nothing can happen any more: values with claims exist, and nothing else is left."""
+        """Check the end, when nothing can happen any more: values with claims exist, and nothing else is left."""
         living = self.living()
         # The owner may have heard of a creation that did not arrive from other workers, or not at all.
         missing = self.lost | self.under_way
@@ -179,7 +179,7 @@ class World:
             raise self.failure(f"{what}: {show(found)}, not {show(expected)}", *about, *refs)
 
     def check_empty(self) -> None:
-        """Owners do not remember creations one by one."""
+        """Check that owners do not remember creations one by one."""
         for worker in self.living():
             for creator, numbers in worker.counting._settled.items():
                 if len(numbers) > 1 and creator not in worker.dead:

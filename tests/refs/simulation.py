@@ -57,15 +57,15 @@ __all__ = ["Simulation", "SimulationError", "run"]
 _MOST_WORKERS = 5
 
 Happening: TypeAlias = tuple[Callable[..., None], tuple[Any, ...]]
-"""What to call, with what."""
+"""A function to call, and its arguments."""
 
 
 class Style:
-    """What the programs of a seed are like."""
+    """The properties of the programs of a seed."""
 
     def __init__(self, random: Random) -> None:
         pick = random.choice
-        self.pace = pick([0.4, 0.55, 0.7])  # how much of what happens is not the program's doing
+        self.pace = pick([0.4, 0.55, 0.7])  # the share of events that the program itself does not cause
         self.chance = pick([0.03, 0.3, 1.0])  # the other choices go by priorities: see `happen`
         self.breaks = pick([0.0, 0.03, 0.1])
         # A ring program passes references on from worker to worker, and none keeps them.
@@ -127,7 +127,7 @@ class Simulation(World):
         self.check_empty()
 
     def happenings(self, stale: bool = True) -> list[Happening]:
-        """All that can happen next. Unless ``stale``, what broken connections have in them waits."""
+        """All that can happen next. Unless ``stale``, messages in broken connections wait."""
         workers = self.workers
         found: list[Happening] = [
             (self.deliver, (queue,)) for queue in self.network.filled if stale or not self.is_stale(queue)
@@ -147,7 +147,7 @@ class Simulation(World):
         return found
 
     def happen(self, stale: bool = True) -> bool:
-        """Let one of them happen. False if there is none.
+        """Let one of these happen. False if there is none.
 
         To find the races that need several long delays at once, it is not enough to choose at random: most
         choices go by priorities, which are random but stay the same for a while.
@@ -376,7 +376,7 @@ class Simulation(World):
         self.give_up_creations(worker, lambda over: over.acceptor == dead)
 
     def examine(self, worker: Worker, rank: int) -> None:
-        """Try to reach a worker that another worker takes for dead."""
+        """Try to reach a worker that another worker considers dead."""
         worker.suspects.discard(rank)
         if rank not in worker.dead:
             self.connect(worker, rank)
@@ -455,7 +455,7 @@ class Simulation(World):
             worker.todo.append((None, to, Call(self.share(worker, refs, to, None))))
             return
         if to in worker.dead:
-            self.share(worker, refs, to, None)  # what comes of a race between two threads
+            self.share(worker, refs, to, None)  # a possible result of a race between two threads
             return
         inbound = [connection for connection in self.network.between(worker.rank, to) if connection.opener == to]
         if inbound and self.random.random() < 0.4:
@@ -522,7 +522,7 @@ def _take_one(copies: Counter[RefId], ref: RefId) -> None:
 
 
 def run(seeds: Iterable[int], **parts: Any) -> Counter[str]:
-    """Run programs; how much happened in them."""
+    """Run programs. Returns how much happened in them."""
     tally: Counter[str] = Counter()
     for seed in seeds:
         simulation = Simulation(seed, **parts)

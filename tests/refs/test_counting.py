@@ -1,4 +1,4 @@
-"""Counting, one transition at a time: what each worker is told, and what it answers, literally.
+"""Counting, one transition at a time: what each worker is told, and what it answers, word for word.
 
 See `counting_scripts` for how to read the scripts.
 """
@@ -564,7 +564,7 @@ def test_a_sweep_about_a_worker_that_lives_is_answered() -> None:
     assert counting.lives(2) == []
 
 
-def test_a_worker_that_lives_is_not_taken_for_dead() -> None:
+def test_a_worker_that_lives_is_not_treated_as_dead() -> None:
     counting = Counting(1)
     counting.joined(2)
     counting.handle(0, Sweep((2,)))

@@ -1,4 +1,4 @@
-"""What becomes of notices for a worker that is gone, and of the references that it held."""
+"""What happens to notices for a worker that is gone, and to the references that it held."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_request_that_is_made_for_a_lost_line(pair: InProcessCluster) -> None:
             line for line in (pair[0].rpc_sync("worker1", who), *pair[0].agent.calling()) if not isinstance(line, str)
         ]
         cut(pair)
-        # What a call does that has found the line just before it was lost.
+        # The steps of a call that has found the line just before it was lost.
         agent = pair[0].agent
         frame = agent._call_frame(1 << 40, line, agent.pack(who, (value,), {}))
         with pytest.raises(rpc.WorkerLostError):

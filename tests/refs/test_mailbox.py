@@ -1,4 +1,4 @@
-"""Mailbox: in order and once, whatever the connections do."""
+"""Mailbox: notices arrive in order and once, whatever the connections do."""
 
 from __future__ import annotations
 

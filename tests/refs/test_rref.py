@@ -111,7 +111,7 @@ def gate() -> str:
 
 @pytest.fixture(params=["memory", "sockets"])
 def workers(request: pytest.FixtureRequest) -> Iterator[InProcessCluster]:
-    """Three workers; the first is current. At the end nothing is left of references anywhere."""
+    """Three workers; the first is current. At the end no worker has any value or reference left."""
     with InProcessCluster(3, sockets=request.param == "sockets") as made, made[0].as_current():
         yield made
         _kept.clear()
@@ -264,7 +264,7 @@ def test_a_failed_creation_is_raised_by_every_use(workers: InProcessCluster) -> 
                 use()
 
 
-def test_creation_that_cannot_be_sent(workers: InProcessCluster) -> None:
+def test_a_creation_that_cannot_be_sent(workers: InProcessCluster) -> None:
     with pytest.raises(rpc.UnknownWorkerError):
         rpc.remote("nobody", Account)
     with pytest.raises(rpc.UnsendableError):
@@ -308,7 +308,7 @@ def test_timeouts(workers: InProcessCluster, gate: str) -> None:
 
 
 def test_a_reference_that_is_dropped_on_an_idle_worker_wakes_its_watch(workers: InProcessCluster) -> None:
-    """Its next look at things may be seconds away."""
+    """Otherwise the watch thread might look only seconds later."""
     rref = rpc.remote("worker1", Account, args=(1,))
     rref.to_here()
     wait_until(lambda: workers[0].agent.watch.asleep)
@@ -430,7 +430,7 @@ def fetch_kept(name: str) -> Any:
     return _kept[name].to_here()
 
 
-def test_what_a_lost_worker_held_is_freed_and_what_it_owned_raises() -> None:
+def test_a_lost_worker_s_references_are_freed_and_its_values_raise() -> None:
     with InProcessCluster(3) as workers, workers[0].as_current():
         held = [rpc.remote("worker1", Account, args=(i,)) for i in range(10)]
         rpc.rpc_sync("worker2", keep, args=("held", held))

@@ -1,7 +1,8 @@
 """Counting under random programs, broken connections and deaths; and proof that the simulation notices mistakes.
 
-Each mistake below is a rule of `refs.counting` or `refs.mailbox` that was left out, and names the race that it opens.
-Most show within some hundred programs; those that take two deaths in one chain, or three delays at once, are rare.
+Each class below plants a mistake: it leaves out a rule of `refs.counting` or `refs.mailbox`. Its docstring names the
+race that this opens. Most show within some hundred programs; those that take two deaths in one chain, or three delays
+at once, are rare.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class UnpinsOnReceipt(Counting):
 
 
 class ReleasesUnconfirmed(Counting):
-    """A user gives up its entry before the owner has listed it, and its sharer waits for ever."""
+    """A user gives up its entry before the owner has listed it, and its sharer waits forever."""
 
     def _leave_if_idle(self, ref: RefId) -> list[Action]:
         entry = self._used.get(ref)
@@ -82,14 +83,14 @@ class PinsForTheDead(Counting):
 
 
 class NeverRecalls(Counting):
-    """The sharer waits for ever for what a broken connection has lost."""
+    """The sharer waits forever for a message that a broken connection has lost."""
 
     def connection_ended(self, over: Hashable) -> list[Action]:
         return []
 
 
 class RecallsEverything(Counting):
-    """What went over another connection is recalled, too, and has lost its pin when it arrives."""
+    """A share that went over another connection is recalled, too, and has no pin any more when it arrives."""
 
     def connection_ended(self, over: Hashable) -> list[Action]:
         peers = {pin.to for pin in self._pins.values() if pin.over == over}
@@ -128,7 +129,7 @@ class ForgetsTheCreator(Counting):
 
 
 class ForgetsReleases(Counting):
-    """A creation that comes after its release is kept for ever."""
+    """A creation that comes after its release is kept forever."""
 
     def _settle(self, ref: RefId) -> bool:
         self._settled.clear()
@@ -173,7 +174,7 @@ class AnswersUnconfirmed(Counting):
 
 
 class TakesOldAnswers(Counting):
-    """The answer to a question about one counts for the question about two."""
+    """The answer to a question about one dead worker counts for a question about two."""
 
     def _on_swept(self, peer: int, dead: tuple[int, ...]) -> list[Action]:
         return super()._on_swept(peer, tuple(self._dead))
@@ -199,7 +200,7 @@ class SweepsAsOwnerOnly(Counting):
 
 
 class WaitsForNewcomers(Counting):
-    """A sweep waits for the answer of one that was never asked."""
+    """A sweep waits for the answer of a worker that was never asked."""
 
     def joined(self, worker: int) -> None:
         super().joined(worker)
@@ -208,7 +209,7 @@ class WaitsForNewcomers(Counting):
 
 
 class KeepsQuestionsOfTheDead(Counting):
-    """What a dead worker has asked is never forgotten."""
+    """The questions of a dead worker are never forgotten."""
 
     def died(self, worker: int) -> list[Action]:
         question = self._sweeps._questions.get(worker)
@@ -292,12 +293,13 @@ def test_the_simulation_notices(mistake: type[Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mistake", RARE_MISTAKES)
-def test_the_simulation_notices_some_day(mistake: type[Any]) -> None:
+def test_the_simulation_notices_a_rare_mistake(mistake: type[Any]) -> None:
     assert_noticed(mistake, 10_000)
 
 
 class TwoLocks(Simulation):
-    """A driver that puts notices into the outboxes later than it asks for them, so that two threads can swap theirs."""
+    """A driver that puts notices into the outboxes after it has released the lock, so that two threads can swap
+    theirs."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

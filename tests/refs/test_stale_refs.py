@@ -1,4 +1,5 @@
-"""References to values of a process that another one has replaced: they are refused at once, also by newcomers to them.
+"""References to values of a process that another one has replaced are refused at once, also by workers that get them
+late.
 
 A message may bring such a reference late: its sender knew of no replacement when the message was made.
 """

@@ -139,7 +139,7 @@ def test_another_user_does_not_even_get_into_the_directory() -> None:
 
 
 @as_root
-def test_another_user_is_refused_by_the_kernel_s_word_alone() -> None:
+def test_the_kernel_s_report_alone_refuses_another_user() -> None:
     """The directory and the socket are open to all, so only SO_PEERCRED protects the worker."""
     with listening() as (transport, listener):
         path = Path(transport.addresses.unix or "")

@@ -167,7 +167,7 @@ def test_a_timeout_is_kept(monkeypatch: pytest.MonkeyPatch, last: float) -> None
     assert 0.0499 <= clock.now - start < 0.06
 
 
-def test_a_timeout_in_the_middle_of_staying_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_while_a_thread_stays_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch, comes_after=5.0)
     start = clock.now
     assert not poll_awake(clock.poll, rhythm_of(0.001), 0.0005, MOST)

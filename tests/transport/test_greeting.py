@@ -100,7 +100,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_connections_that_come_to_nothing_leave_no_descriptor(group: Group) -> None:
+def test_failed_connections_leave_no_descriptor(group: Group) -> None:
     transport, door = group.door(lambda hello: Welcome(0, "worker0", "no"))
     asking = group.transport()
     before = descriptors()

@@ -1,4 +1,4 @@
-"""A recorded exchange of messages, ways to feed it to a decoder, and what must come out."""
+"""A recorded exchange of messages, ways to feed it to a decoder, and the expected messages."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def take(decoder: Decoder, pieces: Iterable[bytes]) -> list[Envelope]:
 
 
 def take_in_place(decoder: Decoder, pieces: Iterable[bytes]) -> list[Envelope]:
-    """As a transport does it: `writable`, `wrote`, `next`."""
+    """Feed the decoder as a transport does: `writable`, `wrote`, `next`."""
     done = []
     for piece in pieces:
         while piece:
@@ -113,19 +113,19 @@ def resident() -> int:
 
 
 def outcome(data: bytes, pieces: Iterable[bytes] | None = None, limit: int = 64 << 30) -> list[Envelope] | None:
-    """Messages so far, or None after a ProtocolError; anything else is a failure of the test."""
+    """The decoded messages, or None after a ProtocolError. Any other exception fails the test."""
     decoder = Decoder(limit)
     try:
         got = take(decoder, [data] if pieces is None else pieces)
     except ProtocolError:
         got = None
-    # Doubling, with half of it free, is the most that collecting costs.
+    # Collecting at most doubles the buffer, and leaves half of it free.
     assert len(decoder._buffer) <= 4 * len(data) + 2 * SMALL
     return got
 
 
 def unpack(envelopes: Sequence[Envelope]) -> None:
-    """What a worker does with trees next: that, too, may only blame the peer or the names it gave."""
+    """Unpack the trees, as a worker does next. This may raise only ProtocolError and MisuseError."""
     for envelope in envelopes:
         message, tensors = envelope.message, envelope.tensors
         if isinstance(message, Call | Result | Failure | Create):
@@ -140,7 +140,7 @@ def unpack(envelopes: Sequence[Envelope]) -> None:
 
 
 def recorded() -> list[tuple[Any, Sequence[torch.Tensor]]]:
-    """Call, Result, Failure and all the rest, with nested values and several kinds of tensors."""
+    """Messages of every kind, with nested values and several kinds of tensors."""
     base = torch.arange(6.0)
     args = (
         base[:4],

@@ -1,4 +1,4 @@
-"""Tensors of all kinds, there and back, and what must have arrived."""
+"""Sends tensors of all kinds there and back, and checks what arrived."""
 
 from __future__ import annotations
 

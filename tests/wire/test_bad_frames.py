@@ -1,4 +1,4 @@
-"""Frames that lie: headers, metadata, and lengths that do not come."""
+"""Frames that lie: bad headers, bad metadata, and lengths that are claimed but never arrive."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_msgspec_still_refuses_what_the_decoder_relies_on() -> None:
             pass
 
 
-# Lengths that are claimed, and do not come.
+# Lengths that are claimed, but never arrive.
 
 
 def one_tensor(nbytes: int) -> bytes:

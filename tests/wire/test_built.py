@@ -1,4 +1,4 @@
-"""Instances that come from a peer that may lie are built by calling their class, of checked parts."""
+"""Instances from a peer that may lie are built by calling their class with checked parts."""
 
 from __future__ import annotations
 

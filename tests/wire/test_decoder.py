@@ -1,7 +1,7 @@
 """Bytes -> messages: whatever the bytes and however they are cut, there is one answer or one error.
 
-The decoder may return messages, wait for more, or raise ProtocolError; nothing else, and no memory beyond
-what has arrived is touched. `test_bad_frames` and `test_decoder_fuzz` try to get something else from it.
+The decoder may return messages, wait for more, or raise ProtocolError, and nothing else. It touches no memory beyond
+what has arrived. `test_bad_frames` and `test_decoder_fuzz` try to break these rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Every single-bit flip of an exchange, and random frames: messages, a wait for more, or ProtocolError."""
+"""Every single-bit flip of an exchange, and random frames: the decoder returns messages, waits for more, or raises
+ProtocolError."""
 
 from __future__ import annotations
 
@@ -39,13 +40,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_every_single_bit_flip_of_the_exchange() -> None:
-    """Messages, wait for more, or ProtocolError; then values, ProtocolError or MisuseError."""
+    """The decoder returns messages, waits for more, or raises ProtocolError. Unpacking gives values, ProtocolError or
+    MisuseError."""
     assert len(outcome(STREAM) or ()) == len(EXCHANGE)  # warm caches before memory is looked at
     before = resident()
     refused = 0
     start = 0
     for place, frame in enumerate(FRAMES):
-        # What was before the flip is decoded as ever; what comes after it may be taken for its rest.
+        # Messages before the flip are decoded as usual. Bytes after it may be read as part of the damaged message.
         rest = b"".join(FRAMES[place : place + 3])
         for bit in range(8 * len(frame)):
             flipped = bytearray(rest)
@@ -131,7 +133,7 @@ def same(got: Any, sent: Any) -> bool:
 
 
 def judge(data: bytes, cuts: Sequence[int]) -> None:
-    """In one piece or in many, by either way in: the same, and within bounds."""
+    """Check that the outcome is the same, and within bounds, in one piece or in many, and by both ways of feeding."""
     whole = outcome(data)
     decoder = Decoder()
     try:
@@ -160,7 +162,7 @@ WIDE = [*EDGES, 1 << 32, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
 @fuzz("framed")
 @given(scripts, cutting)
 def test_random_bodies_in_good_frames(script: Script, cuts: list[int]) -> None:
-    """Metadata that is msgpack, or starts like it, under lengths that are right, or not."""
+    """Metadata that is msgpack, or starts like it, under right or wrong lengths."""
     kind = script.pick([*KINDS, 0, 9])
     fields = [script.number(256), *("x" for _ in range(script.pick([0, 0, 4]))), tree_from(script)]
     body = msgspec.msgpack.encode(fields[: script.pick([1, 2, 6, 6])])
@@ -181,7 +183,7 @@ WORDS = [1, 2, 3, 0, 4, 8, 1 << 31, 1 << 62, (1 << 63) - 1, -1, -(1 << 63)]
 @fuzz("tables")
 @given(scripts, cutting)
 def test_tables_of_plausible_fields(script: Script, cuts: list[int]) -> None:
-    """Tables that hold together but for a lie or two, or none."""
+    """Tables that are consistent, except for one or two lies, or none."""
     liar = script.number(2)
 
     def lies(chance: int) -> bool:
@@ -223,7 +225,7 @@ def test_tables_of_plausible_fields(script: Script, cuts: list[int]) -> None:
 
 
 def mutate(script: Script) -> bytes:
-    """Some frames of the exchange, with a few bytes changed, lost, repeated or put in."""
+    """Some frames of the exchange, with a few bytes changed, lost, repeated or inserted."""
     first = script.number(len(FRAMES))
     data = bytearray(b"".join(FRAMES[first : first + 1 + script.number(3)]))
     for _ in range(1 + script.number(2)):

@@ -1,4 +1,4 @@
-"""What upper layers add to the codec: types of their own, and names that were agreed on."""
+"""What upper layers add to the codec: their own types, and names that the parties have agreed on."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_large_buffer_between_two_in_segments(pool: Pool) -> None:
 
 
 def test_several_frames_after_each_other(pool: Pool) -> None:
-    """Where the buffers of one frame lie is not taken for where those of the next do."""
+    """The places of one frame's buffers do not apply to the next frame."""
     x, y = torch.arange(10), torch.arange(5.0)
     frames = [pool.frame(1, [x, y], (1, 0)), bytes(encode(Result(2, [3, 0]), [y, x])), pool.frame(3, [y, x], (0, 2))]
     data = b"".join(frames)
@@ -152,7 +152,7 @@ def test_a_tensor_gives_its_segment_back(pool: Pool) -> None:
     assert os.pread(pool._made[0], 1, control) == b"\x00"
 
 
-# What is wrong with it.
+# Malformed frames.
 
 
 def placed(table: bytes, payload: bytes = b"", kind: int = 4) -> bytes:
@@ -195,7 +195,7 @@ class DeviceLender:
 
 
 def test_a_buffer_in_device_memory_is_taken_later() -> None:
-    """By the thread that handles the message, on a stream of its own."""
+    """The thread that handles the message takes it, on its own stream."""
     lender = DeviceLender()
     (envelope,) = Decoder(segments=lender).receive_data(placed(single([10], 10, DEVICE_PLACE | 2)))
     assert lender.lent == [(2, 10)]
@@ -226,7 +226,7 @@ def test_the_limit_is_for_all_of_a_message(pool: Pool) -> None:
 @settings(max_examples=1500, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False), st.sampled_from(PLACES))
 def test_mutated_frames(pool: Pool, random: object, ids: Sequence[int]) -> None:
-    """A message, a wait for more, or ProtocolError: in one piece or in many, the same of them."""
+    """The decoder returns a message, waits for more, or raises ProtocolError: the same in one piece and in many."""
     number = random.randrange  # type: ignore[attr-defined]
     data = bytearray(pool.frame(1, some(), ids) + bytes(encode(Ping(5))))
     for _ in range(1 + number(3)):

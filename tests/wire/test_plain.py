@@ -1,4 +1,4 @@
-"""Maps are found in the bytes, before anything is decoded."""
+"""Maps are found in the bytes before anything is decoded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices that go over other connections: how a large frame is spread, and put together again. Without I/O."""
+"""Slices that go over other connections: how a large frame is split, and joined again. Without I/O."""
 
 from __future__ import annotations
 

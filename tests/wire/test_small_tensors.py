@@ -1,4 +1,4 @@
-"""The short way for one small tensor makes the bytes of the general way, and understands them."""
+"""The short way for one small tensor writes and reads the same bytes as the general way."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OTHERS = {
 
 
 def general(tensor: torch.Tensor) -> Packed:
-    """As if it was not the only one: no short way is taken."""
+    """Pack by the general way, which also takes several tensors."""
     return tensors._pack([tensor])
 
 
@@ -64,7 +64,7 @@ def land_short(table: bytes, data: bytes) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_quick_way_makes_the_same_bytes_as_the_general_way(kind: str) -> None:
+def test_the_short_and_the_general_way_make_the_same_bytes(kind: str) -> None:
     tensor = KINDS[kind]
     small = pack_small(tensor)
     assert small is not None
@@ -91,12 +91,12 @@ def test_every_dtype_by_both_ways(dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_short_way_in_gives_what_the_general_way_gives(kind: str) -> None:
+def test_the_short_and_the_general_way_receive_the_same_tensor(kind: str) -> None:
     tensor = KINDS[kind]
     packed = general(tensor)
     (expected,) = land(packed)
     got = land_short(packed.table, b"".join(packed.buffers))
-    if got is None:  # a Parameter, or one with a bit set: the general way has it
+    if got is None:  # a Parameter, or a tensor with a bit set: the general way handles it
         assert type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg()
         return
     check_same(got, expected)
@@ -157,7 +157,7 @@ def test_a_reader_in_inference_mode_takes_the_general_way() -> None:
 
 
 def test_every_single_bit_flip_by_both_ways() -> None:
-    """What the short way takes, the general way takes too, and makes the same of it."""
+    """Whatever the short way accepts, the general way accepts too, with the same result."""
     sent = torch.arange(6.0).reshape(2, 3).requires_grad_()
     packed = general(sent)
     data = b"".join(packed.buffers)

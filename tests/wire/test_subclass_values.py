@@ -1,4 +1,4 @@
-"""Tensor subclasses as values: what arrives is what was sent, and a tree that no codec makes is refused."""
+"""Tensor subclasses as values: they arrive as they were sent, and a tree that no codec makes is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Weight(nn.Parameter):
 
 
 class Slotted(Tensor):
-    """Travels as pickle has it."""
+    """Defines its own pickling, so it is pickled."""
 
     __slots__ = ("extra",)
 
@@ -108,7 +108,7 @@ def test_a_parameter_subclass() -> None:
     assert got.is_leaf
 
 
-def test_a_subclass_that_pickle_knows_better() -> None:
+def test_a_subclass_with_its_own_pickling_is_pickled() -> None:
     got = trip(slotted())
     assert type(got) is Slotted
     assert got.extra == 5
@@ -122,7 +122,7 @@ def test_a_wrapper_of_a_parameter() -> None:
 
 
 def test_a_wrapper_without_a_part_that_has_gradients() -> None:
-    """It is made as pickle makes it, and would lose its history."""
+    """It is pickled, and would lose its history."""
     odd = Wrapping(torch.ones(2, dtype=torch.int64))
     assert trip(odd).inner.tolist() == [1, 1]
     _, packing = CODEC.pack(tagged().requires_grad_())
@@ -163,7 +163,7 @@ def test_gradients_as_plain_tensors() -> None:
 
 
 def recorded(value: Any) -> Any:
-    """What arrives of a value whose tensors are recorded: here their history goes right through."""
+    """What arrives of a value whose tensors are recorded. Here their history is kept."""
     tree, packing = CODEC.pack(value)
     return CODEC.unpack(tree, packing.tensors)
 
@@ -215,7 +215,7 @@ def test_a_gradient_of_another_class() -> None:
 
 
 def test_a_wrapper_of_integers_that_requires_grad() -> None:
-    """There is nothing in it that gradients could go through."""
+    """None of its tensors can have a gradient."""
 
     odd = Tensor._make_wrapper_subclass(Wrapping, (2,), dtype=torch.float32, requires_grad=True)
     odd.inner = torch.ones(2, dtype=torch.int64)

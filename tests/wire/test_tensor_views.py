@@ -1,4 +1,4 @@
-"""Views of one storage: they alias again where they arrive, and bring no more of it than they show."""
+"""Views of one storage: they alias again at the receiver, and bring only the bytes that they show."""
 
 from __future__ import annotations
 

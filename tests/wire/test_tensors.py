@@ -1,4 +1,4 @@
-"""Tensors -> table and buffers -> tensors: what arrives is equal, clean, and its receiver's own."""
+"""Tensors -> table and buffers -> tensors: they arrive equal, clean, and owned by the receiver."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_no_tensors() -> None:
         Landing.parse(b"", 1)
 
 
-def test_huge_pages_are_a_linux_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_pages_are_requested_on_linux_only(monkeypatch: pytest.MonkeyPatch) -> None:
     landing._madvise.cache_clear()
     monkeypatch.setattr(landing.sys, "platform", "darwin")
     landing._ask_for_huge_pages(0, 1 << 30)

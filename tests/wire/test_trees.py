@@ -188,7 +188,7 @@ def test_any_tree_is_a_value_or_refused(tree: Any) -> None:
 
 @pytest.mark.parametrize("part", [(1,), [(1,)], {"a": (1,)}, {1: (1,)}], ids=repr)
 def test_siblings_are_not_deeper_than_each_other(part: Any) -> None:
-    """The limit is for nesting: many parts beside each other do not reach it."""
+    """The limit applies to nesting only: many parts side by side do not reach it."""
     value = [part] * 3000
     tree, packing = SAFE.pack(value)
     assert SAFE.unpack(tree, packing.tensors) == value

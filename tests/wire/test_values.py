@@ -198,7 +198,7 @@ def test_partials() -> None:
     odd = functools.partial(len)
     odd.note = "x"  # type: ignore[attr-defined]
     assert trip(odd).note == "x"
-    with pytest.raises(UnsendableError, match="take them off"):
+    with pytest.raises(UnsendableError, match="remove them"):
         SAFE.pack(odd)
 
 
@@ -300,7 +300,7 @@ def test_arrays_of_more_than_bytes_are_pickled(array: Any) -> None:
     got = trip(array)
     assert got.dtype == array.dtype
     np.testing.assert_array_equal(got, array)
-    with pytest.raises(UnsendableError, match="more than its bytes"):
+    with pytest.raises(UnsendableError, match="cannot be sent as its bytes"):
         SAFE.pack([array])
     record = np.zeros(2, "i4,f8")[0]
     assert trip(record) == record

@@ -117,7 +117,7 @@ class Stateful:
 
 
 class Opaque:
-    """Only pickle knows what to do with it."""
+    """Only pickle can send it."""
 
     def __init__(self, content: Any) -> None:
         self.content = content

@@ -1,8 +1,8 @@
 """Activity: what the threads of a worker are doing for peers at this moment, and what they wait for.
 
-This is for people who inspect a running worker, above all one that hangs. They look after the fact, so the notes are
-taken all the time. Each costs a fraction of a microsecond. Each thread writes its own notes without a lock, and other
-threads read them.
+The notes are for people who inspect a running worker, above all one that hangs. By then it is too late to begin, so the
+notes are taken all the time. Each costs a fraction of a microsecond. Each thread writes its own notes without a lock,
+and other threads read them.
 
 - A thread that handles messages has one `Note`, and writes there which message it handles.
 - A thread that waits for the reply to its own call writes this into the slot of the request (`pending.Slot`). The slot

@@ -107,7 +107,7 @@ class Connecting:
             channel.close()
             raise AuthenticationError(
                 f"the address of worker {member.name!r} (rank {member.id}) is answered by {welcome.name!r} "
-                f"(rank {welcome.id})"
+                f"(rank {welcome.id}): the store has an old address; use a fresh store"
             )
         self.greeted(msgspec.structs.replace(member, incarnation=welcome.incarnation), reached=True)
         if agent.observers:

@@ -13,15 +13,15 @@ which nothing ran and nothing was under way, so nothing can start any more. (One
 taken at different times.)
 
 There are two **stages**. In the first, all work ends. In the second, all members give up their references, and the
-messages about that end, too.
+stage ends when the owners have been told.
 
 The leader leaves last. It answers once all living members have sent `AwaitEnd`, and stays until they have hung up, so
 that no member mistakes its departure for a death.
 
 The group waits for an unreachable member until the member answers or is known to be dead (`fates`). Every ten seconds a
 waiting worker logs which members it waits for. The log line is a warning if a member cannot be reached, or if all have
-asked for the end and work still goes on. It is no warning if others have not asked for the end yet: a server that has
-nothing else to do waits here for hours.
+asked for the end and work still goes on. Otherwise its level is INFO: a server that has nothing else to do waits here
+for hours.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Farewell:
         return [info.name for info, future in awaited if future is None or not future.done()]
 
     def _names_of_busy(self, tallies: dict[int, Counts]) -> list[str]:
-        """The members that work, or that calls are under way to. All members if the tallies do not tell."""
+        """The members that work, or to which calls are under way; all members if the tallies do not say."""
         names = {info.id: info.name for info in self._agent.members()}
         busy = {rank for rank, (idle, _, _) in tallies.items() if not idle}
         for rank, (_, sent, _) in tallies.items():
@@ -265,7 +265,7 @@ class Farewell:
     ) -> Any:
         """The answer of a member. Asks again as long as only the connection is lost.
 
-        Otherwise a worker could take a living member for dead, and wait for others that wait for it. Raises
+        Otherwise a worker could conclude that a living member is dead, and wait for others that wait for it. Raises
         `WorkerLostError` if the member has ended, and `RpcTimeoutError` at the deadline.
         """
         while True:

@@ -185,7 +185,7 @@ class Fates:
         )
 
     def require(self, peer: WorkerInfo) -> None:
-        """Raise `WorkerLostError` if a peer is known to be over, else have it examined. The caller does the waiting."""
+        """Raise `WorkerLostError` if a peer is known to be over, else have it examined. Does not wait."""
         fate = self._agent.link(peer).fate
         if fate.over:
             raise WorkerLostError(f"worker {peer.name!r} is lost: {fate.reason}", peer.name)

@@ -74,7 +74,7 @@ class FederatedExecution(Execution):
             entry = self.entries.get(name)
             function = self._permissions.names(sender.name).get(name) if entry is None else entry(sender)
             if function is None:
-                raise MisuseError("it is not exposed to it")
+                raise MisuseError("it is not exposed to this peer")
             if message.mark is not None:
                 context.run(self.recording.enter, message.mark, sender)
             opened = True
@@ -126,8 +126,9 @@ class FederatedExecution(Execution):
     ) -> Cargo:
         if claimed(tensors) > self._max_message_bytes:
             raise UnsendableError(
-                f"tensors whose shapes stand for more than {self._max_message_bytes} bytes beyond their memory, since "
-                "they are expanded, empty, sparse or on the meta device: no worker of a federation takes them"
+                f"tensors whose shapes stand for more than {self._max_message_bytes} bytes beyond their memory, "
+                "because they are expanded, empty, sparse or on the meta device, are refused in a federation: send "
+                "tensors that have all of their memory"
             )
         return super()._load(mark, tensors, packing, to, coded, reply=reply)
 

@@ -4,8 +4,8 @@ Theory of operation
 -------------------
 A `Lead` is a set of lines and the role of leading them. The **leader** is a pool thread: it waits for bytes on all
 lines of the lead, reads, and runs each request on the spot, so a short request costs no hand-over between threads. Two
-leaders would compete for the interpreter, and for being awake. So all lines of a worker share one lead, as long as
-their requests are short.
+leaders would compete for the interpreter, and for the right to stay awake. So all lines of a worker share one lead, as
+long as their requests are short.
 
 A request may be long, though, and must not keep other peers waiting:
 
@@ -51,10 +51,10 @@ _REQUESTS = (Call, Create, Fetch)
 
 
 def slow_seconds(processors: int) -> float:
-    """From how many seconds on a message counts as long.
+    """The number of seconds from which a message counts as long.
 
-    Waking another thread, and passing the interpreter from thread to thread, costs some 0.05 ms. Beyond that, messages
-    that run side by side gain whatever time they spend outside the interpreter, if there are processors for them.
+    Waking another thread, and passing the interpreter from thread to thread, costs some 0.05 ms. Longer messages gain
+    from running side by side: the time that they spend outside the interpreter, if there are processors for them.
     """
     return 0.0005 if processors <= 4 else 0.0002
 
@@ -62,7 +62,7 @@ def slow_seconds(processors: int) -> float:
 class Pace:
     """How long the messages of a line keep its leader, on average. Pure.
 
-    An average of the last few: one message that takes long, because the machine was busy, makes no slow line.
+    The mean covers the last few messages, so a single long one, on a busy machine, does not make the line slow.
     """
 
     MEMORY = 4
@@ -70,7 +70,7 @@ class Pace:
     __slots__ = ("_long", "_mean", "_short", "_spent")
 
     def __init__(self, slow: float) -> None:
-        """``slow``: the mean from which on the line is slow. It is quick again below 0.4 times that."""
+        """``slow``: the mean from which the line counts as slow. Below 0.4 times that it is quick again."""
         self._long = slow
         self._short = 0.4 * slow
         self._mean = 0.0
@@ -87,7 +87,7 @@ class Pace:
 
     @property
     def slow(self) -> bool:
-        """Whether a message takes long, also one that is only partly read."""
+        """Whether the line is slow. A message that is only partly read counts, too."""
         return self._mean > self._long or self._spent > self.MEMORY * self._long
 
     @property
@@ -154,7 +154,7 @@ class Lead:
                 raise
 
     def start(self) -> None:
-        """Lead the only line of this lead on a pool thread, beginning with what has been read of it."""
+        """Lead the only line of this lead on a pool thread, beginning with what has been read from it."""
         with self._lock:
             token = self._role.take()
         if token:
@@ -203,7 +203,7 @@ class Lead:
             if over:
                 epoll.close()
                 return None
-            # Without a timeout, because epoll takes seconds and poll takes milliseconds.
+            # No timeout is given, because the unit differs: seconds for epoll, milliseconds for poll.
             ready = poll_awake(epoll.poll, self._rhythm, None, self._most_awake)
             self._came.extend(descriptor for descriptor, _ in ready)
 
@@ -246,7 +246,7 @@ class Lead:
         return came
 
     def _serve(self, line: Served, token: int) -> bool:
-        """Run the requests that have been read of a line. False if the lead has been passed on."""
+        """Run the requests that have been read from a line. False if the lead has been passed on."""
         serving = self._serving
         state = serving.state
         watch = serving.watch

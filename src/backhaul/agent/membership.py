@@ -51,7 +51,7 @@ _LONGEST_PAUSE = 0.1
 _ASKED_IN_A_SECOND = 1000
 _MOST_RECORDS = 64  # in one request to the store
 _PATIENCE = 0.05
-"""The pause between two looks, as a share of the time waited so far. So no member is noticed much too late."""
+"""The pause between two looks, as a share of the time waited so far: it bounds the relative delay of a notice."""
 _NAME_BYTES = 16
 _INCARNATION_BYTES = 6
 _RENEW_PAUSE = 5.0

@@ -98,7 +98,7 @@ class Read(Event, frozen=True, gc=False):
 
 
 class Drained(Event, frozen=True, gc=False):
-    """Of the messages that have been read on a served line, each is over, or its thread waits for a peer."""
+    """Every message that has been read on a served line is over, or its thread waits for a peer."""
 
     peer: str
     line: int

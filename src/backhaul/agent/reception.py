@@ -59,11 +59,11 @@ class Reception:
     def _judge_guest(self) -> str:
         """Why a guest is refused; empty if it is admitted. A guest has no group, and need not know this worker."""
         if not self._agent.trust.shows:
-            return "a member of a federation shows itself to nobody"
+            return "a member of a federation does not let guests inspect it"
         if self._agent.closed.is_set():
             return LEAVING
         if len(self._agent.serving.lines_of(GUEST)) >= _MAX_GUESTS:
-            return f"{_MAX_GUESTS} others are looking at it already"
+            return f"it already has {_MAX_GUESTS} guests, such as `backhaul top`: end one of them"
         return ""
 
     def _is_member(self, hello: Hello) -> bool:

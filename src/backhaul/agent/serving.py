@@ -174,7 +174,7 @@ class Serving:
         self._max_detached = num_worker_threads
         self._most_awake = most_awake
         self.slow = slow_seconds(len(os.sched_getaffinity(0)))
-        """From how many seconds on a message counts as long: see `leading`."""
+        """The number of seconds from which a message counts as long: see `leading`."""
         self._shared = Lead(self, most_awake)
         self._seen: dict[Lead, int] = {}
         self._seen_finished = 0

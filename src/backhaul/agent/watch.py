@@ -63,7 +63,8 @@ class Watch:
         self._listeners: dict[int, tuple[Any, Callable[[Any], None]]] = {}
         self._lines: dict[int, Calling] = {}
         self.unread: set[Calling] = set()
-        """Lines whose futures may have no waiting thread. Waiting threads read them. Some may have no futures left."""
+        """Lines with futures that perhaps no thread waits for. Threads that wait for many lines read these, too. A line
+        may stay here for a while after its last future."""
         self._soon: set[Calling] = set()  # lines to watch at the next tick if no thread reads them
         self._strays: set[Calling] = set()  # lines without futures on which a message may still come
         self._kept: Counter[Calling] = Counter()  # lines to read whenever data comes -> by how many callers

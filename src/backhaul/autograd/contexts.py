@@ -130,7 +130,7 @@ class Record:
         """For each rank that starts passes: its passes with ids below this are over."""
         self.over = False
         self.unread = False
-        """Whether a pass that was started here has put gradients into the context, and nobody has read them yet."""
+        """Whether a pass that was started here has put gradients into the context that have not been read yet."""
         self.introducer: int | None = None
         """Rank of the worker whose message told this worker of the context."""
         self.limit: int | None = None

@@ -58,7 +58,7 @@ class _Lending:
         return all(self._lent.get(leaf, thread) == thread for leaf in leaves)
 
 
-# Of the process: ``.grad`` belongs to the leaf, and workers of one process may have leaves in common.
+# Global to the process: ``.grad`` belongs to the leaf, and workers of one process may have leaves in common.
 _lending = _Lending()
 
 
@@ -84,7 +84,8 @@ def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor] | None:
-    """The gradients of leaves that were sent without a computation: those that came back. None if torch must run."""
+    """The gradients of leaves that were sent unchanged: exactly the gradients that came back. None if torch must
+    run."""
     found: dict[torch.Tensor, torch.Tensor] = {}
     for start, value in zip(starts, values, strict=True):
         if type(start) is not GradientEdge or type(start.node) is not _AccumulateGrad:
@@ -102,7 +103,8 @@ def without_a_run(starts: Sequence[Any], values: Sequence[torch.Tensor]) -> dict
 def run_hooks(
     leaves: Sequence[torch.Tensor], captured: Captured, check: Callable[[], None]
 ) -> list[torch.Tensor | None]:
-    """Run the post-accumulate hooks of leaves, with ``.grad`` as this pass alone makes it. Returns the new gradients.
+    """Run the post-accumulate hooks of leaves, with the gradient of this pass alone in ``.grad``. Returns the new
+    gradients.
 
     Such hooks read ``.grad``, or step an optimizer with it. Afterwards ``.grad`` has its old value. One pass has a leaf
     at a time; a thread that waits for a leaf calls ``check``, which raises if its own pass is over.

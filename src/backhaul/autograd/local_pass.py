@@ -179,7 +179,8 @@ class LocalPass:
                 ):
                     self.shortcuts[source] = Shortcut(source, recv.sender.id, recv.message)
                     self._passed[recv.message] = source
-                    # Others will give that worker its work, and it may have to report what only the starter waits for.
+                    # That worker will get its work from others, but its report comes to the starter, which must notice
+                    # its loss.
                     self._gave_to.add(recv.sender.id)
 
     def onward(self, source: int, recv: Recv | None) -> tuple[Shortcut, ...]:

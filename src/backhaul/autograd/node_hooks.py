@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Of the process: torch knows nodes and hooks, and no worker.
+# Global to the process: torch's nodes and hooks know no worker.
 _dicts: weakref.WeakValueDictionary[int, OrderedDict[int, Any]] = weakref.WeakValueDictionary()
 _seen: list[bool] = []  # not empty after the first hook: quicker to test than the dicts
 _register_hook: Any = torch.autograd.Function._register_hook

@@ -225,7 +225,7 @@ def _sharded_roots() -> list[Sequence[Any]]:
     return [states for states in roots.values() if states]
 
 
-# Of the process: modules belong to no worker, and process groups order their work by process.
+# Global to the process: modules belong to no worker, and process groups order their work by process.
 replicas = Replicas()
 register_module_module_registration_hook(replicas.notice)
 if torch.distributed.is_available() and torch.distributed.is_initialized():  # otherwise there are no replicas yet

@@ -45,7 +45,7 @@ _RATIOS = {
 
 
 class Floor(NamedTuple):
-    """How many times faster than torch a call must be, over TLS and plain. None: no matter how fast."""
+    """How many times faster than torch a call must be, over TLS and plain. None: there is no floor."""
 
     tls: float | None
     plain: float

@@ -21,7 +21,7 @@ _LABELS = {
 
 def examine(report: Report, said: Table) -> None:
     report.section("place")
-    report.fact("started by", ", inside of ".join(said.launchers) or "nobody known", launchers=list(said.launchers))
+    report.fact("started by", ", inside of ".join(said.launchers) or "unknown", launchers=list(said.launchers))
     for field, label in _LABELS.items():
         row: Row = getattr(said, field)
         report.fact(label, _text(row), value=row.value, source=row.source, over=list(row.over), problem=row.problem)

@@ -160,7 +160,7 @@ class _Porter:
             poll.register(descriptor, event)
         found = poll.poll(max(0.0, self._deadline - time.monotonic()) * 1000)
         if not found:
-            raise TimeoutError("nobody came")
+            raise TimeoutError("no connection arrived")
         return [descriptor for descriptor, _ in found]
 
 

@@ -40,7 +40,7 @@ def _tell_spawned() -> None:
         path = f"import sys; sys.path[:] = {data['sys_path']!r}; " if "sys_path" in data else ""
         return {"backhaul": _Beginning(path + STATEMENT), **data}
 
-    # Processes are started by the process.
+    # These patches are global to the process, because a process starts processes, and not a worker.
     multiprocessing.spawn.get_preparation_data = get_preparation_data
 
 

@@ -47,7 +47,7 @@ _MEMBERS = {
 }
 """Packages of torch with a module of ours -> its public names. Not imported here: that may take seconds."""
 
-_installed = False  # ``sys.modules`` is of the process
+_installed = False  # global to the process, like ``sys.modules``
 
 
 def is_installed() -> bool:

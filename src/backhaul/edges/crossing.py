@@ -202,7 +202,7 @@ class Crossing:
             if self._noisy[direction] >= chain.releases:
                 raise QuotaError(
                     f"{chain.releases} tensors were sent to {self.peer!r} with noise ({direction}), and that is the "
-                    "limit: more would tell more about their rows than their party allows"
+                    "limit (GaussianNoise(releases=...)): each further tensor would reveal more about their rows"
                 )
             self._noisy[direction] += 1
 

@@ -55,7 +55,7 @@ class Clip(Transform):
         return (rows * torch.clamp(self.norm / (norms + _SMALLEST), max=1.0)).reshape(tensor.shape)
 
 
-_warned = -math.inf  # of the process, as its log is
+_warned = -math.inf  # global to the process, like its log
 
 
 def _warn(rows: int) -> None:

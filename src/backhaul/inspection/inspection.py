@@ -1,7 +1,7 @@
 """Inspection: answers questions about a worker. No question changes anything.
 
 A question has a **topic** and arguments. Question and answer are plain data. A question may come from a member of the
-cluster or from a guest (`seeing.guest`). In a federation nobody may ask.
+cluster or from a guest (`seeing.guest`). A member of a federation refuses all questions.
 
     clock       this host's time, to align the clocks of several hosts
     context     what the worker has recorded in an autograd context, see `contexts`

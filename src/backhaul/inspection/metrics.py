@@ -32,7 +32,7 @@ LOOPBACK = "127.0.0.1"
 _LOCAL_RANK_VARIABLE = "LOCAL_RANK"
 _JOIN_SECONDS = 5.0
 
-# A registry of Prometheus is the process's, and takes one collector for all its workers.
+# Global to the process: a registry of Prometheus takes one collector for all workers of the process.
 _collectors: weakref.WeakKeyDictionary[CollectorRegistry, Collector] = weakref.WeakKeyDictionary()
 _registering = threading.Lock()  # around these
 

@@ -8,21 +8,22 @@ The launch as a whole::
         │             │            │            └──(all workers are over)──^
         └─────────────┴────────────┴──(a host cannot be used)──────────────^
 
-*gathering*: every host has to answer, and to have what the workers need. *listening*: the first host takes the port on
-which the group will meet. *reaching*: every host tries to connect to it. Only then are workers started, so that a wrong
-name or a firewall is an error that names the host, and not a group that never meets.
 *gathering*: every host must answer and have what the workers need. *listening*: the first host takes the port on
 which the group will meet. *reaching*: every host tries to connect to that port. Only then are workers started, so that
 a wrong name or a firewall causes an error that names the host, not a group that never meets.
+
+A host::
+
     connecting ──> setting up ──> ready ──> up ──(its connection ends)──> cut off ──(its lease ends)──> away
         ^                                   └──(no answer until its lease ends)──────────────────────────^  │
         └──────────────────────────────────────────(rejoin: after a pause)──────────────────────────────────┘
 
-Workers of a host that is *cut off* may still run. When its lease is over they do not (`lease`), and the workers of the
-other hosts are told. Without ``rejoin`` there is no waiting: the loss of a host ends the launch.
+Workers of a host that is *cut off* may still run. When the host's lease ends, they have been killed (`lease`), and the
+workers of the other hosts are told. Without ``rejoin`` the launcher does not wait for that: the loss of a host ends the
+launch.
 
-Workers of a host that is *cut off* may still run. When the host's lease ends they do not (`lease`), and the workers of
-the other hosts are told. Without ``rejoin`` nobody waits for that: the loss of a host ends the launch.
+A worker::
+
     waiting ──> running ──(ended)──> leaving ──(its process group is gone)──> over
        ^                                └──────────(it is restarted)─┐
        └─────────────────────────────────────────────────────────────┘

@@ -119,10 +119,10 @@ class Fleet:
 
     @contextmanager
     def _not_suspended(self) -> Iterator[None]:
-        """Refuse Ctrl-Z with a message: the hosts would take a suspended launcher for dead."""
+        """Refuse Ctrl-Z with a message: the hosts would conclude that a suspended launcher is dead."""
 
         def refuse(signum: int, frame: FrameType | None) -> None:
-            self._say("the launcher ignores Ctrl-Z: its hosts would take it for dead and end the workers")
+            self._say("the launcher ignores Ctrl-Z: its hosts would consider it dead and end the workers")
 
         previous = signal.getsignal(signal.SIGTSTP)
         if previous is signal.SIG_DFL:

@@ -4,7 +4,7 @@ The steward talks to the launcher over its standard input and output (`protocol`
 Three events end all workers of the host at once:
 
 - the end of the steward's input: the launcher or the connection is gone;
-- the end of its lease (`lease`): the launcher has not answered for so long that it takes the workers for lost;
+- the end of its lease (`lease`): the launcher has not answered for so long that it considers the workers lost;
 - the steward's own death or suspension: its guardian then ends the workers.
 
 One thread does all the work, in the loop of a `Supervisor`.

@@ -273,8 +273,8 @@ class RemoteModule(Spread):
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Convert the module as ``fn`` converts tensors. ``half``, ``to`` and others of a parent call this on children.
 
-        ``fn`` cannot be sent. So it is tried on tensors here, and what it does to dtypes and memory formats is done to
-        the module. The module stays on its device, since ``fn`` names devices of this process.
+        ``fn`` cannot be sent. So it is tried on tensors here, and the same changes of dtypes and memory formats are
+        made to the module. The module stays on its device, since ``fn`` names devices of this process.
         """
         conversion = conversion_of(fn)
         if any(conversion):

@@ -84,4 +84,4 @@ class Claims:
         return len(self._claims)
 
 
-claims = Claims()  # of the process: see above
+claims = Claims()  # global to the process: see above

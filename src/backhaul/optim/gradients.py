@@ -15,7 +15,7 @@ Gradients = Sequence[torch.Tensor | None]
 def require(context_id: int | None) -> None:
     """Raise `ContextError` if there is no such context here.
 
-    None stands for ``.grad``. Raises `MisuseError` for None if the open context has gradients that nobody has read.
+    None stands for ``.grad``. Raises `MisuseError` for None if the open context has gradients that have not been read.
     """
     if context_id is None:
         current_worker.get().autograd.require_read()

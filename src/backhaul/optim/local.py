@@ -27,7 +27,7 @@ News = Changes | Literal[False] | None
 
 
 _ID_BITS = 62
-# By random number. Of the process: its workers may have parameters in common, and so optimizers.
+# By random number. Global to the process, because its workers may share parameters, and so optimizers.
 _here: weakref.WeakValueDictionary[int, LocalOptimizer] = weakref.WeakValueDictionary()
 
 

@@ -67,9 +67,9 @@ def _slices(rows: Iterable[Any]) -> Iterator[list[Any]]:
         yield part
 
 
-# The garbage collector is the process's.
+# Global to the process, because its workers share the garbage collector.
 _lock = threading.Lock()
-_pauses = 0  # of this process, like the collector itself
+_pauses = 0  # pauses that have begun and not ended
 _was_on = False  # before the first pause
 
 

@@ -45,7 +45,7 @@ without an entry, they tell it whether the value is still to come or has been fr
 
 **Lives.** A worker that died may be replaced: another process has its rank. So a reference also names the process of
 its owner (``life``). A value of an earlier process will not come, and a death takes the values of one process only. A
-reference to a value of the new process may come while we have not met that process, or still take the old one for
+reference to a value of the new process may come while we have not met that process, or still consider the old one
 alive. Then it registers once we have met the new process (`Seek`, `revived`).
 
 **Deaths.** Dead workers are struck off the lists. A dead worker may have passed a reference on. Then this worker first
@@ -192,7 +192,8 @@ class Counting:
         (self._use(ref) if entry is None else entry).copies += 1
 
     def created(self, ref: RefId, *, lost: bool = False) -> list[Action]:
-        """The owner has confirmed the creation or, with ``lost``, nobody knows whether it happened. Call it once."""
+        """The owner has confirmed the creation; with ``lost`` it has not, and the creation may or may not have
+        happened. Call it once."""
         entry = self._used.get(ref)
         if entry is not None:
             entry.lost = lost
@@ -403,7 +404,7 @@ class Counting:
         return actions
 
     def revived(self, worker: int) -> list[Action]:
-        """A worker that we took for dead is back, or another process has taken its place.
+        """A worker that we considered dead is back, or another process has taken its place.
 
         The references that it held are dropped. Those that it is given from now on count. Those that we were given to
         its values register now.

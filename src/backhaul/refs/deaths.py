@@ -41,7 +41,8 @@ class Deaths:
         self.ended: weakref.WeakSet[Any] = weakref.WeakSet()
         """Connections that have ended. Their requests may still be running."""
         self.left: list[str] | None = None
-        """What workers held that have left. None: nobody asks, as long as the group goes on."""
+        """The references that workers still held when they left, as text. None until `Holdings.expect_none`: before
+        that, no check needs them."""
         self._sweep_timer: threading.Timer | None = None
         agent.on_connection_ended.append(self._on_connection_ended)
         agent.on_connected.append(self._on_connected)
@@ -66,7 +67,7 @@ class Deaths:
     def _on_replaced(self, before: Member, after: Member) -> None:
         """Another process has the name and rank of a peer. The end of the old process has been handled already."""
         rank = before.id
-        text = f"{before}, which had it, is over, and {after} has its place and none of its values. Make the value anew"
+        text = f"{before}, which had it, is over, and {after} has its place and none of its values. Create it again"
         with self._lock:
             life = life_of(after.incarnation) if self._trust.shows else 0
             self._names[rank] = after.info

@@ -96,7 +96,7 @@ class Holdings:
                 if not self._counting.expects(ref):
                     if self._counting.is_stale(ref):
                         raise stale(ref, self.me)
-                    raise MisuseError(f"there is no value {ref} on worker {self.me.name!r} any more")
+                    raise MisuseError(f"there is no value {ref} on worker {self.me.name!r} any more: create it again")
                 cell = self._cells[ref] = Cell()
             return cell
 
@@ -198,7 +198,8 @@ class Holdings:
             self.created(ref, None)
 
     def created(self, ref: RefId, error: Exception | None) -> None:
-        """The owner has answered or, with an error, nobody knows whether the owner makes the value."""
+        """The owner has answered. With ``error`` it has not, and this worker does not know whether the value will be
+        made."""
         with self._lock:
             if error is not None:  # before the pop: a thread that finds no creation then reads `_gone` without the lock
                 self._gone[ref] = kept(of_creation(error), self.me.name)
@@ -367,7 +368,8 @@ class Holdings:
         self._tables.act(after)
 
     def expect_none(self) -> None:
-        """All workers give up their references now: `leaks` also has what a worker holds that leaves before it."""
+        """All workers give up their references now. From now on `leaks` includes what a worker still holds when it
+        leaves."""
         with self._lock:
             self._deaths.left = []
 

@@ -21,7 +21,7 @@ class Names(dict[int, WorkerInfo]):
 
 def stale(ref: RefId, owner: WorkerInfo) -> WorkerLostError:
     """The error for a value of an earlier process that had the owner's place."""
-    text = f"the value {ref} is gone: another process was worker {owner.name!r} when it was made. Make it anew"
+    text = f"the value {ref} is gone: another process was worker {owner.name!r} when it was made. Create it again"
     return WorkerLostError(text, owner.name)
 
 

@@ -202,7 +202,10 @@ class References:
                 with self._agent.activity.waits(lambda: {"kind": "value", "ref": str(ref)}):
                     made = cell.wait(deadline)
                 if not made:
-                    raise RpcTimeoutError(f"RPC ran for more than set timeout: the value {ref} has not been made yet")
+                    raise RpcTimeoutError(
+                        f"RPC ran for more than set timeout: the value {ref} has not been made yet; call again to "
+                        "keep waiting"
+                    )
             finally:
                 if handling:
                     self._agent.serving.resumed()
@@ -226,7 +229,10 @@ class References:
         over = threading.Event()
         creation.when_done(lambda _: over.set())
         if not over.wait(seconds):
-            raise RpcTimeoutError(f"RPC ran for more than set timeout: the creation of {ref} is not confirmed yet")
+            raise RpcTimeoutError(
+                f"RPC ran for more than set timeout: the owner of {ref} has not confirmed its creation yet; call again "
+                "to keep waiting"
+            )
         creation.wait()
 
     # RRefs in messages.
@@ -318,7 +324,7 @@ class References:
             found = permissions.names(peer.name).method(value, name)
             if found is None:
                 what = f"the method {name!r} of a {type(value).__qualname__}"
-                raise permissions.refuse(peer.name, what, "there is none that is exposed to it")
+                raise permissions.refuse(peer.name, what, "no method of that name is exposed to this peer")
             return found
 
         def invoke_method(*arguments: Any) -> Future[Any]:
@@ -337,7 +343,8 @@ class References:
         self._holdings.release_all()
 
     def expect_none(self) -> None:
-        """All workers give up their references now: `leaks` also has what a worker holds that leaves before it."""
+        """All workers give up their references now. From now on `leaks` includes what a worker still holds when it
+        leaves."""
         self._holdings.expect_none()
 
     def leaks(self) -> list[str]:

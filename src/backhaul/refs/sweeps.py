@@ -10,7 +10,7 @@ workers, nothing that a dead worker sent is under way, and the references that i
 Workers that die during a sweep are added to the question. Workers that join during a sweep are not asked: a worker that
 was not in the group while the dead worker lived has nothing from it.
 
-It is assumed that a worker is dead if one worker takes it for dead. The driver examines every worker that a `Sweep`
+It is assumed that a worker is dead if one worker considers it dead. The driver examines every worker that a `Sweep`
 names, and then calls `Counting.died`. If the named worker answers, the driver calls `Counting.lives` instead: the
 asking worker is mistaken, or means a predecessor. Pure.
 """

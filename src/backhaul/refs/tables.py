@@ -53,7 +53,7 @@ class Tables:
         # Distinguishes this process from others that have had its rank.
         process = secrets.randbits(_PROCESS_BITS) + 1
         trust = agent.trust
-        # Peers that may not see our process need no ``life`` either: the owner lists what each of them was given.
+        # Peers that may not see our process do not need ``life``: the owner lists which values each of them was given.
         life = life_of(agent.membership.incarnation) if trust.shows else 0
         self.counting = Counting(
             agent.me.id, first_number=process << _NUMBER_BITS, direct=not trust.believes, life=life

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from backhaul.refs.rref import RRef
 
 _operator: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
-_numbers = itertools.count(1)  # of spans, in profiles of torch, which are of the process
+_numbers = itertools.count(1)  # numbers of spans; torch's profiles are global to the process
 _reports: WeakKeyDictionary[Any, Future[Any]] = WeakKeyDictionary()
 """For references made while a profiler was on: futures that complete when their reports arrive."""
 

@@ -77,7 +77,7 @@ class _Thread(threading.local):
         """Whether the profiler of this thread belongs to the listeners."""
 
 
-# Torch's profilers are of a thread or of the process, and know no worker.
+# Torch's profilers belong to a thread or to the process, and know no worker.
 _here = _Thread()
 _latest: weakref.ref[Any] | None = None  # the profile of the process that was started last
 

@@ -58,7 +58,7 @@ class _Turn:
         self._pause = _MIN_PAUSE
 
 
-# Of the process: its workers share the processors.
+# Global to the process: its workers share the processors.
 _turn = _Turn()
 
 

@@ -413,7 +413,7 @@ class _Fork(threading.local):
     copies: Mapping[_Lease, bytes] = {}
 
 
-_fork = _Fork()  # of a thread: a fork copies the process
+_fork = _Fork()  # for each thread, since only the thread that forks may use it
 
 
 def _before_fork() -> None:

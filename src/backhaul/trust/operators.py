@@ -103,8 +103,8 @@ def find(function: Any) -> Operator | None:
         return operator
     if is_native(function):
         raise MisuseError(
-            f"expose: torch.{getattr(function, '__name__', function)} is native code that takes too much on trust to "
-            f"be called by strangers: expose a function of your own that checks what it is given, or one of "
+            f"expose: torch.{getattr(function, '__name__', function)} is native code that does not check enough to "
+            f"be called by strangers: expose a function of your own that checks its arguments, or one of "
             f"{', '.join(sorted(TABLE))}"
         )
     return None

@@ -111,7 +111,7 @@ def _lower_partial(value: functools.partial[Any], packing: Packing) -> Any:
     if packing.bounds:
         raise Refusal("a partial does not go to a worker of a federation: pass the function and its arguments")
     if vars(value):
-        return packing.lower_unknown(value, "a partial with attributes of its own: take them off")
+        return packing.lower_unknown(value, "a partial with attributes of its own: remove them")
     return [
         trees.PARTIAL,
         packing.lower_part(value.func, ".func"),

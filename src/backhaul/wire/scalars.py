@@ -182,7 +182,7 @@ def numpy_lowerer(kind: type) -> Lower | None:
 def _lower_array(array: Any, packing: Packing) -> Any:
     numpy = sys.modules["numpy"]
     if array.dtype.kind not in _ARRAY_KINDS or not _ARRAY_DTYPE.fullmatch(array.dtype.str):
-        return packing.lower_unknown(array, f"an array of {array.dtype} is more than its bytes")
+        return packing.lower_unknown(array, f"an array of dtype {array.dtype} cannot be sent as its bytes")
     index = None
     if array.nbytes:
         flat = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)

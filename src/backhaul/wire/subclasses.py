@@ -258,7 +258,7 @@ class _Wrap(torch.autograd.Function):
         if type(gradient) is not form.kind:
             raise MisuseError(
                 f"the gradient of a {form.kind.__qualname__} from another worker is a {type(gradient).__qualname__}, "
-                "which cannot go back by the inner tensors of one: send a plain tensor, and wrap it there"
+                "which lacks the inner tensors of the first class: send a plain tensor, and wrap it there"
             )
         inner = [getattr(gradient, name) for name in form.names]
         if _is_masked(form.kind):

@@ -103,7 +103,7 @@ def meet_all(worker: Worker, seconds: float) -> None:
 
 
 _GIL_SAMPLES = 20
-_gil_profiling = False  # of the process, as torch's switch and the GIL are
+_gil_profiling = False  # global to the process, like torch's switch and the GIL
 
 
 def enable_gil_profiling(flag: bool) -> None:
