@@ -17,6 +17,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "autograd/graph.py": ("tests/autograd/test_graph.py",),
     "autograd/schedule.py": ("tests/autograd/test_schedule.py",),
     "devices/discipline.py": ("tests/devices/test_discipline.py",),
+    "devices/handover.py": ("tests/devices/test_handover.py",),
     "devices/maps.py": ("tests/devices/test_device_maps.py",),
     "environments/nodelists.py": ("tests/environments/test_nodelists.py",),
     "profiler/clocks.py": ("tests/profiler/test_clocks.py",),

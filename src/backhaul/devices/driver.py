@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from backhaul.devices.handover import Key
+
 Stream = int
 """A stream of the current thread's device, by the driver's handle; 0 is the default stream."""
-
-Key = tuple[int, int, int]
-"""A stream as torch names it: its id, the index of its device, and the type of device."""
 
 
 class DriverError(Exception):
@@ -100,6 +100,9 @@ class _ThreadState(threading.local):
 
 _state = _ThreadState()  # of a thread: where the driver's context is current
 
+current: Callable[[int], Key] = getattr(torch._C, "_cuda_getCurrentStream", lambda device: (0, device, 1))
+"""The current stream of the calling thread on a device. A torch without CUDA has no such function."""
+
 
 def current_stream(device: int) -> Stream:
     """The current stream of the calling thread on a device. After this, the thread can use the calls above."""
@@ -108,7 +111,7 @@ def current_stream(device: int) -> Stream:
         with torch.cuda.device(device):
             torch.cuda.set_device(device)
         _state.ready.add(device)
-    return handle(torch._C._cuda_getCurrentStream(device))
+    return handle(current(device))
 
 
 def handle(key: Key) -> Stream:
@@ -123,7 +126,7 @@ def torch_stream(device: int) -> torch.cuda.Stream:
     """The current stream of the calling thread on a device, as torch's object. ``torch.cuda.current_stream`` makes a
     new one for each call, which takes as long as enqueuing an operation.
     """
-    return _stream(torch._C._cuda_getCurrentStream(device))
+    return _stream(current(device))
 
 
 def _stream(key: Key) -> torch.cuda.Stream:
@@ -133,3 +136,35 @@ def _stream(key: Key) -> torch.cuda.Stream:
         found = torch.cuda.Stream(stream_id=id, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
         _streams[key] = found
     return found
+
+
+def new_stream(device: int) -> Key:
+    """A stream of torch's pool."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream.stream_id, stream.device_index, stream.device_type
+
+
+def make_current(keys: Sequence[Key]) -> None:
+    """Set the current streams of the calling thread. Torch also changes the current device then; this restores it."""
+    others = [key for key in keys if current(key[1]) != key]
+    if others:
+        here = torch._C._cuda_getDevice()
+        for id, index, kind in others:
+            torch._C._cuda_setStream(stream_id=id, device_index=index, device_type=kind)
+        torch._C._cuda_setDevice(here)
+
+
+class Event:
+    """An event of a device. It ends with this object."""
+
+    __slots__ = ("_event", "number")
+
+    def __init__(self, device: int) -> None:
+        with torch.cuda.device(device):
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()  # makes it
+        self.number = int(self._event.cuda_event)
+
+
+def new_event(device: int) -> Event:
+    return Event(device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from backhaul.devices.streams import Baton
+from backhaul.devices.streams import new_baton
 
 
 class _Claim:
@@ -42,7 +42,7 @@ class Claims:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
-        self.baton = Baton()
+        self.baton = new_baton()
         self._claims: list[_Claim] = []  # held or waiting, in the order in which they were made
 
     def on(self, objects: Iterable[object]) -> _Claim:
