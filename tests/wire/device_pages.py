@@ -1,0 +1,43 @@
+"""Segments of device memory as their receiver sees them before it opens them: a page that the peer has passed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from backhaul.devices import segments
+from backhaul.transport.segments import Borrowing
+
+
+class Pages:
+    """Pages of segments without memory. The first has the number 1, and the size that it claims is ``sizes[0]``."""
+
+    def __init__(self, *sizes: int) -> None:
+        self._pages = [_page(number + 1, size) for number, size in enumerate(sizes)]
+
+    def borrowing(self) -> Borrowing:
+        made = Borrowing()
+        for page in self._pages:
+            made.add([os.dup(page), os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)])
+        return made
+
+    def use(self) -> None:
+        """What the sender does when it takes the segments: all are marked as in use."""
+        for page in self._pages:
+            os.pwrite(page, b"\x01", 0)
+
+    def in_use(self) -> list[bool]:
+        return [os.pread(page, 1, 0) != b"\x00" for page in self._pages]
+
+    def close(self) -> None:
+        for page in self._pages:
+            os.close(page)
+
+
+def _page(number: int, size: int) -> int:
+    page = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(page, segments.PAGE)
+    fcntl.fcntl(page, fcntl.F_ADD_SEALS, segments._SEALS)
+    fields = segments._FIELDS.pack(segments.MAGIC, size, bytes(64), bytes(64), bytes(40), number, bytes(16))
+    os.pwrite(page, fields, segments._FIELDS_AT)
+    return page
