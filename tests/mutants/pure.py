@@ -34,7 +34,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "security/keys.py": ("tests/security/test_keys.py",),
     "trust/penalties.py": ("tests/security/test_penalties.py",),
     "trust/permissions.py": ("tests/security/test_exposure.py", "tests/security/test_permissions.py"),
-    "wire/decoder.py": _of_wire("decoder", "bad_frames", "placed_frames", "slices_apart"),
+    "wire/decoder.py": _of_wire("decoder", "bad_frames", "placed_frames", "device_frames", "slices_apart"),
     "wire/frames.py": _of_wire(
         "frames", "bad_frames", "placed_frames", "staged_frames", "small_tensors", "tensors", "tensor_tables"
     ),

@@ -15,10 +15,14 @@ class Pages:
     def __init__(self, *sizes: int) -> None:
         self._pages = [_page(number + 1, size) for number, size in enumerate(sizes)]
 
+    def descriptors(self, number: int) -> list[int]:
+        """What the sender passes for a segment: its page, and something in place of its memory."""
+        return [os.dup(self._pages[number - 1]), os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
+
     def borrowing(self) -> Borrowing:
         made = Borrowing()
-        for page in self._pages:
-            made.add([os.dup(page), os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)])
+        for number in range(1, len(self._pages) + 1):
+            made.add(self.descriptors(number))
         return made
 
     def use(self) -> None:
