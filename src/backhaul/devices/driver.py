@@ -17,7 +17,9 @@ import torch
 from backhaul.devices.handover import Key
 
 Stream = int
-"""A stream of the current thread's device, by the driver's handle; 0 is the default stream."""
+"""A stream by the driver's handle. The default stream of device n is ~n, because its handle, 0, stands for the default
+stream of whichever device is current.
+"""
 
 
 class DriverError(Exception):
@@ -39,6 +41,9 @@ def check(code: int, what: str) -> None:
         name = ctypes.c_char_p()
         library().cuGetErrorName(code, ctypes.byref(name))
         raise DriverError(f"{what} failed: {(name.value or b'?').decode()}")
+
+
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)  # of the calling thread
 
 
 class _Calls:
@@ -64,6 +69,10 @@ def _calls() -> _Calls:
 
 def copy(target: int, source: int, size: int, stream: Stream) -> None:
     """Enqueue a copy from one address of device memory to another."""
+    if stream < 0:
+        if _current_device() != ~stream:
+            return _elsewhere(stream, copy, target, source, size)
+        stream = 0
     code = _calls().copy(target, source, size, stream)
     if code:
         check(code, f"a copy of {size} bytes")
@@ -71,21 +80,39 @@ def copy(target: int, source: int, size: int, stream: Stream) -> None:
 
 def copy_to_host(target: int, source: int, size: int, stream: Stream) -> None:
     """Enqueue a copy from device memory to pinned memory of the host."""
+    if stream < 0:
+        if _current_device() != ~stream:
+            return _elsewhere(stream, copy_to_host, target, source, size)
+        stream = 0
     code = _calls().copy_to_host(target, source, size, stream)
     if code:
         check(code, f"a copy of {size} bytes")
 
 
 def record(event: int, stream: Stream) -> None:
+    if stream < 0:
+        if _current_device() != ~stream:
+            return _elsewhere(stream, record, event)
+        stream = 0
     code = _calls().record(event, stream)
     if code:
         check(code, "recording an event")
 
 
 def wait(event: int, stream: Stream) -> None:
+    if stream < 0:
+        if _current_device() != ~stream:
+            return _elsewhere(stream, wait, event)
+        stream = 0
     code = _calls().wait(stream, event, 0)
     if code:
         check(code, "waiting for an event")
+
+
+def _elsewhere(stream: Stream, operation: Callable[..., None], *arguments: int) -> None:
+    """Do an operation on the default stream of a device that is not the current one of this thread."""
+    with torch.cuda.device(~stream):
+        operation(*arguments, stream)
 
 
 # The driver has one context for each GPU of a process, and streams belong to it.
@@ -115,10 +142,10 @@ def current_stream(device: int) -> Stream:
 
 
 def handle(key: Key) -> Stream:
-    """The driver's handle of a stream of torch."""
+    """A stream of torch as the calls above take it."""
     found = _handles.get(key)
     if found is None:
-        found = _handles[key] = int(_stream(key).cuda_stream)
+        found = _handles[key] = int(_stream(key).cuda_stream) or ~key[1]
     return found
 
 
