@@ -44,11 +44,13 @@ class _Lending:
                     self._lent.update(dict.fromkeys(new, thread))
                     break
             check()
-        self._baton.take()
         try:
-            yield
-        finally:
-            self._baton.leave()
+            self._baton.take()
+            try:
+                yield
+            finally:
+                self._baton.leave()
+        finally:  # also after an error of a GPU
             with self._returned:
                 for leaf in new:
                     del self._lent[leaf]

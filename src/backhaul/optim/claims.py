@@ -25,11 +25,17 @@ class _Claim:
 
     def __enter__(self) -> None:
         self._claims._make(self)
-        self._claims.baton.take()
+        try:
+            self._claims.baton.take()
+        except BaseException:  # of the GPU
+            self._claims._release(self)
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._claims.baton.leave()
-        self._claims._release(self)
+        try:
+            self._claims.baton.leave()
+        finally:
+            self._claims._release(self)
 
     def must_wait_for(self, other: _Claim) -> bool:
         # A hook of one optimizer may step another one on the same thread, which must not wait for itself.
