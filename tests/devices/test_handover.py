@@ -66,6 +66,26 @@ def test_a_thread_that_is_alone_enqueues_nothing(world: World) -> None:
     assert not any(fake._streams.values())
 
 
+def test_a_request_with_nothing_to_wait_for_runs_few_functions(world: World) -> None:
+    """The driver's function for the current stream is one of C. It takes no lock."""
+    driver = FakeDriver(FakeDevice(0))
+    streams = Streams((0, 1), driver)
+    streams.adopt_thread()
+    streams.leave(streams.enter())
+    keys = {device: driver.current(device) for device in streams.devices}
+    streams._current = keys.__getitem__
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        before = streams.enter()
+        streams.catch_up()
+        streams.leave(before)
+    finally:
+        sys.setprofile(None)
+    called = [name for name in called if name != "<listcomp>"]  # a function of its own before Python 3.12
+    assert called == ["enter", "catch_up", "catch_up", "leave", "leave_word"]
+
+
 def test_a_thread_waits_once_for_each_other_stream(world: World) -> None:
     fake = FakeDevice(0)
     driver = FakeDriver(fake)

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_pages import Pages
-from recorded_exchange import chunks, head, take, take_in_place
+from recorded_exchange import check_tensor, chunks, head, take, take_in_place
 
 from backhaul.errors import BackhaulError, ProtocolError
 from backhaul.transport.segments import Borrowing
@@ -23,6 +22,7 @@ from backhaul.wire.decoder import Decoder, Envelope
 from backhaul.wire.frames import DEVICE_PLACE, PLACED, SLICE, TRACED, encode
 from backhaul.wire.landing import Landing, LandingOfOne, Later
 from backhaul.wire.messages import KIND_OF, Call, Ping, Result
+from device_pages import Pages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -339,3 +339,47 @@ def test_random_and_mutated_frames(pages: Pages) -> None:
 def test_many_random_and_mutated_frames(pages: Pages) -> None:
     for seed in range(400, 10_000):
         compare(pages, seed)
+
+
+# Tensors. Without a GPU they land on the CPU: as a gradient does whose tensor came from there.
+
+
+class Lease:
+    """The bytes of a segment, in host memory."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.taken = 0
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        self.taken += 1
+        return torch.frombuffer(bytearray(self._data), dtype=torch.uint8).to(device)
+
+    def fill(self, target: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the tensor is not on a GPU")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.complex64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 3)])
+@pytest.mark.parametrize("device", [headers.CPU, headers.EXPECTED])
+def test_a_tensor_lands_where_it_is_expected(dtype: torch.dtype, shape: tuple[int, ...], device: int) -> None:
+    sent = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    flags = headers.GRAD if dtype.is_floating_point else 0
+    made = headers.encode_single(headers.DTYPE_CODES[dtype], flags, shape, sent.nbytes, device)
+    alone = headers.recognise_alone(made)
+    assert alone is not None
+    assert headers.recognise_alone(made) is alone
+    lease = Lease(bytes(sent.flatten().view(torch.uint8).tolist()))
+    (got,) = LandingOfOne(alone, lease, made).land([torch.device("cpu")])
+    check_tensor(got, sent.requires_grad_(bool(flags)))
+    assert lease.taken == 1
+
+
+def test_a_tensor_that_names_no_device_must_be_expected() -> None:
+    made = table(device=headers.EXPECTED)
+    alone = headers.recognise_alone(made)
+    assert alone is not None
+    lease = Lease(bytes(40))
+    with pytest.raises(ProtocolError, match="does not expect it"):
+        LandingOfOne(alone, lease, made).land()
+    assert not lease.taken
