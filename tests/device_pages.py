@@ -13,7 +13,7 @@ class Pages:
     """Pages of segments without memory. The first has the number 1, and the size that it claims is ``sizes[0]``."""
 
     def __init__(self, *sizes: int) -> None:
-        self._pages = [_page(number + 1, size) for number, size in enumerate(sizes)]
+        self._pages = [page(number + 1, size) for number, size in enumerate(sizes)]
 
     def descriptors(self, number: int) -> list[int]:
         """What the sender passes for a segment: its page, and something in place of its memory."""
@@ -27,21 +27,31 @@ class Pages:
 
     def use(self) -> None:
         """What the sender does when it takes the segments: all are marked as in use."""
-        for page in self._pages:
-            os.pwrite(page, b"\x01", 0)
+        for each in self._pages:
+            os.pwrite(each, b"\x01", 0)
 
     def in_use(self) -> list[bool]:
-        return [os.pread(page, 1, 0) != b"\x00" for page in self._pages]
+        return [os.pread(each, 1, 0) != b"\x00" for each in self._pages]
 
     def close(self) -> None:
-        for page in self._pages:
-            os.close(page)
+        for each in self._pages:
+            os.close(each)
 
 
-def _page(number: int, size: int) -> int:
-    page = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(page, segments.PAGE)
-    fcntl.fcntl(page, fcntl.F_ADD_SEALS, segments._SEALS)
-    fields = segments._FIELDS.pack(segments.MAGIC, size, bytes(64), bytes(64), bytes(40), number, bytes(16))
-    os.pwrite(page, fields, segments._FIELDS_AT)
-    return page
+def page(
+    number: int,
+    size: int,
+    *,
+    seals: int = segments._SEALS,
+    magic: bytes = segments.MAGIC,
+    length: int = segments.PAGE,
+    given_up: bool = False,
+) -> int:
+    """The descriptor of a page. The options make it one that no good peer passes, or that of a segment given up."""
+    made = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(made, length)
+    fields = segments._FIELDS.pack(magic, size, bytes(64), bytes(64), bytes(40), number, bytes(16))
+    os.pwrite(made, bytes((0, given_up)), 0)
+    os.pwrite(made, fields, segments._FIELDS_AT)
+    fcntl.fcntl(made, fcntl.F_ADD_SEALS, seals)
+    return made

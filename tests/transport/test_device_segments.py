@@ -5,21 +5,25 @@ No GPU is needed: the segments are pages without memory, which the receiver does
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from segment_links import Link, descriptors
 
-from backhaul.devices.segments import Placed
+from backhaul.devices.segments import _MOST, PAGE, Placed
+from backhaul.devices.segments import _SEALS as SEALS
 from backhaul.errors import ProtocolError
+from backhaul.transport.segments import Borrowing
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, PLACED, VERSION, Frame, encode
 from backhaul.wire.landing import LandingOfOne, Later
 from backhaul.wire.messages import KIND_OF, Ping
-from device_pages import Pages
+from device_pages import Pages, page
 
 SIZES = 1 << 12, 1 << 12
 
@@ -175,3 +179,55 @@ def test_a_peer_that_names_a_segment_before_it_is_passed(link: Link, segments: l
     assert link.far.read(1)
     with pytest.raises(ProtocolError, match="has not been passed"):
         link.far.next()
+
+
+# What a bad peer may pass.
+
+
+def memory() -> int:
+    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+
+BAD: dict[str, Callable[[], list[int]]] = {
+    "no memory": lambda: [page(1, 100)],
+    "a page that may shrink": lambda: [page(1, 100, seals=fcntl.F_SEAL_SEAL), memory()],
+    "a page that may grow": lambda: [page(1, 100, seals=fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL), memory()],
+    "a page that may get seals": lambda: [page(1, 100, seals=fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW), memory()],
+    "a page that nobody can write": lambda: [page(1, 100, seals=SEALS | fcntl.F_SEAL_WRITE), memory()],
+    "another magic": lambda: [page(1, 100, magic=b"BHDEVSEX"), memory()],
+    "a longer page": lambda: [page(1, 100, length=2 * PAGE, magic=b"no magic", seals=0), memory()],
+    "the memory first": lambda: [memory(), page(1, 100)],
+    "too many": lambda: [each for number in range(4 * _MOST + 1) for each in (page(number, 100), memory())],
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_pages_are_refused_and_closed(kind: str) -> None:
+    before = descriptors()
+    borrowing = Borrowing()
+    with pytest.raises(ProtocolError):
+        borrowing.add(BAD[kind]())
+    del borrowing
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_segments_that_the_peer_has_given_up_are_forgotten() -> None:
+    borrowing = Borrowing()
+    borrowing.add([page(1, 100, given_up=True), memory()])
+    with pytest.raises(ProtocolError, match="has not been passed"):
+        borrowing.lend_device(1, 100)
+    borrowing.add([page(2, 100), memory(), page(3, 100, given_up=True), memory()])
+    assert borrowing.lend_device(2, 100).size == 100
+
+
+def test_a_page_may_change_after_it_was_read() -> None:
+    """The peer can write to it at any time. What was read first counts."""
+    made = page(1, 100)
+    borrowing = Borrowing()
+    borrowing.add([os.dup(made), memory()])
+    os.pwrite(made, b"\xff" * 200, 8)
+    os.close(made)
+    assert borrowing.lend_device(1, 100).size == 100
+    with pytest.raises(ProtocolError, match="or is smaller"):
+        borrowing.lend_device(1, 101)
