@@ -94,6 +94,8 @@ class FakeDriver:
         here().pause()
         if not any(thread == here().running.number for thread, _ in self._bound):
             raise AssertionError("the driver is called on a thread to which no context is bound")
+        if not 1 <= event <= self._events:
+            raise AssertionError(f"there is no event {event}")
         operation(event, stream)
         here().pause()
 

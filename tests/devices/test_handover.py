@@ -97,9 +97,13 @@ def test_a_thread_waits_once_for_each_other_stream(world: World) -> None:
     streams.catch_up()
     enqueued = sum(map(len, fake._streams.values()))
     assert enqueued == 2 * 3
+    assert streams._only == {0: keys[-1]}  # so nothing takes the lock
     streams.catch_up()
     streams.leave_word()
     assert sum(map(len, fake._streams.values())) == enqueued
+    driver.make_current([keys[0]])
+    streams.begin()
+    assert sum(map(len, fake._streams.values())) == enqueued + 2  # only that one has work that it has not waited for
 
 
 # Streams that a thread has when it does nothing, and when it was interrupted.
@@ -147,6 +151,15 @@ def test_a_thread_that_was_interrupted_first_still_gets_the_streams_of_the_worke
     streams._driver.make_current(default)
     streams.leave(streams.enter())
     assert current(streams) == list(streams._own)
+
+
+def test_a_thread_gets_default_streams_back_if_it_has_chosen_them(streams: Streams) -> None:
+    default = current(streams)
+    streams.leave(streams.enter())
+    streams._driver.make_current(default)
+    with streams.handling():
+        assert current(streams) == list(streams._own)
+    assert current(streams) == default
 
 
 def test_a_thread_of_the_user_keeps_its_streams(world: World) -> None:
