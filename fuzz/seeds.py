@@ -21,8 +21,9 @@ from backhaul.ids import Addresses, RefId, ShareId
 from backhaul.security.handshake import Hello, Welcome
 from backhaul.security.handshake import encode as greeting
 from backhaul.wire import headers, trees
-from backhaul.wire.frames import encode, place
+from backhaul.wire.frames import DEVICE_PLACE, HEADER, MAGIC, PLACED, VERSION, encode, place
 from backhaul.wire.messages import (
+    KIND_OF,
     AwaitReady,
     Call,
     Check,
@@ -127,7 +128,15 @@ def frame_seeds() -> list[bytes]:
         found.append(bytes(encode(Gradients(backward, (1,), (0,)), tensors)))
     large = [torch.zeros(1 << 18, dtype=torch.uint8), torch.zeros(1 << 18, dtype=torch.uint8)]
     found += [bytes(place(encode(Result(1, None), large), places)) for places in ([1, 2], [2, 2])]
+    found += [on_device(code, size) for code in (0, 2, 255) for size in (4, 1 << 20)]
     return [*(b"\0" + one for one in found), b"\x03\x01\x13\x40" + b"".join(found[:6]), b"\0" + found[0] + found[2]]
+
+
+def on_device(code: int, size: int) -> bytes:
+    """A message whose only tensor is in a segment of device memory, for the device with this code."""
+    body = _pack(Ping(5))
+    table = headers.encode_single(1, 0, (size,), size, code) + struct.pack("<I", DEVICE_PLACE | 1)
+    return HEADER.pack(MAGIC, VERSION, KIND_OF[Ping] | PLACED, len(body), len(table), 0) + body + table
 
 
 def greeting_seeds() -> list[bytes]:

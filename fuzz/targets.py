@@ -24,6 +24,7 @@ import msgspec
 import torch
 from reference_scripts import play
 
+from backhaul.devices import segments as devices
 from backhaul.edges.compression import expanded
 from backhaul.errors import AuthenticationError, MisuseError, ProtocolError, UnsendableError
 from backhaul.security import handshake
@@ -32,7 +33,7 @@ from backhaul.security.tls import first_record
 from backhaul.transport.segments import Borrowing
 from backhaul.wire import headers, spans
 from backhaul.wire.decoder import Decoder, Envelope
-from backhaul.wire.landing import Landing, land_small
+from backhaul.wire.landing import Landing, Later, land_small
 from backhaul.wire.messages import Coded
 from backhaul.wire.values import Codec
 
@@ -84,7 +85,7 @@ def frames(data: bytes) -> None:
     count = data[0] % 8 if data else 0
     stream = data[1 + count :]
     whole = _decoded(stream, [stream])
-    parts = _decoded(stream, _cut(stream, data[1 : 1 + count]))
+    parts = _decoded(stream, _cut(stream, data[1 : 1 + count]), _OneWay)
     require((whole is None) == (parts is None), "it depends on the cutting whether bytes are refused")
     if whole is None or parts is None:
         return
@@ -93,6 +94,10 @@ def frames(data: bytes) -> None:
         require(type(one.message) is type(other.message), "the kind of a message depends on the cutting")
         same = msgspec.msgpack.encode(one.message) == msgspec.msgpack.encode(other.message)
         require(same and len(one.tensors) == len(other.tensors), "a message depends on the cutting")
+        require(one.size == other.size, "the size of a message depends on the cutting")
+        require(type(one.tensors) is type(other.tensors), "it depends on the cutting when tensors are made")
+        if type(one.tensors) is Later:
+            continue  # nothing is behind the page of the segment
         for tensor in one.tensors:
             examine(tensor)
         tree = getattr(one.message, "tree", None)
@@ -100,8 +105,15 @@ def frames(data: bytes) -> None:
             _unpack(tree, one.tensors, codec())
 
 
-def _decoded(stream: bytes, pieces: Iterable[bytes]) -> list[Envelope] | None:
-    decoder = Decoder(1 << 40, _segments())
+class _OneWay(Decoder):
+    """A decoder without the way of its own for one tensor in device memory: both must read the same."""
+
+    def _next_on_device(self, *_: int) -> None:
+        return None
+
+
+def _decoded(stream: bytes, pieces: Iterable[bytes], kind: type[Decoder] = Decoder) -> list[Envelope] | None:
+    decoder = kind(1 << 40, _segments())
     try:
         found = [envelope for piece in pieces for envelope in decoder.receive_data(piece)]
     except ProtocolError:
@@ -121,13 +133,19 @@ def _cut(data: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
 
 @functools.cache
 def _segments() -> Borrowing:
-    """Two segments that the peer has passed, of a size that it may lie about."""
+    """Two segments that the peer has passed, of a size that it may lie about, and one of device memory."""
     borrowing = Borrowing()
     for _ in range(2):
         descriptor = os.memfd_create("fuzz", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, _SEGMENT + mmap.PAGESIZE)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         borrowing.add([descriptor])
+    page = os.memfd_create("fuzz", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(page, devices.PAGE)
+    fcntl.fcntl(page, fcntl.F_ADD_SEALS, devices._SEALS)
+    fields = devices._FIELDS.pack(devices.MAGIC, _SEGMENT, bytes(64), bytes(64), bytes(40), 1, bytes(16))
+    os.pwrite(page, fields, devices._FIELDS_AT)
+    borrowing.add([page, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)])
     return borrowing
 
 

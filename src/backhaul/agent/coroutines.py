@@ -13,7 +13,7 @@ from typing import Any
 
 from backhaul.agent.future import Future
 from backhaul.agent.steps import start_in_steps
-from backhaul.devices.streams import Streams
+from backhaul.devices.handover import Streams
 
 
 class Coroutines:

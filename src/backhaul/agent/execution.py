@@ -34,8 +34,8 @@ from backhaul.agent.observing import (
 from backhaul.agent.recording import NoRecording, Recording, Tensors
 from backhaul.agent.tracing import Tracing
 from backhaul.agent.traffic import NoTraffic, Traffic
+from backhaul.devices.handover import Streams
 from backhaul.devices.staging import WorkerDevices, no_map
-from backhaul.devices.streams import Streams
 from backhaul.edges.compression import expanded
 from backhaul.edges.crossing import Crossing, Edges
 from backhaul.errors import (

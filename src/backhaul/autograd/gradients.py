@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from backhaul.compat import dtype_of_gradient
-from backhaul.devices.streams import Baton
+from backhaul.devices.streams import new_baton
 
 Captured = Sequence[torch.Tensor | None]
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -25,7 +25,7 @@ class _Lending:
 
     def __init__(self) -> None:
         self._returned = threading.Condition()
-        self._baton = Baton()
+        self._baton = new_baton()
         self._lent: dict[int, int] = {}  # id of a leaf -> the thread to which it is lent
 
     @contextmanager
@@ -44,11 +44,13 @@ class _Lending:
                     self._lent.update(dict.fromkeys(new, thread))
                     break
             check()
-        self._baton.take()
         try:
-            yield
-        finally:
-            self._baton.leave()
+            self._baton.take()
+            try:
+                yield
+            finally:
+                self._baton.leave()
+        finally:  # also after an error of a GPU
             with self._returned:
                 for leaf in new:
                     del self._lent[leaf]

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-Stream = int
-"""A stream of the current thread's device, by the driver's handle; 0 is the default stream."""
+from backhaul.devices.handover import Key
 
-Key = tuple[int, int, int]
-"""A stream as torch names it: its id, the index of its device, and the type of device."""
+Stream = int
+"""A stream by the driver's handle. The default stream of device n is ~n, because its handle, 0, stands for the default
+stream of whichever device is current.
+"""
 
 
 class DriverError(Exception):
@@ -39,6 +41,9 @@ def check(code: int, what: str) -> None:
         name = ctypes.c_char_p()
         library().cuGetErrorName(code, ctypes.byref(name))
         raise DriverError(f"{what} failed: {(name.value or b'?').decode()}")
+
+
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)  # of the calling thread
 
 
 class _Calls:
@@ -64,6 +69,10 @@ def _calls() -> _Calls:
 
 def copy(target: int, source: int, size: int, stream: Stream) -> None:
     """Enqueue a copy from one address of device memory to another."""
+    if stream < 0:
+        if _current_device() != ~stream:
+            return _elsewhere(stream, copy, target, source, size)
+        stream = 0
     code = _calls().copy(target, source, size, stream)
     if code:
         check(code, f"a copy of {size} bytes")
@@ -71,21 +80,39 @@ def copy(target: int, source: int, size: int, stream: Stream) -> None:
 
 def copy_to_host(target: int, source: int, size: int, stream: Stream) -> None:
     """Enqueue a copy from device memory to pinned memory of the host."""
+    if stream < 0:
+        if _current_device() != ~stream:
+            return _elsewhere(stream, copy_to_host, target, source, size)
+        stream = 0
     code = _calls().copy_to_host(target, source, size, stream)
     if code:
         check(code, f"a copy of {size} bytes")
 
 
 def record(event: int, stream: Stream) -> None:
+    if stream < 0:
+        if _current_device() != ~stream:
+            return _elsewhere(stream, record, event)
+        stream = 0
     code = _calls().record(event, stream)
     if code:
         check(code, "recording an event")
 
 
 def wait(event: int, stream: Stream) -> None:
+    if stream < 0:
+        if _current_device() != ~stream:
+            return _elsewhere(stream, wait, event)
+        stream = 0
     code = _calls().wait(stream, event, 0)
     if code:
         check(code, "waiting for an event")
+
+
+def _elsewhere(stream: Stream, operation: Callable[..., None], *arguments: int) -> None:
+    """Do an operation on the default stream of a device that is not the current one of this thread."""
+    with torch.cuda.device(~stream):
+        operation(*arguments, stream)
 
 
 # The driver has one context for each GPU of a process, and streams belong to it.
@@ -100,6 +127,9 @@ class _ThreadState(threading.local):
 
 _state = _ThreadState()  # of a thread: where the driver's context is current
 
+current: Callable[[int], Key] = getattr(torch._C, "_cuda_getCurrentStream", lambda device: (0, device, 1))
+"""The current stream of the calling thread on a device. A torch without CUDA has no such function."""
+
 
 def current_stream(device: int) -> Stream:
     """The current stream of the calling thread on a device. After this, the thread can use the calls above."""
@@ -108,14 +138,14 @@ def current_stream(device: int) -> Stream:
         with torch.cuda.device(device):
             torch.cuda.set_device(device)
         _state.ready.add(device)
-    return handle(torch._C._cuda_getCurrentStream(device))
+    return handle(current(device))
 
 
 def handle(key: Key) -> Stream:
-    """The driver's handle of a stream of torch."""
+    """A stream of torch as the calls above take it."""
     found = _handles.get(key)
     if found is None:
-        found = _handles[key] = int(_stream(key).cuda_stream)
+        found = _handles[key] = int(_stream(key).cuda_stream) or ~key[1]
     return found
 
 
@@ -123,7 +153,7 @@ def torch_stream(device: int) -> torch.cuda.Stream:
     """The current stream of the calling thread on a device, as torch's object. ``torch.cuda.current_stream`` makes a
     new one for each call, which takes as long as enqueuing an operation.
     """
-    return _stream(torch._C._cuda_getCurrentStream(device))
+    return _stream(current(device))
 
 
 def _stream(key: Key) -> torch.cuda.Stream:
@@ -133,3 +163,35 @@ def _stream(key: Key) -> torch.cuda.Stream:
         found = torch.cuda.Stream(stream_id=id, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
         _streams[key] = found
     return found
+
+
+def new_stream(device: int) -> Key:
+    """A stream of torch's pool."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream.stream_id, stream.device_index, stream.device_type
+
+
+def make_current(keys: Sequence[Key]) -> None:
+    """Set the current streams of the calling thread. Torch also changes the current device then; this restores it."""
+    others = [key for key in keys if current(key[1]) != key]
+    if others:
+        here = torch._C._cuda_getDevice()
+        for id, index, kind in others:
+            torch._C._cuda_setStream(stream_id=id, device_index=index, device_type=kind)
+        torch._C._cuda_setDevice(here)
+
+
+class Event:
+    """An event of a device. It ends with this object."""
+
+    __slots__ = ("_event", "number")
+
+    def __init__(self, device: int) -> None:
+        with torch.cuda.device(device):
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()  # makes it
+        self.number = int(self._event.cuda_event)
+
+
+def new_event(device: int) -> Event:
+    return Event(device)

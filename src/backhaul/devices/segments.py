@@ -21,6 +21,7 @@ The page::
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import math
 import mmap
@@ -107,9 +108,10 @@ class _Segment:
     def forget(self) -> None:
         """Give the segment up. If the receiver has opened the memory, it stays alive there."""
         self.page[1] = 1
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-        self.descriptors = []
+        # A thread that takes the descriptors for a message, or gives them back, may do so at the same time.
+        with contextlib.suppress(IndexError):
+            while True:
+                os.close(self.descriptors.pop())
 
 
 class Placed:
@@ -161,10 +163,22 @@ class DeviceLending:
                 return None
             segment.page[0] = 1
             segment.used_at = time.monotonic()
-        # The message may drop the last reference to the tensor before the copy begins.
-        memory.record_stream(driver.torch_stream(device))
-        segment.outgoing.fill(memory.data_ptr(), size, driver.current_stream(device))
+        try:
+            # The message may drop the last reference to the tensor before the copy begins.
+            memory.record_stream(driver.torch_stream(device))
+            segment.outgoing.fill(memory.data_ptr(), size, driver.current_stream(device))
+        except BaseException:
+            self._give_up(segment)
+            raise
         return Placed(segment, size)
+
+    def _give_up(self, segment: _Segment) -> None:
+        """Give up a segment whose copy has failed: its events may be those of an earlier one."""
+        with self._lock:
+            if segment in self._segments:
+                self._segments.remove(segment)
+        segment.forget()
+        segment.page[0] = 0
 
     def _take(self, device: int, size: int) -> _Segment | None:
         best: _Segment | None = None

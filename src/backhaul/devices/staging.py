@@ -12,7 +12,7 @@ from backhaul.compat import tolerate_streams
 from backhaul.devices import driver, maps, names
 from backhaul.devices.maps import Devices
 from backhaul.devices.segments import MAX_NEW, DeviceLending
-from backhaul.devices.streams import Streams
+from backhaul.devices.streams import new_streams
 from backhaul.errors import UnsendableError
 from backhaul.wire import headers
 from backhaul.wire.frames import DEVICE_PLACE
@@ -128,7 +128,7 @@ class WorkerDevices:
             mine.update(_indices(maps.map_between(all, me, name)))
             mine.update(_indices(maps.inverted(maps.map_between(all, name, me))))
         tolerate_streams()
-        self.streams = Streams(sorted(mine))
+        self.streams = new_streams(sorted(mine))
         if mine:
             pin()
         self.crosses = maps.cross(all)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from backhaul.devices.streams import Baton
+from backhaul.devices.streams import new_baton
 
 
 class _Claim:
@@ -25,11 +25,17 @@ class _Claim:
 
     def __enter__(self) -> None:
         self._claims._make(self)
-        self._claims.baton.take()
+        try:
+            self._claims.baton.take()
+        except BaseException:  # of the GPU
+            self._claims._release(self)
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._claims.baton.leave()
-        self._claims._release(self)
+        try:
+            self._claims.baton.leave()
+        finally:
+            self._claims._release(self)
 
     def must_wait_for(self, other: _Claim) -> bool:
         # A hook of one optimizer may step another one on the same thread, which must not wait for itself.
@@ -42,7 +48,7 @@ class Claims:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._released = threading.Condition(self._lock)
-        self.baton = Baton()
+        self.baton = new_baton()
         self._claims: list[_Claim] = []  # held or waiting, in the order in which they were made
 
     def on(self, objects: Iterable[object]) -> _Claim:

@@ -264,7 +264,7 @@ class Decoder:
         start = self._start
         if payload or end > self._end or end - start > self._head_limit or self._segments is None:
             return None
-        if self._view[start : start + len(_LEAD)] != _LEAD or end - data <= _PLACE.size:
+        if self._view[start : start + len(_LEAD)] != _LEAD:
             return None
         table = bytes(self._view[data : end - _PLACE.size])
         (place,) = _PLACE.unpack_from(self._view, end - _PLACE.size)

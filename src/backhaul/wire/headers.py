@@ -284,6 +284,7 @@ def parse_alone(table: bytes | memoryview) -> Alone | None:
     if (
         counts != _ONE_EACH
         or layout != STRIDED
+        or device == META
         or where != _START_OF_FIRST
         or flags & ~GRAD
         or ndim > _MAX_NDIM
