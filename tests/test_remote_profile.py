@@ -17,7 +17,7 @@ from torch.autograd import profiler, profiler_legacy
 from torch.profiler import ProfilerAction
 
 from backhaul import autograd, rpc
-from backhaul.agent.observing import Event, Invoked
+from backhaul.agent.observing import Event, Invoked, RunEnded
 from backhaul.dropin.rpc.server_process_global_profiler import _server_process_global_profile
 from backhaul.remote_profile import callee, profilers
 from backhaul.remote_profile.rows import REMOTE, Report, Span, graft
@@ -240,6 +240,37 @@ def test_a_backward_pass_has_torch_s_names(workers: InProcessCluster) -> None:
     for part in ("torch::distributed::autograd::SendRpcBackward", "RecvRpcBackward"):
         inside = named(done, part).time_range
         assert whole.start < inside.start < inside.end < whole.end
+
+
+@pytest.mark.parametrize("profile", ALL_PROFILES)
+def test_a_run_of_another_thread_is_part_of_the_pass(workers: InProcessCluster, profile: Profile) -> None:
+    """The thread of `backward` is busy when the gradients come back, so a thread of the pool runs the Send."""
+    here = threading.get_ident()
+    ended = threading.Event()
+
+    def observe(event: Event) -> None:
+        if isinstance(event, RunEnded) and event.thread != here:
+            ended.set()
+
+    def busy(gradient: torch.Tensor) -> None:
+        assert ended.wait(20)
+
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with autograd.context() as context:
+        far = rpc.rpc_sync("worker1", torch.mul, args=(x, 3))
+        near = y * 2
+        near.register_hook(busy)
+        forget = workers[0].agent.observers.add(observe)
+        with profile() as done:
+            autograd.backward(context, [(far + near).sum()])
+        forget()
+        assert autograd.get_gradients(context)[x].tolist() == [3.0, 3.0]
+    events = done.events() if profile is KINETO else done.function_events
+    (whole,) = (event for event in events if event.name == "torch::distributed::autograd::backward")
+    (run,) = (event for event in events if event.name == "torch::distributed::autograd::SendRpcBackward")
+    assert run.thread != whole.thread
+    assert run.count == 1
+    assert whole.time_range.start < run.time_range.start < run.time_range.end < whole.time_range.end
 
 
 def test_a_chrome_trace_of_kineto(workers: InProcessCluster, tmp_path: Path) -> None:

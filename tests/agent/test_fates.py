@@ -17,6 +17,7 @@ from backhaul import autograd, rpc
 from backhaul.agent.observing import Event, Over, Present, Suspected
 from backhaul.options import RpcOptions
 from backhaul.testing import Faults, InProcessCluster
+from backhaul.wire.messages import Goodbye
 from backhaul.worker import Worker
 
 SOON = 10.0
@@ -294,3 +295,46 @@ def test_an_event_during_an_examination_starts_another_one(monkeypatch: pytest.M
         go_on.set()
         assert looked.acquire(timeout=SOON)
         wait_until(lambda: not agent.fates.busy)
+
+
+def test_a_goodbye_is_known_before_the_end_of_its_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """Worker 1 has not opened a connection of its own, so its goodbye comes where worker 0 reads replies."""
+    with InProcessCluster(2, sockets=True) as workers, workers[0].as_current():
+        rpc.rpc_sync("worker1", int)
+        seen = Seen(workers[0])
+        suspected = threading.Event()
+        workers[0].agent.fates.on_suspected.append(lambda peer, error: suspected.set())
+        # The handler of the goodbye is slow. On another thread it would end after the connection has been examined.
+        workers[0].agent.intercept(Goodbye, lambda envelope: suspected.wait(0.5) and None)
+        workers[1].shutdown(graceful=False)
+        seen.wait_for(Over, "worker1")
+        assert [getattr(event, "reason", event) for event in seen.events] == ["it has left the group"]
+    assert not [record for record in caplog.records if "cannot be reached" in record.getMessage()]
+
+
+def test_a_goodbye_that_comes_during_an_examination_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """Worker 0 loses its connection, and reads the goodbye on the connection of worker 1 during the examination."""
+    with InProcessCluster(2, sockets=True) as workers:
+        for rank in (0, 1):
+            with workers[rank].as_current():
+                rpc.rpc_sync(f"worker{1 - rank}", int)
+        seen = Seen(workers[0])
+        examines = threading.Event()
+        fates = workers[0].agent.fates
+        reach = fates._agent.is_reachable
+
+        def is_reachable(info: rpc.WorkerInfo, seconds: float) -> bool:
+            """The real one, when the peer has left."""
+            examines.set()
+            wait_until(lambda: workers[0].agent.link(info).left)
+            return reach(info, seconds)
+
+        fates._agent.is_reachable = is_reachable  # type: ignore[method-assign]
+        line = workers[0].agent.link(workers[1].info).open
+        assert line is not None
+        line.lose(ConnectionError("cut by the test"))
+        assert examines.wait(SOON)
+        workers[1].shutdown(graceful=False)
+        seen.wait_for(Over, "worker1")
+        assert [getattr(event, "reason", event) for event in seen.events] == ["it has left the group"]
+    assert not [record for record in caplog.records if "cannot be reached" in record.getMessage()]

@@ -76,14 +76,14 @@ def test_a_worker_that_leaves_the_group_in_the_middle_of_a_pass(
     nothing_is_left(five, *rest)
 
 
-def tell_inquiries(worker: Any) -> threading.Event:
-    """An event that is set when that worker is asked which of its contexts are over."""
-    asked = threading.Event()
+def tell_inquiries(worker: Any) -> threading.Semaphore:
+    """A semaphore that is released each time that worker has been asked which of its contexts are over."""
+    asked = threading.Semaphore(0)
     answer = worker.autograd._on_inquire
 
     def on_inquire(inbound: Any, envelope: Any) -> Any:
         frame = answer(inbound, envelope)
-        asked.set()
+        asked.release()
         return frame
 
     worker.agent.register(Inquire, on_inquire)
@@ -96,7 +96,7 @@ def test_contexts_vanish_behind_a_dead_worker(five: InProcessCluster) -> None:
     with five[0].as_current(), dist_autograd.context() as ctx:
         loss = chain([("worker1", "a"), ("worker2", "b"), ("worker3", "c")], leaf(2, 4)).sum()
         die(five[1])
-        assert asked.wait(WITHIN)
+        assert asked.acquire(timeout=WITHIN)
         with pytest.raises(rpc.WorkerLostError, match="worker1"):
             dist_autograd.backward(ctx, [loss], timeout=WITHIN)
         # The context is not over yet, and the remaining workers can still be used.
@@ -112,7 +112,7 @@ def test_contexts_vanish_behind_a_dead_worker_in_the_middle_of_a_chain(five: InP
     with five[0].as_current(), dist_autograd.context():
         chain([("worker1", "a"), ("worker2", "b"), ("worker3", "c")], leaf(2, 4))
         die(five[2])
-        assert asked.wait(WITHIN)
+        assert asked.acquire(timeout=WITHIN)
     nothing_is_left(five, 0, 1, 3, 4)
 
 
@@ -254,6 +254,27 @@ def test_contexts_vanish_though_the_message_was_lost(number: int) -> None:
                 faults.next("cut", Leave)
             await_no_leftovers(workers)
             faults._next.clear()
+
+
+def test_contexts_vanish_though_their_end_was_told_on_a_connection_that_the_other_worker_had_lost() -> None:
+    """A worker notices the end of a connection, and asks: the context is open. Its initiator then ends the context,
+    and notices the end of the connection last."""
+    with InProcessCluster(2) as workers, workers[0].as_current():
+        first, second = workers
+        with dist_autograd.context():
+            rpc.rpc_sync("worker1", layer, args=("a", leaf(2, 4)))
+            line = first.agent.link(second.info).open
+            token = 0
+            while not token:  # the thread that reads does not notice the end of the line before it reads
+                token = line.begin_reading()
+            asked = tell_inquiries(first)
+            second.agent.serving.lines_of(0)[0].shutdown()
+            for _ in range(2):  # at the end of the connection, and when it has reached the initiator over another one
+                assert asked.acquire(timeout=WITHIN)
+            assert second.autograd.counts()["contexts"] == 1
+        assert line.lost is None
+        line.stop_reading(token)
+        await_no_leftovers(workers)
 
 
 def test_a_cut_connection_does_not_end_the_context() -> None:

@@ -7,6 +7,7 @@ kernel vouches for it as for a worker.
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import threading
@@ -14,6 +15,12 @@ from pathlib import Path
 
 _MOST_DESCRIPTORS = 250
 _CHUNK = 1 << 16
+
+
+def _end(sock: socket.socket) -> None:
+    """End a connection, or a listener. Wakes the thread that waits in it, which closing it would not."""
+    with contextlib.suppress(OSError):  # it has ended already
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class Relay:
@@ -30,7 +37,9 @@ class Relay:
         self._flip: tuple[int, int] | None = None  # the direction, and the number of the bit from here on
         self.flipped = threading.Event()
         self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, name="relay", daemon=True).start()
+        self._carriers: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._accept, name="relay", daemon=True)
+        self._acceptor.start()
 
     def flip(self, direction: int, bit: int) -> None:
         """Invert this bit of the next bytes. Direction 0 is towards the worker, 1 is back."""
@@ -39,8 +48,14 @@ class Relay:
             self._flip = direction, bit
 
     def close(self) -> None:
-        self._listener.close()
+        """End all connections, and give the worker its socket back. Returns when no thread of the relay is left."""
+        _end(self._listener)
+        self._acceptor.join()  # from here on there are no new connections
         for sock in self._sockets:
+            _end(sock)
+        for carrier in self._carriers:
+            carrier.join()
+        for sock in (self._listener, *self._sockets):
             sock.close()
         os.replace(self._aside, self._path)
 
@@ -51,10 +66,16 @@ class Relay:
             except OSError:
                 return
             there = socket.socket(socket.AF_UNIX)
-            there.connect(str(self._aside))
             self._sockets += [here, there]
+            try:
+                there.connect(str(self._aside))
+            except OSError:  # the worker is gone
+                _end(here)
+                continue
             for direction, (source, target) in enumerate(((here, there), (there, here))):
-                threading.Thread(target=self._carry, args=(source, target, direction), daemon=True).start()
+                carrier = threading.Thread(target=self._carry, args=(source, target, direction), daemon=True)
+                self._carriers.append(carrier)
+                carrier.start()
 
     def _carry(self, source: socket.socket, target: socket.socket, direction: int) -> None:
         room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * array.array("i").itemsize)
@@ -69,17 +90,16 @@ class Relay:
                         descriptors.frombytes(raw[: len(raw) - len(raw) % descriptors.itemsize])
                 damaged = memoryview(self._damaged(data, direction))
                 passing = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if descriptors else []
-                sent = target.sendmsg([damaged], passing)
-                target.sendall(damaged[sent:])
-                for descriptor in descriptors:
-                    os.close(descriptor)
-        except OSError:
+                try:
+                    sent = target.sendmsg([damaged], passing)
+                    target.sendall(damaged[sent:])
+                finally:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
+        except OSError:  # a side is gone; so the other one ends, too
             pass
         for sock in (source, target):
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
+            _end(sock)
 
     def _damaged(self, data: bytes, direction: int) -> bytes:
         with self._lock:

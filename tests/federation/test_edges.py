@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -407,10 +408,31 @@ def test_feedback_over_an_edge() -> None:
         crossing = edges.to("worker1")
         assert crossing is not None
         assert crossing.feedback.nbytes == rest.nbytes
+        ended = threading.Event()
+        workers[0].agent.on_connection_ended.append(lambda *_: ended.set())  # after the callback of the edges
         workers[1].shutdown(graceful=False)
         with pytest.raises(WorkerLostError):
             rpc.rpc_sync("worker1", echo, (x,))
+        assert ended.wait(20)
         assert crossing.feedback.nbytes == 0
+
+
+def test_nothing_is_fed_back_for_a_connection_that_ends_while_a_tensor_is_transformed() -> None:
+    def cut(x: Tensor) -> Tensor:
+        if cuts:
+            line = workers[0].agent.link(workers[1].info).open
+            assert line is not None
+            line.lose(cuts.pop())
+        return x
+
+    cuts: list[Exception] = []
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    with federation(edges={"worker1": Edge(on_send=[cut, TopK(0.25, feedback=True)], on_gradient=[])}) as workers:
+        rpc.rpc_sync("worker1", echo, (x,))
+        cuts.append(ConnectionError("cut by the test"))
+        with pytest.raises(WorkerLostError, match="cut by the test"):
+            rpc.rpc_sync("worker1", echo, (x,))
+        assert torch.equal(rpc.rpc_sync("worker1", echo, (x,)), TopK(0.25)(x))
 
 
 # Accounting.

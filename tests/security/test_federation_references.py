@@ -300,6 +300,21 @@ def test_an_honest_peer_beyond_its_quota_keeps_what_it_has() -> None:
         assert [account.rpc_sync().deposit(1) for account in accounts] == list(range(2, 32))
 
 
+def test_a_worker_whose_peer_has_all_references_of_its_quota_may_still_use_those_of_the_peer() -> None:
+    with federation(quotas=Quotas(references=10)) as workers, workers[1].as_current():
+        account = rpc.remote("worker0", Account, (0,))
+        with workers[0].as_current():
+            kept = []
+            for number in range(10):
+                kept.append(rpc.rpc_sync("worker1", exposed.give, (number,)))
+                # A value on its way counts until the receiver has confirmed it.
+                assert eventually(lambda: workers[1].references.counts()["pinned"] == 0)
+        with pytest.raises(QuotaError, match="worker 'worker0' has references to 10 values"):
+            rpc.rpc_sync("worker0", exposed.value_of, (rpc.RRef("one more"),))
+        assert [account.rpc_sync().deposit(1) for _ in range(10)] == list(range(1, 11))
+        del kept
+
+
 def test_all_references_of_a_dead_peer_are_given_back(workers: InProcessCluster) -> None:
     """No other worker is asked, because this worker gave the peer all its references."""
     with workers[2].as_current():

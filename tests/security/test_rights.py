@@ -63,12 +63,28 @@ def shared(*refs: RefId, by: int = PEER, first: int = 1) -> Refs:
 
 @pytest.mark.parametrize("make", [Rights, lambda of, limit: GivenRights(of, limit, RANKS)])
 def test_values_that_a_peer_has_or_that_are_under_way_to_it_count(make: Any) -> None:
-    assert not make(counting(), None).is_full(PEER, 1000)
+    assert make(counting(), None).excess(PEER, 1000 * (KEPT,)) is None
     rights = make(counting(), 3)
-    assert not rights.is_full(PEER, 1)
-    assert rights.is_full(PEER, 2)
-    assert not rights.is_full(OTHER, 2)
-    assert rights.is_full(OTHER, 3)
+    assert rights.excess(PEER, (KEPT,)) is None
+    assert rights.excess(PEER, (KEPT, KEPT)) == "has references to 3 values"
+    assert rights.excess(OTHER, (KEPT, KEPT)) is None
+    assert rights.excess(OTHER, (KEPT, KEPT, KEPT)) == "has references to 3 values"
+
+
+@pytest.mark.parametrize("make", [Rights, lambda of, limit: GivenRights(of, limit, RANKS)])
+def test_references_that_go_back_to_their_owner_have_a_limit_of_their_own(make: Any) -> None:
+    made = counting()
+    theirs = made.new_ref(PEER)
+    made.creating(theirs)
+    back = [made.share(theirs, PEER) for _ in range(2)]
+    assert (made.held_by(PEER), made.returning_to(PEER)) == (2, 2)
+    rights = make(made, 3)
+    assert rights.excess(PEER, (KEPT, theirs)) is None
+    assert rights.excess(PEER, (theirs, theirs)) == "has not confirmed 3 references to its own values"
+    assert make(made, 2).excess(PEER, ()) is None
+    made.unpin(back[0])
+    assert made.returning_to(PEER) == 1
+    assert rights.excess(PEER, (theirs, theirs)) is None
 
 
 def test_a_peer_that_is_believed_may_name_and_say_everything() -> None:
@@ -123,6 +139,8 @@ def test_the_limit_of_references_to_values_of_a_peer() -> None:
         rights._counting.handle(PEER, Registered(ref))
     assert rights.objection(shared(theirs[3], first=9), PEER) is None
     assert rights.objection(shared(*theirs[3:], first=9), PEER) == "references to more than 4 values of its own"
+    rights._counting.receive(*shared(theirs[3], first=9)[0])
+    assert rights.objection(shared(MADE, GIVEN, first=20), PEER) is None, "our values are not values of its own"
     assert given(None).objection(shared(*theirs), PEER) is None
 
 

@@ -130,6 +130,8 @@ class Calling(Line):
     def ended(self) -> bool:
         return self.lost is not None
 
+    broken = ended
+
     def silent(self, now: float) -> float:
         return self._state.silent(now)
 

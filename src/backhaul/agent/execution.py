@@ -74,6 +74,9 @@ class Peer(Protocol):
     @property
     def channel(self) -> Channel: ...
 
+    @property
+    def broken(self) -> bool: ...
+
 
 class Cargo(msgspec.Struct, frozen=True, gc=False):
     """Everything that a message carries besides its tree.
@@ -277,6 +280,8 @@ class Execution:
     def _cross(self, crossing: Crossing, tree: Any, packing: Packing, to: Peer) -> Cargo:
         """`load`, for a peer with an edge."""
         leaving = crossing.values(tree, packing.tensors)
+        if to.broken:  # `Edges.lost` may have dropped the feedback already, before these values added to it
+            crossing.feedback.clear()
         mark, recorded = self.recording.asking(leaving.tensors, to.peer)
         if mark is not None:
             self._asks(mark, packing)
@@ -316,6 +321,8 @@ class Execution:
     def _cross_back(self, crossing: Crossing, tree: Any, packing: Packing, to: Peer, asked: Mark | None) -> Cargo:
         """`_load_reply`, for a peer with an edge."""
         leaving = crossing.values(tree, packing.tensors)
+        if to.broken:  # as in `_cross`
+            crossing.feedback.clear()
         mark, recorded = None, leaving.tensors
         if asked is not None:
             mark, recorded = self._answers(asked, recorded, packing, to)

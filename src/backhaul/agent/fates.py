@@ -247,9 +247,7 @@ class Fates:
         link = agent.link(peer)
         if link.fate.over:
             return
-        if link.left:
-            if not link.up:  # otherwise the end of its last line starts another examination
-                self.end(peer, "it has left the group")
+        if self._has_left(link):
             return
         seconds = agent.options.probe_timeout
         if link.fate.tries >= _PATIENT_AFTER:  # a slow network needs more time for a greeting
@@ -257,12 +255,19 @@ class Fates:
         try:
             agent.is_reachable(peer, seconds)
         except BackhaulError as error:
-            if not agent.closed.is_set():
+            # The peer's goodbye may have come during the attempt.
+            if not agent.closed.is_set() and not self._has_left(link):
                 self._doubt(link, error)
             return
         self._answered(link)
         for callback in list(self.on_present):
             callback(peer)
+
+    def _has_left(self, link: Link) -> bool:
+        """Whether the peer has said goodbye. It is over when its last line has ended."""
+        if link.left and not link.up:  # otherwise the end of its last line starts another examination
+            self.end(link.peer, "it has left the group")
+        return link.left
 
     def _answered(self, link: Link) -> None:
         with self._changed:

@@ -102,6 +102,11 @@ class Line:
         raise NotImplementedError
 
     @property
+    def broken(self) -> bool:
+        """Whether nothing more leaves on this line. True before the upper layers are told of its end."""
+        return self._dead is not None
+
+    @property
     def final(self) -> bool:
         """Whether all calls on this line are over, so that its counts no longer change."""
         return self.calls_started <= self.calls_finished and self.calls_sent <= self.calls_settled

@@ -20,7 +20,6 @@ its own connection.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 import secrets
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from backhaul.agent.exits import awaited_at_exit
 from backhaul.devices.maps import Devices
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import WorkerInfo
@@ -250,7 +250,8 @@ class Membership:
         if self._store_is_gone and not self.renew_store():
             return
         try:
-            self._read_list()
+            with awaited_at_exit(_STORE_SECONDS):
+                self._read_list()
         except RuntimeError as error:
             self._lose_store(error)
 
@@ -278,7 +279,6 @@ class Membership:
         """The answer of the store. Raises RuntimeError if none comes in time: torch waits forever for a lost host."""
         answers: list[T] = []
         errors: list[RuntimeError] = []
-        over = threading.Event()
 
         def ask() -> None:
             try:
@@ -288,14 +288,9 @@ class Membership:
             finally:
                 over.set()
 
-        # A process that exits waits for the answer. At its end Python unwinds the stacks of daemon threads that want
-        # the interpreter back, and torch's code aborts the process if it is on such a stack.
-        atexit.register(over.wait, _STORE_SECONDS)
-        try:
+        with awaited_at_exit(_STORE_SECONDS) as over:
             threading.Thread(target=ask, name="store-question", daemon=True).start()
             over.wait(_STORE_SECONDS)
-        finally:
-            atexit.unregister(over.wait)
         if not answers:
             raise errors[0] if errors else RuntimeError(f"the store has not answered for {_STORE_SECONDS:g} s")
         return answers[0]
@@ -313,8 +308,9 @@ class Membership:
             if not self.store_is_renewable or time.monotonic() < self._renew_at:
                 return False
             try:
-                store = self._store.renew()  # type: ignore[attr-defined]
-                renewed = store is not None and self._publish(store)
+                with awaited_at_exit(_STORE_SECONDS):
+                    store = self._store.renew()  # type: ignore[attr-defined]
+                    renewed = store is not None and self._publish(store)
             except RuntimeError:
                 renewed = False
             if not renewed:

@@ -41,7 +41,7 @@ from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame, is_failure
-from backhaul.wire.messages import Refs
+from backhaul.wire.messages import Goodbye, Refs
 
 if TYPE_CHECKING:
     from backhaul.agent.watch import Watch
@@ -207,6 +207,8 @@ class Serving:
     def run_apart(self, line: Line, envelope: Envelope) -> None:
         """Judge a message, and have a pool thread handle it. For a reader that must not run the message itself.
 
+        A `Goodbye` is handled at once: it must be known before the end of the connection is noticed.
+
         Raises an exception that must end the connection.
         """
         if self.guard is not None:
@@ -216,6 +218,9 @@ class Serving:
                 return
         elif getattr(envelope.message, "refs", ()):
             self.arriving(envelope.message.refs, line.peer)
+        if type(envelope.message) is Goodbye:
+            self.handle(line, envelope)
+            return
         if self.observers:
             self.observers.emit(Queued())
         self.hand_over(line, envelope)

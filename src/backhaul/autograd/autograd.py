@@ -59,6 +59,7 @@ class Autograd:
         agent.register(Leave, self._on_leave)
         agent.register(Inquire, self._on_inquire)
         agent.on_connection_ended.append(self._on_connection_ended)
+        agent.on_connected.append(self._on_connected)
         agent.fates.on_present.append(self._on_present)
         agent.fates.on_over.append(self._on_over)
         agent.idle_checks.append(self.engine.idle)
@@ -173,6 +174,16 @@ class Autograd:
         for initiator, ids in suspects.items():
             self._agent.pool.run(lambda initiator=initiator, ids=ids: self._inquire(initiator, ids))  # type: ignore[misc]
 
+    def _on_connected(self, peer: WorkerInfo) -> None:
+        """Ask again about contexts of a peer that were not over when this worker asked.
+
+        The two ends of a connection notice its end at different times. If this worker notices first, and asks, the peer
+        may send `Leave` on that connection afterwards. Then the peer connects again after the loss of the `Leave`.
+        """
+        ids = [record.id for record in self.contexts if record.asked and record.initiator == peer.id]
+        if ids:
+            self._agent.pool.run(lambda: self._inquire(peer.id, ids))
+
     def _on_present(self, peer: WorkerInfo) -> None:
         """A peer answers again. Its messages about the end of its contexts may have been lost, so ask."""
         ids = [record.id for record in self.contexts if record.initiator == peer.id]
@@ -187,6 +198,10 @@ class Autograd:
 
         If the initiator does not answer, the contexts stay until it does (`_on_present`) or is over (`_on_over`).
         """
+        for id in ids:
+            record = self.contexts.get(id)
+            if record is not None:  # first: the initiator may connect again before its answer has been read
+                record.asked = True
         try:
             info = self._agent.membership.find(initiator).info
         except UnknownWorkerError:

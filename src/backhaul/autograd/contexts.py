@@ -131,6 +131,8 @@ class Record:
         self.over = False
         self.unread = False
         """Whether a pass that was started here has put gradients into the context that have not been read yet."""
+        self.asked = False
+        """Whether this worker has asked the initiator if the context is over. It needs no lock."""
         self.introducer: int | None = None
         """Rank of the worker whose message told this worker of the context."""
         self.limit: int | None = None

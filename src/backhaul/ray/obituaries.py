@@ -20,6 +20,7 @@ import msgspec
 import ray
 
 from backhaul.agent.endings import Ending
+from backhaul.agent.exits import awaited_at_exit
 from backhaul.ids import Addresses
 from backhaul.transport.processes import own_name
 
@@ -99,9 +100,12 @@ class Obituaries:
     def _ask(self, process: str) -> Ending | None:
         life = self._known.get(process)
         if life is None:
-            if not process or not self._store.check([_key(process)]):
+            if not process:
                 return None
-            life = self._known[process] = msgspec.json.decode(self._store.get(_key(process)), type=Life)
+            with awaited_at_exit(_ASK_SECONDS):
+                if not self._store.check([_key(process)]):
+                    return None
+                life = self._known[process] = msgspec.json.decode(self._store.get(_key(process)), type=Life)
         return ending_of(life, None if life.actor is None else _actor(life.actor), _node_lives(life.node))
 
 

@@ -139,8 +139,15 @@ class Counting:
         return peer == self.me or peer in entry.users or self._pins.is_under_way(ref, peer)
 
     def held_by(self, peer: int) -> int:
-        """The number of references to values of ours that this worker has, including those under way to it."""
-        return self._listed[peer] + self._pins.towards(peer)
+        """The number of references to values of ours that this worker has, including those under way to it.
+
+        References to values of other workers that are under way to it count, too, but none to its own values.
+        """
+        return self._listed[peer] + self._pins.towards(peer) - self._pins.returning(peer)
+
+    def returning_to(self, owner: int) -> int:
+        """The number of references to values of that worker that go back to it and may not have arrived."""
+        return self._pins.returning(owner)
 
     def used_of(self, owner: int) -> int:
         """The number of values of that worker that are used here."""

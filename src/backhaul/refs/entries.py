@@ -59,11 +59,14 @@ class Pins(dict[ShareId, Pin]):
     def __init__(self) -> None:
         super().__init__()
         self._towards: Counter[int] = Counter()  # worker -> number of pins towards it
+        self._returning: Counter[int] = Counter()  # worker -> those of them that are about its own values
         self._given: Counter[tuple[RefId, int]] = Counter()  # (value, worker) -> number of its pins towards the worker
 
     def add(self, share: ShareId, pin: Pin) -> None:
         self[share] = pin
         self._towards[pin.to] += 1
+        if pin.ref.owner == pin.to:
+            self._returning[pin.to] += 1
         self._given[pin.ref, pin.to] += 1
 
     def take(self, share: ShareId) -> Pin | None:
@@ -71,6 +74,8 @@ class Pins(dict[ShareId, Pin]):
         pin = self.pop(share, None)
         if pin is not None:
             self._towards[pin.to] -= 1
+            if pin.ref.owner == pin.to:
+                self._returning[pin.to] -= 1
             self._given[pin.ref, pin.to] -= 1
             if not self._given[pin.ref, pin.to]:
                 del self._given[pin.ref, pin.to]
@@ -79,6 +84,10 @@ class Pins(dict[ShareId, Pin]):
     def towards(self, worker: int) -> int:
         """The number of references that are under way to that worker."""
         return self._towards[worker]
+
+    def returning(self, worker: int) -> int:
+        """The number of references that are under way to that worker, and are about its own values."""
+        return self._returning[worker]
 
     def is_under_way(self, ref: RefId, worker: int) -> bool:
         """Whether this reference is under way to that worker."""

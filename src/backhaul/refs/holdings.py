@@ -219,13 +219,13 @@ class Holdings:
         if (wrong := self._rights.misdirected(names, to.id)) is not None:
             raise self._indirect(attached[names.index(wrong)], to)
         with self._lock:
-            if self._rights.is_full(to.id, len(names)):
-                refs = None
-            else:
+            excess = self._rights.excess(to.id, names)
+            refs: Refs = ()
+            if excess is None:
                 refs = tuple((ref, self._counting.share(ref, to.id, over)) for ref in names)
             late = over in self._deaths.ended
-        if refs is None:
-            raise self._over_quota(to, "references to more values")
+        if excess is not None:
+            raise self._over_quota(to, "references to more values", excess)
         if late:  # the message will not leave, and `connection_ended`, which recalls shares, has run already
             self.stayed(refs)
         return refs
@@ -236,10 +236,8 @@ class Holdings:
             f"another worker and back. Let {rref.owner_name()!r} give it to {to.name!r}, or send the value"
         )
 
-    def _over_quota(self, peer: WorkerInfo, what: str) -> QuotaError:
-        return self._agent.permissions.over_quota(
-            peer.name, what, f"worker {peer.name!r} has references to {self._rights.limit} values"
-        )
+    def _over_quota(self, peer: WorkerInfo, what: str, excess: str) -> QuotaError:
+        return self._agent.permissions.over_quota(peer.name, what, f"worker {peer.name!r} {excess}")
 
     def stayed(self, refs: Refs) -> None:
         with self._lock:
@@ -261,8 +259,8 @@ class Holdings:
         makes = type(request) is Create
         with self._lock:
             wrong = self._rights.complaint(request, sender.id)
-            full = makes and self._rights.is_full(sender.id, 1)
-            if wrong is None and not full:
+            excess = self._rights.excess(sender.id, (request.ref,)) if makes else None
+            if wrong is None and excess is None:
                 if makes and not self._trust.believes:
                     self._counting.expects(request.ref)  # makes the entry, since later requests may name the value
                 after = self._receive(getattr(request, "refs", ()))
@@ -271,8 +269,8 @@ class Holdings:
             raise ProtocolError(_IMMODEST)
         if wrong is not None:
             raise self._agent.permissions.refuse(sender.name, f"a {type(request).__name__}", wrong)
-        if full:
-            raise self._over_quota(sender, "a value")
+        if excess is not None:
+            raise self._over_quota(sender, "a value", excess)
         self._tables.act(after)
 
     def decline(self, refs: Refs, sender: WorkerInfo) -> None:

@@ -98,6 +98,21 @@ class Span:
         return max(0.0, (self.elapsed - self.report.length) / 2)
 
 
+class PassSpan(Span):
+    """A backward pass that a profiled thread started, with the runs that other threads of this worker made for it.
+
+    A thread's profiler does not record them.
+    """
+
+    PASS = "torch::distributed::autograd::backward"
+    RUN = "torch::distributed::autograd::SendRpcBackward"
+
+    def __init__(self, me: WorkerInfo) -> None:
+        super().__init__(0, "sync", "backward", me, me)
+        self.runs: list[tuple[int, int, int]] = []
+        """The thread, and the begin and the end on the clock of `Span.began`."""
+
+
 def span_of(name: str, spans: Mapping[int, Span]) -> Span | None:
     """The span to which a label belongs."""
     found = _LABEL.search(name)
@@ -138,6 +153,7 @@ def _row(event: Any, me: WorkerInfo) -> Row:
 
 def graft(events: list[Any], spans: Mapping[int, Span]) -> None:
     """Give the events of calls their names and times, and insert the events of their callees."""
+    _insert_runs(events, spans)
     found = [(event, span) for event in events if (span := span_of(event.name, spans)) is not None]
     if not found:
         return
@@ -152,6 +168,33 @@ def graft(events: list[Any], spans: Mapping[int, Span]) -> None:
             event.is_async = True
             event.time_range.end = last if span.elapsed is None else start + span.elapsed
         events.extend(_remote_events(span, start + span.offset()))
+    events.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
+
+
+def _insert_runs(events: list[Any], spans: Mapping[int, Span]) -> None:
+    """Insert the runs of other threads into the passes that they belong to."""
+    passes = sorted((span for span in spans.values() if isinstance(span, PassSpan)), key=lambda span: span.began)
+    if not any(each.runs for each in passes):
+        return
+    blocks = [event for event in events if event.name == PassSpan.PASS]
+    blocks.sort(key=lambda block: block.time_range.start)
+    for block, each in zip(blocks, passes, strict=False):  # the profiler may have been off for a pass
+        threads = {thread: number for number, (thread, _, _) in enumerate(each.runs, 1)}
+        for number, (thread, began, ended) in enumerate(each.runs):
+            event: Any = _FunctionEvent(
+                id=number,
+                name=PassSpan.RUN,
+                trace_name=PassSpan.RUN,
+                thread=block.thread + _THREADS_OF_A_WORKER * threads[thread],
+                start_us=block.time_range.start + (began - each.began) / 1000,
+                end_us=block.time_range.start + (ended - each.began) / 1000,
+                fwd_thread=0,
+                scope=block.scope,
+                node_id=block.node_id,
+                is_legacy=True,
+            )
+            event.overload_name = ""
+            events.append(event)
     events.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
 
 

@@ -8,7 +8,7 @@ Both classes only read the state machine. The driver asks them under the lock th
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from backhaul.ids import RefId
@@ -37,9 +37,20 @@ class Rights:
         """What is wrong with the references that a message of that worker brings. None: fine."""
         return None
 
-    def is_full(self, peer: int, more: int) -> bool:
-        """Whether ``more`` further references to values of ours would exceed the limit of that worker."""
-        return self.limit is not None and self._counting.held_by(peer) + more > self.limit
+    def excess(self, peer: int, refs: Sequence[RefId]) -> str | None:
+        """Why a peer may not get these references, or make these values, besides what it has. None: it may.
+
+        References to the peer's own values go back to it. They have a limit of their own: until they have arrived, this
+        worker keeps something for each, and a peer that lies need not say that they have.
+        """
+        if self.limit is None:
+            return None
+        returning = sum(ref.owner == peer for ref in refs)
+        if self._counting.held_by(peer) + len(refs) - returning > self.limit:
+            return f"has references to {self.limit} values"
+        if returning and self._counting.returning_to(peer) + returning > self.limit:
+            return f"has not confirmed {self.limit} references to its own values"
+        return None
 
     def is_modest(self, peer: int, unsent: int) -> bool:
         """Whether a peer makes this worker remember only a bounded amount. ``unsent`` notices to the peer wait."""
@@ -67,10 +78,12 @@ class GivenRights(Rights):
 
     def objection(self, refs: Refs, peer: int) -> str | None:
         me = self._counting.me
-        if self.limit is not None and self._counting.used_of(peer) + len(refs) > self.limit:
-            return f"references to more than {self.limit} values of its own"
-        if self.limit is not None and self._counting.unconfirmed_of(peer) + len(refs) > self.limit:
-            return f"more than {self.limit} shares of values that it has not confirmed"
+        if self.limit is not None:
+            theirs = sum(ref.owner != me for ref, _ in refs)
+            if theirs and self._counting.used_of(peer) + theirs > self.limit:
+                return f"references to more than {self.limit} values of its own"
+            if theirs and self._counting.unconfirmed_of(peer) + theirs > self.limit:
+                return f"more than {self.limit} shares of values that it has not confirmed"
         for ref, share in refs:
             if share.sharer != peer:
                 return f"a share of rank {share.sharer}"
