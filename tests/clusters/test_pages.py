@@ -152,6 +152,52 @@ def test_mpirun_in_a_slurm_job(slurm: str, hosts: list[Host], desk: Path, enviro
     assert check_training(said) == 4
 
 
+TAKEN = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=out
+python -c 'if True:
+    import os, signal, socket
+    server = socket.create_server(("node1", 15000 + int(os.environ["SLURM_JOB_ID"])))
+    open("listens", "w")
+    signal.pause()' &
+until [ -e listens ]; do sleep 0.1; done
+srun --kill-on-bad-exit=1 python train.py
+kill %1
+"""
+TASKS = "srun --nodes=2 --ntasks=2 --kill-on-bad-exit=1"
+KEY = "export BACKHAUL_KEY_FILE=~/cluster.key; backhaul keygen ~/cluster.key"
+NODE1 = r"printf '127.0.0.1 localhost\n127.0.1.1 node1\n10.0.0.2 node2\n' > own"
+
+# What makes each row of the page's table "When it does not work", in its order.
+TROUBLES = {
+    "batch script": "sbatch --wait --output=out --wrap 'python train.py' || true; cat out",
+    "RANK": "srun --nodes=2 --ntasks=3 --kill-on-bad-exit=1 bash -c "
+    "'if [ $SLURM_PROCID = 2 ]; then export RANK=1; fi; python train.py' || true",
+    "own hosts": f"{NODE1}; {TASKS} unshare --mount sh -c 'mount --bind own /etc/hosts && python train.py' || true",
+    "port": "sbatch --wait taken.sbatch || true; cat out",
+    "no key, no host": f"{TASKS} python train.py || true",
+    "no key": f"BACKHAUL_HOST=0.0.0.0 {TASKS} python train.py || true",
+    "no host": f"{KEY}; {TASKS} python train.py || true",
+}
+
+
+def troubles() -> list[str]:
+    table = SHOWN.partition("## When it does not work")[2].partition("|---|---|\n")[2].partition("\n\n")[0]
+    return [re.findall(r"^\| `([^`]+)` \|", row)[0] for row in table.splitlines()]
+
+
+@pytest.mark.parametrize(("trouble", "shown"), [*zip(TROUBLES, troubles(), strict=True)], ids=TROUBLES)
+def test_trouble_on_slurm(
+    trouble: str, shown: str, slurm: str, hosts: list[Host], desk: Path, environment: dict[str, str]
+) -> None:
+    (desk / "taken.sbatch").write_text(TAKEN)
+    said = run(hosts[2:], TROUBLES[trouble], desk, {**environment, "SLURM_CONF": slurm})
+    # The numbers of jobs and ports are others here.
+    parts = re.sub(r"(?<=job )7|\b\d{5}\b", "…", shown).split("…")
+    assert re.search(".*".join(map(re.escape, parts)), said), said
+
+
 SHIM = """#!/bin/sh
 echo "{name} $*" >> {log}
 case "{name} $*" in
