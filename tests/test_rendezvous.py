@@ -20,6 +20,7 @@ from backhaul.agent.membership import Member, Membership, goes_on
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import Addresses
 from backhaul.rendezvous import INIT_METHOD_VARIABLE, Place, meet, place_from
+from backhaul.transport.stream import host_id
 
 NAME_VARIABLE = "BACKHAUL_NAME"
 LAUNCHERS = ("SLURM", "OMPI", "PMI", "PET_", "VC_", "JOB", "TORCHELASTIC", "MPI")
@@ -431,6 +432,17 @@ def test_hosts_that_stay_unreachable_are_given_up() -> None:
     assert not goes_on(started(2), 2, 3, lambda addresses: None, lambda: False, 0.2)
 
 
+@pytest.mark.parametrize("tcp", [None, ("127.0.0.1", 9), ("::1", 9)], ids=str)
+def test_a_member_that_only_its_own_host_can_reach_counts_as_there(tcp: tuple[str, int] | None) -> None:
+    """Without a key, or without BACKHAUL_HOST, workers of two hosts form one group, whose calls say what is missing."""
+    elsewhere = Addresses(host="elsewhere", unix="/tmp/nothing", tcp=tcp)
+    here = msgspec.structs.replace(elsewhere, host=host_id(), unix=None)
+    for addresses, joins in ((elsewhere, True), (here, False)):
+        store = dist.HashStore()
+        store.set("member/0", msgspec.json.encode(Member(0, "worker0", addresses, incarnation="aa")).decode())
+        assert goes_on(store, 1, 2, rendezvous._look, lambda: False, 0.2) is joins
+
+
 def test_two_groups_of_different_kinds_do_not_meet(tmp_path: Path) -> None:
     method = f"file://{tmp_path}/point"
     fixed, dynamic = meet(method, FIRST, 5), meet(method, Place("a", None, None), 5)
@@ -478,6 +490,13 @@ def test_a_bad_environment(monkeypatch: pytest.MonkeyPatch, address: str, port: 
 def test_a_dynamic_group_over_tcp_needs_to_know_who_hosts() -> None:
     with pytest.raises(OptionError, match="needs a rank for each worker; rank 0 hosts the store"):
         meet("tcp://127.0.0.1:29500", Place("a", None, None), 5)
+
+
+def test_a_batch_script_that_starts_no_tasks_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
+    with pytest.raises(OptionError, match=r"needs a rank .* batch script of job 7 of Slurm.* with srun"):
+        meet("env://", place_from(None, -1, None), 5)
 
 
 def test_a_port_that_is_taken() -> None:

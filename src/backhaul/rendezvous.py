@@ -31,7 +31,7 @@ from backhaul.agent.membership import goes_on
 from backhaul.environments import table as environments
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
 from backhaul.ids import Addresses
-from backhaul.transport.stream import look_for
+from backhaul.transport.stream import host_id, look_for
 
 INIT_METHOD_VARIABLE = "BACKHAUL_INIT_METHOD"
 """The init method that ``env://`` stands for. Our launcher sets it."""
@@ -242,7 +242,7 @@ def _found_at_one(addresses: list[Address]) -> dist.Store | None:
 def _open_at_one(addresses: list[Address], place: Place, timeout: datetime.timedelta) -> dist.Store:
     """The store at one of several addresses. Rank 0 hosts it on its own machine, unless the group already has one."""
     if place.rank is None:
-        raise OptionError(_NEEDS_RANK)
+        raise OptionError(_NEEDS_RANK + _hinted(environments.read()))
     if place.rank == 0:
         return _found_at_one(addresses) or _host_at_one(addresses, timeout)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -275,7 +275,22 @@ def _listed(addresses: list[Address]) -> str:
 
 
 def _look(addresses: Addresses) -> bool | None:
-    return look_for(addresses, time.monotonic() + _LOOK_SECONDS)
+    """Whether a worker listens there; None if its host does not answer.
+
+    A worker on another host that can only be reached on its own host counts as listening. Nobody can tell from here,
+    and a worker that took it for dead would wait for it in a new group. Calls to such a worker say what is missing.
+    """
+    return _is_out_of_sight(addresses) or look_for(addresses, time.monotonic() + _LOOK_SECONDS)
+
+
+def _is_out_of_sight(addresses: Addresses) -> bool:
+    if not addresses.host or addresses.host == host_id():
+        return False
+    if addresses.tcp is None:
+        return addresses.unix is not None
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(addresses.tcp[0].partition("%")[0]).is_loopback
+    return False
 
 
 def _look_at(host: str, port: int) -> bool | None:
@@ -373,7 +388,7 @@ def _of_run(store: dist.Store, run: str) -> dist.Store:
 def _tcp(host: str, port: int, place: Place, timeout: datetime.timedelta, *, hosted: bool, run: str = "") -> dist.Store:
     """A TCPStore, or the part of one that belongs to ``run``. Rank 0 hosts it unless the launcher does."""
     if place.rank is None and not hosted:
-        raise OptionError(_NEEDS_RANK)
+        raise OptionError(_NEEDS_RANK + _hinted(environments.read()))
     hosts = place.rank == 0 and not hosted
     # The store listens only at the address that the others were told, because it authenticates nobody.
     listening = _listen(host, port) if hosts else None

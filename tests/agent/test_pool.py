@@ -277,3 +277,25 @@ def test_many_threads_use_one_pool(make: Made) -> None:
     for thread in threads:
         thread.join()
     assert count == 800
+
+
+def test_threads_end_while_close_looks_for_them(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make()
+    threads = pool._threads = Threads()
+    gate = threading.Event()
+    for _ in range(3):
+        run(pool, lambda: gate.wait(SOON) and None)
+    current = threading.current_thread
+    closing = current()
+
+    def look() -> threading.Thread:
+        if current() is closing and not gate.is_set():
+            gate.set()
+            with threads.changed:
+                assert threads.changed.wait_for(lambda: not threads, SOON)
+        return current()
+
+    monkeypatch.setattr(threading, "current_thread", look)
+    pool.close(time.monotonic() + SOON)
+    assert gate.is_set()
+    assert pool.size == 0

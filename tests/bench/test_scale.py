@@ -41,3 +41,13 @@ def test_small_groups(capfd: pytest.CaptureFixture[str]) -> None:
         assert all(each > 0 for each in outcome.processor.values())
         assert outcome.memory > 1 << 20
         assert outcome.connections == (0 if system == "backhaul" else None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sixty_four_workers() -> None:
+    """All call all, each has a reference to a value of each, one backward goes over all, and they part."""
+    outcome = scale.measure("backhaul", 64, 300.0)
+    assert not outcome.failed
+    assert outcome.seconds.keys() == STEPS.keys()
+    assert outcome.connections == 0  # made when they are needed

@@ -18,7 +18,7 @@ class Host:
     def __init__(self, name: str, address: str, space: str, hosts: Path) -> None:
         self.name = name
         self.address = address
-        self._space = space
+        self.space = space
         self._hosts = hosts
 
     def start(self, command: str, cwd: Path, env: dict[str, str], output: Path) -> subprocess.Popen[bytes]:
@@ -28,7 +28,7 @@ class Host:
         unshare = "unshare --mount --uts --pid --fork --kill-child --propagation private"
         argv = [
             "nsenter",
-            f"--net=/run/netns/{self._space}",
+            f"--net=/run/netns/{self.space}",
             *unshare.split(),
             "bash",
             "-c",

@@ -13,6 +13,9 @@
   PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT there.
 - The training operator names pods of a PyTorchJob ``<job>-master-0`` and ``<job>-worker-<index>``, makes a headless
   Service of that name for each, and sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and the same values as PET_*.
+- Volcano names pods ``<job>-<task>-<index>``. Its plugin ``svc`` makes a headless Service with the name of the job, and
+  sets VC_<TASK>_HOSTS and VC_<TASK>_NUM for each task; its plugin ``env`` sets VC_TASK_INDEX; its plugin ``pytorch``
+  sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, which counts through the tasks.
 - A name in a headless Service means the address of the pod, also before it is ready with publishNotReadyAddresses.
 - The kubelet writes the full name of a pod that has a subdomain into its /etc/hosts.
 - With fsGroup, files of a Secret belong to root and that group, and have mode ``defaultMode | 0440``.
@@ -110,6 +113,10 @@ def pods_of(manifests: list[Manifest]) -> list[Pod]:
         pods = _of_train_job(by_kind["TrainJob"], by_kind["TrainingRuntime"])
     else:
         pods = _of_pytorch_job(by_kind["PyTorchJob"])
+    return _addressed(pods)
+
+
+def _addressed(pods: list[Pod]) -> list[Pod]:
     for number, pod in enumerate(pods, 1):
         pod.address = f"10.78.0.{number}"
     return pods
@@ -219,6 +226,27 @@ def _of_pytorch_job(job: Manifest) -> list[Pod]:
                 )
             )
     return pods
+
+
+def pods_of_volcano(like: Pod, tasks: dict[str, int], *, pytorch: bool = False) -> list[Pod]:
+    """The pods of a Volcano Job ``train`` with so many replicas of each task, with the container of another pod."""
+    names = {task: [f"train-{task}-{index}" for index in range(count)] for task, count in tasks.items()}
+    said: dict[str, str] = {}
+    for task, found in names.items():
+        said[f"VC_{task.upper()}_HOSTS"] = ",".join(f"{name}.train" for name in found)
+        said[f"VC_{task.upper()}_NUM"] = str(len(found))
+    places = [(task, index) for task, count in tasks.items() for index in range(count)]
+    if pytorch:
+        said |= {"MASTER_ADDR": f"train-{places[0][0]}-0.train", "MASTER_PORT": "23456", "WORLD_SIZE": str(len(places))}
+    spec = copy.deepcopy(like.spec)
+    (container,) = spec["containers"]
+    container["env"] = [variable for variable in container["env"] if variable["name"] != "WORLD_SIZE"]
+    pods = []
+    for rank, (task, index) in enumerate(places):
+        own = {**said, "VC_TASK_INDEX": str(index), **({"RANK": str(rank)} if pytorch else {})}
+        injected = [{"name": key, "value": value} for key, value in own.items()]
+        pods.append(Pod(names[task][index], spec, f"train.{NAMESPACE_DOMAIN}", like.labels, {}, injected))
+    return _addressed(pods)
 
 
 # Running them.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pods import ISOLATED, PATIENCE, ROOT, Pod, pods_of, running, script_of
+from pods import ISOLATED, PATIENCE, ROOT, Pod, pods_of, pods_of_volcano, running, script_of
 
 yaml = pytest.importorskip("yaml", reason="`make clusters` installs it")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="`make clusters` installs it")
@@ -170,9 +170,36 @@ def test_a_pod_sees_an_environment_in_the_folder_of_a_volume(name: str, tmp_path
 @needs_root
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_workers_train_in_the_environments_of_a_manifest(name: str, tmp_path: Path) -> None:
-    """The pods wait for the last one, become ready then, train, and exit with 0."""
     pods = pods_of(load(name))
-    with running(pods, tmp_path, secrets.token_hex(32) + "\n", {"TRAIN_STEPS": "1000000"}) as pods_up:
+    train(pods, len(pods) * (2 if name == "trainjob.yaml" else 1), tmp_path)
+
+
+@needs_root
+def test_workers_train_in_a_train_job_without_torchrun(tmp_path: Path) -> None:
+    """As the page says: with one process for each node, the nodes' own variables are enough."""
+    manifests = load("trainjob.yaml")
+    (trainer,) = [each["spec"]["trainer"] for each in manifests if each["kind"] == "TrainJob"]
+    trainer.update(numProcPerNode=1, command=["python", "/app/train.py"])
+    pods = pods_of(manifests)
+    for pod in pods:
+        pod.container["readinessProbe"]["exec"]["command"] = ["backhaul", "doctor", "--ready"]
+    train(pods, 2, tmp_path)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("tasks", "pytorch"),
+    [({"worker": 3}, False), ({"master": 1, "worker": 2}, True)],
+    ids=["plugins svc and env", "plugin pytorch"],
+)
+def test_workers_train_in_the_environments_of_volcano(tasks: dict[str, int], pytorch: bool, tmp_path: Path) -> None:
+    (like, *_) = pods_of(load("indexed-job.yaml"))
+    train(pods_of_volcano(like, tasks, pytorch=pytorch), 3, tmp_path)
+
+
+def train(pods: list[Pod], processes: int, directory: Path) -> None:
+    """The pods wait for the last one, become ready then, train, and exit with 0."""
+    with running(pods, directory, secrets.token_hex(32) + "\n", {"TRAIN_STEPS": "1000000"}) as pods_up:
         pods_up.start(len(pods) - 1)
         assert not pods_up[0].is_ready()
         pods_up.start(1)
@@ -191,7 +218,6 @@ def test_workers_train_in_the_environments_of_a_manifest(name: str, tmp_path: Pa
         for pod in pods_up:
             assert pod.process.wait(max(1.0, deadline - time.monotonic())) == 0, pod.text()
         texts = "".join(pod.text() for pod in pods_up)
-    processes = len(pods) * (2 if name == "trainjob.yaml" else 1)
     assert re.search(rf"{processes} workers, loss \d+\.\d+ -> \d+\.\d+\n", texts), texts
     for rank in range(processes):
         assert f"worker{rank} is done" in texts

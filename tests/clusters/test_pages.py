@@ -3,6 +3,7 @@
 - ``sh``               on the host ``login``
 - ``sh hosts``         on ``node1`` and ``node2`` at the same time
 - ``sh needs=program`` if that program is installed
+- ``sh ssh``           it starts workers on ``node1`` and ``node2`` through ssh
 - ``bash file=x``      not run: the content of a file that a later block uses
 """
 
@@ -71,37 +72,130 @@ CLUSTERS = blocks("clusters.md")
 TRAINING = [number for number, block in enumerate(CLUSTERS) if "train.py" in block.text]
 
 
-@pytest.mark.parametrize("number", TRAINING, ids=lambda number: CLUSTERS[number].text.split()[0])
+def require(block: Block, environment: dict[str, str]) -> None:
+    """Skip the test if a program that the block needs is not installed."""
+    for program in re.findall(r"needs=(\S+)", block.kind):
+        if shutil.which(program, path=environment["PATH"].split(":")[0]) is None:
+            pytest.skip(f"there is no {program}: apt-get install openmpi-bin mpich")
+
+
+@pytest.mark.parametrize("number", TRAINING, ids=lambda number: " ".join(CLUSTERS[number].text.split()[:2]))
 def test_clusters(number: int, hosts: list[Host], desk: Path, environment: dict[str, str]) -> None:
-    *_, option = ["", *CLUSTERS[number].kind.split()]
+    block = CLUSTERS[number]
+    require(block, environment)
     for earlier in CLUSTERS[:number]:
         if "train.py" not in earlier.text:  # the key
             run(hosts[2:], earlier.text, desk, environment)
-    program = option.partition("needs=")[2]
-    if program and shutil.which(program, path=environment["PATH"].split(":")[0]) is None:
-        pytest.skip(f"there is no {program}: apt-get install openmpi-bin mpich")
-    where = hosts[:2] if option == "hosts" else hosts[2:]
-    said = run(where, CLUSTERS[number].text, desk, environment)
-    assert check_training(said) == (4 if option == "hosts" else 3)
+    on_both = "hosts" in block.kind.split()
+    over_ssh = "ssh" in block.kind.split()
+    if over_ssh:
+        write_ssh(hosts, environment)
+    said = run(hosts[:2] if on_both else hosts[2:], block.text, desk, environment)
+    assert check_training(said) == (4 if on_both or over_ssh else 3)
+
+
+SSH = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1; shift
+case $host in
+%s
+*) echo "no host $host" >&2; exit 255 ;;
+esac
+exec nsenter --net="$net" unshare --mount --uts --pid --fork --kill-child --propagation private \
+    sh -c "mount -t proc proc /proc; hostname $host; $*"
+"""
+
+
+def write_ssh(hosts: list[Host], environment: dict[str, str]) -> None:
+    """An ``ssh`` that runs a command on one of the hosts. `tests/launch` has a real sshd; MPI only needs a process."""
+    path = Path(environment["PATH"].split(":")[0]) / "ssh"
+    path.write_text(SSH % "\n".join(f"{host.name}) net=/run/netns/{host.space} ;;" for host in hosts))
+    path.chmod(0o755)
+
+
+SLURM = blocks("clusters-slurm.md")
+SHOWN = (ROOT / "docs" / "clusters-slurm.md").read_text()
+
+
+def write_or_run(block: Block, hosts: list[Host], desk: Path, environment: dict[str, str]) -> str:
+    """Write the file that a block shows, or run its commands on ``login``; returns their output."""
+    option, _, name = block.kind.partition("=")
+    if option == "file":
+        (desk / name).write_text(block.text)
+        return ""
+    return run(hosts[2:], block.text, desk, environment)
 
 
 def test_slurm(slurm: str, hosts: list[Host], desk: Path, environment: dict[str, str]) -> None:
     environment = {**environment, "SLURM_CONF": slurm}
     trained = 0
-    for block in blocks("clusters-slurm.md"):
-        option, _, name = block.kind.partition("=")
-        if option == "file":
-            (desk / name).write_text(block.text)
-            continue
-        said = run(hosts[2:], block.text, desk, environment)
-        if "sbatch" in block.text:
+    for block in SLURM:
+        if "needs=" in block.kind:
+            continue  # the next test
+        said = write_or_run(block, hosts, desk, environment)
+        if "sbatch" in block.text and said:
             assert check_training(said) == 4
             trained += 1
         elif "doctor" in block.text:
-            text = (ROOT / "docs" / "clusters-slurm.md").read_text().partition("    1: place\n")[2].partition("\n\n")[0]
+            text = SHOWN.partition("    1: place\n")[2].partition("\n\n")[0]
             for line in text.splitlines():
                 assert line.strip() in said
     assert trained == 2
+
+
+def test_mpirun_in_a_slurm_job(slurm: str, hosts: list[Host], desk: Path, environment: dict[str, str]) -> None:
+    environment = {**environment, "SLURM_CONF": slurm}
+    for block in SLURM:
+        require(block, environment)
+        if "keygen" in block.text or "mpi.sbatch" in block.kind + block.text:
+            said = write_or_run(block, hosts, desk, environment)
+    assert check_training(said) == 4
+
+
+TAKEN = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --output=out
+python -c 'if True:
+    import os, signal, socket
+    server = socket.create_server(("node1", 15000 + int(os.environ["SLURM_JOB_ID"])))
+    open("listens", "w")
+    signal.pause()' &
+until [ -e listens ]; do sleep 0.1; done
+srun --kill-on-bad-exit=1 python train.py
+kill %1
+"""
+TASKS = "srun --nodes=2 --ntasks=2 --kill-on-bad-exit=1"
+KEY = "export BACKHAUL_KEY_FILE=~/cluster.key; backhaul keygen ~/cluster.key"
+NODE1 = r"printf '127.0.0.1 localhost\n127.0.1.1 node1\n10.0.0.2 node2\n' > own"
+
+# What makes each row of the page's table "When it does not work", in its order.
+TROUBLES = {
+    "batch script": "sbatch --wait --output=out --wrap 'python train.py' || true; cat out",
+    "RANK": "srun --nodes=2 --ntasks=3 --kill-on-bad-exit=1 bash -c "
+    "'if [ $SLURM_PROCID = 2 ]; then export RANK=1; fi; python train.py' || true",
+    "own hosts": f"{NODE1}; {TASKS} unshare --mount sh -c 'mount --bind own /etc/hosts && python train.py' || true",
+    "port": "sbatch --wait taken.sbatch || true; cat out",
+    "no key, no host": f"{TASKS} python train.py || true",
+    "no key": f"BACKHAUL_HOST=0.0.0.0 {TASKS} python train.py || true",
+    "no host": f"{KEY}; {TASKS} python train.py || true",
+}
+
+
+def troubles() -> list[str]:
+    table = SHOWN.partition("## When it does not work")[2].partition("|---|---|\n")[2].partition("\n\n")[0]
+    return [re.findall(r"^\| `([^`]+)` \|", row)[0] for row in table.splitlines()]
+
+
+@pytest.mark.parametrize(("trouble", "shown"), [*zip(TROUBLES, troubles(), strict=True)], ids=TROUBLES)
+def test_trouble_on_slurm(
+    trouble: str, shown: str, slurm: str, hosts: list[Host], desk: Path, environment: dict[str, str]
+) -> None:
+    (desk / "taken.sbatch").write_text(TAKEN)
+    said = run(hosts[2:], TROUBLES[trouble], desk, {**environment, "SLURM_CONF": slurm})
+    # The numbers of jobs and ports are others here.
+    parts = re.sub(r"(?<=job )7|\b\d{5}\b", "…", shown).split("…")
+    assert re.search(".*".join(map(re.escape, parts)), said), said
 
 
 SHIM = """#!/bin/sh

@@ -52,6 +52,21 @@ OPEN_MPI = {
     "PMIX_RANK": "1",
     "PMIX_NAMESPACE": "1941110785",
 }
+# mpirun on the two nodes of a job: it runs on the first node, and its daemon on the second node is a step of its own.
+OPEN_MPI_IN_SLURM = [
+    {**SLURM_JOB, **OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+    {
+        **SLURM_JOB,
+        **OPEN_MPI,
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "SLURM_NNODES": "1",
+        "SLURM_NTASKS": "1",
+        "SLURM_STEP_ID": "1",
+        "SLURM_STEP_NODELIST": "node02",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "1",
+    },
+]
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 TRAINER = {
     "PET_NNODES": "2",
@@ -205,7 +220,7 @@ KNOWN: list[tuple[str, dict[str, str], str, dict[str, Any]]] = [
     ),
     (
         "mpirun in a batch script, on several nodes",
-        {**SLURM_JOB, **OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        OPEN_MPI_IN_SLURM[1],
         FULL_NAME,
         {
             "name": "worker1",
@@ -214,7 +229,21 @@ KNOWN: list[tuple[str, dict[str, str], str, dict[str, Any]]] = [
             "local_rank": 1,
             "nodes": 2,
             "address": "node01",
-            "port": 15000 + 4711,
+            "port": 24218,
+            "run": "mpirun 1941110785",
+        },
+    ),
+    (
+        "mpirun on several machines, with an address",
+        {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "node01"},
+        FULL_NAME,
+        {
+            "name": "worker1",
+            "rank": 1,
+            "world_size": 2,
+            "local_rank": 1,
+            "address": "node01",
+            "port": 24218,
             "run": "mpirun 1941110785",
         },
     ),
@@ -444,6 +473,16 @@ def test_the_problem_of_a_row_is_raised_when_the_row_is_used(environ: dict[str, 
     with pytest.raises(OptionError) as caught:
         row.take()
     assert text in str(caught.value)
+
+
+def test_all_processes_of_mpirun_in_a_job_meet_at_one_place() -> None:
+    for inside in ({}, {"PMIX_NAMESPACE": ""}):  # without a name of its own, the job's
+        first, second = (read({**environ, **inside}, lambda: FULL_NAME) for environ in OPEN_MPI_IN_SLURM)
+        assert [first.rank.value, second.rank.value] == [0, 1]
+        assert first.address.value == "node01"
+        for field in ("world_size", "nodes", "address", "port", "run"):
+            assert getattr(first, field).value == getattr(second, field).value, field
+            assert not getattr(first, field).problem
 
 
 def test_hints() -> None:

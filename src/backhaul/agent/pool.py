@@ -85,7 +85,8 @@ class Pool:
                 break
         while True:  # a thread may start another one while this one waits for it
             with self._starting:
-                threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+                # Copied in one step: threads that end take themselves off the set meanwhile.
+                threads = [thread for thread in list(self._threads) if thread is not threading.current_thread()]
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
             if not threads or time.monotonic() >= deadline:

@@ -134,8 +134,9 @@ def _open_mpi(environ: Environ, host_name: HostName) -> Launcher | None:
     if job:
         source = "PMIX_NAMESPACE" if environ.get("PMIX_NAMESPACE") else "OMPI_MCA_ess_base_jobid"
         said["run"] = Said(f"mpirun {job}", source, job)
-    hints = _on_one_machine(environ, said, "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun -x MASTER_ADDR -x MASTER_PORT")
-    if "address" in said and job:
+    give = "mpirun -x MASTER_ADDR" if job else "mpirun -x MASTER_ADDR -x MASTER_PORT"
+    hints = _on_one_machine(environ, said, "OMPI_COMM_WORLD_LOCAL_SIZE", give)
+    if job:
         said["port"] = Said(_port(zlib.crc32(job.encode())), source, derived=True)
     return Launcher(OPEN_MPI, said, _SCHEDULERS | {PMIX}, how_many="OMPI_COMM_WORLD_SIZE is missing", hints=hints)
 
@@ -215,26 +216,32 @@ def _slurm(environ: Environ, host_name: HostName) -> Launcher | None:
     if job is None:
         return None
     said = _numbers(environ, restart="SLURM_RESTART_COUNT")
+    restart = said.get("restart")
+    again = f" restart {restart.value}" if restart is not None and restart.value else ""
     step = environ.get("SLURM_STEP_ID")
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        # The daemons of mpirun are a step of their own, without the node on which mpirun runs: there it starts the
+        # processes itself. So the step differs from worker to worker, and only the job is the same for all.
+        said |= _numbers(environ, nodes="SLURM_JOB_NUM_NODES", **({} if step is None else {"rank": "SLURM_PROCID"}))
+        said["run"] = Said(f"slurm {job}{again}", "SLURM_JOB_ID")
+        return Launcher(SLURM, said | _slurm_store(environ, job, None, ("SLURM_JOB_NODELIST",)))
     if step is None or "SLURM_PROCID" not in environ:
         hint = f"this is the batch script of job {job} of Slurm, and not one of its tasks: start the workers with srun"
         launcher = Launcher(SLURM, {}, starts=False, hints=(hint,))
     else:
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
         said |= _numbers(environ, rank="SLURM_PROCID", world_size=size, local_rank="SLURM_LOCALID")
-        restart = said.get("restart")
-        again = f" restart {restart.value}" if restart is not None and restart.value else ""
         said["run"] = Said(f"slurm {job}.{step}{again}", "SLURM_JOB_ID and SLURM_STEP_ID")
         launcher = Launcher(SLURM, said, how_many="SLURM_STEP_NUM_TASKS and SLURM_NTASKS are missing")
     nodes = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in environ else "SLURM_NNODES"
     said |= _numbers(environ, nodes=nodes)
-    said |= _slurm_store(environ, job, step or "0")
+    said |= _slurm_store(environ, job, step, ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     return launcher._replace(said=said)
 
 
-def _slurm_store(environ: Environ, job: str, step: str) -> dict[str, Said]:
-    """The store's address and port. Slurm puts task 0 on the first node of its list."""
-    listed = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if environ.get(name)), None)
+def _slurm_store(environ: Environ, job: str, step: str | None, lists: tuple[str, ...]) -> dict[str, Said]:
+    """The store's address and port. Slurm and mpirun put rank 0 on the first node of the list."""
+    listed = next((name for name in lists if environ.get(name)), None)
     said = {}
     if listed is not None:
         try:
@@ -245,8 +252,9 @@ def _slurm_store(environ: Environ, job: str, step: str) -> dict[str, Said]:
         except OptionError as error:
             said["address"] = Said(None, listed, environ[listed], f"{listed}: {error}. Set MASTER_ADDR instead")
     if job.isdecimal():
-        number = int(job) + _STEP * (int(step) if step.isdecimal() else 0)
-        said["port"] = Said(_port(number), "SLURM_JOB_ID and SLURM_STEP_ID", derived=True)
+        number = int(job) + _STEP * (int(step) if step is not None and step.isdecimal() else 0)
+        source = "SLURM_JOB_ID" if step is None else "SLURM_JOB_ID and SLURM_STEP_ID"
+        said["port"] = Said(_port(number), source, derived=True)
     return said
 
 
