@@ -221,8 +221,8 @@ CALLS = (
     Mutant(
         "agent/calling.py",
         "the role of the reader is lost with the thread that gives up its wait",
-        "        if other is not None:\n            other.wake()\n\n    def _other_readable",
-        "\n    def _other_readable",
+        "        if other is not None:\n            other.wake()\n",
+        "",
         ("tests/calls/test_call_threads.py",),
     ),
     Mutant(

@@ -38,6 +38,7 @@ from backhaul.agent.membership import Member, Membership
 from backhaul.agent.observing import Asked, Encoded, Issued, Observers, Packed
 from backhaul.agent.pool import Pool
 from backhaul.agent.presence import Presence
+from backhaul.agent.reading import Reading
 from backhaul.agent.reception import Reception
 from backhaul.agent.serving import Handler, Serving
 from backhaul.agent.tracing import Span, spanning, spanning_future
@@ -388,7 +389,7 @@ class Agent:
         if link is None or not link.post_awaited(frame):
             self._post(self._route(to, math.inf), frame)
 
-    def _lines_to(self, ranks: Iterable[int]) -> list[Calling]:
+    def _lines_to(self, ranks: Iterable[int]) -> list[Reading]:
         """The open lines to these workers."""
         links = map(self._links.get, ranks)
         return [line for link in links if link is not None and (line := link.open) is not None]
