@@ -37,15 +37,13 @@ from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import encode
-from backhaul.wire.messages import Failure, Ping, Result
+from backhaul.wire.messages import REPLIES, Ping
 
 if TYPE_CHECKING:
     from backhaul.agent.completions import Completions
     from backhaul.agent.execution import Execution
     from backhaul.agent.serving import Serving
     from backhaul.agent.watch import Watch
-
-_REPLIES = (Result, Failure)
 
 Sleeper = Waiter | Vigil
 
@@ -205,7 +203,7 @@ class Reading(Line):
         self._state.heard()
         while (envelope := following()) is not None:
             message = envelope.message
-            if not isinstance(message, _REPLIES):
+            if not isinstance(message, REPLIES):
                 others.append(envelope)
                 continue
             if message.refs:

@@ -277,7 +277,7 @@ class Strand:
         self._bell.ring()
 
     @property
-    def settled(self) -> bool:
+    def filled(self) -> bool:
         """Whether all expected slices have come."""
         return self._filled == self._announced
 
@@ -508,8 +508,8 @@ class Strands:
         self.on_announced(size)
         self._all[strand - 1].expect(place, size)
 
-    def settle(self, size: int) -> None:
-        if not all(strand.settled for strand in self._all):
+    def finish(self, size: int) -> None:
+        if not all(strand.filled for strand in self._all):
             raise ProtocolError("a message that ends before its slices on other connections")
         if size >= WIDE:
             self.want()

@@ -79,7 +79,7 @@ class Apart(Protocol):
     def expect(self, strand: int, place: memoryview | None, size: int) -> None:
         """Write the next ``size`` bytes of a strand to ``place``; if it is None, drop them. Raises `ProtocolError`."""
 
-    def settle(self, size: int) -> None:
+    def finish(self, size: int) -> None:
         """A frame of that size is complete. Raises `ProtocolError` if any expected bytes have not come."""
 
 
@@ -443,7 +443,7 @@ class Decoder(Payload):
             self._start += count
             self._slice -= count
         if envelope is not None and self._apart is not None:
-            self._apart.settle(envelope.size)
+            self._apart.finish(envelope.size)
         return envelope
 
     def _read_trace(self, start: int, metadata: int) -> str:
