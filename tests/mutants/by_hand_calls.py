@@ -6,7 +6,7 @@ from mutant import Mutant
 
 CALLS = (
     Mutant(
-        "agent/execution.py",
+        "agent/translation.py",
         "pins of a message that cannot be sent are kept",
         "            if cargo.refs:\n                self.traffic.stayed(cargo.refs)\n",
         "",
@@ -134,7 +134,7 @@ CALLS = (
         ("tests/security/test_handshake.py",),
     ),
     Mutant(
-        "agent/execution.py",
+        "agent/translation.py",
         "a message over the limit is sent",
         "        if frame.size > self._max_message_bytes:",
         "        if False:",

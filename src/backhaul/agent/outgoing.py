@@ -265,7 +265,7 @@ class Outgoing(Routes):
             self._post(self._route(to, math.inf), frame)
 
     def post_failure(self, to: To, make: Callable[..., Any], error: BaseException) -> None:
-        """Send a one-way message about an exception; see `Execution.tell_failure`. Raises `WorkerLostError`."""
+        """Send a one-way message about an exception; see `Translation.tell_failure`. Raises `WorkerLostError`."""
         line = self._route(to, math.inf)
         frame = self.execution.tell_failure(make, error, line)
         if self.observers:
