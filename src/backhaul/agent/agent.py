@@ -27,7 +27,8 @@ from backhaul.agent.future import Future
 from backhaul.agent.line import Line
 from backhaul.agent.listening import Listeners
 from backhaul.agent.losses import Losses
-from backhaul.agent.membership import Member, Membership
+from backhaul.agent.member import Member
+from backhaul.agent.membership import Membership
 from backhaul.agent.observing import Observers
 from backhaul.agent.outgoing import Outgoing
 from backhaul.agent.pool import Pool

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from backhaul.agent.agent import Agent
     from backhaul.agent.line import Line
     from backhaul.agent.link import Link
-    from backhaul.agent.membership import Member
+    from backhaul.agent.member import Member
     from backhaul.agent.serving import Served
     from backhaul.wire.decoder import Envelope
 
