@@ -44,7 +44,7 @@ LEFT = r"if .*observers( or | and |:)|profiler_is_on\(\)|with .*activity\.waits|
         ("with self.activity.waits(lambda: 1), lock:\n    work()", "with lock:\n    work()"),
         ("with self.activity.waits(lambda: 1):\n    work()", "work()"),
         ("self.record.note_wait(1, 2, 3)", "pass"),
-        ("share.record.ran.append((1, 2))", "pass"),
+        ("local.record.ran.append((1, 2))", "pass"),
         ("began = perf_counter_ns()", "pass"),
         ("note.handles = (peer, envelope, monotonic())", "pass"),
         ("slot = Slot(1, thread=get_ident())", "slot = Slot(1)"),
@@ -95,7 +95,7 @@ def test_the_stripped_package_contains_no_observing_code() -> None:
         "agent/outgoing.py",
         "agent/calling.py",
         "agent/serving.py",
-        "agent/translation.py",
+        "agent/execution.py",
         "autograd/progress.py",
     ):
         assert counts[hot] > 5, hot
