@@ -92,13 +92,10 @@ def test_the_stripped_package_contains_no_observing_code() -> None:
         text = ast.unparse(tree)
         assert not re.search(LEFT, text), path
     for hot in (
-        "agent/outgoing.py",
-        "agent/calling.py",
-        "agent/serving.py",
-        "agent/execution.py",
-        "autograd/progress.py",
+        *("agent/outgoing.py", "agent/calling.py", "agent/reading.py", "agent/leading.py", "agent/serving.py"),
+        *("agent/execution.py", "agent/translation.py", "autograd/engine.py", "autograd/progress.py"),
     ):
-        assert counts[hot] > 5, hot
+        assert counts[hot] > 3, hot
 
 
 def nothing() -> None:
