@@ -242,7 +242,7 @@ class Script:
         pinned = sum(len(entry.pins) for entry in entries.values())
         if pinned != len(machine._pins):
             raise Broken(f"{pinned} pins in the entries, {len(machine._pins)} in all")
-        for numbers in machine._settled.values():
+        for numbers in machine._created.values():
             bounds = [bound for pair in zip(numbers._starts, numbers._ends, strict=True) for bound in pair]
             if any(one >= other for one, other in pairwise(bounds)):
                 raise Broken(f"ranges that meet: {bounds}")

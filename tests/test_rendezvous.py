@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from backhaul import rendezvous
 from backhaul.agent import membership
-from backhaul.agent.membership import Member, Membership, goes_on
+from backhaul.agent.member import Member
+from backhaul.agent.membership import Membership
+from backhaul.agent.rejoining import goes_on
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import Addresses
 from backhaul.rendezvous import INIT_METHOD_VARIABLE, Place, meet, place_from

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from backhaul import compat
-from backhaul.agent.membership import goes_on
+from backhaul.agent.rejoining import goes_on
 from backhaul.environments import table as environments
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError
 from backhaul.ids import Addresses

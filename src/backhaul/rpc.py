@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from backhaul import functions
-from backhaul.agent.agent import To
 from backhaul.agent.future import Future
 from backhaul.agent.presence import Subscription
 from backhaul.agent.retrying import Retry
+from backhaul.agent.routes import To
 from backhaul.eager import eager
 from backhaul.errors import (
     AuthenticationError,

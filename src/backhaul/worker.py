@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backhaul import current_worker as _current_worker
-from backhaul.agent.agent import Agent, To
+from backhaul.agent.agent import Agent
 from backhaul.agent.farewell import LAST, WORK
 from backhaul.agent.future import Future
 from backhaul.agent.logs import set_up_logging
 from backhaul.agent.membership import Membership
 from backhaul.agent.retrying import Retry, Retrying
 from backhaul.agent.retrying import checked as checked_retry
+from backhaul.agent.routes import To
 from backhaul.autograd.autograd import Autograd
 from backhaul.autograd.context_id import ContextId
 from backhaul.autograd.contexts import current_context as _autograd_context

@@ -1,21 +1,22 @@
 """A model of `agent.calling` in a `link_simulation`: the same steps in the same order, over a simulated channel.
 
 Every call into the state is one atomic step, and so is every look at something that other threads change. Names are
-those of `Calling`, `Vigil` and `Line`, so that model and driver can be laid side by side.
+those of `Calling`, `Reading`, `Vigil` and `Line`, so that model and driver can be laid side by side.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from simulated_channel import SMALL, Channel, Frame, Future, Joined, News
-from simulated_threads import Mutex, Steps, Until
+from simulated_channel import Frame, Future, Joined
+from simulated_reading import Reading
+from simulated_threads import Steps, Until
 from simulated_waiting import Sleeper, keep_vigil
 
 from backhaul.agent.link_state import LinkState
-from backhaul.agent.outbox import Departure, Outbox
+from backhaul.agent.outbox import Departure
 from backhaul.agent.pending import Slot
 from backhaul.errors import RpcTimeoutError
 from backhaul.transport.base import ChannelClosed
@@ -24,30 +25,13 @@ if TYPE_CHECKING:
     from link_simulation import Simulation
 
 
-class Calling(Channel):
+class Calling(Reading):
     """A line to a peer. Each step notes what the simulation checks."""
 
-    looks_once = False
-    """A planted mistake: a vigil that finds the role taken, and then free, does not try again."""
-
     def __init__(self, world: Simulation, name: str, patience: float, state: LinkState[Sleeper]) -> None:
-        super().__init__(world, name)
-        self.watch = world.watch
-        self.patience = patience
-        self.state = state
-        self.lost = False
-        self.sending = Mutex()
-        self.unflushed = False
-        self.dead = False
-        self.departures: Outbox[Sleeper] = world.outbox(3 * SMALL)
-        self.urgent: set[int] = set()
+        super().__init__(world, name, patience, state)
         self.ids = itertools.count(1)
-        self.looks: list[float] | None = None  # since the ping
         self.watch.add(self)
-
-    @property
-    def futures(self) -> int:
-        return self.state.futures
 
     # Requests.
 
@@ -177,169 +161,6 @@ class Calling(Channel):
                 self.state.calls_settled -= 1
             raise
 
-    def put(self, frame: Frame | Joined, *, waits: bool) -> Departure | None:
-        """Has ``sending``."""
-        if self.unflushed:
-            if self.dead:
-                raise ChannelClosed
-            departure = Departure(frame, passes=not frame.keep)  # type: ignore[arg-type]
-            if self.departures.add(departure) and waits:
-                departure.waiter = Sleeper()
-            return departure
-        if self.write(frame):
-            return None
-        self.unflushed = True
-        departure = Departure(frame, passes=False)  # type: ignore[arg-type]
-        if frame.keep and waits:
-            departure.waiter = Sleeper()
-        self.departures.begin(departure)
-        return departure
-
-    def see_off(self, departure: Departure, duty: bool, deadline: float) -> Steps:
-        if departure.waiter is None:
-            if duty:
-                self.pump_elsewhere()
-            return
-        departure.pumps = departure.pumps or duty
-        while not departure.left:
-            yield
-            if departure.lost:
-                raise ChannelClosed
-            if departure.pumps:
-                in_time = yield from self.pump(departure, deadline)
-            else:
-                waiter = departure.waiter
-                yield Until(lambda: waiter.woken, deadline)  # noqa: B023
-                in_time = waiter.woken
-                waiter.woken = False
-            if not in_time:
-                yield from self.give_up_departure(departure)
-
-    def give_up_departure(self, departure: Departure) -> Steps:
-        yield from self.sending.acquire()
-        if departure.left or departure.lost:
-            self.sending.release()
-            return
-        if self.departures.give_up(departure):
-            self.world.judge_unsent(self, departure.frame)
-        pumps, departure.pumps = departure.pumps, False
-        self.sending.release()
-        yield
-        if pumps:
-            yield from self.stop_pumping(departure)
-        raise RpcTimeoutError
-
-    def pump(self, departure: Departure | None, deadline: float) -> Steps:
-        start = self.world.now
-        try:
-            while True:
-                yield from self.sending.acquire()
-                left: list[Departure] = []
-                try:
-                    if self.dead:
-                        raise ChannelClosed
-                    done = self.advance(left)
-                finally:
-                    self.sending.release()
-                    self.tell(left)
-                yield
-                if done:
-                    return True
-                if departure is not None and departure.left:
-                    yield from self.stop_pumping(departure)
-                    return True
-                if self.world.now >= deadline:
-                    return False
-                if self.world.now - start > self.patience:
-                    raise ChannelClosed
-                reads = yield from self.read_meanwhile()
-                yield Until(
-                    lambda reads=reads: self.room or self.shut or (reads and self.readable),
-                    min(deadline, self.world.now + 0.1),
-                )
-        except ChannelClosed:
-            yield from self.end_sending()
-            raise
-        finally:
-            yield from self.watch.take_over()
-
-    def advance(self, left: list[Departure]) -> bool:
-        """Has ``sending``."""
-        out = not self.between and self.flush()
-        slices = 0
-        while True:
-            if out:
-                if (done := self.departures.left()) is not None:
-                    left.append(done)
-                following = self.departures.next()
-                if following is None:
-                    self.unflushed = self.departures.pumped = False
-                    return True
-                out = self.write(following.frame)  # type: ignore[arg-type]
-            elif self.between:
-                if (done := self.departures.passed()) is not None:
-                    left.append(done)
-                if (small := self.departures.next_small()) is not None:
-                    self.interject(small.frame)  # type: ignore[arg-type]
-                elif slices == 2:
-                    return False
-                else:
-                    slices += 1
-                    out = self.flush()
-            else:
-                return False
-
-    def stop_pumping(self, departure: Departure) -> Steps:
-        yield from self.sending.acquire()
-        if not self.unflushed or self.dead:
-            self.sending.release()
-            return
-        successor = self.departures.hand_over(departure)
-        waiter = None if successor is None else successor.waiter
-        self.sending.release()
-        yield
-        if waiter is None:
-            self.pump_elsewhere()
-        else:
-            waiter.wake()
-
-    def pump_elsewhere(self) -> None:
-        self.world.start(f"pumps {self}", self.pump_alone())
-
-    def pump_alone(self) -> Steps:
-        try:
-            yield from self.pump(None, math.inf)
-        except ChannelClosed:
-            yield from self.lose()
-
-    def end_sending(self) -> Steps:
-        yield from self.sending.acquire()
-        self.dead = True
-        self.unflushed = True
-        lost = self.departures.lose()
-        self.sending.release()
-        yield
-        self.tell(lost)
-
-    def tell(self, departures: list[Departure]) -> None:
-        for departure in departures:
-            if departure.waiter is not None:
-                departure.waiter.wake()
-
-    def try_send_ping(self) -> Steps:
-        yield from self.sending.acquire()
-        duty = False
-        try:
-            departure = self.put(Frame(0, 1), waits=False)
-            duty = departure is not None and self.departures.take_duty()
-        except ChannelClosed:
-            pass
-        finally:
-            self.sending.release()
-        yield
-        if duty:
-            self.pump_elsewhere()
-
     # Waiting.
 
     def wait(self, slot: Slot) -> Steps:
@@ -386,6 +207,14 @@ class Calling(Channel):
         if other is not None:
             other.wake()
 
+    def time_out(self, slot: Slot) -> Steps:
+        ended = self.state.give_up(slot)
+        yield
+        if ended:
+            yield from self.fail(slot)
+        else:
+            yield from self.sleep(slot, math.inf)
+
     def other_readable(self) -> Steps:
         others = []
         for line in sorted(self.watch.unread, key=str):
@@ -395,7 +224,7 @@ class Calling(Channel):
                 others.append(line)
         return others
 
-    def wait_for_all(self, slot: Slot, others: list[Calling], timeout: float) -> Steps:
+    def wait_for_all(self, slot: Slot, others: list[Reading], timeout: float) -> Steps:
         vigil = Sleeper()
         self.state.watch(slot, vigil)
         yield
@@ -403,203 +232,6 @@ class Calling(Channel):
         self.state.stop_watching(slot, vigil)
         yield
 
-    # Reading.
-
     def begin_reading_for(self, slot: Slot) -> Steps:
         yield from ()
         return self.begin_reading() if slot.id in self.state else 0
-
-    def begin_reading(self) -> int:
-        token = self.state.read()
-        if token:
-            self.world.judge_reading(self, token)
-        return token
-
-    def finish_reading(self, token: int, timeout: float, *, inline: bool = True) -> Steps:
-        slots: list[Slot] = []
-        news: list[News] = []
-        problem = False
-        try:
-            if not self.lost:
-                yield from self.receive(timeout, slots, news)
-        except ChannelClosed:
-            problem = True
-        yield
-        if (yield from self.stop_reading(token)):
-            yield from self.close()
-        yield from self.hand_out(slots, news, inline=inline)
-        if problem:
-            yield from self.lose()
-
-    def stop_reading(self, token: int) -> Steps:
-        self.readers.discard(token)
-        following = self.state.stop_reading(token)
-        closes = self.state.must_close()
-        yield
-        if following is not None:
-            following.wake()
-            yield
-        return closes
-
-    def end_vigil(self, token: int, *, comes: bool) -> Steps:
-        if comes:
-            yield from self.finish_reading(token, 0)
-        elif (yield from self.stop_reading(token)):
-            yield from self.close()
-
-    def receive(self, timeout: float, slots: list[Slot], news: list[News]) -> Steps:
-        if timeout:
-            yield Until(lambda: self.readable, self.world.now + timeout)
-        messages = self.world.read(self)
-        yield
-        if not messages:
-            return
-        self.state.heard()
-        self.looks = None
-        yield
-        for message in messages:
-            if isinstance(message, News):
-                news.append(message)
-                continue
-            slot = self.state.answered(message.id, message)  # type: ignore[arg-type]
-            if slot is None:
-                yield
-                continue
-            self.world.judge_end(self, slot, "answered")
-            yield
-            for waiter in slot.waiters:
-                waiter.wake()
-                yield
-            if slot.future is not None:
-                slots.append(slot)
-
-    def drain(self) -> Steps:
-        while token := self.begin_reading():
-            yield
-            reads = self.state.reads
-            yield from self.finish_reading(token, 0, inline=False)
-            if self.state.reads == reads:
-                return True
-        yield
-        return self.lost
-
-    def read_meanwhile(self) -> Steps:
-        token = self.begin_reading()
-        yield
-        if not token:
-            return False
-        slots: list[Slot] = []
-        news: list[News] = []
-        try:
-            yield from self.receive(0, slots, news)
-        finally:
-            if (yield from self.stop_reading(token)):
-                yield from self.close()
-            yield from self.hand_out(slots, news, inline=False)
-        return True
-
-    # What becomes of replies.
-
-    def hand_out(self, slots: list[Slot], news: list[News], *, inline: bool) -> Steps:
-        for slot in slots:
-            future: Any = slot.future
-            if future is None:
-                self.count_settled(slot)
-                yield
-            elif inline and not future.has_callbacks:
-                yield from self.settle(slot, future)
-            else:
-                self.world.start(f"settles {self}.{slot.id}", self.settle(slot, future))
-        for message in news:
-            yield
-            if not message.listener.over:
-                message.listener.arrived += 1
-                yield
-                message.listener.vigil.wake()
-
-    def settle(self, slot: Slot, future: Future) -> Steps:
-        yield
-        slot.future = None
-        self.world.judge_settled(self, slot, future)
-        future.settled = True
-        yield
-        self.count_settled(slot)
-
-    def count_settled(self, slot: Slot) -> None:
-        if slot.is_call:
-            self.state.calls_settled += 1
-
-    def fail(self, slot: Slot, *, inline: bool = False) -> Steps:
-        waiters = self.state.finish(slot, TimeoutError())
-        self.world.judge_end(self, slot, "failed")
-        yield
-        for waiter in waiters:
-            waiter.wake()
-            yield
-        yield from self.hand_out([slot], [], inline=inline)
-
-    # For the watch thread.
-
-    def attend(self, slot: Slot) -> Steps:
-        self.urgent.add(slot.id)
-        yield from self.send_held()
-        self.watch.attend(self)
-        yield
-
-    def is_urgent(self) -> bool:
-        self.urgent = {id for id in self.urgent if id in self.state}
-        return bool(self.urgent)
-
-    def expire(self) -> Steps:
-        overdue = self.state.expire(self.world.now)
-        yield
-        for slot in overdue:
-            yield from self.fail(slot)
-
-    def time_out(self, slot: Slot) -> Steps:
-        ended = self.state.give_up(slot)
-        yield
-        if ended:
-            yield from self.fail(slot)
-        else:
-            yield from self.sleep(slot, math.inf)
-
-    def check_alive(self) -> Steps:
-        if self.patience == math.inf:
-            return
-        action = self.state.look(self.world.now, self.way())
-        self.world.judge_look(self, action)
-        yield
-        if action == "ping":
-            yield from self.try_send_ping()
-        elif action == "lose":
-            yield from self.lose()
-
-    # The end.
-
-    def lose(self) -> Steps:
-        slots = self.state.lose()
-        if slots is None:
-            yield
-            return
-        self.world.note("loses", self)
-        self.lost = True
-        yield
-        self.shut = True
-        yield
-        self.watch.remove(self)
-        yield
-        closes = self.state.close()
-        yield
-        if closes:
-            yield from self.close()
-        for slot in slots:
-            yield from self.fail(slot)
-        yield from self.world.tell_listeners(self)
-
-    def close(self) -> Steps:
-        yield from self.end_sending()
-        yield from self.sending.acquire()
-        self.world.judge_close(self)
-        self.sending.release()
-        yield

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from simulated_threads import Steps, Until
 
 if TYPE_CHECKING:
-    from simulated_calling import Calling
+    from simulated_reading import Reading
 
 
 class Sleeper:
@@ -30,10 +30,10 @@ class Listener:
         self.over = False
 
 
-def keep_vigil(vigil: Sleeper, lines: list[Calling], done: Any, until: float, beside: Any = None) -> Steps:
+def keep_vigil(vigil: Sleeper, lines: list[Reading], done: Any, until: float, beside: Any = None) -> Steps:
     """`Vigil.wait`."""
-    reading: list[tuple[Calling, int]] = []
-    waiting: list[Calling] = []
+    reading: list[tuple[Reading, int]] = []
+    waiting: list[Reading] = []
     for line in lines:
         while not (token := line.begin_reading()):
             yield
@@ -46,7 +46,7 @@ def keep_vigil(vigil: Sleeper, lines: list[Calling], done: Any, until: float, be
         if token:
             reading.append((line, token))
         yield
-    ready: list[Calling] = []
+    ready: list[Reading] = []
     if not done():
         yield Until(
             lambda: vigil.woken or any(line.readable for line, _ in reading),

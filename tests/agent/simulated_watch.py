@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from simulated_threads import Steps, Until
 
 if TYPE_CHECKING:
-    from simulated_calling import Calling
+    from simulated_reading import Reading
 
 TICK = 0.01
 
@@ -19,21 +19,21 @@ class Watch:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.lines: list[Calling] = []
-        self.armed: set[Calling] = set()
-        self.unread: set[Calling] = set()
-        self.soon: set[Calling] = set()
-        self.watched: set[Calling] = set()
-        self.holding: set[Calling] = set()
+        self.lines: list[Reading] = []
+        self.armed: set[Reading] = set()
+        self.unread: set[Reading] = set()
+        self.soon: set[Reading] = set()
+        self.watched: set[Reading] = set()
+        self.holding: set[Reading] = set()
         self.deadline = math.inf
         self.check_at = math.inf
         self.ticked = 0.0
 
-    def add(self, line: Calling) -> None:
+    def add(self, line: Reading) -> None:
         self.lines.append(line)
         self.armed.add(line)
 
-    def remove(self, line: Calling) -> None:
+    def remove(self, line: Reading) -> None:
         for lines in (self.soon, self.watched, self.unread, self.armed):
             lines.discard(line)
         if line in self.lines:
@@ -41,7 +41,7 @@ class Watch:
 
     # For other threads.
 
-    def look_after(self, line: Calling, deadline: float) -> Steps:
+    def look_after(self, line: Reading, deadline: float) -> Steps:
         self.unread.add(line)
         yield
         if line not in self.watched and line not in self.soon:
@@ -58,21 +58,21 @@ class Watch:
                 yield
                 self.soon.add(line)
 
-    def forget_read(self, line: Calling) -> Steps:
+    def forget_read(self, line: Reading) -> Steps:
         yield
         self.unread.discard(line)
         yield
         if line.futures:
             self.unread.add(line)
 
-    def attend(self, line: Calling) -> None:
+    def attend(self, line: Reading) -> None:
         if line not in self.watched:
             self.arm(line, replies=True)
             self.check_soon(line)
 
     # Its own thread.
 
-    def events(self) -> list[Calling]:
+    def events(self) -> list[Reading]:
         return [
             line
             for line in self.lines
@@ -111,11 +111,11 @@ class Watch:
             if not (yield from line.send_held()):
                 self.holding.add(line)
 
-    def check_soon(self, line: Calling) -> None:
+    def check_soon(self, line: Reading) -> None:
         if self.check_at == math.inf and line.patience != math.inf:
             self.check_at = self.clock() + line.patience / 4
 
-    def handle(self, line: Calling) -> Steps:
+    def handle(self, line: Reading) -> Steps:
         self.armed.discard(line)
         yield
         drained = yield from line.drain()
@@ -126,7 +126,7 @@ class Watch:
         if drained and (line.is_urgent() or not line.futures):
             yield from self.settle(line)
 
-    def settle(self, line: Calling) -> Steps:
+    def settle(self, line: Reading) -> Steps:
         replies = bool(line.futures)
         yield
         self.arm(line, replies=replies)
@@ -134,7 +134,7 @@ class Watch:
         if line.futures and line not in self.watched:
             self.arm(line, replies=True)
 
-    def arm(self, line: Calling, *, replies: bool) -> None:
+    def arm(self, line: Reading, *, replies: bool) -> None:
         if line not in self.lines:
             return
         self.armed.add(line)

@@ -300,7 +300,7 @@ def test_a_line_stays_alone_if_the_others_have_no_thread(
     shared = workers[1].agent.serving._shared
     assert await_events(workers[1], lambda: lead_of(workers, 0) is not shared, PATIENCE)
     with monkeypatch.context() as patch:
-        patch.setattr(workers[1].agent.serving, "share", refuse)
+        patch.setattr(workers[1].agent.serving, "lead_together", refuse)
         for _ in range(8 * Pace.MEMORY):
             workers[0].rpc_sync("worker1", int)
         assert lead_of(workers, 0) is not shared

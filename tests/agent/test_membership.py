@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 from counted_group import CountedStore
 
-from backhaul.agent.membership import Member, Membership
+from backhaul.agent.member import Member
+from backhaul.agent.membership import Membership
 from backhaul.errors import BackhaulError, MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Addresses

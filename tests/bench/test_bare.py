@@ -44,7 +44,7 @@ LEFT = r"if .*observers( or | and |:)|profiler_is_on\(\)|with .*activity\.waits|
         ("with self.activity.waits(lambda: 1), lock:\n    work()", "with lock:\n    work()"),
         ("with self.activity.waits(lambda: 1):\n    work()", "work()"),
         ("self.record.note_wait(1, 2, 3)", "pass"),
-        ("share.record.ran.append((1, 2))", "pass"),
+        ("local.record.ran.append((1, 2))", "pass"),
         ("began = perf_counter_ns()", "pass"),
         ("note.handles = (peer, envelope, monotonic())", "pass"),
         ("slot = Slot(1, thread=get_ident())", "slot = Slot(1)"),
@@ -91,8 +91,11 @@ def test_the_stripped_package_contains_no_observing_code() -> None:
         counts[str(path.relative_to(PACKAGE))] = count
         text = ast.unparse(tree)
         assert not re.search(LEFT, text), path
-    for hot in ("agent/agent.py", "agent/calling.py", "agent/serving.py", "agent/execution.py", "autograd/engine.py"):
-        assert counts[hot] > 5, hot
+    for hot in (
+        *("agent/outgoing.py", "agent/calling.py", "agent/reading.py", "agent/leading.py", "agent/serving.py"),
+        *("agent/execution.py", "agent/translation.py", "autograd/engine.py", "autograd/progress.py"),
+    ):
+        assert counts[hot] > 3, hot
 
 
 def nothing() -> None:

@@ -325,11 +325,11 @@ def test_gradients_that_are_compressed_and_lie_fail_the_pass_alone() -> None:
         engine = workers[0].autograd.engine
         tell = engine.send
 
-        def lie(share: Any, rank: int, message: Any, tensors: Any = ()) -> None:
+        def lie(local: Any, rank: int, message: Any, tensors: Any = ()) -> None:
             if isinstance(message, Gradients):
                 fields = (message.backward, message.sources, message.present, message.consumed, message.emitted)
                 message, tensors = Gradients(*fields, (HUGE,)), [torch.zeros(1), torch.zeros(1, dtype=torch.int32)]
-            tell(share, rank, message, tensors)
+            tell(local, rank, message, tensors)
 
         engine.send = lie  # type: ignore[method-assign]
         with pytest.raises(BackhaulError, match="compressed tensors that take more than"):

@@ -6,7 +6,7 @@ from mutant import Mutant
 
 CALLS = (
     Mutant(
-        "agent/execution.py",
+        "agent/translation.py",
         "pins of a message that cannot be sent are kept",
         "            if cargo.refs:\n                self.traffic.stayed(cargo.refs)\n",
         "",
@@ -134,7 +134,7 @@ CALLS = (
         ("tests/security/test_handshake.py",),
     ),
     Mutant(
-        "agent/execution.py",
+        "agent/translation.py",
         "a message over the limit is sent",
         "        if frame.size > self._max_message_bytes:",
         "        if False:",
@@ -221,8 +221,8 @@ CALLS = (
     Mutant(
         "agent/calling.py",
         "the role of the reader is lost with the thread that gives up its wait",
-        "        if other is not None:\n            other.wake()\n\n    def _other_readable",
-        "\n    def _other_readable",
+        "        if other is not None:\n            other.wake()\n",
+        "",
         ("tests/calls/test_call_threads.py",),
     ),
     Mutant(

@@ -38,6 +38,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "wire/frames.py": _of_wire(
         "frames", "bad_frames", "placed_frames", "staged_frames", "small_tensors", "tensors", "tensor_tables"
     ),
+    "wire/payload.py": _of_wire("decoder", "bad_frames", "placed_frames", "slices_apart", "lanes"),
     "wire/lanes.py": _of_wire("lanes", "slices_apart"),
     "wire/plain.py": ("tests/wire/test_plain.py",),
     "wire/records.py": ("tests/wire/test_records.py",),

@@ -181,7 +181,7 @@ class World:
     def check_empty(self) -> None:
         """Check that owners do not remember creations one by one."""
         for worker in self.living():
-            for creator, numbers in worker.counting._settled.items():
+            for creator, numbers in worker.counting._created.items():
                 if len(numbers) > 1 and creator not in worker.dead:
                     raise self.failure(f"worker {worker.rank} waits for a creation by {creator}")
 

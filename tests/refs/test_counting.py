@@ -538,7 +538,7 @@ def test_many_creations_are_remembered_as_one_range() -> None:
     for number in range(1, 1001):
         counting.own_for(RefId(O, U, number), U)
         counting.handle(U, Release(RefId(O, U, number)))
-    assert len(counting._settled[U]) == 1
+    assert len(counting._created[U]) == 1
     assert not counting.expects(RefId(O, U, 500))
     assert counting.expects(RefId(O, U, 1001))
 

@@ -131,9 +131,9 @@ class ForgetsTheCreator(Counting):
 class ForgetsReleases(Counting):
     """A creation that comes after its release is kept forever."""
 
-    def _settle(self, ref: RefId) -> bool:
-        self._settled.clear()
-        return super()._settle(ref)
+    def _note_created(self, ref: RefId) -> bool:
+        self._created.clear()
+        return super()._note_created(ref)
 
 
 class IgnoresReferencesToNothing(Counting):

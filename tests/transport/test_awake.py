@@ -127,7 +127,6 @@ def test_the_limit_follows_from_the_option_and_the_processors(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)))
     assert most_awake(option) == pytest.approx(expected)
-    assert awake.may_stay_awake() == (processors > 1)
 
 
 # The wait.

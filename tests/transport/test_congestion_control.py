@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from transport_group import SOON, Group, receive
 
-from backhaul.transport.sockets import SendBuffer, begin_untimed, connect_tcp, settle_control
+from backhaul.transport.sockets import SendBuffer, begin_untimed, choose_control, connect_tcp
 from backhaul.wire.frames import encode
 from backhaul.wire.messages import Ping
 
@@ -56,8 +56,8 @@ def begun(fake: FakeSocket) -> bytes:
     return fake.control
 
 
-def settled(fake: FakeSocket) -> bytes:
-    settle_control(cast(Any, fake))
+def chosen(fake: FakeSocket) -> bytes:
+    choose_control(cast(Any, fake))
     return fake.control
 
 
@@ -87,12 +87,12 @@ def systems_control() -> bytes:
 def test_a_long_path_goes_back_to_the_systems_control(began: bytes) -> None:
     default = systems_control()
     for round_trip in (1000, 200_000, 0xFFFFFFFF):  # the last: none was measured
-        assert settled(FakeSocket(began, round_trip, permitted=(default,))) == default
+        assert chosen(FakeSocket(began, round_trip, permitted=(default,))) == default
 
 
 def test_a_short_path_keeps_the_control_that_it_began_with() -> None:
     for round_trip in (0, 30, 999):
-        assert settled(FakeSocket(b"reno", round_trip, permitted=(b"bbr", b"cubic"))) == b"reno"
+        assert chosen(FakeSocket(b"reno", round_trip, permitted=(b"bbr", b"cubic"))) == b"reno"
 
 
 @pytest.mark.parametrize(
@@ -184,14 +184,14 @@ def test_channels_look_when_they_send_small_frames(kind: str, monkeypatch: pytes
 
 
 def test_another_control_stays_on_every_path() -> None:
-    assert settled(FakeSocket(b"vegas", 200_000, permitted=(systems_control(),))) == b"vegas"
+    assert chosen(FakeSocket(b"vegas", 200_000, permitted=(systems_control(),))) == b"vegas"
 
 
 def test_a_socket_without_such_options_is_left_alone() -> None:
     one, other = socket.socketpair(socket.AF_UNIX)
     with one, other:
         begin_untimed(one)
-        settle_control(one)
+        choose_control(one)
         one.sendall(b"x")
         assert other.recv(1) == b"x"
 
@@ -205,7 +205,7 @@ def test_connections_of_this_host_use_no_bbr_at_either_end() -> None:
         there, _ = listener.accept()
     with here, there:
         for end in (here, there):
-            settle_control(end)
+            choose_control(end)
             control = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
             assert not control.startswith(b"bbr"), control
 

@@ -91,7 +91,7 @@ def test_tensors_both_ways(pair: tuple[SlicedChannel, SlicedChannel]) -> None:
         for each in came:
             assert all(torch.equal(*both) for both in zip(each.result(timeout=SOON).tensors, tensors, strict=True))
     assert far.received - before >= sum(tensor.nbytes for tensor in tensors)
-    assert all(strand.idle and strand.settled for strand in strands_of(near) + strands_of(far))
+    assert all(strand.idle and strand.filled for strand in strands_of(near) + strands_of(far))
 
 
 def test_small_messages_pass_and_the_rest_of_a_large_one_can_be_copied(

@@ -210,7 +210,7 @@ def test_other_values_over_the_limit_end_the_connection(frame: Frame) -> None:
 
 @pytest.mark.parametrize("cut", [1000, 64 * 1024, 1 << 30])
 def test_a_tensor_without_room_is_drained(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul.wire.decoder._LARGE", 500_000)
+    monkeypatch.setattr("backhaul.wire.payload._LARGE", 500_000)
     frame = encode(Call(5, ["x"]), [torch.ones(100_000), torch.ones(200_000), torch.ones(50_000)])
     data = bytes(frame) + bytes(encode(Ping(6)))
     decoder = Decoder(check_room=no_room)

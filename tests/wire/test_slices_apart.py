@@ -21,13 +21,13 @@ class Announced:
 
     def __init__(self) -> None:
         self.places: list[tuple[int, memoryview | None, int]] = []
-        self.settled: list[int] = []
+        self.finished: list[int] = []
 
     def expect(self, strand: int, place: memoryview | None, size: int) -> None:
         self.places.append((strand, place, size))
 
-    def settle(self, size: int) -> None:
-        self.settled.append(size)
+    def finish(self, size: int) -> None:
+        self.finished.append(size)
 
 
 def cut(tensors: list[torch.Tensor], spread: bool) -> tuple[list[bytes], list[tuple[int, bytes]]]:
@@ -66,7 +66,7 @@ def test_slices_from_other_connections_land_in_their_tensors(sizes: list[int], s
         place[:] = piece
     (envelope,) = decoder.receive_data(data[-1:])
     assert all(torch.equal(*pair) for pair in zip(envelope.tensors, tensors, strict=True))
-    assert announced.settled == [envelope.size]
+    assert announced.finished == [envelope.size]
 
 
 def test_the_end_of_a_frame_stays_on_the_main_connection() -> None:

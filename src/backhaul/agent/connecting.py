@@ -27,7 +27,7 @@ from backhaul.wire import frames
 if TYPE_CHECKING:
     from backhaul.agent.agent import Agent
     from backhaul.agent.losses import Losses
-    from backhaul.agent.membership import Member
+    from backhaul.agent.member import Member
     from backhaul.security.handshake import Welcome
     from backhaul.transport.base import Channel
 

@@ -25,7 +25,7 @@ from backhaul.ids import GUEST, WorkerInfo
 
 if TYPE_CHECKING:
     from backhaul.agent.link import Link
-    from backhaul.agent.membership import Member
+    from backhaul.agent.member import Member
     from backhaul.agent.observing import Observers
     from backhaul.agent.pool import Pool
     from backhaul.options import RpcOptions

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from backhaul.agent import autocast
-from backhaul.agent.execution import Cargo, Execution, Peer, safe_str
+from backhaul.agent.execution import Execution
 from backhaul.agent.recording import Tensors
+from backhaul.agent.translation import Cargo, Peer, safe_str
 from backhaul.errors import (
     BackhaulError,
     MisuseError,

@@ -222,7 +222,7 @@ class Lead:
     def _give_back(self, line: Served) -> bool:
         """Have the only line of this lead led together with others. False if no thread is available for that."""
         try:
-            self._serving.share(line)
+            self._serving.lead_together(line)
         except RuntimeError:
             line.lead = self
             return False

@@ -23,7 +23,7 @@ from backhaul.errors import ProtocolError
 from backhaul.wire.decoder import Envelope
 
 if TYPE_CHECKING:
-    from backhaul.agent.calling import Calling
+    from backhaul.agent.reading import Reading
     from backhaul.agent.serving import Handler, Serving
     from backhaul.agent.watch import Watch
 
@@ -45,12 +45,12 @@ class Listener:
         self.seen = -1
         """The turn at the last tick."""
         self.known_ranks: Collection[int] = ()
-        self.known: list[Calling] = []
+        self.known: list[Reading] = []
         """The lines to the workers in ``known_ranks``, as they were at the last wait."""
         self.lock = threading.Lock()
         # Guarded by lock:
         self.away = False
-        self.lines: list[Calling] = []
+        self.lines: list[Reading] = []
         """The lines that the watch thread reads while the listener is away."""
         self._thread = threading.get_ident()
 
@@ -81,7 +81,7 @@ class Listeners:
         serving: Serving,
         watch: Watch,
         vigils: Vigils,
-        lines_to: Callable[[Iterable[int]], list[Calling]],
+        lines_to: Callable[[Iterable[int]], list[Reading]],
         handlers: Mapping[type[Any], Handler],
     ) -> None:
         """``lines_to(ranks)`` returns the open lines to these workers. ``handlers`` is the agent's table."""
@@ -147,7 +147,7 @@ class Listeners:
         listener.waits = True
         try:
             ranks = listener.ranks()
-            lines: Collection[Calling] = listener.known
+            lines: Collection[Reading] = listener.known
             if ranks != listener.known_ranks or not all(line.lost is None for line in lines):
                 lines = listener.known = self._lines_to(ranks)
                 listener.known_ranks = ranks if len(lines) == len(ranks) else ()
@@ -162,7 +162,7 @@ class Listeners:
         if self._watch.asleep:
             self._watch.wake()  # to notice if the thread stays away
 
-    def opened(self, line: Calling) -> None:
+    def opened(self, line: Reading) -> None:
         """Have all threads that listen for a peer read its new line, including threads that already wait."""
         for listener in list(self._listeners.values()):
             if line.peer.id not in listener.ranks():

@@ -32,10 +32,9 @@ from backhaul.trust.permissions import printable
 from backhaul.wire.decoder import Envelope
 from backhaul.wire.frames import Frame
 from backhaul.wire.lanes import messages
-from backhaul.wire.messages import Call, Create, Failure, Inspect, Result
+from backhaul.wire.messages import REPLIES, Call, Create, Failure, Inspect
 
 _LONGEST_NAME = 200
-_REPLIES = (Result, Failure)
 _CALLS = (Call, Create)
 
 
@@ -144,7 +143,7 @@ class LoggedChannel(Channel):
 def _describe(message: Any, sender: str, receiver: str) -> str:
     """The description of a message, the same on both ends."""
     words = [type(message).__name__]
-    if isinstance(message, _REPLIES):
+    if isinstance(message, REPLIES):
         words.append(f"{receiver}/{message.id}")
     elif hasattr(message, "id"):
         words.append(f"{sender}/{message.id}")

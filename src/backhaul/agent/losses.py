@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     import threading
 
     from backhaul.agent.agent import Agent
-    from backhaul.agent.calling import Calling
     from backhaul.agent.line import Line
     from backhaul.agent.link import Link
-    from backhaul.agent.membership import Member
+    from backhaul.agent.member import Member
     from backhaul.agent.serving import Served
     from backhaul.wire.decoder import Envelope
 
@@ -87,7 +86,7 @@ class Losses:
         if not self._agent.leaving:
             self._agent.presence.lost(peer, error)
 
-    def calling_ended(self, line: Calling, error: WorkerLostError) -> None:
+    def calling_ended(self, line: Line, error: WorkerLostError) -> None:
         self._count(self._agent.link(line.peer))
         self._connection_ended(line, line.peer, error)
 

@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from backhaul.agent.exits import awaited_at_exit
+from backhaul.agent.member import ENDED, Member, decoded, encoded
 from backhaul.devices.maps import Devices
 from backhaul.errors import MisuseError, OptionError, RpcTimeoutError, UnknownWorkerError
 from backhaul.ids import WorkerInfo
 from backhaul.transport.base import Addresses
-from backhaul.transport.processes import own_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -57,30 +57,6 @@ _INCARNATION_BYTES = 6
 _RENEW_PAUSE = 5.0
 _RENEWALS = 6
 _STORE_SECONDS = 5.0
-_ENDED = "ended"
-
-
-class Member(msgspec.Struct, frozen=True):
-    """The store's record of a worker."""
-
-    id: int
-    name: str
-    addresses: Addresses
-    devices: Devices = Devices()
-    incarnation: str = ""
-    """Distinguishes this process from other processes that have had its name and rank."""
-
-    def __str__(self) -> str:
-        process = f", process {self.addresses.pid}" if self.addresses.pid else ""
-        return f"worker {self.name!r} (incarnation {self.incarnation or '?'}{process})"
-
-    @property
-    def info(self) -> WorkerInfo:
-        return WorkerInfo(self.id, self.name)
-
-
-# Made once, at import: msgspec crashes if two threads decode a type for the first time at once.
-_member_decoder = msgspec.json.Decoder(Member)
 
 
 class Membership:
@@ -148,8 +124,8 @@ class Membership:
         """Take this worker off the list. ``ended``: its fixed group is over, and no worker may join it again."""
         if self._me is not None and not self._store_is_gone:
             try:  # if the store is gone, so is the list
-                left = _ENDED if ended and not self.dynamic else ""
-                self._store.compare_set(f"member/{self._me.id}", _encode(self._me), left)
+                left = ENDED if ended and not self.dynamic else ""
+                self._store.compare_set(f"member/{self._me.id}", encoded(self._me), left)
             except RuntimeError:
                 self._store_is_gone = True
 
@@ -229,7 +205,7 @@ class Membership:
         except RuntimeError as error:
             self._lose_store(error)
             return None
-        found = self._decode(record)
+        found = decoded(record)
         return found if found is not None and found.info == member.info else None
 
     def forget(self, id: int) -> None:
@@ -327,7 +303,7 @@ class Membership:
         with self._lock:
             members = list(self._by_id.values())
         for member in members:
-            store.compare_set(f"member/{member.id}", "", _encode(member))
+            store.compare_set(f"member/{member.id}", "", encoded(member))
         if self.dynamic:
             following = 1 + max((member.id for member in members), default=-1)
             while (count := store.add("count", 0)) < following:
@@ -340,7 +316,7 @@ class Membership:
         for id in range(count):
             key = f"member/{id}"
             if self._store.check([key]):
-                member = self._decode(self._store.get(key))
+                member = decoded(self._store.get(key))
                 if member is not None and member.id == id:
                     present.add(id)
                     self._learn(member)
@@ -372,10 +348,10 @@ class Membership:
 
     def _claim(self, me: Member) -> None:
         """Write the record of this worker, and replace the record of a dead one. Raises `OptionError` if taken."""
-        key, mine = f"member/{me.id}", _encode(me)
+        key, mine = f"member/{me.id}", encoded(me)
         self.replaces = self._store.check([key])
         found = self._store.compare_set(key, "", mine)
-        before = self._decode(found)
+        before = decoded(found)
         if before is not None and found != mine.encode() and not self.dynamic and not self._lives(before, me):
             if before.name != me.name:
                 raise OptionError(
@@ -384,7 +360,7 @@ class Membership:
                 )
             found = self._store.compare_set(key, found.decode(), mine)
         if found != mine.encode():
-            taken = self._decode(found)
+            taken = decoded(found)
             raise OptionError(
                 f"rank {me.id} is taken by worker {taken.name if taken else '?'!r}; every worker needs its own"
             )
@@ -406,7 +382,7 @@ class Membership:
                     "group already, and every worker needs a name and a rank of its own"
                 )
             # The member is dead. If another successor came first, the record differs and compare_set does nothing.
-            self._store.compare_set(f"member/{member.id}", _encode(member), "")
+            self._store.compare_set(f"member/{member.id}", encoded(member), "")
             self.forget(member.id)
 
     def _gather(self, world_size: int, deadline: float, check: Callable[[], None]) -> None:
@@ -468,14 +444,14 @@ class Membership:
         """Whether the record is not empty. Then learns the member of a fixed group. Raises if the record is wrong."""
         if not record:
             return False
-        if record == _ENDED.encode():
+        if record == ENDED.encode():
             raise MisuseError(f"this group has ended: rank {id} has shut it down")
         self._learn(self._member_of_rank(id, record))
         return True
 
     def _member_of_rank(self, id: int, record: bytes) -> Member:
         """Decode and check the record of a member of a fixed group. Raises `MisuseError` or `OptionError`."""
-        member = self._decode(record)
+        member = decoded(record)
         if member is None or member.id != id:
             raise MisuseError(f"the record of rank {id} in the store is invalid; does another program use the store?")
         other = self._by_name.get(member.name)
@@ -508,75 +484,3 @@ class Membership:
             return self._by_id.get(to)
         member = self._by_id.get(to.id)
         return member if member is not None and member.name == to.name else None
-
-    @staticmethod
-    def _decode(raw: bytes) -> Member | None:
-        try:
-            return _member_decoder.decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-
-
-def _encode(member: Member) -> str:
-    return msgspec.json.encode(member).decode()
-
-
-Look = Callable[[Addresses], bool | None]
-"""Returns whether a worker listens at its addresses, or None if its host does not answer."""
-
-
-def goes_on(
-    store: Store,
-    rank: int,
-    world_size: int,
-    look: Look,
-    moved_on: Callable[[], bool],
-    patience: float,
-    *,
-    restarted: bool = False,
-) -> bool:
-    """Whether a worker of this rank should join the fixed group in this store.
-
-    It should not if a worker has shut the group down, or if this rank and all others have died. A host that does not
-    answer may be cut off only for a moment. A worker that gave up on it would wait in a new group while the others wait
-    in the old one. So this keeps looking until ``patience`` seconds have passed, or until ``moved_on`` says that others
-    have left this group.
-
-    ``restarted``: the launcher restarts workers only all together. Then a record of another process at this rank is
-    enough to say no: the processes that listen at the addresses of that group may already be the next group, on the
-    same ports.
-    """
-    deadline = time.monotonic() + patience
-    while True:
-        found = _look_at(store, rank, world_size, look, restarted=restarted)
-        if found is not None:
-            return found
-        if time.monotonic() >= deadline or moved_on():
-            return False
-        time.sleep(_LONGEST_PAUSE)
-
-
-def _look_at(store: Store, rank: int, world_size: int, look: Look, *, restarted: bool) -> bool | None:
-    """One look of `goes_on`. None if no member answers but some host may only be cut off."""
-    came = store.check([f"member/{rank}"])
-    mine = store.get(f"member/{rank}") if came else b""
-    if mine == _ENDED.encode():
-        return False
-    before = Membership._decode(mine) if restarted else None
-    if before is not None and before.addresses.process != own_name():
-        return False
-    found = silent = False
-    for id in range(world_size):
-        record = store.get(key) if store.check([key := f"member/{id}"]) else b""
-        member = Membership._decode(record)
-        if member is not None:
-            there = look(member.addresses)
-            if there:
-                return True  # nearly always at the first member
-            silent = silent or (there is None and id != rank)
-        if record == _ENDED.encode():
-            return False
-        found = found or member is not None
-    if silent:
-        return None
-    return not came and not found

@@ -63,9 +63,6 @@ class Presence:
     def on_joined(self, callback: OnJoined) -> Subscription:
         return Subscription(self._on_joined, _checked(callback))
 
-    def is_lost(self, rank: int) -> bool:
-        return rank in self._lost
-
     def lost(self, worker: WorkerInfo, cause: WorkerLostError) -> None:
         """Note that a worker is lost. Does nothing if that is known."""
         with self._lock:

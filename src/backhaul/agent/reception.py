@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from backhaul.agent.door import PATIENCE, Door
 from backhaul.agent.logs import logged
-from backhaul.agent.membership import Member
+from backhaul.agent.member import Member
 from backhaul.agent.observing import LinkUp
 from backhaul.agent.serving import Served
 from backhaul.ids import GUEST, WorkerInfo

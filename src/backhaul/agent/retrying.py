@@ -22,7 +22,8 @@ from backhaul.agent.future import Future
 from backhaul.errors import BackhaulError, MisuseError, OptionError, RemoteTraceback, WorkerLostError
 
 if TYPE_CHECKING:
-    from backhaul.agent.agent import Agent, To
+    from backhaul.agent.agent import Agent
+    from backhaul.agent.routes import To
 
 DEFAULT_WITHIN = 60.0
 _PROBE_SECONDS = 2.0

@@ -194,12 +194,12 @@ class Serving:
         for old in excess:
             old.shutdown()
         if self.guard is None:
-            self.share(line)
+            self.lead_together(line)
         else:
             line.lead = Lead(self, self._most_awake, line)
             line.lead.start()
 
-    def share(self, line: Served) -> None:
+    def lead_together(self, line: Served) -> None:
         """Have a line led together with others."""
         line.lead = self._shared
         self._shared.adopt(line)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from backhaul.transport.awake import Rhythm, poll_awake
 
 if TYPE_CHECKING:
-    from backhaul.agent.calling import Calling
+    from backhaul.agent.reading import Reading
 
 
 class Bell:
@@ -85,7 +85,7 @@ class Vigil:
         self._most_awake = most_awake
         self._bell = Bell()
         self._poll: Any = None
-        self._polled: list[Calling] = []
+        self._polled: list[Reading] = []
 
     def wake(self) -> None:
         self._bell.ring()
@@ -93,15 +93,15 @@ class Vigil:
     def close(self) -> None:
         self._bell.close()
 
-    def wait(self, lines: Iterable[Calling], done: Callable[[], bool], seconds: float) -> None:
+    def wait(self, lines: Iterable[Reading], done: Callable[[], bool], seconds: float) -> None:
         """Wait for data on these lines, for `wake`, or for this many seconds. Reads and hands out what has come.
 
         Returns at once if ``done()``. That is checked only after other threads can wake this one, so no wake-up is
         missed.
         """
-        reading: list[Calling] = []
+        reading: list[Reading] = []
         tokens: list[int] = []
-        waiting: list[Calling] = []
+        waiting: list[Reading] = []
         ready: list[tuple[int, int]] = []
         try:
             for line in lines:
@@ -123,7 +123,7 @@ class Vigil:
                 line.leave(self)
             self._end(reading, tokens, ready)
 
-    def _end(self, reading: list[Calling], tokens: list[int], ready: list[tuple[int, int]]) -> None:
+    def _end(self, reading: list[Reading], tokens: list[int], ready: list[tuple[int, int]]) -> None:
         """Give up all roles, even if one raises: a line whose role is never given up is never read again."""
         came = {descriptor for descriptor, _ in ready}
         try:
@@ -135,7 +135,7 @@ class Vigil:
             if tokens:
                 self._end(reading, tokens, ready)
 
-    def _await(self, reading: list[Calling], seconds: float) -> list[tuple[int, int]]:
+    def _await(self, reading: list[Reading], seconds: float) -> list[tuple[int, int]]:
         if self._poll is None or reading != self._polled:
             poll = select.poll()
             poll.register(self._bell.fileno(), select.POLLIN)

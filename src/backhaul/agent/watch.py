@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from backhaul.agent.interpreter import switch_interval
 
 if TYPE_CHECKING:
-    from backhaul.agent.calling import Calling
     from backhaul.agent.line import Line
+    from backhaul.agent.reading import Reading
 
 
 class _Readable(Protocol):
@@ -61,14 +61,14 @@ class Watch:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
         self._listeners: dict[int, tuple[Any, Callable[[Any], None]]] = {}
-        self._lines: dict[int, Calling] = {}
-        self.unread: set[Calling] = set()
+        self._lines: dict[int, Reading] = {}
+        self.unread: set[Reading] = set()
         """Lines with futures that perhaps no thread waits for. Threads that wait for many lines read these, too. A line
         may stay here for a while after its last future."""
-        self._soon: set[Calling] = set()  # lines to watch at the next tick if no thread reads them
-        self._strays: set[Calling] = set()  # lines without futures on which a message may still come
-        self._kept: Counter[Calling] = Counter()  # lines to read whenever data comes -> by how many callers
-        self._watched: set[Calling] = set()
+        self._soon: set[Reading] = set()  # lines to watch at the next tick if no thread reads them
+        self._strays: set[Reading] = set()  # lines without futures on which a message may still come
+        self._kept: Counter[Reading] = Counter()  # lines to read whenever data comes -> by how many callers
+        self._watched: set[Reading] = set()
         self._holding: set[Line] = set()
         self._lock = threading.Lock()
         self._deadline = math.inf  # when to check the deadlines of futures next
@@ -130,14 +130,14 @@ class Watch:
         if self._listeners.pop(listener.fileno(), None) is not None:
             self._epoll.unregister(listener.fileno())
 
-    def add(self, line: Calling) -> None:
+    def add(self, line: Reading) -> None:
         """Notice when the peer of this line hangs up. Call `remove` before the line is closed."""
         with self._lock:
             if not self._closing:
                 self._lines[line.fileno()] = line
                 self._epoll.register(line.fileno(), _HANG_UP)
 
-    def remove(self, line: Calling) -> None:
+    def remove(self, line: Reading) -> None:
         """Forget a line whose descriptor is about to be closed."""
         with self._lock:
             for lines in (self._soon, self._watched, self._strays, self.unread):
@@ -146,7 +146,7 @@ class Watch:
                 del self._lines[line.fileno()]
                 self._epoll.unregister(line.fileno())
 
-    def look_after(self, line: Calling, deadline: float) -> None:
+    def look_after(self, line: Reading, deadline: float) -> None:
         """Look after a line with a new future that may have no reader and is due at ``deadline``."""
         self.unread.add(line)
         if line not in self._watched and line not in self._soon:
@@ -167,32 +167,32 @@ class Watch:
                 if self.asleep:
                     self.wake()
 
-    def forget_read(self, line: Calling) -> None:
+    def forget_read(self, line: Reading) -> None:
         """Take a line without futures off ``unread``, unless a future has been opened since the caller looked."""
         self.unread.discard(line)
         if line.futures:
             self.unread.add(line)
 
-    def read_once(self, line: Calling) -> None:
+    def read_once(self, line: Reading) -> None:
         """Read this line once more when data comes, although no thread waits for it any more."""
         self._strays.add(line)
         self._soon.add(line)
         if self.asleep:
             self.wake()
 
-    def keep_reading(self, line: Calling) -> None:
+    def keep_reading(self, line: Reading) -> None:
         """Read this line whenever data comes, unless another thread reads it. Ends with `stop_reading`."""
         with self._lock:
             self._kept[line] += 1
             self._arm(line, _READABLE)
 
-    def stop_reading(self, line: Calling) -> None:
+    def stop_reading(self, line: Reading) -> None:
         with self._lock:
             self._kept[line] -= 1
             if not self._kept[line]:
                 del self._kept[line]
 
-    def will_read(self, line: Calling) -> bool:
+    def will_read(self, line: Reading) -> bool:
         """Whether the watch thread reads this line, now or after the next tick. For test schedulers."""
         return any(line in lines for lines in (self._watched, self._soon, self._strays, self._kept))
 
@@ -202,7 +202,7 @@ class Watch:
         if self.asleep:
             self.wake()
 
-    def attend(self, line: Calling) -> None:
+    def attend(self, line: Reading) -> None:
         """Read this line's replies from now on, without waiting for the next tick."""
         with self._lock:
             if line in self._watched:
@@ -212,7 +212,7 @@ class Watch:
             self._check_at = time.monotonic() + self._check_every
             self.wake()
 
-    def _arm_after_event(self, line: Calling) -> None:
+    def _arm_after_event(self, line: Reading) -> None:
         """Arm a line after an event: for replies if any are due, otherwise only for a hang-up.
 
         A caller opens its slot first, and then checks whether the line is watched. This method marks the line first,
@@ -223,7 +223,7 @@ class Watch:
             if line.futures and line not in self._watched:
                 self._arm(line, _READABLE)
 
-    def _arm(self, line: Calling, events: int) -> None:
+    def _arm(self, line: Reading, events: int) -> None:
         """The caller holds ``_lock``."""
         if self._lines.get(line.fileno()) is not line:
             return
@@ -352,7 +352,7 @@ class Watch:
                 self._check_at = time.monotonic() + self._check_every
         return True
 
-    def _notice_hang_up(self, line: Calling) -> None:
+    def _notice_hang_up(self, line: Reading) -> None:
         """Arm a line for a hang-up. Another thread reads the line now, and may stop without a successor."""
         with self._lock:
             if line not in self._watched and self._lines.get(line.fileno()) is line:

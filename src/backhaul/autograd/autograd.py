@@ -17,6 +17,7 @@ from backhaul.autograd.contexts import Contexts, Record, current_context, gone
 from backhaul.autograd.engine import Engine
 from backhaul.autograd.functions import rank_of
 from backhaul.autograd.recording import Recorder
+from backhaul.autograd.telling import tell
 from backhaul.devices.streams import use
 from backhaul.errors import BackhaulError, MisuseError, UnknownWorkerError, WorkerLostError
 from backhaul.ids import WorkerInfo
@@ -53,6 +54,7 @@ class Autograd:
             secret=not agent.trust.shows,
         )
         self.engine = Engine(agent, self.contexts, anchor)
+        self._failures = self.engine.failures
         self._agent = agent
         self._doubted: set[int] = set()  # contexts that a worker other than their initiator has declared over
         agent.execution.recording = Recorder(self.contexts, anchor)
@@ -131,10 +133,10 @@ class Autograd:
         if record is None:
             return
         self._free(record, gone(id, self.me))
-        self.engine.tell(record.told - {self.me.id}, Leave(record.id), lazily=True)
+        tell(self._agent, record.told - {self.me.id}, Leave(record.id), lazily=True)
 
     def _free(self, record: Record, error: BaseException) -> None:
-        self.engine.abandon(record, error)
+        self._failures.abandon(record, error)
         with record.lock:
             record.sends.clear()
             record.unspent.clear()
@@ -154,7 +156,7 @@ class Autograd:
         if record is None:
             return
         self._free(record, error)
-        self.engine.tell(record.told - {self.me.id, sender, record.initiator}, Leave(id))
+        tell(self._agent, record.told - {self.me.id, sender, record.initiator}, Leave(id))
 
     def _on_inquire(self, line: Line, envelope: Envelope) -> Frame:
         message: Inquire = envelope.message
@@ -165,7 +167,7 @@ class Autograd:
         return self._agent.answer(message.id, [id for id in message.contexts if self.contexts.get(id) is None])
 
     def _on_connection_ended(self, connection: object, peer: WorkerInfo, error: WorkerLostError) -> None:
-        self.engine.lost(peer, error)
+        self._failures.lost(peer, error)
         # The lost peer may have been the one that would tell this worker of the end of these contexts.
         suspects: dict[int, list[int]] = {}
         for record in self.contexts:

@@ -1,4 +1,4 @@
-"""Engine: exchanges the messages of backward passes with other workers. `runner` runs this worker's part with torch.
+"""Engine: starts backward passes, and handles the messages of passes that other workers send.
 
 A pass proceeds as follows::
 
@@ -6,74 +6,38 @@ A pass proceeds as follows::
     Gradients       runs from that Send ──► Recv.backward ──► Gradients to …          (and so on)
     each run        ──► Report to the worker that started the pass, whose ledger says when the pass is over
 
-A component with several candidates may need the pass to be resolved first. The worker sends `Resolve` to the starter.
-From there, `TakePart` messages take the routes of the later gradients, with Reports of their own. At the end `Resolved`
-goes to the workers that asked.
-
-A failure on any worker fails the whole pass. The worker that notices it tells the starter and all workers of the
-context (`Failed`, which each of them passes on once), so that no thread keeps waiting.
+`progress` says what moves a pass forward on this worker, and `failures` what ends it early. `runner` runs torch.
+A message is checked before it changes a pass. In a federation the sender may lie about everything but its name.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import Any
 
-import msgspec
 import torch
 
 from backhaul.agent.agent import Agent
 from backhaul.agent.line import Line
-from backhaul.agent.observing import (
-    GradientsCame,
-    GradientsSent,
-    PassBegan,
-    PassEnded,
-    Planned,
-    RunBegan,
-    RunEnded,
-)
+from backhaul.agent.observing import GradientsCame, PassBegan, PassEnded, Planned
 from backhaul.autograd import functions, joint_hooks, node_hooks
 from backhaul.autograd.contexts import Contexts, Record, gone
-from backhaul.autograd.functions import ROOT, Recv, rank_of
-from backhaul.autograd.graph import Component
+from backhaul.autograd.functions import ROOT, rank_of
 from backhaul.autograd.local_pass import LocalPass
-from backhaul.autograd.run import EngineRun, Mine, Outcome, Parcel
-from backhaul.autograd.runner import Runner
+from backhaul.autograd.progress import Progress
 from backhaul.autograd.started_pass import StartedPass
 from backhaul.devices.streams import use
 from backhaul.edges.compression import devices_of, expanded
-from backhaul.errors import (
-    BackhaulError,
-    ContextError,
-    NotInitializedError,
-    ProtocolError,
-    QuotaError,
-    RpcTimeoutError,
-    WorkerLostError,
-)
-from backhaul.ids import WorkerInfo
-from backhaul.trust.checking import Charges, abridged, checked_all, is_sorted
+from backhaul.errors import ContextError, ProtocolError, QuotaError, RpcTimeoutError
+from backhaul.trust.checking import Charges, checked_all, is_sorted
 from backhaul.wire.decoder import Envelope
-from backhaul.wire.frames import Frame
 from backhaul.wire.landing import Later
-from backhaul.wire.messages import (
-    Check,
-    Failed,
-    Gradients,
-    Pass,
-    Report,
-    Resolve,
-    Resolved,
-    TakePart,
-)
+from backhaul.wire.messages import Check, Failed, Gradients, Pass, Report, Resolve, Resolved, TakePart
 
 _log = logging.getLogger(__name__)
 
@@ -103,20 +67,14 @@ def _on(device: torch.device, gradients: tuple[torch.Tensor | None]) -> tuple[to
     return (None if gradient is None else gradient.to(device),)
 
 
-class Engine:
+class Engine(Progress):
     """One worker's side of backward passes, both its own and those of other workers. Thread-safe."""
 
     def __init__(self, agent: Agent, contexts: Contexts, anchor: torch.Tensor) -> None:
-        self.agent = agent
-        self._observers = agent.observers
-        self._me = agent.me
+        super().__init__(agent, contexts, anchor)
         self._contexts = contexts
         self._doubts = not agent.trust.believes
         self._charges = Charges(agent.options.message_limit) if self._doubts else None
-        self._runner = Runner(agent, anchor, self)
-        self._lock = threading.Lock()
-        # Guarded by _lock:
-        self._started: dict[int, StartedPass] = {}  # passes that this worker has started
         patience = agent.options.unresponsive_after
         self._check_every = math.inf if patience is None else patience / 4
         for message, handler in (
@@ -125,10 +83,10 @@ class Engine:
             (Resolve, self._on_resolve),
             (Resolved, self._on_resolved),
             (Report, self._on_report),
-            (Failed, self._on_failed),
+            (Failed, self.failures.on_failed),
         ):
             agent.register(message, partial(self._handle, handler))
-        agent.register(Check, self._on_check)
+        agent.register(Check, self.failures.on_check)
 
     def backward(
         self,
@@ -227,276 +185,6 @@ class Engine:
         if local.record.sends:
             local.find_shortcuts(self._me.id)
 
-    def run(self, local: LocalPass, component: Component) -> None:
-        """Run a component, and report. Does not raise: an error fails the pass."""
-        devices = self.agent.devices
-        if devices is None:
-            self._run_and_report(local, component)
-            return
-        listener = local.listener
-        if listener is None or not listener.is_mine():
-            with devices.streams.handling():
-                self._run_and_report(local, component)
-            return
-        # This is the user's thread, with the streams that the user has chosen.
-        devices.streams.catch_up()
-        self._run_and_report(local, component)
-        devices.streams.leave_word()
-
-    def _run_and_report(self, local: LocalPass, component: Component) -> None:
-        """Run a component and the components that it starts on this worker, and report once."""
-        consumed: list[int] = []
-        emitted: list[int] = []
-        late: Parcel | None = None
-        following: Component | None = component
-        while following is not None:
-            consumed += following.sources
-            outcome = self._run_observed(local, following) if self._observers else self._run_one(local, following)
-            if outcome is None:
-                return
-            emitted += outcome.emitted
-            late = outcome.late
-            try:
-                following = self._follow(local, outcome.mine) if outcome.mine else None
-            except BaseException as error:
-                self.fail(local, error)
-                return
-        local.take_carried(consumed, emitted)
-        if late is None:
-            self._report(local, False, consumed, emitted)
-            return
-        if self.agent.devices is not None:
-            self.agent.devices.streams.catch_up()  # torch ran the Recvs on the streams of their forward pass
-        if local.starter == self._me.id:
-            message = late.message(local.backward)
-        else:
-            message = late.message(local.backward, tuple(consumed), tuple(emitted))
-        if self._observers:
-            self._observers.emit(GradientsSent(backward=local.backward.id, peer=late.to.name, sources=message.sources))
-        try:
-            self.send(local, late.to.id, message, late.tensors)
-        except BackhaulError as error:
-            self.fail(local, error)
-        else:
-            if local.starter == self._me.id:
-                self._report(local, False, consumed, emitted)
-
-    def _run_observed(self, local: LocalPass, component: Component) -> Outcome | None:
-        sources = tuple(component.sources)
-        self._observers.emit(RunBegan(context=local.backward.context, backward=local.backward.id, sources=sources))
-        outcome = self._run_one(local, component)
-        self._observers.emit(RunEnded(backward=local.backward.id, sources=sources))
-        return outcome
-
-    def _run_one(self, local: LocalPass, component: Component) -> Outcome | None:
-        """Run a component. Returns None if the run has failed, and so the pass."""
-        began = perf_counter_ns()
-        try:
-            outcome = self._runner.run(local, component)
-        except BaseException as error:
-            self.fail(local, error)
-            return None
-        finally:
-            component.leaves, component.recvs = (), {}
-            local.record.ran.append(
-                (local.backward.id, component.sources, began, perf_counter_ns(), component.waits, local.failed)
-            )
-        if not local.backward.retain_graph:
-            local.record.spend(component.sources)
-        if self.agent.devices is not None:  # before another thread or worker learns that the run is over
-            self.agent.devices.streams.leave_word()
-        return outcome
-
-    def _follow(self, local: LocalPass, gradients: Mine) -> Component | None:
-        """Use gradients of a run for this worker itself. Returns the component for the calling thread to run next."""
-        if self.agent.devices is not None:
-            self.agent.devices.streams.catch_up()
-        components, ask = local.arrive(gradients)
-        if ask:
-            self._ask_to_resolve(local)
-        for component in components[:-1]:
-            self.agent.pool.run(partial(self.run, local, component))
-        return components[-1] if components else None
-
-    def hand_over(self, local: LocalPass, gradients: Mine) -> None:
-        """Use such gradients in the middle of a run. Other threads run the components."""
-        component = self._follow(local, gradients)
-        if component is not None:
-            self.agent.pool.run(partial(self.run, local, component))
-
-    def require(self, local: LocalPass, recv: Recv) -> None:
-        """Raise unless a Recv can be part of this pass."""
-        if recv.context != local.backward.context:
-            raise ContextError(
-                f"a tensor from worker {recv.sender.name!r} was received in autograd context {recv.context}, and this "
-                f"backward pass is of context {local.backward.context}: gradients cannot go back across contexts. Send "
-                "or fetch the value again inside this context, or detach() it"
-            )
-        if local.record.over:
-            raise gone(recv.context, self._me)
-
-    def _report(self, local: LocalPass, resolving: bool, consumed: Iterable[int], emitted: Iterable[int]) -> None:
-        """Tell the starter of the pass that a run, or a step of resolving, is over."""
-        report = Report(local.backward, resolving, tuple(consumed), tuple(emitted))
-        if local.starter == self._me.id:
-            self._take_report(report)
-            return
-        try:
-            self.send(local, local.starter, report)
-        except BackhaulError as error:
-            self.fail(local, error)
-
-    def send(self, local: LocalPass, rank: int, message: Any, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send a message of a pass. The starter's thread waits for messages of workers that share tensors with it."""
-        edges = self.agent.execution.edges
-        if edges is not None and tensors and (crossing := edges.to(self._info(rank).name)) is not None:
-            leaving = crossing.gradients(tensors)
-            tensors, coded = leaving.wired(leaving.tensors)
-            message = msgspec.structs.replace(message, coded=coded)
-        if rank == local.starter and rank in local.record.workers():
-            self.agent.post_awaited(rank, message, tensors)
-        else:
-            self.agent.post(rank, message, tensors)
-
-    def _take_report(self, report: Report) -> None:
-        started = self._started.get(report.backward.id)
-        if started is None:
-            return
-        if not report.resolving:
-            started.local.reported(report.emitted)
-        askers = started.report(report.resolving, report.consumed, report.emitted)
-        # This worker comes last, because what it runs then may wait for what the others run.
-        for rank in sorted(askers, key=lambda rank: rank == self._me.id):
-            self._tell_resolved(started.local, rank)
-
-    def _ask(self, started: StartedPass, rank: int) -> None:
-        """Handle the request of a worker to resolve this pass."""
-        begin, done = started.ask(rank)
-        if done:
-            self._tell_resolved(started.local, rank)
-        elif begin:
-            self._take_part(started.local, (ROOT,))
-
-    def _tell_resolved(self, local: LocalPass, rank: int) -> None:
-        if rank == self._me.id:
-            self._run_all(local, self._resolve(local), may_wait=False)
-        else:
-            self.agent.post(rank, Resolved(local.backward))
-
-    def _resolve(self, local: LocalPass) -> list[Component]:
-        """The components that this worker can run after resolving. The thread of `backward` gets the roots."""
-        started = self._started.get(local.backward.id)
-        mine: list[Component] = []
-        for component in local.resolve():
-            if started is not None and component.sources[0] == ROOT:
-                started.give(component)
-            else:
-                mine.append(component)
-        return mine
-
-    def _run_all(self, local: LocalPass, components: Sequence[Component], *, may_wait: bool) -> None:
-        """Run these components, none of them behind one that waits.
-
-        ``may_wait``: the calling thread has nothing else to do, so it may wait. A thread that waits at a gate is in the
-        middle of a run, and starts no other.
-        """
-        inside = functions.thread.run is not None
-        for number, component in enumerate(components, 1):
-            last = number == len(components)
-            if inside or (component.waits and not may_wait) or not last:
-                self.agent.pool.run(partial(self.run, local, component))
-            else:
-                self.run(local, component)
-
-    def _take_part(self, local: LocalPass, sources: Sequence[int]) -> None:
-        """One step of resolving: tell the senders of the Recvs that these sources reach."""
-        reached: dict[WorkerInfo, list[int]] = {}
-        for node, outputs in local.take_part(sources).items():
-            recv: Recv = node.recv
-            self.require(local, recv)
-            reached.setdefault(recv.sender, []).extend(recv.message + output for output in outputs)
-        for sender, theirs in reached.items():
-            local.giving_to(sender.id)
-            self.agent.post(sender, TakePart(local.backward, tuple(theirs)))
-        self._report(local, True, sources, [source for theirs in reached.values() for source in theirs])
-
-    def fail(self, local: LocalPass, error: BaseException) -> None:
-        """Fail the pass: wake the waiting threads, and tell the starter and all other workers."""
-        if isinstance(error, NotInitializedError):  # for other workers, this means that this worker is gone
-            name = self._me.name
-            error = WorkerLostError(f"worker {name!r} has left the group in the middle of a backward pass", name)
-        if not local.fail(error, self._me.name):
-            return
-        starter = local.starter
-        others = (local.record.workers() | local.partners) - {self._me.id, starter}
-        if starter == self._me.id:
-            self._tell_failed(starter, local.backward, error)
-        self.reach(
-            others if starter == self._me.id else [starter, *others],
-            lambda rank: self._tell_failed(rank, local.backward, error),
-        )
-
-    def reach(self, ranks: Iterable[int], tell: Callable[[int], None]) -> None:
-        """Call ``tell(rank)`` for all ranks. Does not wait for new connections."""
-        for rank in sorted(ranks, key=self.agent.is_connected, reverse=True):
-            if self.agent.is_connected(rank):
-                tell(rank)
-            else:
-                self.agent.pool.run(partial(tell, rank))
-
-    def _tell_failed(self, rank: int, backward: Pass, error: BaseException) -> None:
-        if rank == self._me.id:
-            started = self._started.get(backward.id)
-            if started is not None:
-                started.fail(error)
-            return
-        try:
-            self.agent.post_failure(rank, lambda *what: Failed(backward, *what), error)
-        except BackhaulError as lost:
-            _log.debug("= cannot tell rank %s that pass %s failed with %r: %s", rank, backward.id, error, lost)
-
-    def tell(self, ranks: Iterable[int], message: Any, *, lazily: bool = False) -> None:
-        """Send a one-way message to those of the workers that can be reached. ``lazily``: it is not urgent."""
-        post = self.agent.post_lazily if lazily else self.agent.post
-
-        def tell(rank: int) -> None:
-            try:
-                post(rank, message)
-            except BackhaulError as error:
-                _log.debug("= %s was not sent to rank %s: %s", type(message).__name__, rank, error)
-
-        self.reach(ranks, tell)
-
-    def lost(self, peer: WorkerInfo, error: WorkerLostError) -> None:
-        """Fail the passes that depend on a peer whose connection has ended."""
-        for record in self._contexts:
-            with record.lock:
-                passes = list(record.passes.values())
-            for local in passes:
-                if local.depends_on(peer.id) or local.starter == peer.id:
-                    self.agent.pool.run(partial(self.fail, local, WorkerLostError(str(error), peer.name)))
-
-    def abandon(self, record: Record, error: BaseException) -> None:
-        """Wake the threads that wait in a context that is over."""
-        with record.lock:
-            passes = list(record.passes.values())
-            record.passes.clear()
-        for local in passes:
-            mine = local.starter == self._me.id
-            if not mine and local.end():
-                continue
-            if local.fail(error, self._me.name) and mine:
-                self._tell_failed(self._me.id, local.backward, error)
-
-    def runs(self) -> list[EngineRun]:
-        """The current runs of torch's engine."""
-        return self._runner.runs()
-
-    def idle(self) -> bool:
-        """Whether nothing runs here, and all passes that this worker started are over."""
-        with self._lock:
-            return not self._started and not self._runner.runs()
-
     def _handle(self, handler: Callable[[Line, Envelope, LocalPass], None], line: Line, envelope: Envelope) -> None:
         """Handle a message of a pass. An error fails the pass."""
         backward: Pass = envelope.message.backward
@@ -517,7 +205,7 @@ class Engine:
             if local is None:
                 # In a federation the sender may have invented the pass. So the sender is told, and must pass it on.
                 to = line.peer.id if self._doubts else rank_of(backward.id)
-                self._tell_failed(to, backward, error)
+                self.failures.tell_failed(to, backward, error)
             else:
                 self.fail(local, error)
 
@@ -583,14 +271,6 @@ class Engine:
         listener = local.listener
         self._run_all(local, components, may_wait=listener is None or not listener.is_mine())
 
-    def _ask_to_resolve(self, local: LocalPass) -> None:
-        """Ask the starter to resolve the pass, because this worker has gradients that it cannot use before that."""
-        started = self._started.get(local.backward.id)
-        if started is not None:
-            self._ask(started, self._me.id)
-        elif local.starter != self._me.id:
-            self.agent.post(local.starter, Resolve(local.backward))
-
     def _on_take_part(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
         for source in envelope.message.sources:
             send = local.record.sends.get(source)
@@ -616,42 +296,3 @@ class Engine:
         if self._doubts and any(each == ROOT or rank_of(each) != line.peer.id for each in message.consumed):
             raise ProtocolError(f"worker {line.peer.name!r} reports work of other workers")
         self._take_report(message)
-
-    def _on_failed(self, line: Line, envelope: Envelope, local: LocalPass) -> None:
-        message: Failed = envelope.message
-        error = self.agent.execution.rebuild(envelope, line.peer)
-        if not local.fail(error, self._me.name):
-            return
-        if local.starter == self._me.id:
-            self._tell_failed(self._me.id, local.backward, error)
-        if self._doubts:
-            message = abridged(message)
-        elif message.refs or envelope.tensors:  # the texts are enough for the other workers
-            message = msgspec.structs.replace(message, tree=None, refs=())
-        self.tell((local.record.workers() | local.partners) - {self._me.id, line.peer.id}, message)
-
-    def _on_check(self, line: Line, envelope: Envelope) -> Frame:
-        message: Check = envelope.message
-        record = self._contexts.get(message.backward.context)
-        local = None if record is None else record.passes.get(message.backward.id)
-        if local is not None and local.round < message.round:
-            local.round = message.round
-            self.agent.pool.run(partial(self._check_helpers, local))
-        return self.agent.answer(message.id, None)
-
-    def check(self, local: LocalPass) -> None:
-        """Check that all workers of this pass are alive: ask each, since the agent watches peers that owe an answer."""
-        local.round += 1
-        self._check_helpers(local)
-
-    def _check_helpers(self, local: LocalPass) -> None:
-        for rank in filter(self.agent.is_connected, local.helpers):  # for the others, `lost` was called
-            try:
-                self.agent.ask_later(
-                    self._info(rank), lambda id: Check(id, local.backward, local.round), "a sign of life", math.inf
-                )
-            except BackhaulError as error:
-                self.fail(local, error)
-
-    def _info(self, rank: int) -> WorkerInfo:
-        return self.agent.membership.find(rank).info

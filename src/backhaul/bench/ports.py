@@ -29,7 +29,7 @@ import torch
 from backhaul.security.certificates import Authority
 from backhaul.security.keys import read_key_file
 from backhaul.security.tls import contexts_of
-from backhaul.transport.sockets import begin_untimed, connect_tcp, settle_control
+from backhaul.transport.sockets import begin_untimed, choose_control, connect_tcp
 
 CLIENT, SERVER, SECOND = "client", "server", "second-client"
 SERVERS = (SERVER, "server-2", "server-3", "server-4")
@@ -379,7 +379,7 @@ class TcpPort(SocketPort):
     def _tune(self, connection: socket.socket) -> None:
         """Set up a connection as Backhaul does, so that the limit is one that Backhaul could reach."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        settle_control(connection)
+        choose_control(connection)
 
 
 class SslPort(TcpPort):

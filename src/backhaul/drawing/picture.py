@@ -82,13 +82,6 @@ def picture(parts: Sequence[dict[str, Any]]) -> Picture:
     return _Joining(parts).picture()
 
 
-class _Message(NamedTuple):
-    """An item for tensors that were sent to or received from one peer."""
-
-    item: int
-    sources: list[int]
-
-
 class _Joining:
     def __init__(self, parts: Sequence[dict[str, Any]]) -> None:
         self.parts = {part["rank"]: part for part in sorted(parts, key=lambda part: part["rank"])}

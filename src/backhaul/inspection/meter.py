@@ -61,7 +61,7 @@ OTHERS = "(others)"
 """Stands for the functions beyond the first `MOST_FUNCTIONS`."""
 
 _RECENT = 64
-_MOST_PARTS = 256  # runs, gates or waits of one pass that are kept individually
+_MOST_STINTS = 256  # runs, gates or waits of one pass that are kept individually
 _MOST_OPEN = 1 << 16  # unfinished calls that are remembered; some end without an event
 _CALLS = ("Call", "Create", "Fetch")
 _FETCH = "to_here"
@@ -110,7 +110,7 @@ class _Pass:
         self.waits: list[dict[str, Any]] = []
 
 
-class _Part:
+class _Stint:
     """What a thread does in a pass: a ``run``, a ``gate`` or a ``wait``."""
 
     __slots__ = ("entry", "kind", "of")
@@ -150,7 +150,7 @@ class Meter:
         self._pass_seconds = 0.0
         self._split = {"run": 0.0, "gate": 0.0, "wait": 0.0}
         self._starters: dict[int, _Pass] = {}  # by the thread that started the pass
-        self._parts: dict[int, list[_Part]] = {}  # by thread, the innermost last
+        self._stints: dict[int, list[_Stint]] = {}  # by thread, the innermost last
         self._turned: dict[int, int] = {}  # when the innermost part of a thread was last resumed
 
     # On and off.
@@ -353,7 +353,7 @@ class Meter:
         over = self._starters.pop(event.thread, None)
         if over is None:
             return  # the pass began before the meter was on
-        while event.thread in self._parts:
+        while event.thread in self._stints:
             self._leave(event.thread, event.at)
         over.ended = event.at
         over.failed = event.failed
@@ -362,78 +362,78 @@ class Meter:
         self._pass_seconds += (event.at - over.began) / 1e9
 
     def _on_run_began(self, event: RunBegan) -> None:
-        share = self._passes.get(event.backward)
-        if share is None:
-            share = self._add(_Pass(event.context, event.backward, event.at, False))
-        if not share.started_here:
-            share.ended = None
+        mine = self._passes.get(event.backward)
+        if mine is None:
+            mine = self._add(_Pass(event.context, event.backward, event.at, False))
+        if not mine.started_here:
+            mine.ended = None
         entry = self._entry(event, sources=len(event.sources), thread=event.thread)
-        self._enter(event.thread, _Part("run", share, entry), event.at, share.runs)
+        self._enter(event.thread, _Stint("run", mine, entry), event.at, mine.runs)
 
     def _on_run_ended(self, event: RunEnded) -> None:
-        share = self._passes.get(event.backward)
+        mine = self._passes.get(event.backward)
         # A gate that ends with an error has no end event.
-        while parts := self._parts.get(event.thread):
-            kind = parts[-1].kind
+        while stints := self._stints.get(event.thread):
+            kind = stints[-1].kind
             if kind == "wait":
                 return  # the run began before the meter was on
             self._leave(event.thread, event.at)
             if kind == "run":
                 break
-        if share is not None and not share.started_here and all(run["ended"] for run in share.runs):
-            share.ended = event.at
+        if mine is not None and not mine.started_here and all(run["ended"] for run in mine.runs):
+            mine.ended = event.at
 
     def _on_gate_waits(self, event: GateWaits) -> None:
-        share = self._passes.get(event.backward)
-        if share is not None and self._parts.get(event.thread):
+        mine = self._passes.get(event.backward)
+        if mine is not None and self._stints.get(event.thread):
             entry = self._entry(event, source=event.source)
-            self._enter(event.thread, _Part("gate", share, entry), event.at, share.gates)
+            self._enter(event.thread, _Stint("gate", mine, entry), event.at, mine.gates)
 
     def _on_gate_opens(self, event: GateOpens) -> None:
-        parts = self._parts.get(event.thread)
-        if parts and parts[-1].kind == "gate":
+        stints = self._stints.get(event.thread)
+        if stints and stints[-1].kind == "gate":
             self._leave(event.thread, event.at)
 
     def _on_waits(self, event: Waits) -> None:
-        share = self._starters.get(event.thread)
-        if share is not None and event.slot is None and event.thread not in self._parts:
-            self._enter(event.thread, _Part("wait", share, self._entry(event)), event.at, share.waits)
+        mine = self._starters.get(event.thread)
+        if mine is not None and event.slot is None and event.thread not in self._stints:
+            self._enter(event.thread, _Stint("wait", mine, self._entry(event)), event.at, mine.waits)
 
     def _on_resumes(self, event: Resumes) -> None:
-        parts = self._parts.get(event.thread)
-        if parts and parts[-1].kind == "wait" and event.slot is None:
+        stints = self._stints.get(event.thread)
+        if stints and stints[-1].kind == "wait" and event.slot is None:
             self._leave(event.thread, event.at)
 
     def _entry(self, event: Event, **more: Any) -> dict[str, Any]:
         return {"began": self._unix(event.at), "ended": None, **more}
 
-    def _enter(self, thread: int, part: _Part, at: int, kept: list[dict[str, Any]]) -> None:
-        """A thread begins a part of a pass. A wait that it interrupts resumes afterwards, as a new wait."""
-        parts = self._parts.setdefault(thread, [])
-        if parts:
-            self._add_time(thread, parts[-1], at)
-            if parts[-1].kind == "wait":
-                parts[-1].entry["ended"] = self._unix(at)
-        parts.append(part)
+    def _enter(self, thread: int, stint: _Stint, at: int, kept: list[dict[str, Any]]) -> None:
+        """A thread begins a stint. A wait that it interrupts resumes afterwards, as a new wait."""
+        stints = self._stints.setdefault(thread, [])
+        if stints:
+            self._add_time(thread, stints[-1], at)
+            if stints[-1].kind == "wait":
+                stints[-1].entry["ended"] = self._unix(at)
+        stints.append(stint)
         self._turned[thread] = at
-        if len(kept) < _MOST_PARTS:
-            kept.append(part.entry)
+        if len(kept) < _MOST_STINTS:
+            kept.append(stint.entry)
 
     def _leave(self, thread: int, at: int) -> None:
-        parts = self._parts[thread]
-        part = parts.pop()
-        self._add_time(thread, part, at)
-        part.entry["ended"] = self._unix(at)
-        if not parts:
-            del self._parts[thread], self._turned[thread]
-        elif parts[-1].kind == "wait":
-            outer = parts[-1]
+        stints = self._stints[thread]
+        stint = stints.pop()
+        self._add_time(thread, stint, at)
+        stint.entry["ended"] = self._unix(at)
+        if not stints:
+            del self._stints[thread], self._turned[thread]
+        elif stints[-1].kind == "wait":
+            outer = stints[-1]
             outer.entry = {"began": self._unix(at), "ended": None}
-            if len(outer.of.waits) < _MOST_PARTS:
+            if len(outer.of.waits) < _MOST_STINTS:
                 outer.of.waits.append(outer.entry)
 
-    def _add_time(self, thread: int, part: _Part, at: int) -> None:
-        self._split[part.kind] += (at - self._turned[thread]) / 1e9
+    def _add_time(self, thread: int, stint: _Stint, at: int) -> None:
+        self._split[stint.kind] += (at - self._turned[thread]) / 1e9
         self._turned[thread] = at
 
 

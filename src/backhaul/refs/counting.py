@@ -40,8 +40,8 @@ workers may wait for the value.
 
 The creator may share the reference at once. So a `Register`, or the reference itself, can reach the owner before the
 creation does. The owner then makes the entry and lists the creator. Later the value follows, or the creator's
-`Release`. Once either has come, the creation is *settled*. The owner remembers the settled creations. For a reference
-without an entry, they tell it whether the value is still to come or has been freed.
+`Release`. Once either has come, the creation is over. The owner remembers which creations are over. So it knows for a
+reference without an entry whether the value is still to come or has been freed.
 
 **Lives.** A worker that died may be replaced: another process has its rank. So a reference also names the process of
 its owner (``life``). A value of an earlier process will not come, and a death takes the values of one process only. A
@@ -102,7 +102,7 @@ class Counting:
         self._to_unpin: dict[ShareId, RefId] = {}  # the shares of all references that are registering
         self._unconfirmed: Counter[int] = Counter()  # worker -> number of these shares that came from it
         self._used_of: Counter[int] = Counter()  # owner -> number of its values that are used here
-        self._settled: dict[int, Numbers] = {}  # creator -> its creations here that have come, or never will
+        self._created: dict[int, Numbers] = {}  # creator -> its creations here that have come, or never will
         self._sweeps = Sweeps(me)
         self._dead = self._sweeps.dead
         self._lives: dict[int, int] = {}  # dead worker -> the life of the process that died; 0 if that is not known
@@ -159,11 +159,11 @@ class Counting:
 
     def fragments(self, creator: int) -> int:
         """The number of separate ranges in the numbers of that worker's creations here. An honest worker makes few."""
-        return len(self._settled.get(creator, ()))
+        return len(self._created.get(creator, ()))
 
     def is_new(self, ref: RefId) -> bool:
-        """Whether a value of ours is unknown here: it has no entry, and its creation is not settled."""
-        return ref not in self._owned and ref.number not in self._settled.get(ref.creator, ())
+        """Whether a value of ours is unknown here: it has no entry, and its creation is not over."""
+        return ref not in self._owned and ref.number not in self._created.get(ref.creator, ())
 
     def shared_with(self, share: ShareId) -> int | None:
         """The receiver of a share that is pinned here."""
@@ -189,7 +189,7 @@ class Counting:
         """
         entry = self._owned.setdefault(ref, Owned())
         entry.expected = False
-        if creator not in self._dead and self._settle(ref):
+        if creator not in self._dead and self._note_created(ref):
             self._list(entry, creator)
         return self._free_if_idle(ref)
 
@@ -321,7 +321,7 @@ class Counting:
             return not known.gone
         if self.is_stale(ref):
             return False
-        if ref.creator == self.me or ref.creator in self._dead or ref.number in self._settled.get(ref.creator, ()):
+        if ref.creator == self.me or ref.creator in self._dead or ref.number in self._created.get(ref.creator, ()):
             return False
         entry = self._owned[ref] = Owned()
         entry.expected = True
@@ -332,18 +332,18 @@ class Counting:
         """Whether a reference names a value of an earlier process that had our rank."""
         return ref.owner == self.me and ref.life not in (0, self.life) and self.life != 0
 
-    def _settle(self, ref: RefId) -> bool:
+    def _note_created(self, ref: RefId) -> bool:
         """Note that a creation has come, or never will. False if that was already noted."""
-        settled = self._settled.setdefault(ref.creator, Numbers())
-        if ref.number in settled:
+        created = self._created.setdefault(ref.creator, Numbers())
+        if ref.number in created:
             return False
-        settled.add(ref.number)
+        created.add(ref.number)
         return True
 
     def _on_release(self, peer: int, ref: RefId) -> list[Action]:
         if ref.owner != self.me:
             return []  # this worker lists nobody for the values of others
-        early = ref.creator == peer and self._settle(ref)
+        early = ref.creator == peer and self._note_created(ref)
         entry = self._owned.get(ref)
         if entry is None:
             return []

@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 from backhaul.agent.agent import Agent
-from backhaul.agent.membership import Member
+from backhaul.agent.member import Member
 from backhaul.errors import UnknownWorkerError, WorkerLostError
 from backhaul.ids import WorkerInfo, life_of
 from backhaul.refs.actions import Action, Send

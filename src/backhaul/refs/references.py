@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from backhaul.agent.agent import Agent, To
+from backhaul.agent.agent import Agent
 from backhaul.agent.execution import ASYNC_MARK, Execution, follow, name_for_people
 from backhaul.agent.federated import FederatedExecution
 from backhaul.agent.future import Future
 from backhaul.agent.line import Line
+from backhaul.agent.routes import To
 from backhaul.devices.streams import on_gpus, use
 from backhaul.eager import eager
 from backhaul.errors import (

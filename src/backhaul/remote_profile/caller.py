@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.profiler import record_function
 
-from backhaul.agent.agent import Agent, To
+from backhaul.agent.agent import Agent
 from backhaul.agent.execution import name_for_people
 from backhaul.agent.future import Future
+from backhaul.agent.routes import To
 from backhaul.errors import BackhaulError, UnsendableError
 from backhaul.remote_profile.callee import collect, run_for_reference, run_profiled
 from backhaul.remote_profile.profilers import Options, watching

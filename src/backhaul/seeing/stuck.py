@@ -74,7 +74,7 @@ class _Thread:
     def add(self, kind: str, worker: str, found: Iterable[dict[str, Any]]) -> None:
         self.items += [_Item(kind, worker, each) for each in found]
 
-    def settle(self) -> None:
+    def sort(self) -> None:
         """Sort its items, innermost first. A wait is inside of an item that began at the same moment."""
         self.items.sort(key=lambda item: (item.seconds, item.kind != "waits"))
         if self.items:
@@ -143,7 +143,7 @@ class _Explanation:
             if "threads" in each and name in self._snapshots:
                 self._read(name, each["threads"])
         for thread in self._threads.values():
-            thread.settle()
+            thread.sort()
         self._links: dict[str, list[_Link]] = {}
 
     def _key(self, worker: str, thread: int) -> str:

@@ -209,17 +209,6 @@ class Scheduler(Network):
             self._state.running -= 1
             self._count(-1)
 
-    @contextmanager
-    def unfollowed(self) -> Iterator[None]:
-        """A context in which the thread waits for others in a way that emits no event."""
-        running, self._state.running = self._state.running, 0
-        self._count(-running)
-        try:
-            yield
-        finally:
-            self._state.running = running
-            self._count(running)
-
     def idle(self) -> bool:
         """Nothing is in flight, and the effects of all deliveries have settled.
 

@@ -62,11 +62,6 @@ class _Turn:
 _turn = _Turn()
 
 
-def may_stay_awake() -> bool:
-    """Whether the peer can run while a thread of this process stays awake."""
-    return len(os.sched_getaffinity(0)) > 1
-
-
 def most_awake(option: float | None) -> float:
     """The most seconds that a thread stays awake, for the value of the option ``busy_poll``."""
     processors = len(os.sched_getaffinity(0))

@@ -24,8 +24,9 @@ from backhaul.transport.base import Channel, ChannelClosed, Want
 from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, remaining
 
 if TYPE_CHECKING:
+    from backhaul.transport.pipe import Pipe
     from backhaul.transport.segments import Budget
-    from backhaul.transport.strands import Pipe, Strands
+    from backhaul.transport.strands import Strands
 
 T = TypeVar("T")
 Steps = Generator[Want, None, T]

@@ -91,20 +91,20 @@ def tune(sock: socket.socket, keepalive: float) -> None:
     for option, value in _RETRIES:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-    settle_control(sock)
+    choose_control(sock)
 
 
 def begin_untimed(sock: socket.socket) -> None:
     """If the system's congestion control is BBR, let a TCP socket begin with one that has no timers.
 
-    Call it before the socket listens or connects, and `settle_control` once it is connected.
+    Call it before the socket listens or connects, and `choose_control` once it is connected.
     """
     with contextlib.suppress(OSError):
         if _control_of(sock).startswith(_TIMED):
             _use_first(sock, _UNTIMED)
 
 
-def settle_control(sock: socket.socket) -> None:
+def choose_control(sock: socket.socket) -> None:
     """On a long path, go back to the system's congestion control."""
     try:
         _, microseconds = _TCP_RATE.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_RATE.size))
@@ -192,7 +192,7 @@ class SendBuffer:
                     return
                 _use_systems(self._socket)
         except (OSError, struct.error):
-            pass  # as in `settle_control`
+            pass  # as in `choose_control`
         self._decided = True
 
     def begin(self) -> None:

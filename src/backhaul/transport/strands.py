@@ -29,18 +29,16 @@ import logging
 import os
 import select
 import socket
-import ssl
 import struct
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
 from backhaul.errors import AuthenticationError, ProtocolError
-from backhaul.security.tls import RECORD, Tunnel
 from backhaul.transport.base import ChannelClosed, Way
-from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed, tune, way_of
+from backhaul.transport.pipe import Pipe
+from backhaul.transport.sockets import way_of
 
 _log = logging.getLogger(__name__)
 
@@ -50,116 +48,9 @@ WIDE = 4 << 20
 _HEAD = struct.Struct("<cQ")
 _SLICE, _ACKNOWLEDGED = b"d", b"a"
 _QUEUED = 3  # the most slices that a strand has: one is arriving, one is being sent, one is next
-_CHUNK = 256 * 1024
-_ENCRYPTED = 4 * RECORD
+_CHUNK = 256 * 1024  # bytes to drop at once
 _FORKED = 1.0  # seconds to wait for a lock: in a forked child, a thread that does not exist there may hold it
 _ENDED = select.POLLHUP | select.POLLERR | select.POLLNVAL
-
-
-class Pipe(ABC):
-    """A connection after its greeting, as a stream of bytes. No method waits. Not thread-safe."""
-
-    def __init__(self, sock: socket.socket, keepalive: float) -> None:
-        self.socket = sock
-        tune(sock, keepalive)
-
-    @abstractmethod
-    def write(self, data: memoryview) -> int:
-        """Take some of the bytes. Returns how many; 0 if there is no room."""
-
-    @abstractmethod
-    def read(self, place: memoryview) -> int:
-        """Read some bytes into ``place``. Returns how many; 0 if none have come. Raises `ChannelClosed` at the end."""
-
-    def flush(self) -> bool:
-        """Continue to send the bytes that `write` took. Returns True if all are sent."""
-        return True
-
-
-class PlainPipe(Pipe):
-    """A pipe without encryption. ``rest`` are bytes that came together with the end of the greeting."""
-
-    def __init__(self, sock: socket.socket, keepalive: float, rest: bytes) -> None:
-        super().__init__(sock, keepalive)
-        self._rest = memoryview(rest)
-
-    def write(self, data: memoryview) -> int:
-        return send(self.socket, data[:_CHUNK])
-
-    def read(self, place: memoryview) -> int:
-        if self._rest:
-            count = min(len(place), len(self._rest))
-            place[:count] = self._rest[:count]
-            self._rest = self._rest[count:]
-            return count
-        return receive(self.socket, place)
-
-
-class TlsPipe(Pipe):
-    def __init__(self, sock: socket.socket, keepalive: float, tunnel: Tunnel) -> None:
-        super().__init__(sock, keepalive)
-        self._tunnel = tunnel
-        self._chunk = memoryview(bytearray(_CHUNK))
-        self._unsent = memoryview(b"")
-
-    def write(self, data: memoryview) -> int:
-        if not self.flush():
-            return 0
-        taken = 0
-        try:
-            while taken < min(len(data), _ENCRYPTED):
-                taken += self._tunnel.stream.write(data[taken : taken + RECORD])
-        except ssl.SSLError as error:
-            raise ChannelClosed(str(error.reason or error)) from error
-        self._unsent = memoryview(self._tunnel.outgoing.read())
-        self.flush()
-        return taken
-
-    def flush(self) -> bool:
-        while self._unsent:
-            sent = send(self.socket, self._unsent)
-            if not sent:
-                return False
-            self._unsent = self._unsent[sent:]
-        return True
-
-    def read(self, place: memoryview) -> int:
-        filled = 0
-        while filled < len(place):
-            try:
-                count: int = self._tunnel.stream.read(len(place) - filled, place[filled:])  # type: ignore[assignment]
-            except ssl.SSLWantReadError:
-                if filled or not (fed := receive(self.socket, self._chunk)):
-                    return filled
-                self._tunnel.incoming.write(self._chunk[:fed])
-                continue
-            except ssl.SSLError as error:
-                raise ProtocolError(f"bytes that are not what the peer encrypted: {error.reason or error}") from error
-            if not count:
-                raise ChannelClosed("the connection ended")
-            filled += count
-        return filled
-
-
-def send(sock: socket.socket, data: memoryview) -> int:
-    try:
-        return sock.send(data, SEND_FLAGS)
-    except BlockingIOError:
-        return 0
-    except OSError as error:
-        raise closed(error) from error
-
-
-def receive(sock: socket.socket, place: memoryview) -> int:
-    try:
-        count = sock.recv_into(place, 0, NO_WAIT)
-    except BlockingIOError:
-        return 0
-    except OSError as error:
-        raise closed(error) from error
-    if not count:
-        raise ChannelClosed("the connection ended")
-    return count
 
 
 class Bell:
@@ -277,7 +168,7 @@ class Strand:
         self._bell.ring()
 
     @property
-    def settled(self) -> bool:
+    def filled(self) -> bool:
         """Whether all expected slices have come."""
         return self._filled == self._announced
 
@@ -508,8 +399,8 @@ class Strands:
         self.on_announced(size)
         self._all[strand - 1].expect(place, size)
 
-    def settle(self, size: int) -> None:
-        if not all(strand.settled for strand in self._all):
+    def finish(self, size: int) -> None:
+        if not all(strand.filled for strand in self._all):
             raise ProtocolError("a message that ends before its slices on other connections")
         if size >= WIDE:
             self.want()

@@ -27,10 +27,11 @@ from backhaul.transport import processes, sockets
 from backhaul.transport.base import Addresses, Channel, ChannelClosed, Listener, Transport, Visitor, Want
 from backhaul.transport.greeting import Line, Steps, drive, receive_visitor, visit
 from backhaul.transport.hosts import Site, choose_site
+from backhaul.transport.pipe import Pipe
 from backhaul.transport.plain import StreamChannel, UnixLine
 from backhaul.transport.segments import Budget
 from backhaul.transport.sockets import begin_untimed, connect_tcp, connect_unix
-from backhaul.transport.strands import Pipe, Strands
+from backhaul.transport.strands import Strands
 from backhaul.transport.tls import TlsLine
 
 RUNTIME_DIR_VARIABLE = "BACKHAUL_RUNTIME_DIR"

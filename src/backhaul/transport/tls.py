@@ -27,12 +27,13 @@ from backhaul.options import RpcOptions
 from backhaul.security.tls import RECORD, Credentials, Records, Tunnel, first_record
 from backhaul.transport.base import Channel, ChannelClosed
 from backhaul.transport.greeting import Line, Steps
+from backhaul.transport.pipe import Pipe, PlainPipe, TlsPipe
 from backhaul.transport.plain import TcpChannel
 from backhaul.transport.room import check_room
 from backhaul.transport.segments import Budget
 from backhaul.transport.sliced import SlicedChannel
 from backhaul.transport.sockets import NO_WAIT, SEND_FLAGS, closed
-from backhaul.transport.strands import Pipe, PlainPipe, Strands, TlsPipe
+from backhaul.transport.strands import Strands
 from backhaul.wire.decoder import Decoder
 from backhaul.wire.frames import Frame
 

@@ -7,8 +7,7 @@ messages with `next()`. The bytes of a large buffer then land in the tensor's ow
 
 The decoder is total: for any bytes it returns messages, waits for more, or raises
 `ProtocolError`. After an error it must not be used again. A claim in a header alone costs no
-memory: metadata is collected in a buffer that grows with the bytes that have arrived, and a
-large tensor's memory is reserved, but not touched, until its bytes come.
+memory (`payload` says where the bytes go).
 
 If there is no room here for the tensors of a message, the decoder returns the message without them. Code that asks for
 the tensors gets a `MemoryError`, and the connection stays open. The connection also stays open after a call or a reply
@@ -20,10 +19,8 @@ Slices of a large frame go to a second decoder, which sees a stream of whole fra
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -31,19 +28,14 @@ import torch
 
 from backhaul.errors import ProtocolError
 from backhaul.wire.frames import DEVICE_PLACE, HEADER, LONGEST_TRACE, MAGIC, MAX_TABLE, PLACED, SLICE, TRACED, VERSION
-from backhaul.wire.headers import recognise_alone, split_places
+from backhaul.wire.headers import recognise_alone
 from backhaul.wire.landing import Landing, LandingOfOne, Later, Missing, land_small
 from backhaul.wire.messages import KIND_OF, KINDS, Call, Create, Failed, Failure, Inspect, Result
+from backhaul.wire.payload import COLLECT_BELOW, MIN_ROOM, START, Payload, Segments
 from backhaul.wire.plain import refuse_maps
 
-_START = 64 * 1024
-_DRAIN = 512 * 1024
 _KEEP = 1 << 20
-# Buffers beyond this are received in place rather than collected first.
-_COLLECT_BELOW = 64 * 1024
-_MIN_ROOM = 16 * 1024
 _MOST_DRAINED = 1 << 42  # no message is larger than this, so a header that claims more is garbage
-_LARGE = 64 << 20  # for a buffer of this size or more, check first that there is room for it
 
 _BITS = PLACED | TRACED
 
@@ -81,25 +73,17 @@ class Envelope(msgspec.Struct, frozen=True, gc=False):
     """The size of the frame in bytes, with its buffers in segments."""
 
 
-class Segments(Protocol):
-    """Lends the buffers that are in segments and not in the payload: see `transport.segments`."""
-
-    def lend(self, id: int, size: int) -> Any: ...
-
-    def lend_device(self, id: int, size: int) -> Any: ...
-
-
 class Apart(Protocol):
     """Receives the slices that come over other connections: see `transport.strands`."""
 
     def expect(self, strand: int, place: memoryview | None, size: int) -> None:
         """Write the next ``size`` bytes of a strand to ``place``; if it is None, drop them. Raises `ProtocolError`."""
 
-    def settle(self, size: int) -> None:
+    def finish(self, size: int) -> None:
         """A frame of that size is complete. Raises `ProtocolError` if any expected bytes have not come."""
 
 
-class Decoder:
+class Decoder(Payload):
     """Turns the bytes of one direction of one connection into messages. Not thread-safe."""
 
     def __init__(
@@ -122,28 +106,12 @@ class Decoder:
         the decoder gets the contents of slices, in which no further slices may occur. ``apart`` receives the slices
         that come over other connections of the peer; without it, such a slice is an error.
         """
+        super().__init__(max_message_bytes, segments, drains=drains, check_room=check_room)
         self._bounded = bounded
-        self._limit = max_message_bytes
         self._head_limit = max_message_bytes if max_head_bytes is None else max_head_bytes
-        self._segments = segments
-        self._buffer = bytearray(_START)
-        self._view = memoryview(self._buffer)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
-        self._start = 0  # first byte not yet consumed
-        self._end = 0  # first byte not yet received
-        self._wanted = HEADER.size  # bytes from _start that the next step needs
         self._message: Any = None  # of the frame whose payload is arriving
         self._trace = ""  # the tracer's mark of that frame
-        self._size = 0  # of that frame
         self._tensor: torch.Tensor | None = None  # its only tensor, if it was read together with the head
-        self._landing: Landing | Missing | None = None
-        self._drains = drains
-        self._check_room = check_room
-        self._skip = 0  # bytes of a payload that are still to be dropped
-        self._drain: memoryview | None = None  # scratch memory for them
-        self._index = 0  # buffer of the landing that comes next
-        self._places: Sequence[int] = ()  # the segment of each buffer, or 0; empty if all are in the payload
-        self._place: memoryview | None = None  # the rest of a buffer that is received in place
         self._sliced = sliced
         self._apart = apart
         self._announced = False  # whether the last header announced a slice on another connection
@@ -161,8 +129,8 @@ class Decoder:
         if self._start == self._end:
             self._start = self._end = 0
             if len(self._buffer) > _KEEP and self._wanted <= _KEEP:
-                self._replace(bytearray(_START))
-        if len(self._buffer) - self._end < _MIN_ROOM:
+                self._replace(bytearray(START))
+        if len(self._buffer) - self._end < MIN_ROOM:
             self._make_room()
         return self._view[self._end :]
 
@@ -235,7 +203,7 @@ class Decoder:
         decode = _DECODE.get(kind)
         if decode is None and kind in _DECODE_PLACED:
             return self._next_on_device(kind, body, data, payload_start, payload)
-        if end > self._end or lead != _LEAD or decode is None or payload > _COLLECT_BELOW or end - start > self._limit:
+        if end > self._end or lead != _LEAD or decode is None or payload > COLLECT_BELOW or end - start > self._limit:
             return None
         if payload_start - start > self._head_limit:
             return None
@@ -359,7 +327,7 @@ class Decoder:
         elif table:
             self._index = 0
             headers = bytes(self._view[body + metadata : start + size])
-            if not placed and size + payload <= available and payload <= _COLLECT_BELOW:
+            if not placed and size + payload <= available and payload <= COLLECT_BELOW:
                 # The whole payload has arrived.
                 tensor = land_small(headers, self._address + start + size, payload)
                 if tensor is not None:
@@ -475,7 +443,7 @@ class Decoder:
             self._start += count
             self._slice -= count
         if envelope is not None and self._apart is not None:
-            self._apart.settle(envelope.size)
+            self._apart.finish(envelope.size)
         return envelope
 
     def _read_trace(self, start: int, metadata: int) -> str:
@@ -487,111 +455,6 @@ class Decoder:
             return self._buffer[start + 1 : start + 1 + size].decode("ascii")
         except UnicodeDecodeError:
             raise ProtocolError("the tracer's mark of a frame is not text") from None
-
-    def _land(self, table: bytes, payload: int) -> Landing:
-        """The landing of tensors some of which are in segments already."""
-        table, places, elsewhere = split_places(table)
-        if payload + elsewhere > self._limit and not self._drains:
-            raise ProtocolError(f"tensors of {payload + elsewhere} bytes are over the limit of {self._limit}")
-        self._size += elsewhere - 4 * len(places)
-        landing = Landing.parse(table, payload + elsewhere)
-        for index, segment in enumerate(places):
-            if segment & DEVICE_PLACE and self._segments is not None:
-                landing.adopt_device(index, self._segments.lend_device(segment & ~DEVICE_PLACE, landing.sizes[index]))
-            elif segment and self._segments is not None:
-                landing.adopt(index, self._segments.lend(segment, landing.sizes[index]))
-        self._places = places
-        return landing
-
-    def _miss(self, why: str, payload: int) -> None:
-        """Give up the tensors of this message: the remaining ``payload`` bytes are dropped as they come."""
-        self._landing = Missing(f"a message of {self._size} bytes {why}")
-        self._skip = payload
-        self._places = ()
-
-    def _read_nothing(self) -> bool:
-        """Drop the arrived bytes of a payload that is given up; True once all of them are dropped."""
-        dropped = min(self._skip, self._end - self._start)
-        self._start += dropped
-        self._skip -= dropped
-        if self._skip:
-            self._start = self._end = 0
-            self._place = self._drained_to()[: self._skip]
-            self._skip -= len(self._place)
-            return False
-        self._drain = None
-        self._wanted = HEADER.size
-        return True
-
-    def _drained_to(self) -> memoryview:
-        """Scratch memory for bytes to drop: a large piece if many are left and there is memory for it."""
-        if self._drain is None and self._skip > _DRAIN:
-            with contextlib.suppress(MemoryError):
-                self._drain = memoryview(bytearray(_DRAIN))
-        return self._view if self._drain is None else self._drain
-
-    def _read_payload(self, landing: Landing | Missing) -> bool:
-        """Move the arrived bytes to their buffers; True when all buffers are full."""
-        if self._place is not None:
-            return False
-        if isinstance(landing, Missing):
-            return self._read_nothing()
-        try:
-            return self._fill(landing)
-        except MemoryError as error:
-            rest = [
-                size
-                for index, size in enumerate(landing.sizes)
-                if index >= self._index and not (self._places and self._places[index])
-            ]
-            self._miss(f"has no room at the receiver: {error}", sum(rest))
-            return self._read_nothing()
-
-    def _fill(self, landing: Landing) -> bool:
-        sizes = landing.sizes
-        while self._index < len(sizes):
-            if self._places and self._places[self._index]:
-                self._index += 1
-                continue
-            size = sizes[self._index]
-            available = self._end - self._start
-            if size >= _LARGE and self._check_room is not None:
-                self._check_room(size)
-            if available >= size:
-                landing.copy(self._index, self._address + self._start)
-                self._start += size
-            elif size <= _COLLECT_BELOW:
-                self._wanted = size
-                return False
-            else:
-                place = landing.place(self._index)
-                place[:available] = self._view[self._start : self._end]
-                self._start = self._end = 0
-                self._place = place[available:]
-                self._index += 1
-                return False
-            self._index += 1
-        self._places = ()
-        self._wanted = HEADER.size
-        return True
-
-    def _make_room(self) -> None:
-        live = self._end - self._start
-        if live + _MIN_ROOM <= len(self._buffer) // 2:
-            self._view[:live] = bytes(self._view[self._start : self._end])
-        else:
-            try:
-                grown = bytearray(len(self._buffer) * 2)
-            except MemoryError:
-                raise ProtocolError(f"no memory for a message whose values take more than {live} bytes") from None
-            grown[:live] = self._view[self._start : self._end]
-            self._replace(grown)
-        self._start, self._end = 0, live
-
-    def _replace(self, buffer: bytearray) -> None:
-        self._buffer = buffer
-        self._view = memoryview(buffer)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _first_number(data: memoryview) -> int:

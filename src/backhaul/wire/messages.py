@@ -380,3 +380,6 @@ KINDS: dict[int, type[Any]] = {
 """The kind byte of a frame -> the message in it. Numbers are never reused."""
 
 KIND_OF: dict[type[Any], int] = {message: kind for kind, message in KINDS.items()}
+
+REPLIES = (Result, Failure)
+"""The messages that answer a request."""

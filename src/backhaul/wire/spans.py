@@ -90,7 +90,7 @@ def compact(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     return copy, tuple(0 if old == 0 else new for old, new in zip(strides, packed, strict=True))
 
 
-def share(tensors: Sequence[torch.Tensor]) -> list[Region]:
+def regions(tensors: Sequence[torch.Tensor]) -> list[Region]:
     """The regions to send for these tensors. All of them must be over one storage, and none may be empty."""
     views = []
     for place, tensor in enumerate(tensors):

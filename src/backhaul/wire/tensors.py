@@ -294,7 +294,7 @@ def _add_alone(packed: Packed, entries: list[Header], item: _Item, staging: Stag
 
 def _add_shared(packed: Packed, entries: list[Header], group: list[_Item], staging: Staging | None = None) -> None:
     """Add tensors over one storage, so that tensors that alias here also alias at the receiver."""
-    for region in spans.share([item.tensor for item in group]):
+    for region in spans.regions([item.tensor for item in group]):
         if len(region.members) == 1:
             _add_alone(packed, entries, group[region.members[0][0]], staging)
             continue
