@@ -202,6 +202,7 @@ class EngineRun:
             for output in sorted(outputs):
                 parcel.add(first + output, gradients[output])
             self.emitted += parcel.sources
+            self._note_streams()
             self._post(parcel, recv)
             return
         with self._lock:
@@ -210,8 +211,7 @@ class EngineRun:
             for output in sorted(outputs):
                 parcel.add(first + output, gradients[output])
                 self.emitted.append(first + output)
-            if self._agent.devices is not None:
-                self._agent.devices.streams.leave_word()  # another thread, with other streams, may send them
+            self._note_streams()
             self._left[rank] -= 1
             full = not self._left[rank] or parcel.nbytes > self._max_held
             if full:
@@ -220,6 +220,11 @@ class EngineRun:
             self._post(parcel)
         elif held is None:
             self._on_held(self)
+
+    def _note_streams(self) -> None:
+        """Note the streams of a Recv. Gradients that are held, or late, leave on those of a later Recv or of a thread."""
+        if self._agent.devices is not None:
+            self._agent.devices.streams.leave_word()
 
     def _keep(self, source: int, gradient: torch.Tensor | None) -> None:
         """Keep a gradient for this worker. It is a copy, as if it had come in a message."""
@@ -248,9 +253,9 @@ class EngineRun:
             self._post(parcel)
 
     def _post(self, parcel: Parcel, recv: Recv | None = None) -> None:
-        """Send gradients, or let them wait for the report. ``recv`` is their Recv, if all come from one."""
-        if self._agent.devices is not None and len(parcel.tensors) > 1:
-            self._agent.devices.streams.catch_up()  # the Recvs before this one may have other streams
+        """Send gradients, or let them wait for the report. ``recv`` is their Recv, if it is the only one of the run."""
+        if self._agent.devices is not None and recv is None:
+            self._agent.devices.streams.catch_up()  # the gradients may come from Recvs with other streams
         to_starter = parcel.to.id == self.local.starter
         if not to_starter and self.local.shortcuts:
             parcel.shortcuts = self.local.onward(self.sources[0], recv)

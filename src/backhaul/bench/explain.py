@@ -26,8 +26,9 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -43,6 +44,7 @@ from backhaul.bench.pair import CLIENT, SERVER, two_pairs
 from backhaul.bench.stages import IN_BETWEEN, KINDS, Cost, Stamped, cost, install, stage_between, take
 from backhaul.bench.table import host
 from backhaul.errors import BackhaulError
+from backhaul.options import RpcOptions
 
 BETWEEN_PROCESSES = "between processes (wake-up, kernel)"
 BETWEEN_THREADS = "between threads (wake-up)"
@@ -77,6 +79,16 @@ def layer(value: Tensor) -> Tensor:
     return output
 
 
+@lru_cache(maxsize=1)
+def _layer_on_gpu() -> nn.Linear:
+    return deepcopy(_LAYER).cuda()
+
+
+def layer_on_gpu(value: Tensor) -> Tensor:
+    output: Tensor = _layer_on_gpu()(value)
+    return output
+
+
 Act = Callable[[Windows, str], None]
 """Does a work of that name once, and notes its time."""
 
@@ -101,15 +113,19 @@ def _echo(size: int, server: str) -> Act:
     return echo
 
 
-def _hop(server: str) -> Act:
+def _hop(server: str, on_gpu: bool = False) -> Act:
+    module, x = (layer_on_gpu, _INPUT.detach().cuda().requires_grad_()) if on_gpu else (layer, _INPUT)
+
     def hop(windows: Windows, name: str) -> None:
         with autograd.context() as context:
             begin = time.perf_counter_ns()
-            value = rpc.rpc_sync(server, layer, args=(_INPUT,))
+            value = rpc.rpc_sync(server, module, args=(x,))
             windows[f"{name}, forward"].append((begin, time.perf_counter_ns()))
             loss = value.sum()
             begin = time.perf_counter_ns()
             autograd.backward(context, [loss])
+            if on_gpu:
+                torch.cuda.synchronize()
             windows[f"{name}, backward"].append((begin, time.perf_counter_ns()))
 
     return hop
@@ -130,6 +146,8 @@ WORKS = {
     "echo 16 MiB": Work(partial(_echo, 16 * _KIB**2), 10),
     "hop": Work(_hop, 100, ("forward", "backward")),
 }
+if torch.cuda.is_available():
+    WORKS["hop on a GPU"] = Work(partial(_hop, on_gpu=True), 100, ("forward", "backward"))
 
 
 class Done(NamedTuple):
@@ -368,7 +386,7 @@ def explain(rounds: int = 4, only: Iterable[str] | None = None) -> list[Explaine
     parts = [part for name in names for part in WORKS[name].names(name)]
     ways: dict[str, list[Way]] = {part: [] for part in parts}
     untouched: dict[str, list[int]] = {part: [] for part in parts}
-    with two_pairs() as (stamped, plain):
+    with two_pairs(RpcOptions(device_maps="same") if torch.cuda.is_available() else None) as (stamped, plain):
         stamped.on_server(install)
         stamped.on_client(install)
         price = stamped.on_client(cost)

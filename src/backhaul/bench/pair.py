@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from backhaul.cluster import LocalWorker, cluster
+from backhaul.options import RpcOptions
 
 CLIENT, SERVER = "client", "server"
 
@@ -51,10 +52,10 @@ def pair() -> Iterator[Pair]:
 
 
 @contextmanager
-def two_pairs() -> Iterator[tuple[Pair, Pair]]:
+def two_pairs(options: RpcOptions | None = None) -> Iterator[tuple[Pair, Pair]]:
     """Two independent pairs, to compare in turns. The pair without a turn sleeps."""
     names = (CLIENT, SERVER, f"other {CLIENT}", f"other {SERVER}")
-    with cluster(4, names=names, env=ENVIRONMENT) as workers:
+    with cluster(4, names=names, env=ENVIRONMENT, options=options) as workers:
         yield Pair(*workers[:2]), Pair(*workers[2:])
 
 
